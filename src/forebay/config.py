@@ -1,0 +1,205 @@
+"""Strict configuration: TOML text and ``key=value`` overrides in, one validated model out.
+
+::
+
+    run.toml --tomllib--> dict --apply_overrides--> dict --Model.model_validate--> config
+                                                              | unknown key: the nearest known one is named
+
+Every configurable class has a `StrictModel` beside it; this module knows none of them. It also holds the two
+ways to name code in a run file: a word from a literal table, or ``"package.module:Name"``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class ConfigError(ValueError):
+    """A run file or an override is wrong; the message says where, what was read and what to write."""
+
+
+class StrictModel(BaseModel):
+    """Base of every config model: unknown keys are errors and values do not change after validation."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+
+def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
+    """Read the TOML file `path`, apply ``key=value`` `overrides`, and validate as `model`.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, or a key or value does not fit.
+    """
+    return parse_config(model, apply_overrides(read_toml(path), overrides), source=str(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The file's tables as nested dicts.
+
+    Raises:
+        ConfigError: the file is missing or is not TOML.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
+        hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+        raise ConfigError(f"no run file at {str(path)!r}{hint}") from None
+    except (IsADirectoryError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{str(path)!r} is not a TOML file: {error}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from None
+
+
+def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    """A copy of `data` with each ``a.b=value`` set; list entries are named by position (``tasks.0.weight=2``).
+
+    The value is read as TOML where it is valid TOML (``3``, ``true``, ``[1, 2]``), else as plain text.
+
+    Raises:
+        ConfigError: an override has no ``=`` or walks into something that is not a table or list.
+    """
+    result: dict[str, Any] = _copy_tables(dict(data))
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(
+                f"override {override!r} is not of the form key=value, for example train.lr=1e-4"
+            )
+        _set_path(result, key.strip().split("."), _read_value(text.strip()), override)
+    return result
+
+
+def _copy_tables(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy_tables(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copy_tables(item) for item in value]
+    return value
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
+    for depth, part in enumerate(path):
+        last = depth == len(path) - 1
+        key: Any = part
+        if isinstance(node, list):
+            if not part.isdigit() or int(part) >= len(node):
+                raise ConfigError(
+                    f"override {override!r}: {'.'.join(path[:depth])} is a list of {len(node)}; "
+                    f"name an entry by its position 0..{len(node) - 1}, not {part!r}"
+                )
+            key = int(part)
+        elif not isinstance(node, dict):
+            raise ConfigError(f"override {override!r}: {'.'.join(path[:depth])} is a value, not a table")
+        if last:
+            node[key] = value
+        elif isinstance(node, dict):
+            node = node.setdefault(key, {})
+        else:
+            node = node[key]
+
+
+def parse_config(model: type[ModelT], data: Mapping[str, Any], *, source: str = "config") -> ModelT:
+    """Validate `data` as `model`.
+
+    Raises:
+        ConfigError: one line per problem: where, what was given, and the nearest known key or the rule.
+    """
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as error:
+        lines = [_explain(model, dict(problem)) for problem in error.errors()]
+        raise ConfigError(f"{source}: " + "\n".join(lines)) from None
+
+
+def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
+    location = [str(part) for part in problem["loc"]]
+    where = ".".join(location)
+    if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = sorted(_known_keys(model, location[:-1]))
+        near = difflib.get_close_matches(location[-1], known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+        return f"unknown key {where!r}; {hint}"
+    if problem["type"] == "missing":
+        return f"{where!r} is missing"
+    return f"{where!r} = {problem['input']!r}: {problem['msg']}"
+
+
+def _known_keys(model: type[BaseModel], location: list[str]) -> set[str]:
+    """The keys accepted at `location` inside `model`, walking through lists, unions and dataclasses."""
+    current: list[Any] = [model]
+    for part in location:
+        if part.isdigit():
+            continue
+        annotations = [_fields_of(item)[part] for item in current if part in _fields_of(item)]
+        current = [leaf for annotation in annotations for leaf in _leaves(annotation)] or current
+    return {name for item in current for name in _fields_of(item)}
+
+
+def _fields_of(item: Any) -> dict[str, Any]:
+    if isinstance(item, type) and issubclass(item, BaseModel):
+        return {name: field.annotation for name, field in item.model_fields.items()}
+    return dict.fromkeys(getattr(item, "__dataclass_fields__", {}), None)
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    arguments = get_args(annotation)
+    if not arguments:
+        yield annotation
+    for argument in arguments:
+        yield from _leaves(argument)
+
+
+def look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+    """The entry `name` of `table`, or what ``"package.module:Name"`` imports.
+
+    Raises:
+        ConfigError: neither; the message names the nearest entry.
+    """
+    if name in table:
+        return table[name]
+    if ":" in name:
+        return import_object(kind, name)
+    near = difflib.get_close_matches(name, table, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"unknown {kind} {name!r}; {hint}known: {', '.join(sorted(table))}, or 'package.module:Name'"
+    )
+
+
+def import_object(kind: str, path: str) -> Any:
+    """What ``"package.module:Name"`` names.
+
+    Raises:
+        ConfigError: the module cannot be imported or has no such name.
+    """
+    module_name, _, attribute = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {error}") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        near = difflib.get_close_matches(attribute, dir(module), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {attribute!r}{hint}") from None

@@ -1,0 +1,119 @@
+"""The contract between an inference engine and the rollout controller.
+
+An engine takes token ids and returns token ids: it never sees chat messages and nothing is re-tokenised.
+
+::
+
+    generate(request) --> queued --> running --> Completion(finish_reason)
+                              |          |
+                          abort()/pause(): finish_reason "abort", with the tokens made so far
+
+Contract:
+
+* `generate` may be called concurrently without bound; the engine decides how many run together and the rest
+  wait. It returns a `Completion` for everything that happens to a request, also for an engine error
+  (``finish_reason="error"``); it raises `ValueError` only for a request that can never run (too long, say).
+  Cancelling the awaiting task frees the request's place.
+* ``logprobs`` are those of the distribution that was sampled from: after temperature, top-k and top-p.
+* Every token carries the model step of the weights that made it.
+* `pause` ends all running and queued requests with ``"abort"`` and returns once none runs. While paused, new
+  requests return ``"abort"`` at once with no tokens. `resume` lifts it.
+* `load_weights` replaces the weights between two forward passes; tokens made after it carry `model_step`.
+* The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
+  beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from forebay.types import FloatArray, IntArray, SampleParams
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GenerateRequest:
+    """One continuation asked of an engine."""
+
+    request_id: str
+    input_ids: IntArray
+    """int32, P: prompt and response so far; at least one token."""
+    params: SampleParams
+    max_tokens: int
+    """Tokens this call may add: what is left of ``params.max_tokens``."""
+    seed: int
+    session_id: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """What an engine made of one request."""
+
+    response_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32, R: new tokens only; an end-of-sequence token is included."""
+    logprobs: FloatArray = field(default_factory=lambda: np.empty(0, np.float32))
+    """float32, R."""
+    model_steps: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    """int32, R."""
+    finish_reason: str
+    """``stop``, ``length``, ``tool_calls``, ``abort`` or ``error``."""
+    error_msg: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineHealth:
+    """A snapshot for schedulers and for people."""
+
+    ok: bool
+    num_running: int
+    num_waiting: int
+    model_step: int
+    detail: str = ""
+
+
+class Engine(Protocol):
+    """What the rollout controller drives; see the module docstring for the contract."""
+
+    @property
+    def model_step(self) -> int:
+        """The step of the weights that make the next token."""
+        ...
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The most tokens, prompt and response together, one request may reach."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue ``request.input_ids``."""
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with ``"abort"``; unknown ids are ignored."""
+        ...
+
+    async def pause(self) -> None:
+        """End every request with ``"abort"`` and take no new one until `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        ...
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        """Take over these parameters, by name; they are those after train step `model_step`."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is."""
+        ...
+
+    async def close(self) -> None:
+        """End everything and free the weights; `generate` afterwards returns an error completion."""
+        ...

@@ -1,0 +1,347 @@
+"""What a rollout is, and the arithmetic of its age.
+
+A `RolloutState` is one trajectory of one prompt; a *group* is the list of the k trajectories of the same
+prompt and is what the replay buffer stores. This module holds those records, their statuses and the one
+definition of staleness used everywhere. It does no I/O and needs only numpy.
+
+A rollout's life::
+
+    INIT -> generated -> COMPLETED -> trained (ARCHIVED)
+                      -> ABORTED   -> continued or generated again
+                      -> FAILED    -> dropped, with its error
+    COMPLETED -> FILTERED (rejected by the validity function) or EXPIRED (too old; prompt kept)
+
+Staleness. A token made by the weights after train step ``m`` and trained at train step ``i`` has staleness
+``i - m - 1``; 0 is on-policy. A rollout is as stale as its oldest generated token, a group as its stalest
+rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+UNLABELLED = -1
+"""The model step of a token that nobody has labelled yet (real model steps count from 0)."""
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+ByteArray = NDArray[np.uint8]
+Message = dict[str, Any]
+
+
+class Status(Enum):
+    """Where a rollout, and by `get_group_status` a group, stands."""
+
+    INIT = "init"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+    EXPIRED = "expired"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    SKIPPED = "skipped"
+    MAX_TRIES = "max_tries"
+    ARCHIVED = "archived"
+
+
+# A group that is not wholly COMPLETED takes the first of these that any of its members has.
+_GROUP_PRECEDENCE = (
+    Status.FAILED,
+    Status.ABORTED,
+    Status.MAX_TRIES,
+    Status.EXPIRED,
+    Status.FILTERED,
+    Status.SKIPPED,
+    Status.INIT,
+    Status.ARCHIVED,
+)
+
+_FINISHED_OF_ITSELF = frozenset({"stop", "length", "tool_calls"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleParams:
+    """How tokens are drawn. A run file's ``[tasks.sample]`` table is one of these."""
+
+    max_tokens: int = 256
+    """Budget of generated tokens for one rollout, over all its turns and continuations."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means all tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a rollout; the text stays in the response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a rollout, besides the model's own end-of-sequence ids."""
+    seed: int | None = None
+    """None lets the rollout controller derive one from the run's seed and the rollout's id."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative (0 = all tokens), got {self.top_k}")
+
+
+_ARRAY_DTYPES: Mapping[str, type[np.generic]] = {
+    "prompt_ids": np.int32,
+    "tokens": np.int32,
+    "response_ids": np.int32,
+    "logprobs": np.float32,
+    "response_mask": np.uint8,
+    "response_model_steps": np.int32,
+}
+
+
+def _no_ids() -> IntArray:
+    return np.empty(0, np.int32)
+
+
+def _no_logprobs() -> FloatArray:
+    return np.empty(0, np.float32)
+
+
+def _no_mask() -> ByteArray:
+    return np.empty(0, np.uint8)
+
+
+@dataclass(slots=True, eq=False)
+class RolloutState:
+    """One trajectory of one prompt.
+
+    Invariants: the array fields are always contiguous 1-D numpy arrays of the stated dtype, never None
+    (assigning any sequence converts it; None empties it), and after a `put` the four ``response_*`` /
+    ``logprobs`` arrays have one length R. Two rollouts are equal only if they are the same object.
+
+    >>> state = RolloutState([{"role": "user", "content": "1+1="}], prompt_ids=[5, 6])
+    >>> state.append([7, 8], logprobs=[-0.1, -0.2], model_step=3)
+    >>> state.response_ids.tolist(), state.response_mask.tolist(), state.tokens.tolist()
+    ([7, 8], [1, 1], [5, 6, 7, 8])
+    """
+
+    message: list[Message]
+    """The prompt as a chat: ``[{"role": ..., "content": ...}, ...]``."""
+    _: KW_ONLY
+    # Identity
+    rollout_id: str | int | None = None
+    group_id: str | int | None = None
+    session_id: str | int | None = None
+    """Rollouts with the same session go to the same engine, so that it can reuse its prefix cache."""
+    task_name: str | None = None
+    num_tries: int = 0
+    """How often the rollout was aborted and started over."""
+    # Prompt
+    prompt_ids: IntArray = field(default_factory=_no_ids)
+    """int32, P: the prompt's tokens."""
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    sample_params: SampleParams | None = None
+    """None: those of the agent loop."""
+    data_source: str | dict[str, Any] | None = None
+    reward_model: dict[str, Any] | None = None
+    """What the judger needs, for example ``{"ground_truth": "4"}``."""
+    mm_info: dict[str, Any] | None = None
+    """Multimodal inputs."""
+    # Engine input
+    tokens: IntArray = field(default_factory=_no_ids)
+    """int32, P + R: what the engine continues, prompt and response so far."""
+    # Engine output
+    response: str = ""
+    response_ids: IntArray = field(default_factory=_no_ids)
+    """int32, R: generated and environment tokens in order."""
+    logprobs: FloatArray = field(default_factory=_no_logprobs)
+    """float32, R: natural log of the probability each token was sampled with; NaN where unknown."""
+    response_mask: ByteArray = field(default_factory=_no_mask)
+    """uint8, R: 1 on tokens that the policy generated, 0 on tool and environment tokens."""
+    response_model_steps: IntArray = field(default_factory=_no_ids)
+    """int32, R: the model step whose weights made each token; -1 where not labelled yet."""
+    routed_experts: Any = None
+    tool_calls: list[dict[str, Any]] | None = None
+    finish_reason: str | None = None
+    # Outcome
+    reward: dict[str, Any] | None = None
+    """At least ``{"score": float}`` once judged."""
+    status: Status = Status.INIT
+    seq_staleness: int = 0
+    error_msg: str | None = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        dtype = _ARRAY_DTYPES.get(name)
+        if dtype is not None:
+            value = _as_array(name, value, dtype)
+        object.__setattr__(self, name, value)
+
+    def append(
+        self,
+        ids: Sequence[int] | IntArray,
+        *,
+        logprobs: Sequence[float] | FloatArray | None = None,
+        mask: int = 1,
+        model_step: int | Sequence[int] | IntArray = UNLABELLED,
+    ) -> None:
+        """Append R' tokens to all token-level fields and to ``tokens`` at once.
+
+        `logprobs` left out are NaN; `mask` is 1 for generated and 0 for environment tokens; `model_step` is
+        one step for all or one per token.
+
+        Raises:
+            ValueError: the logprobs or steps are not as many as the ids, or earlier fields are ragged.
+        """
+        fill_token_fields(self)
+        new_ids = _as_array("response_ids", ids, np.int32)
+        if len(self.tokens) == 0:
+            self.tokens = self.prompt_ids
+        added: dict[str, Any] = {
+            "response_ids": new_ids,
+            "logprobs": np.full(len(new_ids), np.nan, np.float32) if logprobs is None else logprobs,
+            "response_mask": np.full(len(new_ids), mask, np.uint8),
+            "response_model_steps": (
+                np.full(len(new_ids), model_step, np.int32) if np.ndim(model_step) == 0 else model_step
+            ),
+        }
+        arrays = {name: _as_array(name, value, _ARRAY_DTYPES[name]) for name, value in added.items()}
+        for name, array in arrays.items():
+            if len(array) != len(new_ids):
+                raise ValueError(f"{name} has {len(array)} entries for {len(new_ids)} appended tokens")
+        for name, array in {**arrays, "tokens": new_ids}.items():
+            setattr(self, name, np.concatenate([getattr(self, name), array]))
+
+
+TOKEN_FIELDS = ("response_ids", "logprobs", "response_mask", "response_model_steps")
+"""The fields that have one entry per response token."""
+
+ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutState))
+
+
+def _as_array(name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
+    """`value` as a contiguous 1-D array; a copy only if dtype or layout differ."""
+    if value is None:
+        return np.empty(0, dtype)
+    if not isinstance(value, np.ndarray):
+        value = list(value)
+        if dtype is np.float32:
+            value = [np.nan if item is None else item for item in value]
+    array = np.asarray(value, dtype=dtype) if len(value) else np.empty(0, dtype)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
+    return np.ascontiguousarray(array)
+
+
+def fill_token_fields(state: RolloutState) -> None:
+    """Give the token-level fields one length: mask 1, logprob NaN, model step unlabelled where left out.
+
+    Raises:
+        ValueError: a field is neither empty nor as long as ``response_ids``.
+    """
+    length = len(state.response_ids)
+    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELLED}
+    for name, default in defaults.items():
+        have = len(getattr(state, name))
+        if have == length:
+            continue
+        if have:
+            raise ValueError(
+                f"rollout {state.rollout_id!r}: {name} has {have} entries but response_ids has {length}; "
+                f"give one per response token, or none"
+            )
+        setattr(state, name, np.full(length, default, _ARRAY_DTYPES[name]))
+
+
+def status_from_finish_reason(finish_reason: str | None) -> Status:
+    """The status of a rollout whose engine stopped for `finish_reason`; unknown reasons are failures."""
+    if finish_reason in _FINISHED_OF_ITSELF:
+        return Status.COMPLETED
+    return Status.ABORTED if finish_reason == "abort" else Status.FAILED
+
+
+def get_group_status(group: Sequence[RolloutState]) -> Status:
+    """COMPLETED if every member is, else the most pressing status any member has.
+
+    Raises:
+        ValueError: the group is empty.
+    """
+    if not group:
+        raise ValueError("an empty group has no status; a group holds at least one rollout")
+    statuses = {state.status for state in group}
+    if statuses == {Status.COMPLETED}:
+        return Status.COMPLETED
+    return next(status for status in _GROUP_PRECEDENCE if status in statuses)
+
+
+def calculate_seq_staleness(model_step: int, current_train_step: int) -> int:
+    """Staleness of tokens made at `model_step` when trained at `current_train_step`."""
+    return current_train_step - model_step - 1
+
+
+def update_sample_version(state: RolloutState, model_step: int) -> None:
+    """Label with `model_step` the response tokens that have no model step yet; never relabel."""
+    missing = len(state.response_ids) - len(state.response_model_steps)
+    steps = state.response_model_steps
+    if missing > 0:
+        steps = np.concatenate([steps, np.full(missing, UNLABELLED, np.int32)])
+    state.response_model_steps = np.where(steps == UNLABELLED, np.int32(model_step), steps)
+
+
+def oldest_model_step(group: Sequence[RolloutState]) -> int | None:
+    """The oldest labelled model step of any generated token in the group; None without labels."""
+    oldest = [step for state in group if (step := _oldest_step(state)) is not None]
+    return min(oldest) if oldest else None
+
+
+def _oldest_step(state: RolloutState) -> int | None:
+    steps = state.response_model_steps
+    labelled = steps != UNLABELLED
+    if len(state.response_mask) == len(steps):
+        # Tokens of a tool or an environment were made by no weights.
+        labelled &= state.response_mask != 0
+    return int(steps[labelled].min()) if labelled.any() else None
+
+
+def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:
+    """Write each rollout's staleness at `current_train_step`, from its oldest label; 0 without labels."""
+    for state in group:
+        step = _oldest_step(state)
+        state.seq_staleness = 0 if step is None else calculate_seq_staleness(step, current_train_step)
+
+
+def reset_rollout_response(state: RolloutState) -> None:
+    """Wipe everything generated and judged; the prompt, `mm_info` and `extra_fields` stay."""
+    for name in TOKEN_FIELDS:
+        setattr(state, name, None)
+    state.tokens = state.prompt_ids.copy()
+    state.response = ""
+    state.reward = None
+    state.finish_reason = None
+    state.error_msg = None
+    state.routed_experts = None
+    state.tool_calls = None
+
+
+def expire_group(group: Sequence[RolloutState]) -> None:
+    """Make the whole group EXPIRED: responses wiped, prompts and the staleness reached kept."""
+    for state in group:
+        reset_rollout_response(state)
+        state.status = Status.EXPIRED
+
+
+def maybe_expire_group(group: Sequence[RolloutState], stale_threshold: int) -> bool:
+    """Expire a COMPLETED or ABORTED group that is at or over `stale_threshold`; return whether it was."""
+    if get_group_status(group) not in (Status.COMPLETED, Status.ABORTED):
+        return False
+    if max(state.seq_staleness for state in group) < stale_threshold:
+        return False
+    expire_group(group)
+    return True

@@ -1,0 +1,109 @@
+"""Metrics of evaluation rollouts. It does no rollout itself: hand it finished groups.
+
+    groups by an agent loop, held-out prompts -> Evaluator.evaluate(groups) -> {"eval/score": ..., ...}
+
+Failed rollouts (an engine or judge error) are counted as ``failed`` and left out of the scores: they say
+nothing about the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from forebay.types import RolloutState, Status
+
+SOLVED_SCORE = 1.0
+"""A rollout at or over this score counts as solved, for accuracy and pass@k."""
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples is correct.
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1:
+    ``1 - C(n - c, k) / C(n, k)``.
+
+    Raises:
+        ValueError: k is not in 1..num_samples.
+
+    >>> pass_at_k(4, 1, 2)
+    0.5
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k must be in 1..{num_samples}, got {k}")
+    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+class Evaluator:
+    """Turns judged groups into flat metrics, over all and per task.
+
+    >>> state = RolloutState([], task_name="t", status=Status.COMPLETED, reward={"score": 1.0},
+    ...                      response_ids=[1, 2], finish_reason="stop")
+    >>> Evaluator().evaluate([[state]])["eval/accuracy"]
+    1.0
+    """
+
+    def __init__(self, *, solved_score: float = SOLVED_SCORE) -> None:
+        self.solved_score = solved_score
+
+    def evaluate(self, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+        """Mean score, accuracy, pass@k (k = 1, 2, 4, .. up to the group size), length and truncation.
+
+        Keys are ``eval/NAME`` and, with several tasks, ``eval/TASK/NAME``. Lengths are in generated tokens.
+
+        Raises:
+            ValueError: there are no groups, or one is neither judged nor failed.
+        """
+        if not groups:
+            raise ValueError("nothing to evaluate: no groups were given")
+        by_task: dict[str, list[Sequence[RolloutState]]] = defaultdict(list)
+        for group in groups:
+            by_task[str(group[0].task_name)].append(group)
+        metrics = self._metrics(groups, "eval")
+        if len(by_task) > 1:
+            for task_name, task_groups in by_task.items():
+                metrics.update(self._metrics(task_groups, f"eval/{task_name}"))
+        return metrics
+
+    def _metrics(self, groups: Sequence[Sequence[RolloutState]], prefix: str) -> dict[str, float]:
+        judged = [[s for s in group if s.status is not Status.FAILED] for group in groups]
+        rollouts = [state for group in judged for state in group]
+        num_rollouts = sum(len(group) for group in groups)
+        scores = [_score(state) for state in rollouts]
+        lengths = [
+            int(state.response_mask.sum()) if len(state.response_mask) else len(state.response_ids)
+            for state in rollouts
+        ]
+        values = {
+            "score": _mean(scores),
+            "accuracy": _mean([score >= self.solved_score for score in scores]),
+            "length": _mean(lengths),
+            "truncated": _mean([state.finish_reason == "length" for state in rollouts]),
+            "failed": 1.0 - len(rollouts) / num_rollouts,
+            "rollouts": float(num_rollouts),
+            **self._pass_at_k(judged),
+        }
+        return {f"{prefix}/{name}": value for name, value in values.items()}
+
+    def _pass_at_k(self, judged: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+        """Over groups with no failed member, so that every k has the same prompts behind it."""
+        size = max((len(group) for group in judged), default=0)
+        complete = [group for group in judged if len(group) == size and size > 1]
+        correct = [sum(_score(state) >= self.solved_score for state in group) for group in complete]
+        ks = [2**i for i in range(size.bit_length()) if 2**i <= size]
+        return {f"pass@{k}": _mean([pass_at_k(size, c, k) for c in correct]) for k in ks if correct}
+
+
+def _score(state: RolloutState) -> float:
+    if state.reward is None:
+        raise ValueError(
+            f"rollout {state.rollout_id!r} ({state.status.value}) has no reward; judge it before evaluating"
+        )
+    return float(state.reward["score"])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else float("nan")

@@ -1,0 +1,404 @@
+"""Where the numbers of a run go, and how the time of its phases is taken.
+
+::
+
+    PhaseTimer.consume() --+
+    train, rollout, eval --+--> MetricsLogger.log(step, values) --> JsonlSink   metrics.jsonl, always
+                                                               --> trackers     TensorBoard, trackio, wandb
+
+It aggregates nothing: who measures also averages. Names are ``area/quantity`` with the unit as suffix; the
+constants below are those that `forebay.runs.display` and `forebay.runs.pictures` read, everything else is
+free. A tracker that fails is reported once and left out: numbers about training never stop training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import Field, field_validator
+
+from forebay.config import ConfigError, StrictModel, look_up
+
+REWARD = "rollout/reward"
+"""Mean score of the step's rollouts."""
+RESPONSE_TOKENS = "rollout/response_tokens"
+"""Mean response length, in tokens."""
+TOKENS_PER_S = "perf/tokens_per_s"
+"""Generated tokens per wall second of the whole step."""
+STEP_S = "perf/step_s"
+"""Wall seconds of the whole step."""
+TIME_PREFIX, CPU_PREFIX = "time/", "cpu/"
+"""``time/<phase>_s`` and ``cpu/<phase>_s``, as `PhaseTimer.consume` writes them."""
+EVAL_PREFIX = "eval/"
+"""``eval/<name>/<metric>``; ``score`` is the metric that is shown first."""
+
+Row = dict[str, float | None]
+
+
+class Sink(Protocol):
+    """A place that numbers are written to."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` of train step `step` (0: before training)."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left and free the place; `log` is not called afterwards."""
+        ...
+
+
+class JsonlSink:
+    """One JSON object a line: ``step``, ``unix_time_s`` and the values.
+
+    Invariants: steps rise by line and no step has two lines (logging a step again adds to its line); after
+    each `log` the file is complete on disk; a number that JSON does not have (NaN, infinity) is ``null``.
+
+    >>> import tempfile
+    >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+    >>> sink = JsonlSink(path, clock=lambda: 0.0)
+    >>> sink.log(1, {"rollout/reward": 0.25})
+    >>> sink.close()
+    >>> read_jsonl(path)
+    [{'step': 1, 'unix_time_s': 0.0, 'rollout/reward': 0.25}]
+
+    Raises:
+        ValueError: a new run (`resume_step` None) would write into a file that already holds metrics.
+    """
+
+    def __init__(
+        self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time
+    ) -> None:
+        """Open `path`; with `resume_step`, drop the lines of later steps, which will be trained again."""
+        kept = self._rows_to_keep(path, resume_step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            # Replaced in one move, so that a crash here loses nothing.
+            rewritten = path.with_suffix(".tmp")
+            rewritten.write_bytes(b"".join(_line(row) for row in kept))
+            rewritten.replace(path)
+        self._clock = clock
+        self._row: Row = kept[-1] if kept else {"step": -1}
+        self._file = path.open("w+b" if resume_step is None else "r+b")
+        end = self._file.seek(0, io.SEEK_END)
+        self._row_start = end - (len(_line(self._row)) if kept else 0)
+
+    @staticmethod
+    def _rows_to_keep(path: Path, resume_step: int | None) -> list[Row]:
+        rows = read_jsonl(path) if path.exists() else []
+        if resume_step is None:
+            if rows:
+                raise ValueError(
+                    f"{str(path)!r} already holds the metrics of a run; resume it or choose another folder"
+                )
+            return []
+        return [row for row in rows if _step(row) <= resume_step]
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line, or add to the last one if it is of the same step.
+
+        Raises:
+            ValueError: `step` is before the last one.
+        """
+        if step < _step(self._row):
+            raise ValueError(f"step {step} was logged after step {self._row['step']}; steps must not fall")
+        again = step == _step(self._row)
+        if not again:
+            self._row = {"step": step, "unix_time_s": self._clock()}
+            self._row_start = self._file.seek(0, io.SEEK_END)
+        self._row |= {name: _json_number(value) for name, value in values.items()}
+        self._file.seek(self._row_start)
+        self._file.write(_line(self._row))
+        if again:
+            self._file.truncate()
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def _step(row: Row) -> int:
+    step = row["step"]
+    assert step is not None
+    return int(step)
+
+
+def _json_number(value: float) -> float | None:
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """The lines of a `JsonlSink`'s file as dicts; a last line that a crash cut short is left out.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line other than the last is not a JSON object with a step.
+    """
+    rows: list[Row] = []
+    lines = path.read_bytes().splitlines(keepends=True)
+    for number, line in enumerate(lines, start=1):
+        if number == len(lines) and not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or "step" not in row:
+            raise ValueError(f"line {number} of {str(path)!r} is not a metrics line: {line[:80]!r}")
+        rows.append(row)
+    return rows
+
+
+class TensorBoardSink:
+    """Event files in ``<folder>/tensorboard``; ``tensorboard --logdir`` shows them.
+
+    After a resume TensorBoard itself drops the steps that are trained again.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, folder: Path, *, project: str, resume_step: int | None = None) -> None:
+        """Start an event file; `project` is not used, the folder names the run."""
+        writers = _import_tracker("tensorboard.summary.writer.event_file_writer")
+        self._event = _import_tracker("tensorboard.compat.proto.event_pb2")
+        self._summary = _import_tracker("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer = writers.EventFileWriter(str(folder / "tensorboard"))
+        if resume_step is not None:
+            start = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._write(resume_step + 1, session_log=start)
+
+    def _write(self, step: int, **what: Any) -> None:
+        self._writer.add_event(self._event.Event(step=step, wall_time=time.time(), **what))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write one scalar for each value."""
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step, summary=self._summary(value=scalars))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class TrackioSink:
+    """A run in trackio's local database (``TRACKIO_DIR``); ``trackio show --project NAME`` shows it.
+
+    Nothing leaves the machine and no server starts, unless trackio's own variables (``TRACKIO_SPACE_ID``,
+    ``TRACKIO_SERVER_URL``) ask for it. Steps that are trained again after a resume appear twice there.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, folder: Path, *, project: str, resume_step: int | None = None) -> None:
+        """Open the run named like `folder` in `project`."""
+        trackio = _import_tracker("trackio")
+        with contextlib.redirect_stdout(io.StringIO()):  # its banners would break the progress display
+            self._run = trackio.init(
+                project=project,
+                name=folder.name,
+                resume="never" if resume_step is None else "allow",
+                embed=False,
+                auto_log_cpu=False,
+                auto_log_gpu=False,
+            )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand over the values; trackio's own thread writes them within a second."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()
+
+
+class WandbSink:
+    """A Weights & Biases run in ``<folder>/wandb``, offline unless ``WANDB_MODE=online``.
+
+    ``wandb sync`` uploads an offline run later. Steps that are trained again after a resume are ignored by
+    wandb, whose steps never fall.
+
+    Raises:
+        ConfigError: the package is not installed.
+    """
+
+    def __init__(self, folder: Path, *, project: str, resume_step: int | None = None) -> None:
+        """Open the run named like `folder` in `project`; its id is kept in ``<folder>/wandb/id``."""
+        wandb = _import_tracker("wandb")
+        id_file = folder / "wandb" / "id"
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        self._run = wandb.init(
+            project=project,
+            name=folder.name,
+            id=id_file.read_text() if resume_step is not None and id_file.exists() else None,
+            dir=str(folder),
+            # Online by default would ask for a login, which nobody can answer in a batch job.
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            resume="allow",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+        id_file.write_text(self._run.id)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand over the values; wandb's own process writes them."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        self._run.finish()
+
+
+def _import_tracker(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"the metrics sink needs {module.partition('.')[0]!r}, which cannot be imported ({error}); "
+            f"run: pip install 'forebay[trackers]'"
+        ) from error
+
+
+TRACKERS: Mapping[str, Callable[..., Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "trackio": TrackioSink,
+    "wandb": WandbSink,
+}
+"""The sinks a run file can name. Each is called ``(folder, project=..., resume_step=...)``."""
+
+
+class MetricsLogger:
+    """Hands every row to every sink; a sink that raises is reported once and left out from then on.
+
+    >>> class Printer:
+    ...     def log(self, step, values): print(step, dict(values))
+    ...     def close(self): print("closed")
+    >>> logger = MetricsLogger([Printer()])
+    >>> logger.log(1, {"rollout/reward": 0.5})
+    1 {'rollout/reward': 0.5}
+    >>> logger.close()
+    closed
+    """
+
+    def __init__(self, sinks: Sequence[Sink], *, report: Callable[[str], None] | None = None) -> None:
+        """`report` is told about a failed sink; without it the module's logger is."""
+        self._sinks = list(sinks)
+        self._report = report or logging.getLogger(__name__).warning
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` of train step `step` to all sinks."""
+        self._each(lambda sink: sink.log(step, values))
+
+    def close(self) -> None:
+        """Close all sinks; a second call does nothing."""
+        self._each(lambda sink: sink.close())
+        self._sinks = []
+
+    def _each(self, action: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                action(sink)
+            except Exception as error:  # whatever a tracker's library raises, training goes on
+                self._sinks.remove(sink)
+                self._report(
+                    f"{type(sink).__name__} failed and gets no more metrics: {type(error).__name__}: {error}"
+                )
+
+
+class MetricsConfig(StrictModel):
+    """A run file's ``[metrics]`` table; ``metrics.jsonl`` is written in any case."""
+
+    sinks: list[str] = Field(default_factory=list)
+    """Besides the JSONL file: ``tensorboard``, ``trackio``, ``wandb``, or ``"package.module:Class"``."""
+    project: str = "forebay"
+    """What trackio and wandb file the run under."""
+
+    @field_validator("sinks")
+    @classmethod
+    def _known(cls, names: list[str]) -> list[str]:
+        for name in names:
+            look_up("metrics sink", name, TRACKERS)
+        return names
+
+    def build(
+        self,
+        folder: Path,
+        *,
+        resume_step: int | None = None,
+        report: Callable[[str], None] | None = None,
+    ) -> MetricsLogger:
+        """The logger of the run in `folder`; `resume_step` is the train step it goes on from, None a new run.
+
+        Raises:
+            ConfigError: a tracker's package is missing.
+            ValueError: a new run, but the folder holds the metrics of another.
+        """
+        sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl", resume_step=resume_step)]
+        try:
+            for name in self.sinks:
+                make = look_up("metrics sink", name, TRACKERS)
+                sinks.append(make(folder, project=self.project, resume_step=resume_step))
+        except BaseException:
+            MetricsLogger(sinks, report=report).close()
+            raise
+        return MetricsLogger(sinks, report=report)
+
+
+class PhaseTimer:
+    """Adds up wall and CPU seconds by phase until they are read.
+
+    CPU seconds are those of all threads of this process: phases that run beside each other each count the
+    other's. A phase counts when it ends, also when it ends with an exception.
+
+    >>> ticks = iter([0.0, 2.0])
+    >>> timer = PhaseTimer(wall_clock=lambda: next(ticks), cpu_clock=lambda: 0.0)
+    >>> with timer.phase("generate"):
+    ...     pass
+    >>> timer.consume()
+    {'time/generate_s': 2.0, 'cpu/generate_s': 0.0}
+    """
+
+    def __init__(
+        self,
+        *,
+        wall_clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
+        """Clocks count seconds from any origin."""
+        self._clocks = {TIME_PREFIX: wall_clock, CPU_PREFIX: cpu_clock}
+        self._seconds: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count what happens inside as phase `name`."""
+        started = {prefix: clock() for prefix, clock in self._clocks.items()}
+        try:
+            yield
+        finally:
+            for prefix, clock in self._clocks.items():
+                key = f"{prefix}{name}_s"
+                self._seconds[key] = self._seconds.get(key, 0.0) + clock() - started[prefix]
+
+    def consume(self) -> dict[str, float]:
+        """The seconds by phase since the last call, ready to be logged; start again from nothing."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds

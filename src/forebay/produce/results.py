@@ -1,0 +1,159 @@
+"""What a call to the manager returns: the batch, and the statistics of how it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forebay.produce.context import GROUP_GENERATE_TIME_KEY
+from forebay.produce.strategies import ProduceBatchStatus
+from forebay.types import RolloutState, Status
+
+LEFTOVER_STATUSES = (
+    Status.INIT,
+    Status.COMPLETED,
+    Status.ABORTED,
+    Status.EXPIRED,
+    Status.FAILED,
+    Status.FILTERED,
+    Status.SKIPPED,
+    Status.MAX_TRIES,
+)
+
+
+@dataclass(kw_only=True)
+class TaskResult:
+    """One task's part of a batch, or the sum over tasks."""
+
+    rollout_states: list[list[RolloutState]] = field(default_factory=list)
+    """The groups to train on."""
+    status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
+    leftovers: dict[Status, int] = field(default_factory=dict)
+    """Groups that stayed behind when the batch was taken, by status."""
+    group_gen_times_s: list[float] = field(default_factory=list)
+    group_gen_pause_time_s: float = 0.0
+    produced_samples: int = 0
+    """Rollouts generated, whatever became of them."""
+    produced_tokens: int = 0
+    raw_rewards_sum: float = 0.0
+    """Over all completed rollouts, before filtering."""
+    raw_rewards_count: int = 0
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        groups: list[list[RolloutState]],
+        leftovers: Mapping[Status, int],
+        status: ProduceBatchStatus,
+        pause_time_s: float,
+        produced: tuple[int, int],
+        raw_rewards: tuple[float, int],
+    ) -> TaskResult:
+        """Read the timing off the groups and unpack the progress windows."""
+        times = [g[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for g in groups]
+        return cls(
+            rollout_states=groups,
+            status=status,
+            leftovers=dict(leftovers),
+            group_gen_times_s=[time for time in times if time is not None],
+            group_gen_pause_time_s=pause_time_s,
+            produced_samples=produced[0],
+            produced_tokens=produced[1],
+            raw_rewards_sum=raw_rewards[0],
+            raw_rewards_count=raw_rewards[1],
+        )
+
+    @property
+    def group_gen_count(self) -> int:
+        """Groups in the batch whose generation was timed."""
+        return len(self.group_gen_times_s)
+
+    @property
+    def group_gen_mean_s(self) -> float:
+        """Mean seconds to generate and judge a group; 0 without groups."""
+        return float(np.mean(self.group_gen_times_s)) if self.group_gen_times_s else 0.0
+
+    @property
+    def group_gen_p50_s(self) -> float:
+        """Median (nearest rank) seconds."""
+        return self._percentile(50)
+
+    @property
+    def group_gen_p99_s(self) -> float:
+        """99th percentile (nearest rank) seconds."""
+        return self._percentile(99)
+
+    @property
+    def group_gen_p99_p50_ratio(self) -> float:
+        """How long the tail is; 0 without groups."""
+        return self.group_gen_p99_s / self.group_gen_p50_s if self.group_gen_p50_s > 0 else 0.0
+
+    @property
+    def raw_reward_mean(self) -> float:
+        """Mean score of everything generated, before filtering; NaN when nothing was."""
+        return self.raw_rewards_sum / self.raw_rewards_count if self.raw_rewards_count else float("nan")
+
+    def _percentile(self, q: float) -> float:
+        if not self.group_gen_times_s:
+            return 0.0
+        return float(np.percentile(self.group_gen_times_s, q, method="nearest"))
+
+
+@dataclass(kw_only=True)
+class ProduceBatchResult(TaskResult):
+    """A whole batch: `TaskResult` summed over tasks, and each task's own."""
+
+    task_batch_sizes: dict[str, int] = field(default_factory=dict)
+    task_results: dict[str, TaskResult] = field(default_factory=dict)
+    produce_time_s: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers worth logging, flat; per task too when there are several."""
+        values = _metrics(self, "produce")
+        values["produce/time_s"] = self.produce_time_s
+        if len(self.task_results) > 1:
+            for name, result in self.task_results.items():
+                values.update(_metrics(result, f"produce/{name}"))
+        return values
+
+
+def summarise(
+    results: dict[str, TaskResult],
+    task_batch_sizes: dict[str, int],
+    status: ProduceBatchStatus,
+    produce_time_s: float,
+) -> ProduceBatchResult:
+    """Sum the tasks' results; groups stay in task order."""
+    parts: Sequence[TaskResult] = list(results.values())
+    return ProduceBatchResult(
+        rollout_states=[group for part in parts for group in part.rollout_states],
+        status=status,
+        leftovers={s: sum(part.leftovers.get(s, 0) for part in parts) for s in LEFTOVER_STATUSES},
+        group_gen_times_s=[time for part in parts for time in part.group_gen_times_s],
+        group_gen_pause_time_s=sum(part.group_gen_pause_time_s for part in parts),
+        produced_samples=sum(part.produced_samples for part in parts),
+        produced_tokens=sum(part.produced_tokens for part in parts),
+        raw_rewards_sum=sum(part.raw_rewards_sum for part in parts),
+        raw_rewards_count=sum(part.raw_rewards_count for part in parts),
+        task_batch_sizes=task_batch_sizes,
+        task_results=results,
+        produce_time_s=produce_time_s,
+    )
+
+
+def _metrics(result: TaskResult, prefix: str) -> dict[str, float]:
+    values = {
+        "raw_reward": result.raw_reward_mean,
+        "group_mean_s": result.group_gen_mean_s,
+        "group_p50_s": result.group_gen_p50_s,
+        "group_p99_s": result.group_gen_p99_s,
+        "group_p99_over_p50": result.group_gen_p99_p50_ratio,
+        "pause_s": result.group_gen_pause_time_s,
+        "samples": float(result.produced_samples),
+        "tokens": float(result.produced_tokens),
+    }
+    values.update({f"left_{s.value}": float(n) for s, n in result.leftovers.items() if n})
+    return {f"{prefix}/{key}": value for key, value in values.items()}

@@ -1,0 +1,42 @@
+"""The colocated run: generation and training take turns on the same machine.
+
+::
+
+    warm-up (optional) -> evaluate
+      +-> produce a batch -> fit -> sync weights -> report -> evaluate / checkpoint when due -+
+      +---------------------------------------------------------------------------------------+
+    evaluate -> save -> summary
+
+The rollouts of train step i are made by the weights of model step i - 1: staleness 0, on-policy. To change
+the loop, copy this page; ``examples/low_level_loop.py`` does the same from smaller steps.
+"""
+
+from __future__ import annotations
+
+from forebay.runs import steps
+from forebay.runs.build import Run
+
+
+async def run_colocated(run: Run) -> None:
+    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise."""
+    config = run.config
+    try:
+        await steps.warm_up(run)
+        await steps.sync_weights(run)
+        if not run.evaluations:
+            await steps.evaluate(run, "before")
+        while run.train_step < config.steps and not run.stop_requested:
+            train_step = run.train_step + 1
+            batch = await steps.produce(run, train_step)
+            metrics = await steps.fit(run, batch.rollout_states)
+            await steps.sync_weights(run)
+            steps.report(run, train_step, batch, metrics)
+            if steps.is_due(train_step, config.evaluate.every) and train_step < config.steps:
+                await steps.evaluate(run, f"step {train_step}")
+            if steps.is_due(train_step, config.checkpoint_every):
+                await steps.checkpoint(run)
+        if run.train_step == config.steps:
+            await steps.evaluate(run, "after")
+        await steps.finish(run)
+    finally:
+        await steps.close(run)

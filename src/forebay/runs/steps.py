@@ -1,0 +1,228 @@
+"""The verbs a run is made of. Each does one thing to a `Run` and can be called on its own.
+
+::
+
+    warm_up -> sync_weights -> evaluate
+    repeat: produce -> fit -> sync_weights -> report -> evaluate when due -> checkpoint when due
+    finish
+
+CPU-heavy work runs in the run's compute thread, so that the event loop stays free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forebay.produce import ProduceBatchResult
+from forebay.runs.build import EvalSet, Run
+from forebay.runs.pictures import learning_curve
+from forebay.types import RolloutState
+
+T = TypeVar("T")
+
+ROLLOUTS_PER_RECORD = 8
+"""Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
+
+
+async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
+    """Call `function` in the compute thread and wait for it."""
+    return await asyncio.get_running_loop().run_in_executor(run.compute_thread, function, *args)
+
+
+async def warm_up(run: Run) -> None:
+    """Supervised training on the tasks' own answers, where the run asks for it and has not begun yet."""
+    if run.warmup is None or run.train_step > 0:
+        return
+    run.display.phase("warm-up")
+    with run.timer.phase("warmup"):
+        losses = await compute(run, run.warmup)
+    run.display.message(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+
+
+async def sync_weights(run: Run) -> None:
+    """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
+    run.display.phase("sync")
+    with run.timer.phase("sync"):
+        await run.trainer.sync_weights(run.controller)
+
+
+async def produce(run: Run, train_step: int) -> ProduceBatchResult:
+    """Generate, judge and take the batch of `train_step`."""
+    run.display.phase("generate")
+    run.num_produced_groups = 0
+    with run.timer.phase("generate"):
+        return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
+
+
+async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
+    """One train step on `groups`; its metrics."""
+    run.display.phase("train")
+    with run.timer.phase("train"):
+        batch = await compute(run, run.trainer.fit, groups)
+    return batch.metrics
+
+
+async def evaluate(run: Run, label: str) -> dict[str, float]:
+    """Try the held-out prompts with the current weights; {} without any."""
+    if not run.eval_sets:
+        return {}
+    run.display.phase("evaluate")
+    with run.timer.phase("evaluate"):
+        await run.controller.continue_generation()
+        try:
+            groups = await _evaluation_groups(run.eval_sets)
+        finally:
+            await run.controller.pause_generation()
+    metrics = run.evaluator.evaluate(groups)
+    run.evaluations.append({"train_step": run.train_step, **metrics})
+    run.metrics.log(run.train_step, metrics)
+    run.display.evaluation(label, metrics)
+    return metrics
+
+
+async def _evaluation_groups(eval_sets: list[EvalSet]) -> list[list[RolloutState]]:
+    tasks: list[asyncio.Task[list[RolloutState]]] = []
+    async with asyncio.TaskGroup() as task_group:
+        for eval_set in eval_sets:
+            for group in eval_set.groups():
+                tasks.append(task_group.create_task(eval_set.agent_loop.generate_group(group)))
+    return [task.result() for task in tasks]
+
+
+def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[str, float]) -> None:
+    """Count the step as done, log its numbers and show them."""
+    run.train_step = train_step
+    groups = batch.rollout_states
+    scores = [state.reward["score"] for group in groups for state in group if state.reward]
+    tokens = sum(int(state.response_mask.sum()) for group in groups for state in group)
+    phases = run.timer.consume()
+    wall_s = sum(wall for wall, _ in phases.values())
+    values = {
+        "reward": sum(scores) / len(scores),
+        "response_tokens": tokens / len(scores),
+        "samples": float(len(scores)),
+        "staleness": max(state.seq_staleness for group in groups for state in group),
+        "tokens_per_s": batch.produced_tokens / wall_s if wall_s > 0 else 0.0,
+        "step_s": wall_s,
+        **{f"time/{name}_s": wall for name, (wall, _) in phases.items()},
+        **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
+        **batch.metrics(),
+        **{f"train/{name}": value for name, value in metrics.items()},
+    }
+    run.history.append({"train_step": float(train_step), **values})
+    run.metrics.log(train_step, values)
+    run.display.step(train_step, run.config.steps, values)
+    if run.config.show_every and (train_step - 1) % run.config.show_every == 0:
+        run.display.rollouts(groups)
+    _record_rollouts(run, train_step, groups)
+
+
+def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:
+    with (run.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
+        for state in [state for group in groups for state in group][:ROLLOUTS_PER_RECORD]:
+            record = {
+                "train_step": train_step,
+                "rollout_id": state.rollout_id,
+                "prompt": state.message,
+                "response": state.response,
+                "reward": state.reward,
+                "finish_reason": state.finish_reason,
+                "staleness": state.seq_staleness,
+            }
+            file.write(json.dumps(record, default=str) + "\n")
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something done every so many steps (0: never) is due after `step`."""
+    return every > 0 and step % every == 0
+
+
+async def checkpoint(run: Run) -> Path:
+    """Save everything a resumed run needs; the folder appears under its name only when it is complete."""
+    run.display.phase("checkpoint")
+    final = run.folder / "checkpoints" / f"step_{run.train_step:06d}"
+    if final.exists():
+        return final
+    temporary = final.with_name(final.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    with run.timer.phase("checkpoint"):
+        await compute(run, run.trainer.save, temporary / "trainer")
+        await run.manager.save(temporary / "manager")
+        state = {"train_step": run.train_step, "history": run.history, "evaluations": run.evaluations}
+        (temporary / "run.json").write_text(json.dumps(state), encoding="utf-8")
+        await compute(run, _publish, temporary, final)
+    # Only now is it safe to forget what was consumed up to here.
+    await run.manager.replay_buffer.commit(run.train_step)
+    for old in list_checkpoints(run.folder)[: -run.config.keep_checkpoints]:
+        shutil.rmtree(old)
+    return final
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Make every file durable, then the name: a crash leaves the old state or the whole new one."""
+    for path in [*temporary.rglob("*"), temporary]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    temporary.rename(final)
+    descriptor = os.open(final.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of a run folder, oldest first."""
+    return sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
+
+
+async def resume(run: Run, path: Path) -> None:
+    """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`."""
+    state = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    await compute(run, run.trainer.resume, path / "trainer")
+    await run.manager.resume(path / "manager")
+    run.train_step = state["train_step"]
+    run.history = state["history"]
+    run.evaluations = state["evaluations"]
+    run.display.message(f"resumed after train step {run.train_step} from {path}")
+
+
+async def finish(run: Run) -> None:
+    """Save the last state, the model and the picture, and say where they are."""
+    await checkpoint(run)
+    await compute(run, run.trainer.save_model, run.folder / "model", run.tokenizer)
+    if run.history:
+        await compute(run, learning_curve, run.history, run.evaluations, run.folder / "learning_curve.png")
+    counts = await run.manager.replay_buffer.count_statuses(run.manager.task_names, list(_LIVE))
+    balance = run.manager.ledger.balance({name: sum(cells.values()) for name, cells in counts.items()})
+    run.display.summary(run.history, run.evaluations, balance, run.folder)
+    await close(run)
+
+
+async def close(run: Run) -> None:
+    """Free engines, sinks and the compute thread."""
+    await run.controller.close()
+    run.metrics.close()
+    run.display.close()
+    run.compute_thread.shutdown()
+
+
+def accuracy_line(run: Run) -> str | None:
+    """The one line to remember: held-out accuracy before and after; None where nothing was held out."""
+    if len(run.evaluations) < 2:
+        return None
+    before, after = run.evaluations[0]["eval/accuracy"], run.evaluations[-1]["eval/accuracy"]
+    if math.isnan(before) or math.isnan(after):
+        return None
+    return f"held-out accuracy: {before:.1%} -> {after:.1%}"

@@ -64,7 +64,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """A copy of `data` with each ``a.b=value`` set; list entries are named by position (``tasks.0.weight=2``).
+    """A copy of `data` with each ``a.b=value`` set; list entries go by position (``tasks.0.weight=2``).
 
     The value is read as TOML where it is valid TOML (``3``, ``true``, ``[1, 2]``), else as plain text.
 
@@ -102,10 +102,10 @@ def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
         last = depth == len(path) - 1
         key: Any = part
         if isinstance(node, list):
-            if not part.isdigit() or int(part) >= len(node):
+            if not part.isdecimal() or int(part) >= len(node):
                 raise ConfigError(
                     f"override {override!r}: {'.'.join(path[:depth])} is a list of {len(node)}; "
-                    f"name an entry by its position 0..{len(node) - 1}, not {part!r}"
+                    f"name an entry by its position, counted from 0, not {part!r}"
                 )
             key = int(part)
         elif not isinstance(node, dict):
@@ -141,7 +141,11 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
         return f"unknown key {where!r}; {hint}"
     if problem["type"] == "missing":
         return f"{where!r} is missing"
-    return f"{where!r} = {problem['input']!r}: {problem['msg']}"
+    # A rule over several keys of a table names them itself; the table's whole content would hide it.
+    own_rule = problem["type"] == "value_error" and isinstance(problem["input"], dict)
+    given = "" if own_rule else f" = {problem['input']!r}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{where!r}{given}: {message}" if where else message
 
 
 def _known_keys(model: type[BaseModel], location: list[str]) -> set[str]:
@@ -193,6 +197,8 @@ def import_object(kind: str, path: str) -> Any:
         ConfigError: the module cannot be imported or has no such name.
     """
     module_name, _, attribute = path.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
+        raise ConfigError(f"{kind} {path!r} is not of the form 'package.module:Name'")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

@@ -6,14 +6,15 @@
     train, rollout, eval --+--> MetricsLogger.log(step, values) --> JsonlSink   metrics.jsonl, always
                                                                --> trackers     TensorBoard, trackio, wandb
 
-It aggregates nothing: who measures also averages. Names are ``area/quantity`` with the unit as suffix; the
-constants below are those that `forebay.runs.display` and `forebay.runs.pictures` read, everything else is
-free. A tracker that fails is reported once and left out: numbers about training never stop training.
+It aggregates nothing: who measures also averages. Names end in their unit and may be grouped by slashes; the
+constants below are those that the display and the pictures read, everything else is free. A tracker that
+fails is reported once and left out: numbers about training never stop training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import io
 import json
@@ -23,24 +24,26 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pydantic import Field, field_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
 
-REWARD = "rollout/reward"
+REWARD = "reward"
 """Mean score of the step's rollouts."""
-RESPONSE_TOKENS = "rollout/response_tokens"
+RESPONSE_TOKENS = "response_tokens"
 """Mean response length, in tokens."""
-TOKENS_PER_S = "perf/tokens_per_s"
+SAMPLES = "samples"
+"""Rollouts trained in the step."""
+TOKENS_PER_S = "tokens_per_s"
 """Generated tokens per wall second of the whole step."""
-STEP_S = "perf/step_s"
+STEP_S = "step_s"
 """Wall seconds of the whole step."""
-TIME_PREFIX, CPU_PREFIX = "time/", "cpu/"
-"""``time/<phase>_s`` and ``cpu/<phase>_s``, as `PhaseTimer.consume` writes them."""
-EVAL_PREFIX = "eval/"
-"""``eval/<name>/<metric>``; ``score`` is the metric that is shown first."""
+TIME_PREFIX = "time/"
+"""``time/<phase>_s``: wall seconds of one phase of the step."""
+EVAL_SCORE = "eval/score"
+"""Mean score over all held-out prompts."""
 
 Row = dict[str, float | None]
 
@@ -58,7 +61,7 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object a line: ``step``, ``unix_time_s`` and the values.
+    """One JSON object a line: ``train_step``, ``unix_time_s`` and the values.
 
     Invariants: steps rise by line and no step has two lines (logging a step again adds to its line); after
     each `log` the file is complete on disk; a number that JSON does not have (NaN, infinity) is ``null``.
@@ -66,10 +69,10 @@ class JsonlSink:
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
     >>> sink = JsonlSink(path, clock=lambda: 0.0)
-    >>> sink.log(1, {"rollout/reward": 0.25})
+    >>> sink.log(1, {"reward": 0.25})
     >>> sink.close()
     >>> read_jsonl(path)
-    [{'step': 1, 'unix_time_s': 0.0, 'rollout/reward': 0.25}]
+    [{'train_step': 1, 'unix_time_s': 0.0, 'reward': 0.25}]
 
     Raises:
         ValueError: a new run (`resume_step` None) would write into a file that already holds metrics.
@@ -87,7 +90,7 @@ class JsonlSink:
             rewritten.write_bytes(b"".join(_line(row) for row in kept))
             rewritten.replace(path)
         self._clock = clock
-        self._row: Row = kept[-1] if kept else {"step": -1}
+        self._row: Row = kept[-1] if kept else {"train_step": -1}
         self._file = path.open("w+b" if resume_step is None else "r+b")
         end = self._file.seek(0, io.SEEK_END)
         self._row_start = end - (len(_line(self._row)) if kept else 0)
@@ -110,10 +113,12 @@ class JsonlSink:
             ValueError: `step` is before the last one.
         """
         if step < _step(self._row):
-            raise ValueError(f"step {step} was logged after step {self._row['step']}; steps must not fall")
+            raise ValueError(
+                f"step {step} was logged after step {self._row['train_step']}; steps must not fall"
+            )
         again = step == _step(self._row)
         if not again:
-            self._row = {"step": step, "unix_time_s": self._clock()}
+            self._row = {"train_step": step, "unix_time_s": self._clock()}
             self._row_start = self._file.seek(0, io.SEEK_END)
         self._row |= {name: _json_number(value) for name, value in values.items()}
         self._file.seek(self._row_start)
@@ -132,7 +137,7 @@ def _line(row: Row) -> bytes:
 
 
 def _step(row: Row) -> int:
-    step = row["step"]
+    step = row["train_step"]
     assert step is not None
     return int(step)
 
@@ -149,7 +154,7 @@ def read_jsonl(path: Path) -> list[Row]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line other than the last is not a JSON object with a step.
+        ValueError: a line other than the last is not a JSON object with a train step.
     """
     rows: list[Row] = []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -160,7 +165,7 @@ def read_jsonl(path: Path) -> list[Row]:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or "step" not in row:
+        if not isinstance(row, dict) or "train_step" not in row:
             raise ValueError(f"line {number} of {str(path)!r} is not a metrics line: {line[:80]!r}")
         rows.append(row)
     return rows
@@ -213,7 +218,9 @@ class TrackioSink:
         """Open the run named like `folder` in `project`."""
         trackio = _import_tracker("trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # its banners would break the progress display
-            self._run = trackio.init(
+            # In a context of its own, so that a run the caller has open in trackio stays the current one.
+            self._run = contextvars.copy_context().run(
+                trackio.init,
                 project=project,
                 name=folder.name,
                 resume="never" if resume_step is None else "allow",
@@ -293,8 +300,8 @@ class MetricsLogger:
     ...     def log(self, step, values): print(step, dict(values))
     ...     def close(self): print("closed")
     >>> logger = MetricsLogger([Printer()])
-    >>> logger.log(1, {"rollout/reward": 0.5})
-    1 {'rollout/reward': 0.5}
+    >>> logger.log(1, {"reward": 0.5})
+    1 {'reward': 0.5}
     >>> logger.close()
     closed
     """
@@ -363,6 +370,13 @@ class MetricsConfig(StrictModel):
         return MetricsLogger(sinks, report=report)
 
 
+class PhaseSeconds(NamedTuple):
+    """What one phase took."""
+
+    wall_s: float
+    cpu_s: float
+
+
 class PhaseTimer:
     """Adds up wall and CPU seconds by phase until they are read.
 
@@ -374,7 +388,7 @@ class PhaseTimer:
     >>> with timer.phase("generate"):
     ...     pass
     >>> timer.consume()
-    {'time/generate_s': 2.0, 'cpu/generate_s': 0.0}
+    {'generate': PhaseSeconds(wall_s=2.0, cpu_s=0.0)}
     """
 
     def __init__(
@@ -384,21 +398,23 @@ class PhaseTimer:
         cpu_clock: Callable[[], float] = time.process_time,
     ) -> None:
         """Clocks count seconds from any origin."""
-        self._clocks = {TIME_PREFIX: wall_clock, CPU_PREFIX: cpu_clock}
-        self._seconds: dict[str, float] = {}
+        self._wall_clock = wall_clock
+        self._cpu_clock = cpu_clock
+        self._phases: dict[str, PhaseSeconds] = {}
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what happens inside as phase `name`."""
-        started = {prefix: clock() for prefix, clock in self._clocks.items()}
+        wall, cpu = self._wall_clock(), self._cpu_clock()
         try:
             yield
         finally:
-            for prefix, clock in self._clocks.items():
-                key = f"{prefix}{name}_s"
-                self._seconds[key] = self._seconds.get(key, 0.0) + clock() - started[prefix]
+            wall_s, cpu_s = self._phases.get(name, PhaseSeconds(0.0, 0.0))
+            wall_s += self._wall_clock() - wall
+            cpu_s += self._cpu_clock() - cpu
+            self._phases[name] = PhaseSeconds(wall_s, cpu_s)
 
-    def consume(self) -> dict[str, float]:
-        """The seconds by phase since the last call, ready to be logged; start again from nothing."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds
+    def consume(self) -> dict[str, PhaseSeconds]:
+        """The seconds by phase since the last call, phases in the order they first ended; start again."""
+        phases, self._phases = self._phases, {}
+        return phases

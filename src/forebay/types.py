@@ -87,12 +87,16 @@ class SampleParams:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # so that NaN is refused too
             raise ValueError(f"temperature must not be negative, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must not be negative (0 = all tokens), got {self.top_k}")
+        if "" in self.stop:
+            raise ValueError(
+                f"stop must not hold an empty text, which every response ends in; got {self.stop}"
+            )
 
 
 _ARRAY_DTYPES: Mapping[str, type[np.generic]] = {
@@ -234,10 +238,17 @@ def _as_array(name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
         value = list(value)
         if dtype is np.float32:
             value = [np.nan if item is None else item for item in value]
-    array = np.asarray(value, dtype=dtype) if len(value) else np.empty(0, dtype)
+    array = np.asarray(value)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
-    return np.ascontiguousarray(array)
+    if array.dtype.kind not in "iubf":
+        raise ValueError(f"{name} must hold numbers, got {array.dtype} such as {array[0]}")
+    converted = np.ascontiguousarray(array, dtype=dtype)
+    # A cast to integers would drop fractions and wrap what is out of range without a word.
+    if dtype is not np.float32 and converted is not array and (converted != array).any():
+        wrong = array[converted != array][0]
+        raise ValueError(f"{name} must hold whole numbers that fit {dtype.__name__}, got {wrong}")
+    return converted
 
 
 def fill_token_fields(state: RolloutState) -> None:

@@ -19,9 +19,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any
 
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 
-from forebay.config import StrictModel
 from forebay.produce.context import (
     IsValidSampleFn,
     ProduceContext,
@@ -72,7 +71,7 @@ def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int) ->
     return (max_staleness + 1) * sync_weights_interval
 
 
-class ProduceStrategyConfig(StrictModel, ABC):
+class ProduceStrategyConfig(BaseModel, ABC):
     """What every strategy is configured with."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)

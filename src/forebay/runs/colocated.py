@@ -2,7 +2,7 @@
 
 ::
 
-    warm-up (optional) -> evaluate
+    sync weights -> evaluate
       +-> produce a batch -> fit -> sync weights -> report -> evaluate / checkpoint when due -+
       +---------------------------------------------------------------------------------------+
     evaluate -> save -> summary
@@ -21,7 +21,6 @@ async def run_colocated(run: Run) -> None:
     """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise."""
     config = run.config
     try:
-        await steps.warm_up(run)
         await steps.sync_weights(run)
         if not run.evaluations:
             await steps.evaluate(run, "before")
@@ -35,7 +34,7 @@ async def run_colocated(run: Run) -> None:
                 await steps.evaluate(run, f"step {train_step}")
             if steps.is_due(train_step, config.checkpoint_every):
                 await steps.checkpoint(run)
-        if run.train_step == config.steps:
+        if run.train_step == config.steps and not steps.is_evaluated(run):
             await steps.evaluate(run, "after")
         await steps.finish(run)
     finally:

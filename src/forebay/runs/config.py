@@ -14,7 +14,7 @@ from forebay.judges import JudgeConfig
 from forebay.metrics import MetricsConfig
 from forebay.models import ModelConfig
 from forebay.produce import DataConfig
-from forebay.replay import ReplayBufferConfig
+from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig
 from forebay.types import SampleParams
 
@@ -73,7 +73,7 @@ class RunConfig(StrictModel):
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     tasks: list[TaskConfig] = Field(min_length=1)
-    replay: ReplayBufferConfig = ReplayBufferConfig()
+    replay: SyncReplayBufferConfig = SyncReplayBufferConfig()
     produce: ProduceConfig = ProduceConfig()
     warmup: WarmupConfig | None = None
     train: TrainConfig = TrainConfig()

@@ -2,7 +2,7 @@
 
 ::
 
-    warm_up -> sync_weights -> evaluate
+    sync_weights -> evaluate
     repeat: produce -> fit -> sync_weights -> report -> evaluate when due -> checkpoint when due
     finish
 
@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.produce import ProduceBatchResult
+from forebay.produce.results import LEFTOVER_STATUSES
 from forebay.runs.build import EvalSet, Run
+from forebay.runs.folder import list_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.types import RolloutState
 
@@ -36,16 +37,6 @@ async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(run.compute_thread, function, *args)
 
 
-async def warm_up(run: Run) -> None:
-    """Supervised training on the tasks' own answers, where the run asks for it and has not begun yet."""
-    if run.warmup is None or run.train_step > 0:
-        return
-    run.display.phase("warm-up")
-    with run.timer.phase("warmup"):
-        losses = await compute(run, run.warmup)
-    run.display.message(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
-
-
 async def sync_weights(run: Run) -> None:
     """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
     run.display.phase("sync")
@@ -56,7 +47,6 @@ async def sync_weights(run: Run) -> None:
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     """Generate, judge and take the batch of `train_step`."""
     run.display.phase("generate")
-    run.num_produced_groups = 0
     with run.timer.phase("generate"):
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
 
@@ -77,7 +67,7 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     with run.timer.phase("evaluate"):
         await run.controller.continue_generation()
         try:
-            groups = await _evaluation_groups(run.eval_sets)
+            groups = await evaluation_groups(run.eval_sets)
         finally:
             await run.controller.pause_generation()
     metrics = run.evaluator.evaluate(groups)
@@ -87,12 +77,15 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     return metrics
 
 
-async def _evaluation_groups(eval_sets: list[EvalSet]) -> list[list[RolloutState]]:
-    tasks: list[asyncio.Task[list[RolloutState]]] = []
+async def evaluation_groups(eval_sets: list[EvalSet]) -> list[list[RolloutState]]:
+    """A judged group for every held-out prompt; all are generated at once."""
+    work = [
+        eval_set.agent_loop.generate_group(group)
+        for eval_set in eval_sets
+        for group in await eval_set.groups()
+    ]
     async with asyncio.TaskGroup() as task_group:
-        for eval_set in eval_sets:
-            for group in eval_set.groups():
-                tasks.append(task_group.create_task(eval_set.agent_loop.generate_group(group)))
+        tasks = [task_group.create_task(coroutine) for coroutine in work]
     return [task.result() for task in tasks]
 
 
@@ -114,7 +107,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         **{f"time/{name}_s": wall for name, (wall, _) in phases.items()},
         **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
         **batch.metrics(),
-        **{f"train/{name}": value for name, value in metrics.items()},
+        **metrics,
     }
     run.history.append({"train_step": float(train_step), **values})
     run.metrics.log(train_step, values)
@@ -158,33 +151,12 @@ async def checkpoint(run: Run) -> Path:
         await run.manager.save(temporary / "manager")
         state = {"train_step": run.train_step, "history": run.history, "evaluations": run.evaluations}
         (temporary / "run.json").write_text(json.dumps(state), encoding="utf-8")
-        await compute(run, _publish, temporary, final)
+        await compute(run, publish, temporary, final)
     # Only now is it safe to forget what was consumed up to here.
     await run.manager.replay_buffer.commit(run.train_step)
     for old in list_checkpoints(run.folder)[: -run.config.keep_checkpoints]:
         shutil.rmtree(old)
     return final
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Make every file durable, then the name: a crash leaves the old state or the whole new one."""
-    for path in [*temporary.rglob("*"), temporary]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    temporary.rename(final)
-    descriptor = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run folder, oldest first."""
-    return sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
 
 
 async def resume(run: Run, path: Path) -> None:
@@ -200,14 +172,30 @@ async def resume(run: Run, path: Path) -> None:
 
 async def finish(run: Run) -> None:
     """Save the last state, the model and the picture, and say where they are."""
-    await checkpoint(run)
-    await compute(run, run.trainer.save_model, run.folder / "model", run.tokenizer)
+    final = await checkpoint(run)
+    await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")
     if run.history:
         await compute(run, learning_curve, run.history, run.evaluations, run.folder / "learning_curve.png")
-    counts = await run.manager.replay_buffer.count_statuses(run.manager.task_names, list(_LIVE))
-    balance = run.manager.ledger.balance({name: sum(cells.values()) for name, cells in counts.items()})
-    run.display.summary(run.history, run.evaluations, balance, run.folder)
-    await close(run)
+    run.display.summary(run.history, run.evaluations, await group_counts(run), run.folder)
+
+
+def _publish_model(source: Path, target: Path) -> None:
+    temporary = target.with_name(target.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
+    shutil.rmtree(target, ignore_errors=True)
+    publish(temporary, target)
+
+
+async def group_counts(run: Run) -> dict[str, dict[str, int]]:
+    """What became of the groups of each task: trained, live, dropped by reason."""
+    names = run.manager.task_names
+    cells = await run.manager.replay_buffer.count_statuses(names, list(LEFTOVER_STATUSES))
+    balance = run.manager.ledger.balance({name: sum(cells[name].values()) for name in names})
+    return {
+        name: {"generated": part.generated, "trained": part.trained, "live": part.live, **part.dropped}
+        for name, part in balance.by_task.items()
+    }
 
 
 async def close(run: Run) -> None:
@@ -226,3 +214,8 @@ def accuracy_line(run: Run) -> str | None:
     if math.isnan(before) or math.isnan(after):
         return None
     return f"held-out accuracy: {before:.1%} -> {after:.1%}"
+
+
+def is_evaluated(run: Run) -> bool:
+    """Whether the current weights were tried already."""
+    return bool(run.evaluations) and run.evaluations[-1]["train_step"] == run.train_step

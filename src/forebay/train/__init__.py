@@ -1,0 +1,48 @@
+"""Training: from groups of judged rollouts to new weights.
+
+Importing this package loads neither torch nor transformers; a name that needs them does, when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from forebay.train.batch import TrainBatch
+from forebay.train.config import TrainConfig, WarmupConfig
+from forebay.train.packing import Packer
+
+if TYPE_CHECKING:
+    from forebay.train.controller import TrainController
+    from forebay.train.critic import Critic
+    from forebay.train.losses import PolicyInputs, PolicyLoss
+    from forebay.train.warmup import supervised_warmup
+    from forebay.train.weight_sync import WeightReceiver
+
+__all__ = [
+    "Critic",
+    "Packer",
+    "PolicyInputs",
+    "PolicyLoss",
+    "TrainBatch",
+    "TrainConfig",
+    "TrainController",
+    "WarmupConfig",
+    "WeightReceiver",
+    "supervised_warmup",
+]
+
+_WITH_TORCH = {
+    "Critic": "critic",
+    "PolicyInputs": "losses",
+    "PolicyLoss": "losses",
+    "TrainController": "controller",
+    "WeightReceiver": "weight_sync",
+    "supervised_warmup": "warmup",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

@@ -1,0 +1,130 @@
+"""The single-turn agent loop: one prompt in, one answer out.
+
+It does not sample tokens (the rollout controller does) and does not judge (the judger does).
+
+::
+
+    message, tools --chat template--> prompt_ids = tokens --controller--> response_ids --decode--> response
+                     (once a prompt)                 ^ a continued rollout enters here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.types import IntArray, Message, RolloutState, SampleParams
+
+
+class ChatTokenizer(Protocol):
+    """What is needed of a tokenizer; those of transformers have it."""
+
+    name_or_path: str
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: list[Message], **kwargs: Any) -> Any:
+        """The token ids of a chat."""
+        ...
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """The text of token ids."""
+        ...
+
+
+def require_chat_template(tokenizer: ChatTokenizer) -> None:
+    """Raise unless the tokenizer can turn a chat into tokens.
+
+    Raises:
+        ValueError: it has no chat template.
+    """
+    if not tokenizer.chat_template:
+        where = tokenizer.name_or_path or "the given tokenizer"
+        raise ValueError(
+            f"the tokenizer of {where!r} has no chat template, so chats cannot become tokens: put a "
+            f"chat_template.jinja into that folder, set tokenizer.chat_template, or use the instruct model"
+        )
+
+
+def render_prompt(
+    tokenizer: ChatTokenizer, message: list[Message], tools: list[dict[str, Any]] | None = None
+) -> IntArray:
+    """int32, P: the chat as the model sees it, up to where its answer begins."""
+    ids: Sequence[int] = tokenizer.apply_chat_template(
+        message, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return np.asarray(ids, dtype=np.int32)
+
+
+class SingleTurnAgentLoop(AgentLoop):
+    """Renders the prompt, has one response generated, and decodes it.
+
+    Invariants: ``prompt_ids`` are made once and kept, so that a continued or regenerated rollout has the same
+    prompt; ``response`` is the text of ``response_ids``, also of an aborted rollout.
+
+    >>> loop = SingleTurnAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=64))
+    >>> group = await loop.generate_group(await sampler.sample("math"))
+    >>> group[0].response, group[0].reward
+    ('46', {'score': 1.0})
+
+    Args:
+        rollout_controller: makes the tokens.
+        judger: gives the rewards; None leaves them out.
+        tokenizer: with a chat template.
+        sample_params: for rollouts that bring none.
+        max_prompt_tokens: a longer prompt makes its rollouts FAILED; None leaves the limit to the engine.
+    """
+
+    def __init__(
+        self,
+        rollout_controller: Generator,
+        judger: GroupJudger | None,
+        tokenizer: ChatTokenizer,
+        *,
+        sample_params: SampleParams,
+        max_prompt_tokens: int | None = None,
+    ) -> None:
+        super().__init__(rollout_controller, judger)
+        require_chat_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.sample_params = sample_params
+        self.max_prompt_tokens = max_prompt_tokens
+        # The latest prompt: the members of a group start one after the other, so one entry serves them all.
+        self._rendered: tuple[list[Message], list[dict[str, Any]] | None, IntArray] | None = None
+
+    async def generate_sample(self, state: RolloutState) -> RolloutState:
+        """Generate, or continue, one rollout in place.
+
+        Raises:
+            ValueError: the prompt is longer than `max_prompt_tokens`.
+        """
+        if len(state.prompt_ids) == 0:
+            state.prompt_ids = self._render(state)
+        if len(state.tokens) == 0:
+            state.tokens = state.prompt_ids
+        self._check_length(state)
+        if state.sample_params is None:
+            state.sample_params = self.sample_params
+        await self.rollout_controller.generate_sample(state)
+        state.response = self.tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True)
+        return state
+
+    def _render(self, state: RolloutState) -> IntArray:
+        if self._rendered is not None:
+            message, tools, prompt_ids = self._rendered
+            if message == state.message and tools == state.tools:
+                return prompt_ids
+        prompt_ids = render_prompt(self.tokenizer, state.message, state.tools)
+        # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
+        self._rendered = ([dict(part) for part in state.message], state.tools, prompt_ids)
+        return prompt_ids
+
+    def _check_length(self, state: RolloutState) -> None:
+        limit = self.max_prompt_tokens
+        if limit is not None and len(state.prompt_ids) > limit:
+            raise ValueError(
+                f"the prompt of rollout {state.rollout_id!r} has {len(state.prompt_ids)} tokens, more than "
+                f"max_prompt_tokens = {limit}; shorten it or raise the limit"
+            )

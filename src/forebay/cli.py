@@ -1,0 +1,138 @@
+"""The ``forebay`` command.
+
+::
+
+    forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
+    forebay train --resume RUN_FOLDER [key=value ...]
+    forebay eval  RUN_FOLDER [key=value ...]
+
+Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from forebay.config import ConfigError
+
+app = typer.Typer(
+    help="Reinforcement learning for language models: rollouts, replay and training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+INTERRUPTED = 130
+"""What shells report for a program that Ctrl-C ended."""
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the run file: train.lr=1e-4, tasks.0.weight=2."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed_version
+
+        typer.echo(f"forebay {installed_version('forebay')}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="A TOML run file; see recipes/. Left out with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and leave.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete what an earlier run left in the run's folder.")
+    ] = False,
+) -> None:
+    """Train a model as a run file says, or go on with an interrupted run."""
+    if resume is not None and run_file is not None:
+        # With --resume the first positional argument is an override, not a file.
+        overrides, run_file = [str(run_file), *(overrides or [])], None
+    _guarded(lambda: _train(run_file, overrides or [], dry_run, resume, overwrite))
+
+
+@app.command(name="eval")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder to try instead of the run's trained model.")
+    ] = None,
+) -> None:
+    """Try a trained model on the held-out prompts of its run, and print the metrics."""
+    _guarded(lambda: _evaluate(folder, overrides or [], model))
+
+
+def main() -> None:
+    """The entry point of the ``forebay`` command."""
+    app()
+
+
+def _guarded(action: Callable[[], Any]) -> None:
+    """Run `action`; turn what a person can mend into one message."""
+    # Set before transformers is imported: its progress bars and warnings would tear the display.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    from forebay.produce import ProductionError
+
+    try:
+        action()
+    except (ConfigError, ProductionError) as error:
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _train(
+    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
+) -> None:
+    from forebay.config import load_config
+    from forebay.runs.config import RunConfig, to_toml
+
+    if resume is not None:
+        from forebay.runs.folder import saved_config
+
+        config = saved_config(resume, overrides)
+    elif run_file is not None:
+        config = load_config(RunConfig, run_file, overrides)
+    else:
+        raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
+    if dry_run:
+        typer.echo(to_toml(config), nl=False)
+        return
+    from forebay.runs.launch import launch
+
+    last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
+    if last_line:
+        typer.echo(last_line)
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _evaluate(folder: Path, overrides: list[str], model: Path | None) -> None:
+    from forebay.runs.folder import saved_config
+    from forebay.runs.launch import launch_evaluation
+
+    config = saved_config(folder, overrides)
+    asyncio.run(launch_evaluation(config, model or folder / "model"))

@@ -1,0 +1,178 @@
+"""From a rollout to an engine and back: remaining budget, seed, choice of engine, what happened.
+
+::
+
+    generate_sample(state) -> place (concurrency) -> engine -> state.append(ids, logprobs, steps)
+        tokens, budget left, seed                              finish_reason, status, error_msg
+
+It does not chat, decode or judge: tokens in, tokens out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
+from forebay.types import (
+    RolloutState,
+    SampleParams,
+    fill_token_fields,
+    status_from_finish_reason,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+_MAX_SESSIONS = 65_536
+"""Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
+
+
+class RolloutController:
+    """Continues rollouts on one engine or several.
+
+    Invariants: a rollout never gets more policy tokens than its ``sample_params.max_tokens``, over all its
+    calls; what it draws depends on the run's seed, its ids and its length so far, not on the engine, the
+    time or other rollouts; every call ends with a status and a finish reason.
+
+    >>> controller = RolloutController(ScriptedEngine(lambda request: [7, 8]))
+    >>> state = RolloutState([], rollout_id=1, prompt_ids=[5])
+    >>> asyncio.run(controller.generate_sample(state)).response_ids.tolist()
+    [7, 8]
+    """
+
+    def __init__(
+        self, engines: Engine | Sequence[Engine], *, seed: int = 0, concurrency: int | None = None
+    ) -> None:
+        """`concurrency` limits the rollouts that engines see at once, over all engines; None: no limit.
+
+        Raises:
+            ValueError: no engine, or a concurrency below 1.
+        """
+        self.engines: tuple[Engine, ...] = tuple(engines) if isinstance(engines, Sequence) else (engines,)
+        if not self.engines:
+            raise ValueError("a rollout controller needs at least one engine, got none")
+        if concurrency is not None and concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1 or None, got {concurrency}")
+        self._seed = seed
+        self._places = None if concurrency is None else asyncio.Semaphore(concurrency)
+        self._num_in_flight = [0] * len(self.engines)
+        self._engine_of_session: dict[str, int] = {}
+        self._num_unnamed = 0
+
+    @property
+    def model_step(self) -> int:
+        """The oldest step of the weights that any engine makes its next token with."""
+        return min(engine.model_step for engine in self.engines)
+
+    async def generate_sample(self, state: RolloutState) -> RolloutState:
+        """Continue ``state.tokens`` (the prompt, if empty) in place within the remaining budget; return it.
+
+        A rollout that has used up its budget or the context finishes with ``"length"``. An engine error
+        makes it FAILED with the engine's message.
+
+        Raises:
+            ValueError: the state has no tokens, or its prompt does not fit the engine's context.
+        """
+        if len(state.tokens) == 0:
+            state.tokens = state.prompt_ids
+        if len(state.tokens) == 0:
+            raise ValueError(
+                f"rollout {state.rollout_id!r} has neither tokens nor prompt_ids; render its messages first"
+            )
+        fill_token_fields(state)
+        params = state.sample_params or SampleParams()
+        budget = params.max_tokens - int(state.response_mask.sum())
+        async with self._engine_for(_session_name(state)) as engine:
+            context_used_up = len(state.response_ids) and len(state.tokens) >= engine.max_context_tokens
+            if budget <= 0 or context_used_up:
+                completion = Completion(finish_reason="length")
+            else:
+                completion = await engine.generate(self._request(state, params, budget))
+        state.append(completion.response_ids, logprobs=completion.logprobs, model_step=completion.model_steps)
+        state.finish_reason = completion.finish_reason
+        state.status = status_from_finish_reason(completion.finish_reason)
+        state.error_msg = completion.error_msg
+        return state
+
+    generate = generate_sample
+
+    async def pause_generation(self) -> None:
+        """End what runs and waits as aborted, and take nothing new until `continue_generation`."""
+        await asyncio.gather(*(engine.pause() for engine in self.engines))
+
+    async def continue_generation(self) -> None:
+        """Take rollouts again."""
+        await asyncio.gather(*(engine.resume() for engine in self.engines))
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        """Give every engine the weights after train step `model_step`."""
+        shared = list(weights)
+        await asyncio.gather(*(engine.load_weights(shared, model_step) for engine in self.engines))
+
+    async def health(self) -> EngineHealth:
+        """All engines together: ok if all are, sums of requests, the oldest model step."""
+        parts = await asyncio.gather(*(engine.health() for engine in self.engines))
+        return EngineHealth(
+            ok=all(part.ok for part in parts),
+            num_running=sum(part.num_running for part in parts),
+            num_waiting=sum(part.num_waiting for part in parts),
+            model_step=min(part.model_step for part in parts),
+            detail="; ".join(f"engine {i}: {part.detail}" for i, part in enumerate(parts) if part.detail),
+        )
+
+    async def close(self) -> None:
+        """End everything and free the engines."""
+        await asyncio.gather(*(engine.close() for engine in self.engines))
+
+    @contextlib.asynccontextmanager
+    async def _engine_for(self, session_id: str | None) -> AsyncIterator[Engine]:
+        """A place on the session's engine, else on the least busy one (the first of equals)."""
+        async with self._places or contextlib.nullcontext():
+            least_busy = self._num_in_flight.index(min(self._num_in_flight))
+            index = self._engine_of_session.get(session_id or "", least_busy)
+            if session_id is not None:
+                self._remember(session_id, index)
+            self._num_in_flight[index] += 1
+            try:
+                yield self.engines[index]
+            finally:
+                self._num_in_flight[index] -= 1
+
+    def _remember(self, session_id: str, index: int) -> None:
+        self._engine_of_session.pop(session_id, None)
+        self._engine_of_session[session_id] = index
+        if len(self._engine_of_session) > _MAX_SESSIONS:
+            # The first is the one unused for longest.
+            del self._engine_of_session[next(iter(self._engine_of_session))]
+
+    def _request(self, state: RolloutState, params: SampleParams, budget: int) -> GenerateRequest:
+        name = state.rollout_id
+        if name is None:
+            # Without an id the rollouts of one prompt would all draw alike; count them instead.
+            self._num_unnamed += 1
+            name = f"unnamed-{self._num_unnamed}"
+        length = len(state.response_ids)
+        return GenerateRequest(
+            request_id=f"{name}:{state.num_tries}:{length}",
+            input_ids=state.tokens,
+            params=params,
+            max_tokens=budget,
+            seed=request_seed(self._seed, name, state.num_tries, length)
+            if params.seed is None
+            else request_seed(params.seed, length),
+            session_id=_session_name(state),
+        )
+
+
+def _session_name(state: RolloutState) -> str | None:
+    return None if state.session_id is None else str(state.session_id)
+
+
+def request_seed(*parts: str | int) -> int:
+    """A seed of 63 bits that depends on all of `parts` and is the same in every process and version."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

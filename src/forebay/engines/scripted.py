@@ -1,0 +1,265 @@
+"""An engine that answers from a script, for tests and simulations: no model, no threads.
+
+::
+
+    request -> waiting -> running: script(request) -> timer on the event loop's clock -> Completion
+                  |          |
+               abort(), pause(): the tokens whose time has come
+
+Time is the loop's, so it runs under a virtual clock; a request costs one timer however many tokens it makes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from forebay.engines.base import Completion, EngineHealth, GenerateRequest
+from forebay.types import IntArray
+
+if TYPE_CHECKING:
+    import torch
+
+Answer = Sequence[int] | Completion | Exception
+"""Token ids; or a whole completion; or an error, which makes an error completion."""
+
+Script = Callable[[GenerateRequest], Answer] | Mapping[tuple[int, ...], Answer]
+"""A function of the request; or answers by prompt ids, of which an input that goes on gets the rest."""
+
+SCRIPTED_LOGPROB = -1.0
+"""The log probability of every token for which the script gives none."""
+
+_CLOCK_ROUNDING = 1e-9
+"""In tokens: sums of latencies may come out this much short of a token's time."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    request: GenerateRequest
+    ended: asyncio.Future[Completion]
+    answer: Completion = field(default_factory=lambda: Completion(finish_reason="abort"))
+    first_token_s: float = 0.0
+    """When the first token starts to be made, on the loop's clock."""
+    timer: asyncio.TimerHandle | None = None
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    """The model steps while it runs: from when, and which."""
+
+
+class ScriptedEngine:
+    """Answers requests from a script, with latencies, limited places, pauses, weight steps and faults.
+
+    A script returns token ids (cut at the request's budget: ``length``, or after a stop id: ``stop``), a
+    `Completion`, or an exception; what it raises becomes an error completion too. A latency of infinity
+    hangs until aborted. Everything it does is deterministic on a deterministic clock.
+
+    >>> engine = ScriptedEngine({(1, 2): [7, 8, 9]}, token_latency_s=0.01)
+    >>> request = GenerateRequest(request_id="a", input_ids=np.array([1, 2], np.int32),
+    ...                           params=SampleParams(max_tokens=2), max_tokens=2, seed=0)
+    >>> asyncio.run(engine.generate(request)).response_ids.tolist()
+    [7, 8]
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        *,
+        request_latency_s: float | Callable[[GenerateRequest], float] = 0.0,
+        token_latency_s: float = 0.0,
+        max_running: int | None = None,
+        max_context_tokens: int = 1_000_000,
+        eos_token_ids: Iterable[int] = (),
+        model_step: int = 0,
+    ) -> None:
+        """`request_latency_s` passes before a request's first token, `token_latency_s` for each token.
+
+        Raises:
+            ValueError: a negative latency, or fewer than one place.
+        """
+        if token_latency_s < 0 or (not callable(request_latency_s) and request_latency_s < 0):
+            raise ValueError(f"latencies must not be negative, got {request_latency_s}, {token_latency_s}")
+        if max_running is not None and max_running < 1:
+            raise ValueError(f"max_running must be at least 1 or None, got {max_running}")
+        self._script = script
+        self._request_latency_s = request_latency_s
+        self._token_latency_s = token_latency_s
+        self._max_running = math.inf if max_running is None else max_running
+        self._max_context_tokens = max_context_tokens
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._model_step = model_step
+        # Dicts are the ordered sets of Python: first in, first out.
+        self._waiting: dict[_Entry, None] = {}
+        self._running: dict[_Entry, None] = {}
+        self._paused = False
+        self._closed = False
+        self.requests: list[GenerateRequest] = []
+        """Every request that began to run, in order."""
+
+    @property
+    def model_step(self) -> int:
+        """The step of the latest weights."""
+        return self._model_step
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The most tokens, prompt and response together, one request may reach."""
+        return self._max_context_tokens
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Answer from the script.
+
+        Raises:
+            ValueError: the request is empty, or at or over the context.
+        """
+        length = len(request.input_ids)
+        if not 0 < length < self._max_context_tokens:
+            raise ValueError(
+                f"request {request.request_id!r} has {length} input tokens; it needs at least one and fewer "
+                f"than the context of {self._max_context_tokens}"
+            )
+        if self._closed:
+            return Completion(finish_reason="error", error_msg="the engine is closed")
+        if self._paused:
+            return Completion(finish_reason="abort")
+        entry = _Entry(request, asyncio.get_running_loop().create_future())
+        self._waiting[entry] = None
+        self._fill_places()
+        try:
+            return await entry.ended
+        finally:
+            # Only a cancelled caller finds it still here.
+            self._leave(entry)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with ``"abort"``; unknown ids are ignored."""
+        wanted = set(request_ids)
+        for entry in (*self._waiting, *self._running):
+            if entry.request.request_id in wanted:
+                self._end(entry, aborted=True)
+
+    async def pause(self) -> None:
+        """End every request with ``"abort"`` and take no new one until `resume`."""
+        self._paused = True
+        for entry in (*self._waiting, *self._running):
+            self._end(entry, aborted=True)
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        self._paused = False
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        """Label the tokens from now on with `model_step`; the weights are read and forgotten."""
+        for _ in weights:
+            pass
+        self._model_step = model_step
+        now_s = asyncio.get_running_loop().time()
+        for entry in self._running:
+            entry.steps.append((now_s, model_step))
+
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is."""
+        return EngineHealth(
+            ok=not self._closed,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            model_step=self._model_step,
+        )
+
+    async def close(self) -> None:
+        """End everything; `generate` afterwards returns an error completion."""
+        self._closed = True
+        await self.pause()
+
+    def _fill_places(self) -> None:
+        while self._waiting and len(self._running) < self._max_running:
+            entry = next(iter(self._waiting))
+            del self._waiting[entry]
+            self._running[entry] = None
+            self._start(entry)
+
+    def _start(self, entry: _Entry) -> None:
+        self.requests.append(entry.request)
+        loop = asyncio.get_running_loop()
+        latency = self._request_latency_s
+        entry.answer = self._answer(entry.request)
+        entry.steps.append((-math.inf, self._model_step))
+        entry.first_token_s = loop.time() + (latency(entry.request) if callable(latency) else latency)
+        end_s = entry.first_token_s + len(entry.answer.response_ids) * self._token_latency_s
+        if end_s < math.inf:
+            entry.timer = loop.call_at(end_s, self._end, entry)
+
+    def _answer(self, request: GenerateRequest) -> Completion:
+        try:
+            answer = self._script(request) if callable(self._script) else _rest(self._script, request)
+        # A script may raise whatever an engine might: it fails this request only.
+        except Exception as error:
+            answer = error
+        if isinstance(answer, Exception):
+            return Completion(finish_reason="error", error_msg=f"{type(answer).__name__}: {answer}")
+        if isinstance(answer, Completion):
+            return answer
+        ids = np.asarray(answer, np.int32).reshape(-1)
+        stops = np.isin(ids, [*self._eos_token_ids, *request.params.stop_token_ids])
+        end = int(stops.argmax()) + 1 if stops.any() else len(ids)
+        limit = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
+        return Completion(
+            response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length"
+        )
+
+    def _end(self, entry: _Entry, aborted: bool = False) -> None:
+        """Resolve the request with what it has by now."""
+        count = len(entry.answer.response_ids)
+        if aborted:
+            count = min(count, self._num_made(entry)) if entry in self._running else 0
+        completion = self._completion(entry, count, aborted)
+        self._leave(entry)
+        # A caller that was cancelled this very turn has cancelled the future with it.
+        if not entry.ended.done():
+            entry.ended.set_result(completion)
+
+    def _leave(self, entry: _Entry) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        self._waiting.pop(entry, None)
+        if entry in self._running:
+            del self._running[entry]
+            self._fill_places()
+
+    def _num_made(self, entry: _Entry) -> int:
+        elapsed_s = asyncio.get_running_loop().time() - entry.first_token_s
+        if elapsed_s < 0 or not self._token_latency_s:
+            return 0
+        return int(elapsed_s / self._token_latency_s + _CLOCK_ROUNDING)
+
+    def _completion(self, entry: _Entry, count: int, aborted: bool) -> Completion:
+        answer = entry.answer
+        logprobs, steps = answer.logprobs, answer.model_steps
+        return replace(
+            answer,
+            response_ids=answer.response_ids[:count],
+            logprobs=logprobs[:count] if len(logprobs) else np.full(count, SCRIPTED_LOGPROB, np.float32),
+            model_steps=steps[:count] if len(steps) else self._labels(entry, count),
+            finish_reason="abort" if aborted else answer.finish_reason,
+        )
+
+    def _labels(self, entry: _Entry, count: int) -> IntArray:
+        """The step whose weights were loaded when each token was made."""
+        made_s = entry.first_token_s + np.arange(1, count + 1) * self._token_latency_s
+        times, steps = zip(*(entry.steps or [(-math.inf, self._model_step)]), strict=True)
+        labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(times, made_s, side="right") - 1]
+        return labels
+
+
+def _rest(script: Mapping[tuple[int, ...], Answer], request: GenerateRequest) -> Answer:
+    """The answer of the longest prompt that begins the input, less what the input has of it already."""
+    ids = tuple(request.input_ids.tolist())
+    for length in range(len(ids), 0, -1):
+        if ids[:length] in script:
+            answer = script[ids[:length]]
+            done = len(ids) - length
+            return answer[done:] if isinstance(answer, Sequence) else answer
+    raise KeyError(f"the script has no answer for {ids}")

@@ -1,0 +1,208 @@
+"""Scoring functions in child processes that end themselves when they take too long.
+
+For libraries that compute with what a model wrote. A response such as ``9^{9^9}`` sends a big-number routine
+off for hours without ever letting another thread run: in the trainer's own process that would freeze the
+whole run. Some scorers also ``eval`` the response. A child process keeps its hangs, its memory and its exits
+to itself. It is not a sandbox: the child may read files and use the network.
+
+::
+
+    run(args) -> waits for one of num_processes threads -> its child: JSON line in, JSON line out -> verdict
+                                                              | timer (set by the child, per call) fires
+                                                              v
+                                         kernel ends the child; the next call starts another one
+
+The timer is the child's own, so it also fires when the parent is gone; a child whose input ends, exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from forebay.config import ConfigError, import_object
+
+# Enough for any scorer here, far below what would make a training machine swap.
+_MEMORY_LIMIT_BYTES = 4 << 30
+_CHILD_CODE = "from forebay.judges.processes import serve; serve()"
+
+
+class JudgeProcessError(RuntimeError):
+    """A scoring function raised, took too long, or took its process down."""
+
+
+def require_library(module: str, wanted_by: str) -> None:
+    """Raise unless `module` is installed; it is imported only in the children.
+
+    Raises:
+        ConfigError: it is not; the message says what to install.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{wanted_by} needs the library {module}: pip install 'forebay[tasks]'")
+
+
+class JudgeProcesses:
+    """Calls one scoring function in up to `num_processes` child processes, which start when needed.
+
+    Invariants: a call ends at most `timeout_s` after its child began it; the time to start a child and to
+    import libraries, and the wait for a free one, do not count. May be used from any event loop.
+
+    >>> processes = JudgeProcesses("forebay.judges.math:make_scorer", timeout_s=5.0)
+    >>> await processes.run("1/2", "it is 0.5")
+    1.0
+
+    Args:
+        factory: ``package.module:function`` that imports what it needs and returns the scoring function,
+            which takes and returns JSON values.
+        timeout_s: for one call; None waits for ever.
+        num_processes: how many calls run at once.
+    """
+
+    def __init__(self, factory: str, *, timeout_s: float | None, num_processes: int = 2) -> None:
+        self._children = _Children(factory, timeout_s)
+        self._executor = ThreadPoolExecutor(num_processes, thread_name_prefix="judge")
+        self._finalizer = weakref.finalize(self, _close, self._executor, self._children)
+
+    async def run(self, *arguments: Any) -> Any:
+        """What the scoring function returns for these JSON values.
+
+        Raises:
+            JudgeProcessError: it raised, took too long or ended its process; the message says which.
+        """
+        loop = asyncio.get_running_loop()
+        # The thread gets the children, not self: it must not be the one that finalises self.
+        return await loop.run_in_executor(self._executor, self._children.ask, json.dumps(arguments))
+
+    def close(self) -> None:
+        """End the child processes and what they are at. Also done when the object, or the program, goes."""
+        self._finalizer()
+
+
+def _close(executor: ThreadPoolExecutor, children: _Children) -> None:
+    executor.shutdown(wait=False, cancel_futures=True)
+    children.kill()
+    executor.shutdown(wait=True)
+    children.close()
+
+
+class _Children:
+    """The running children; the idle ones wait in a queue. Called from several threads."""
+
+    def __init__(self, factory: str, timeout_s: float | None) -> None:
+        self._factory = factory
+        self._timeout_s = timeout_s
+        self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
+        self._running: set[_Child] = set()
+
+    def ask(self, request: str) -> Any:
+        """The verdict on `request`, from an idle child or a new one."""
+        try:
+            child = self._idle.get_nowait()
+        except queue.Empty:
+            child = _Child(self._factory, self._timeout_s)
+            self._running.add(child)
+        line = child.ask(request)
+        if not line:
+            self._running.discard(child)
+            raise JudgeProcessError(child.cause_of_end())
+        self._idle.put(child)
+        reply = json.loads(line)
+        if "error" in reply:
+            raise JudgeProcessError(reply["error"])
+        return reply["verdict"]
+
+    def kill(self) -> None:
+        """End every child now, busy or not."""
+        for child in self._running.copy():
+            child.kill()
+
+    def close(self) -> None:
+        """Give back the pipes of the children; no thread may be asking."""
+        while self._running:
+            self._running.pop().close()
+
+
+class _Child:
+    """One child process and the pipe to it."""
+
+    def __init__(self, factory: str, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD_CODE, factory, str(timeout_s or 0.0)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            # Ctrl-C at the terminal is for the run, which still judges what it has before it ends.
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, request: str) -> str:
+        """The reply line; empty if the process ended instead."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        try:
+            self._process.stdin.write(f"{request}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self._process.stdout.readline()
+
+    def cause_of_end(self) -> str:
+        """Why there was no reply."""
+        code = self.close()
+        if code == -signal.SIGALRM:
+            return f"no verdict within {self._timeout_s} s; its process was ended"
+        return f"its process ended with code {code}; its last words are on the standard error output"
+
+    def kill(self) -> None:
+        """End the process now."""
+        self._process.kill()
+
+    def close(self) -> int:
+        """End the process and return its exit code, negative for the signal that ended it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        # Broken if it ended with a part of the request unread.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        return self._process.wait()
+
+
+def serve() -> None:
+    """The child's side: answer requests until the input ends."""
+    import resource
+
+    # The pipes move away from 0 and 1, so that what is judged can neither read requests nor forge replies by
+    # accident (input(), print()).
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    # The default action ends the process from the kernel; a Python handler would wait for the interpreter.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    timeout_s = float(sys.argv[2])
+    score = import_object("scorer", sys.argv[1])()
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
+    for line in requests:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
+        try:
+            reply = {"verdict": score(*json.loads(line))}
+        # Whatever a response provokes, exit() included, is this call's error and not the process's end.
+        except (Exception, SystemExit) as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()

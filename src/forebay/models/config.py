@@ -1,0 +1,52 @@
+"""The run file's ``[model]`` table; importing it loads no torch."""
+
+from __future__ import annotations
+
+import string
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from forebay.config import StrictModel
+
+
+class TinyConfig(StrictModel):
+    """The sizes of ``source = "tiny"``: a Llama decoder whose tokens are characters."""
+
+    hidden_size: int = Field(default=128, ge=8)
+    num_layers: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    alphabet: str = Field(default=string.printable[:95] + "\n", min_length=1)
+    """Its characters, one token each; any other character in a text is an error."""
+
+    @field_validator("alphabet")
+    @classmethod
+    def _distinct(cls, alphabet: str) -> str:
+        if repeated := sorted({c for c in alphabet if alphabet.count(c) > 1}):
+            raise ValueError(f"the alphabet has {repeated} more than once")
+        return alphabet
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> TinyConfig:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} must be a multiple of twice num_heads {self.num_heads}, "
+                f"since positions are encoded in pairs of numbers"
+            )
+        return self
+
+
+class ModelConfig(StrictModel):
+    """Which model, and how it is held in memory."""
+
+    source: str
+    """A folder, a hub id ``owner/name``, ``pypi:PACKAGE`` (a package with a GGUF file), or ``tiny``."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """On CPU bfloat16 halves the memory but is several times slower."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    max_context: int | None = Field(default=None, ge=2)
+    """Longest prompt and response together, in tokens; None: what the model was made for (tiny: 512)."""
+    gradient_checkpointing: bool = False
+    """Trade a second forward pass in training for memory."""
+    tiny: TinyConfig = TinyConfig()
+    """Only for ``source = "tiny"``."""

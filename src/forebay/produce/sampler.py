@@ -1,0 +1,239 @@
+"""The sampler: which group is generated next, from the replay buffer or from the prompt data set.
+
+It generates nothing and stores nothing; it only hands out groups and remembers its place.
+
+::
+
+    sample(task, [EXPIRED, ABORTED])
+        |-- buffer.get(1, task, EXPIRED) --> group, responses wiped, INIT
+        |-- buffer.get(1, task, ABORTED) --> group as it is: the agent loop continues it or starts it over
+        `-- next prompt of the epoch's permutation, k times --> new group, INIT
+                position N of N --> the next epoch, another permutation
+
+Ids are names, not numbers that are drawn: ``task/seed/epoch/index`` for a group, with ``/j`` for its j-th
+rollout. The same place in the data always gets the same id, so a sampler that was put back to a checkpoint
+can ask whether a group is already held somewhere and skip it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from forebay.produce.prompts import Prompt
+from forebay.produce.sequences import Permutation
+from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
+
+_FORMAT = "forebay-sampler/1"
+
+
+class GroupSource(Protocol):
+    """What the sampler needs of a replay buffer."""
+
+    async def get(self, batch_size: int, task_name: str, group_status: Status, /) -> list[list[RolloutState]]:
+        """Remove and return up to `batch_size` groups of this task and status."""
+        ...
+
+
+class Sampler:
+    """Hands out the groups of one task.
+
+    Invariants: every epoch visits every prompt once, in an order that `seed` and the epoch alone decide; the
+    ids of new groups are unique; two samplers with equal `state_dict` continue alike.
+
+    >>> sampler = Sampler(prompts, buffer, task_name="math", prompt_repeat_k=8, seed=1)
+    >>> group = await sampler.sample("math", [Status.EXPIRED, Status.ABORTED])
+    >>> group[0].group_id, group[0].rollout_id
+    ('math/1/0/2417', 'math/1/0/2417/0')
+
+    Args:
+        prompts: the data set; at least one prompt.
+        replay_buffer: where interrupted and expired groups wait.
+        task_name: the task whose groups these are.
+        prompt_repeat_k: rollouts in a group.
+        seed: of the order.
+        shuffle: False takes the prompts as they come, in every epoch.
+        sample_params: of every rollout; None leaves them to the agent loop.
+        already_has: asked for each new group's id; a group that is held elsewhere (in a durable store, in the
+            ledger) is skipped.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        replay_buffer: GroupSource,
+        *,
+        task_name: str,
+        prompt_repeat_k: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        sample_params: SampleParams | None = None,
+        already_has: Callable[[str], bool] | None = None,
+    ) -> None:
+        if len(prompts) == 0:
+            raise ValueError(f"task {task_name!r} has no prompts; a data set holds at least one")
+        if prompt_repeat_k < 1:
+            raise ValueError(f"prompt_repeat_k must be at least 1, got {prompt_repeat_k}")
+        self.prompts = prompts
+        self.replay_buffer = replay_buffer
+        self.task_name = task_name
+        self.prompt_repeat_k = prompt_repeat_k
+        self.seed = seed
+        self.shuffle = shuffle
+        self.sample_params = sample_params
+        self.already_has = already_has
+        self._epoch: int
+        self._position: int
+        self._start_epoch(0)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the latest new prompt, counted from 0."""
+        return self._epoch
+
+    @property
+    def position(self) -> int:
+        """How many prompts of this epoch were handed out or skipped."""
+        return self._position
+
+    @property
+    def num_epochs_started(self) -> int:
+        """Epochs of which at least one prompt was handed out or skipped."""
+        return self._epoch + (self._position > 0)
+
+    async def sample(
+        self, task_name: str, group_status: Status | list[Status] | None = None
+    ) -> list[RolloutState]:
+        """A group from the buffer with the first of the statuses that has one, else a new group.
+
+        Raises:
+            ValueError: `task_name` is not this sampler's task.
+        """
+        if task_name != self.task_name:
+            raise ValueError(f"this sampler serves task {self.task_name!r}, not {task_name!r}")
+        statuses = [group_status] if isinstance(group_status, Status) else group_status or []
+        for status in statuses:
+            for group in await self.replay_buffer.get(1, task_name, status):
+                if status is not Status.ABORTED:
+                    _start_over(group)
+                return group
+        return self._next_group()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the data and what it is a place in; plain JSON values."""
+        return {"format": _FORMAT, **self._identity(), "epoch": self._epoch, "position": self._position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where the sampler that made `state` stood.
+
+        Raises:
+            ValueError: it had other prompts, another task, seed, order or group size; the message says which.
+        """
+        if state.get("format") != _FORMAT:
+            raise ValueError(f"sampler state has format {state.get('format')!r}, expected {_FORMAT!r}")
+        differences = [
+            f"{key} was {state.get(key)!r} and is {value!r}"
+            for key, value in self._identity().items()
+            if state.get(key) != value
+        ]
+        if differences:
+            raise ValueError(
+                f"the saved sampler is not this one: {'; '.join(differences)}. "
+                f"Resume with the settings of the saved run, or start a new run"
+            )
+        self._start_epoch(state["epoch"])
+        self._position = state["position"]
+
+    def save(self, path: str | Path) -> None:
+        """Write the state as a small JSON file, whole or not at all."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(self.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+        _sync_folder(target.parent)
+
+    def resume(self, path: str | Path) -> None:
+        """Continue from the file that `save` wrote.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file is not a sampler's, or of another sampler (see `load_state_dict`).
+        """
+        try:
+            state = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(state, dict):
+                raise ValueError(f"it holds a {type(state).__name__}")
+        except ValueError as error:
+            raise ValueError(f"{str(path)!r} is not a saved sampler: {error}") from None
+        self.load_state_dict(state)
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "task_name": self.task_name,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_prompts": len(self.prompts),
+            "prompt_repeat_k": self.prompt_repeat_k,
+        }
+
+    def _start_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        self._position = 0
+        self._order = Permutation(len(self.prompts), f"sampler/{self.seed}/{epoch}")
+
+    def _next_group(self) -> list[RolloutState]:
+        """The next prompt's group; held ones are skipped.
+
+        The loop ends: every round makes an id that was never made before, and what is held is finite.
+        """
+        while True:
+            if self._position == len(self.prompts):
+                self._start_epoch(self._epoch + 1)
+            index = self._order(self._position) if self.shuffle else self._position
+            self._position += 1
+            group_id = f"{self.task_name}/{self.seed}/{self._epoch}/{index}"
+            if self.already_has is None or not self.already_has(group_id):
+                return self._make_group(self.prompts[index], group_id)
+
+    def _make_group(self, prompt: Prompt, group_id: str) -> list[RolloutState]:
+        return [
+            RolloutState(
+                [dict(message) for message in prompt.message],
+                rollout_id=f"{group_id}/{member}",
+                group_id=group_id,
+                # One session for the group: its members share the prompt, and so an engine's prefix cache.
+                session_id=group_id,
+                task_name=self.task_name,
+                tools=prompt.tools,
+                sample_params=self.sample_params,
+                data_source=prompt.data_source,
+                reward_model=prompt.reward_model,
+                extra_fields=dict(prompt.extra),
+            )
+            for member in range(self.prompt_repeat_k)
+        ]
+
+
+def _start_over(group: list[RolloutState]) -> None:
+    for state in group:
+        reset_rollout_response(state)
+        state.status = Status.INIT
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the renaming of a file in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,276 @@
+"""Where rows of prompts come from: files, data sets on disk, generators and functions.
+
+::
+
+    "data/*.jsonl", ["a.parquet", "b.parquet"]  files        }
+    "folder"           saved by datasets.save_to_disk         }
+    "addition"         a word of the table GENERATORS         } -> Rows: row i, and where row i stands
+    "reasoning_gym:countdown"                                 }
+    "package.module:function"                                 }
+
+A row is a mapping from column to value; what the columns mean is not decided here. Parquet and Arrow rows
+stay in their columns until they are asked for, generated rows are made anew each time. Every problem with a
+source is a `ConfigError` that says which file, line or argument.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import inspect
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forebay.config import ConfigError, look_up
+from forebay.produce import demo_tasks
+from forebay.produce.sequences import LazySequence
+
+GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
+    "addition": demo_tasks.addition,
+    "sorting": demo_tasks.sorting,
+}
+REASONING_GYM = "reasoning_gym"
+FILE_TYPES = (".jsonl", ".parquet")
+_SOURCE_FORMS = (
+    "a .jsonl or .parquet file or pattern, a folder written by datasets.save_to_disk, "
+    f"{', '.join(GENERATORS)}, reasoning_gym:NAME or package.module:function"
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An opened source."""
+
+    rows: Sequence[Any]
+    """Row i: a mapping from column to value, or, from a function, whatever its sequence holds."""
+    place: Callable[[int], str]
+    """Where row i stands, for error messages."""
+    in_memory: bool = False
+    """The rows are Python objects already, so that looking at each of them is cheap."""
+    is_random: bool = False
+    """The order is random already, and `size` does not bound the supply."""
+
+
+def open_source(source: str | Sequence[str], arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:
+    """The rows of `source`; at least `num_wanted` of them where the source can make any number.
+
+    Raises:
+        ConfigError: the source is unknown, missing, empty or malformed, or does not take the arguments.
+    """
+    if not isinstance(source, str):
+        rows = _open_files(source, arguments)
+    elif source.startswith(f"{REASONING_GYM}:"):
+        rows = _open_reasoning_gym(source, arguments, num_wanted)
+    elif Path(source).suffix in FILE_TYPES:
+        rows = _open_files([source], arguments)
+    elif Path(source).is_dir():
+        rows = _open_saved_data_set(source, arguments)
+    elif source in GENERATORS or ":" in source:
+        rows = _open_function(source, arguments)
+    else:
+        raise ConfigError(_unknown_source(source))
+    if len(rows.rows) == 0:
+        raise ConfigError(f"data source {source!r} is empty")
+    return rows
+
+
+def _unknown_source(source: str) -> str:
+    near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(Path(source))
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}"
+
+
+def _near_paths(path: Path) -> list[str]:
+    names = [entry.name for entry in path.parent.glob("*")]
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=1)]
+
+
+def _open_files(patterns: Sequence[str], arguments: Mapping[str, Any]) -> Rows:
+    if arguments:
+        raise ConfigError(f"data files {list(patterns)} take no arguments, got {sorted(arguments)}")
+    paths = [path for pattern in patterns for path in _expand(pattern)]
+    suffixes = {path.suffix for path in paths}
+    if suffixes == {".jsonl"}:
+        return _read_jsonl(paths)
+    if suffixes == {".parquet"}:
+        return _read_parquet(paths)
+    if not paths:
+        raise ConfigError("the list of data files is empty")
+    raise ConfigError(f"data files must all be .jsonl or all .parquet, got {[str(path) for path in paths]}")
+
+
+def _expand(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    # A folder named *.parquet is how Spark writes one data set; Arrow reads it as one.
+    if path.is_file() or (path.is_dir() and path.suffix == ".parquet"):
+        return [path]
+    if glob.has_magic(pattern):
+        found = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+        if not found:
+            raise ConfigError(f"no data file matches {pattern!r}")
+        return found
+    near = _near_paths(path)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; the working folder is {str(Path.cwd())!r}"
+    raise ConfigError(f"no data file at {pattern!r}{hint}")
+
+
+def _read_jsonl(paths: Sequence[Path]) -> Rows:
+    rows: list[dict[str, Any]] = []
+    places: list[tuple[Path, int]] = []
+    for path in paths:
+        # Bytes, split at newlines only: str.splitlines would also cut a row at U+2028 inside a string.
+        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+            if line.strip():
+                rows.append(_parse_line(line, f"{path}, line {number}"))
+                places.append((path, number))
+    return Rows(rows, lambda index: f"{places[index][0]}, line {places[index][1]}", in_memory=True)
+
+
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place} is not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} holds a {type(row).__name__}; each line must be an object with columns")
+    return row
+
+
+def _read_parquet(paths: Sequence[Path]) -> Rows:
+    tables = []
+    for path in paths:
+        try:
+            tables.append(pq.read_table(path))
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"cannot read {str(path)!r} as Parquet: {error}") from None
+    try:
+        table = pa.concat_tables(tables, promote_options="default")
+    except pa.ArrowException as error:
+        raise ConfigError(f"the Parquet files {[str(path) for path in paths]} differ: {error}") from None
+    columns = {name: table.column(name) for name in table.column_names}
+
+    def row(index: int) -> dict[str, Any]:
+        return {name: _plain(column[index].as_py()) for name, column in columns.items()}
+
+    first_rows = list(accumulate((part.num_rows for part in tables), initial=0))
+
+    def place(index: int) -> str:
+        number = bisect_right(first_rows, index) - 1
+        return f"{paths[number]}, row {index - first_rows[number]}"
+
+    return Rows(LazySequence(row, range(table.num_rows)), place)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with dates, durations, decimals and UUIDs as text; a snapshot holds none of them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, (date, time, timedelta, Decimal, UUID)) else value
+
+
+def _open_saved_data_set(source: str, arguments: Mapping[str, Any]) -> Rows:
+    try:
+        import datasets
+    except ImportError:
+        raise ConfigError(
+            f"data source {source!r} needs the datasets library: pip install 'forebay[train]'"
+        ) from None
+    if unknown := sorted(set(arguments) - {"split"}):
+        raise ConfigError(f"data source {source!r} takes only the argument 'split', got {unknown}")
+    try:
+        data_set = datasets.load_from_disk(source)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"folder {source!r} holds no data set saved by datasets.save_to_disk; "
+            f"for a folder of files write a pattern such as {source.rstrip('/') + '/*.parquet'!r}"
+        ) from None
+    split = arguments.get("split")
+    if isinstance(data_set, datasets.DatasetDict):
+        if split is None and len(data_set) == 1:
+            split = next(iter(data_set))
+        if split not in data_set:
+            raise ConfigError(
+                f"data source {source!r} has the splits {sorted(data_set)}; name one as arguments.split, "
+                f"not {split!r}"
+            )
+        data_set = data_set[split]
+    elif split is not None:
+        raise ConfigError(f"data source {source!r} has no splits; leave out arguments.split = {split!r}")
+    rows = LazySequence(lambda index: _plain(data_set[index]), range(len(data_set)))
+    return Rows(rows, lambda index: f"{source}, row {index}")
+
+
+def _open_function(source: str, arguments: Mapping[str, Any]) -> Rows:
+    function = look_up("data source", source, GENERATORS)
+    if not callable(function):
+        raise ConfigError(f"data source {source!r} is a {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind(**arguments)
+    except TypeError as error:
+        known = ", ".join(inspect.signature(function).parameters) or "none"
+        raise ConfigError(f"data source {source!r}: {error}; its arguments: {known}") from None
+    rows = function(**arguments)
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise ConfigError(
+            f"data source {source!r} returned a {type(rows).__name__}; "
+            f"it must return a sequence, such as a list, of rows or of Prompt"
+        )
+    return Rows(rows, lambda index: f"{source}, row {index}")
+
+
+def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:
+    """Rows that carry, for the judger, how to make the problem again rather than the problem.
+
+    A problem's own record holds tuples and other things that do not survive JSON, and some scorers then
+    judge it differently; name, arguments and index do survive, and are smaller.
+    """
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ImportError:
+        raise ConfigError(
+            f"data source {source!r} needs the reasoning-gym library: pip install 'forebay[tasks]'"
+        ) from None
+    name = source.partition(":")[2]
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"reasoning-gym has no generator {name!r}; {hint}known: {', '.join(sorted(DATASETS))}"
+        )
+    settings = {"seed": 0, **arguments}
+    if num_wanted is not None:
+        settings["size"] = num_wanted
+    try:
+        data_set = create_dataset(name, **settings)
+    # reasoning-gym checks its settings with assert; a keyword it does not have is a TypeError.
+    except (AssertionError, TypeError, ValueError) as error:
+        known = ", ".join(inspect.signature(DATASETS[name][1]).parameters)
+        raise ConfigError(
+            f"reasoning-gym generator {name!r} refuses {settings}: {error}; its arguments: {known}"
+        ) from None
+
+    def row(index: int) -> dict[str, Any]:
+        problem = data_set[index]
+        return {
+            "prompt": problem["question"],
+            "answer": problem["answer"],
+            "data_source": source,
+            "reward_model": {REASONING_GYM: {"name": name, "arguments": settings, "index": index}},
+        }
+
+    return Rows(
+        LazySequence(row, range(len(data_set))), lambda index: f"{source}, problem {index}", is_random=True
+    )

@@ -1,0 +1,454 @@
+"""The replay buffer: finished groups wait here, between the producer and the trainer.
+
+::
+
+    producer --put--> label tokens, age, expire --> store  <--refresh_staleness (expires what got too old)
+                                                      |
+    sampler  <--get (ABORTED, EXPIRED: removed)-------+
+    trainer  <--take_batch(train_step=i)--------------+--> ARCHIVED --commit(S), i <= S--> gone (or kept)
+                                                      ^------------- restore(S), i > S -----'
+
+It composes a store (rows and payloads), a policy (which are next) and the snapshot format. It does not
+generate, judge or train, and it starts no task: everything happens inside the calls.
+
+Waiting. `wait_for_change` consumes nothing, waits for the next change of the content, is woken by every
+method that changes it, and returns the new version number. A consumer needs no polling and misses nothing::
+
+    seen = buffer.version
+    while not await buffer.is_ready({"math": 64}):
+        seen = await buffer.wait_for_change(seen)
+
+Objects. A store in memory holds the very `RolloutState` objects that were put; do not change them
+afterwards. `get` hands them out again; what `take_batch` hands out for a train step are copies, because the
+archive keeps the originals as they were (arrays are shared: replace them, do not write into them). The same
+holds for what is taken while a `save` is being written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pydantic import Field
+
+from forebay.config import StrictModel
+from forebay.replay.archiving import ArchivingStorage
+from forebay.replay.changes import Changes
+from forebay.replay.groups import StoredGroup, copy_group, hand_out
+from forebay.replay.indexed import IndexedStorage
+from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy
+from forebay.replay.query import StorageIndices
+from forebay.replay.storage import (
+    StorageBackend,
+    StorageItem,
+    TagValue,
+    check_priority,
+    check_tags,
+    copy_row,
+)
+from forebay.types import (
+    RolloutState,
+    Status,
+    expire_group,
+    fill_token_fields,
+    get_group_status,
+    maybe_expire_group,
+    update_sample_version,
+)
+
+Group = list[RolloutState]
+
+_CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
+
+EXPIRE_AT_ONCE = 64
+"""Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
+
+
+class ReplayBuffer:
+    """Stores groups of rollouts by task and status and hands them out in the order of its policy.
+
+    All methods are atomic with respect to each other. Group ids and order never rewind. With a `limit`, each
+    `put` that exceeds it evicts the live groups that arrived first, whatever their task and status; they are
+    counted in `num_evicted` and passed to `on_evict`.
+
+    >>> buffer = ReplayBuffer(StalenessReplayPolicy(), IndexedStorage())
+    >>> await buffer.put(group, "math", model_step=3, current_train_step=4, stale_threshold=2)
+    >>> groups, counts = await buffer.take_batch({"math": 1}, train_step=4)
+    >>> await buffer.commit(4)
+    """
+
+    def __init__(
+        self,
+        policy: ReplayPolicy,
+        storage_backend: StorageBackend,
+        *,
+        limit: int | None = None,
+        keep_consumed: bool = False,
+        on_evict: Callable[[StorageItem], None] | None = None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit must be at least 1 group, or None for no limit, got {limit}")
+        self.policy = policy
+        self.storage = storage_backend
+        self.limit = limit
+        self.keep_consumed = keep_consumed
+        self.num_evicted: dict[str, int] = {}
+        """Groups evicted so far, by task."""
+        self._on_evict = on_evict
+        self._lock = asyncio.Lock()
+        self._changes = Changes()
+        self._save_lock = asyncio.Lock()
+        self._num_saving = 0
+
+    def __len__(self) -> int:
+        return len(self.storage)
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the content."""
+        return self._changes.version
+
+    async def wait_for_change(self, version: int) -> int:
+        """Return the present version as soon as it is not `version` any more."""
+        return await self._changes.wait(version)
+
+    async def put(
+        self,
+        items: Sequence[RolloutState],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        tags: Mapping[str, TagValue] | None = None,
+        priority: float | None = None,
+    ) -> None:
+        """Store one group under its group status; an empty group is ignored.
+
+        Response tokens without a model step are labelled with `model_step`. Staleness is refreshed at
+        `current_train_step`; without it, at the train step last seen for the task; without that, it is as
+        given. A COMPLETED or ABORTED group at or over `stale_threshold` is stored EXPIRED, its responses
+        wiped.
+
+        Raises:
+            ValueError: the threshold is not positive, a tag or the priority is not one, or token fields of a
+                rollout have different lengths; nothing is stored.
+        """
+        if stale_threshold is not None:
+            _check_threshold(task_name, stale_threshold)
+        tags, priority = check_tags(tags), check_priority(priority)
+        if not items:
+            return
+        for state in items:
+            fill_token_fields(state)
+            if model_step is not None:
+                update_sample_version(state, model_step)
+        async with self._lock:
+            group = await self._aged(StoredGroup(items), task_name, current_train_step)
+            if stale_threshold is not None and maybe_expire_group(group, stale_threshold):
+                group = StoredGroup(group)
+            row = _new_row(group, task_name)
+            row.tags, row.priority = tags, priority
+            await self.policy.put(row, self.storage)
+            evicted = await self._evict()
+            self._changes.note()
+        if self._on_evict is not None:
+            for item in evicted:
+                self._on_evict(item)
+
+    async def get(
+        self,
+        batch_size: int,
+        task_name: str,
+        group_status: Status,
+        *,
+        tags: Mapping[str, TagValue] | None = None,
+    ) -> list[Group]:
+        """Remove and return up to `batch_size` groups in policy order."""
+        if batch_size <= 0:
+            return []
+        async with self._lock:
+            groups = await self._take(batch_size, task_name, group_status, tags=tags)
+            if groups:
+                self._changes.note()
+        return groups
+
+    async def count(
+        self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
+    ) -> int:
+        """The number of groups of that task and status."""
+        async with self._lock:
+            return await self.policy.count(
+                StorageIndices(task_name, group_status, tags).get_key(), self.storage
+            )
+
+    async def count_statuses(
+        self, task_names: Iterable[str], statuses: Iterable[Status]
+    ) -> dict[str, dict[Status, int]]:
+        """The number of groups for every task and status asked for."""
+        statuses = tuple(statuses)
+        async with self._lock:
+            return {
+                task: {
+                    status: await self.policy.count(StorageIndices(task, status).get_key(), self.storage)
+                    for status in statuses
+                }
+                for task in task_names
+            }
+
+    async def is_ready(
+        self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
+    ) -> bool:
+        """Whether every task with a size over 0 has that many groups."""
+        counts = await self.count_statuses(task_batch_sizes, [group_status])
+        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
+
+    async def take_batch(
+        self,
+        task_batch_sizes: Mapping[str, int],
+        *,
+        group_status: Status = Status.COMPLETED,
+        train_step: int | None = None,
+    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
+        """Take up to so many groups of each task: ``(groups by task, numbers taken by task)``.
+
+        Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
+        prunes them or `restore` brings them back.
+        """
+        async with self._lock:
+            groups = {
+                task: await self._take(size, task, group_status, train_step=train_step) if size > 0 else []
+                for task, size in task_batch_sizes.items()
+            }
+            if any(groups.values()):
+                self._changes.note()
+        return groups, {task: len(taken) for task, taken in groups.items()}
+
+    async def commit(self, train_step: int) -> None:
+        """A checkpoint at `train_step` is safe: forget what was consumed up to it.
+
+        With `keep_consumed` it stays ARCHIVED for look-ups.
+        """
+        if self.keep_consumed:
+            return
+        query = {"status": Status.ARCHIVED, "train_step": {"$lte": train_step}}
+        async with self._lock:
+            rows = await self.storage.get(query, rows_only=True)
+            await self.storage.delete([row.uid for row in rows])
+            if rows:
+                self._changes.note()
+
+    async def restore(self, train_step: int) -> None:
+        """Go back to the checkpoint at `train_step`: what was consumed after it is live again.
+
+        The groups have the status, the place in the order and the content that they were taken with. They
+        may exceed `limit`; nothing is evicted before the next `put`.
+        """
+        query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
+        async with self._lock:
+            rows = await self.storage.get(query, rows_only=True)
+            await self.storage.update([_revived(row) for row in rows])
+            if rows:
+                self._changes.note()
+
+    async def refresh_staleness(
+        self,
+        task_stale_thresholds: Mapping[str, int],
+        current_train_step: int,
+        statuses: Iterable[Status] | None = None,
+    ) -> dict[str, int]:
+        """Age the groups of these tasks to `current_train_step`; return how many expired, by task.
+
+        COMPLETED and ABORTED groups (of them, those in `statuses`) at or over their task's threshold become
+        EXPIRED, their responses wiped. The cost is that of the groups that expire.
+
+        Raises:
+            ValueError: a threshold is not positive; nothing is changed.
+        """
+        for task, threshold in task_stale_thresholds.items():
+            _check_threshold(task, threshold)
+        asked = _CAN_EXPIRE if statuses is None else tuple(statuses)
+        expiring = [status for status in _CAN_EXPIRE if status in asked]
+        async with self._lock:
+            expired = {
+                task: await self._expire(task, threshold, current_train_step, expiring)
+                for task, threshold in task_stale_thresholds.items()
+            }
+            if any(expired.values()):
+                self._changes.note()
+        return expired
+
+    async def save(self, path: str | Path) -> None:
+        """Write everything to the directory `path`: content, order, id counters, the policy's state.
+
+        `path` may be missing, empty, or hold an earlier snapshot, which is replaced in one instant: whatever
+        happens meanwhile, `path` holds one whole snapshot. The content is that of the moment of the call;
+        other callers do not wait for the writing.
+
+        Raises:
+            ValueError: `path` holds something else, or a rollout holds a value that cannot be saved.
+        """
+        from forebay.replay.snapshot import Snapshot, write_snapshot
+
+        async with self._save_lock:
+            async with self._lock:
+                snapshot = Snapshot(
+                    storage=self.storage.state_dict(),
+                    policy=type(self.policy).__name__,
+                    policy_state=self.policy.state_dict(),
+                    num_evicted=dict(self.num_evicted),
+                )
+                self._num_saving += 1
+            try:
+                await _run_to_the_end(write_snapshot, Path(path), snapshot)
+            finally:
+                self._num_saving -= 1
+
+    async def resume(self, path: str | Path) -> None:
+        """Take over the snapshot at `path`; ARCHIVED groups held now are replaced by those of the snapshot.
+
+        Raises:
+            RuntimeError: the buffer holds live groups.
+            FileNotFoundError: there is nothing at `path`.
+            ValueError: the snapshot is damaged, of another format or of another policy.
+        The buffer is then as it was.
+        """
+        from forebay.replay.snapshot import read_snapshot
+
+        self._require_empty()
+        snapshot = await asyncio.to_thread(read_snapshot, Path(path), policy=type(self.policy).__name__)
+        async with self._lock:
+            self._require_empty()
+            # In a thread, because a store indexes what it loads; the lock keeps everybody else out.
+            await _run_to_the_end(self.storage.load_state_dict, snapshot.storage)
+            self.policy.load_state_dict(snapshot.policy_state)
+            self.num_evicted = dict(snapshot.num_evicted)
+            self._changes.note()
+
+    def _require_empty(self) -> None:
+        if len(self):
+            raise RuntimeError(f"resume needs an empty buffer; this one holds {len(self)} groups")
+
+    async def _aged(self, group: StoredGroup, task_name: str, current_train_step: int | None) -> StoredGroup:
+        """`group` with the staleness of `current_train_step`, or of the train step last seen."""
+        if current_train_step is not None:
+            await self.storage.set_train_step(task_name, current_train_step)
+            group.refresh(current_train_step, reset_unlabelled=True)
+        elif (known := await self.storage.get_train_step(task_name)) is not None:
+            group.refresh(known)
+        return group
+
+    async def _evict(self) -> list[StorageItem]:
+        """Take out what exceeds the limit: the live groups that arrived first."""
+        excess = 0 if self.limit is None else len(self.storage) - self.limit
+        if excess <= 0:
+            return []
+        rows = await self.storage.get({}, limit=excess, rows_only=True)
+        evicted = await self.storage.take([row.uid for row in rows])
+        for row in evicted:
+            self.num_evicted[row.task_name] = self.num_evicted.get(row.task_name, 0) + 1
+        return evicted
+
+    async def _take(
+        self,
+        count: int,
+        task_name: str,
+        group_status: Status,
+        *,
+        tags: Mapping[str, TagValue] | None = None,
+        train_step: int | None = None,
+    ) -> list[Group]:
+        storage = self.storage if train_step is None else ArchivingStorage(self.storage, train_step)
+        query = StorageIndices(task_name, group_status, tags).get_key()
+        groups = await self.policy.get(count, query, storage)
+        seen_step = await self.storage.get_train_step(task_name)
+        still_held = train_step is not None or self._num_saving > 0
+        return [hand_out(group, seen_step, copy=still_held) for group in groups]
+
+    async def _expire(
+        self, task_name: str, threshold: int, train_step: int, statuses: Sequence[Status]
+    ) -> int:
+        await self.storage.set_train_step(task_name, train_step)
+        query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
+        num_expired = 0
+        while rows := await self.storage.get(query, limit=EXPIRE_AT_ONCE):
+            for row in rows:
+                # A snapshot being written still reads the rollouts as they were.
+                group = copy_group(row.item) if self._num_saving else row.item
+                group.refresh(train_step)
+                expire_group(group)
+                row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
+            await self.storage.update(rows)
+            num_expired += len(rows)
+            # The lock is held, but other work than the buffer's may go on.
+            await asyncio.sleep(0)
+        return num_expired
+
+
+async def _run_to_the_end(function: Callable[..., None], *args: object) -> None:
+    """Run `function` in a thread; when cancelled, wait for its end first: a thread cannot be stopped."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        raise
+
+
+def _new_row(group: StoredGroup, task_name: str) -> StorageItem:
+    return StorageItem(
+        group,
+        uid=-1,
+        timestamp_id=-1,
+        task_name=task_name,
+        status=get_group_status(group),
+        staleness=max(state.seq_staleness for state in group),
+        oldest_model_step=group.oldest_step,
+    )
+
+
+def _revived(row: StorageItem) -> StorageItem:
+    assert row.status_before is not None, f"archived row {row.uid} does not say what it was before"
+    return copy_row(row, status=row.status_before, status_before=None, train_step=None)
+
+
+def _check_threshold(task_name: str, threshold: int) -> None:
+    if threshold <= 0:
+        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
+
+
+class SyncReplayBufferConfig(StrictModel):
+    """A buffer in memory that hands groups out in order of arrival.
+
+    >>> buffer = SyncReplayBufferConfig(limit=10_000).build()
+    """
+
+    limit: int | None = Field(default=None, ge=1)
+    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
+    keep_consumed: bool = False
+    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+
+    def build(self) -> ReplayBuffer:
+        """The buffer."""
+        return ReplayBuffer(
+            FIFOReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
+        )
+
+
+class AsyncReplayBufferConfig(StrictModel):
+    """A buffer in memory that hands out the most stale groups first.
+
+    >>> buffer = AsyncReplayBufferConfig().build()
+    """
+
+    limit: int | None = Field(default=None, ge=1)
+    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
+    keep_consumed: bool = False
+    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+
+    def build(self) -> ReplayBuffer:
+        """The buffer."""
+        return ReplayBuffer(
+            StalenessReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
+        )

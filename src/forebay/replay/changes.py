@@ -1,0 +1,29 @@
+"""A counter of changes that coroutines can wait on: the wake-up behind `ReplayBuffer.wait_for_change`."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Changes:
+    """Counts changes and wakes everyone who waits for the next one; a change is never missed.
+
+    >>> seen = changes.version      # before looking at the content
+    >>> seen = await changes.wait(seen)
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._next = asyncio.Event()
+
+    def note(self) -> None:
+        """Something changed."""
+        self.version += 1
+        self._next.set()
+        self._next = asyncio.Event()
+
+    async def wait(self, version: int) -> int:
+        """Return the present version as soon as it is not `version` any more."""
+        while self.version == version:
+            await self._next.wait()
+        return self.version

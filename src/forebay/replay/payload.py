@@ -1,0 +1,222 @@
+"""Any value a rollout may hold, as JSON text plus raw bytes, and back; exactly, and without pickle.
+
+::
+
+    value --Encoder.encode--> JSON tree with tags --+--> text
+                      '-----> blobs (raw bytes) ----+--> kept beside it       Decoder.decode: the way back
+
+Plain JSON values stand for themselves. What JSON cannot say is an object with one key that starts with ``$``:
+
+=================  ==================================================================================
+``$float``         ``"nan"``, ``"inf"``, ``"-inf"``
+``$tuple``         a list of its items
+``$dict``          a list of ``[key, value]`` (keys that are not text, or text starting with ``$``)
+``$bytes``         the position of its blob
+``$array``         ``[dtype, shape, position of its blob]``: C order, the array's own byte order
+``$objects``       ``[shape, items]`` of an array of Python objects
+``$scalar``        ``[dtype, base64]`` of a numpy scalar
+``$status``        the value of a `Status`
+``$sample_params`` the fields of a `SampleParams`
+``$ref``           ``[number, value]`` of a Ray object reference; ``[number]`` where it comes again
+=================  ==================================================================================
+
+Types must match exactly: a subclass would come back as something else, so it is refused. Arrays and
+references that several members of a group share are stored once and shared again after decoding.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.lib.format import descr_to_dtype, dtype_to_descr
+
+from forebay.types import SampleParams, Status
+
+
+class Encoder:
+    """Turns the values of one group into trees; the raw bytes go to `blobs`.
+
+    >>> encoder = Encoder()
+    >>> encoder.encode({"pixels": np.zeros((2, 2), np.uint8)}, "mm_info"), encoder.blobs
+    ({'pixels': {'$array': ["'|u1'", [2, 2], 0]}}, [b'\\x00\\x00\\x00\\x00'])
+    """
+
+    def __init__(self) -> None:
+        self.blobs: list[bytes] = []
+        self._arrays: dict[int, dict[str, Any]] = {}
+        self._refs: dict[Any, int] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        """The tree of `value`; `where` names it in error messages.
+
+        Raises:
+            ValueError: it holds something that cannot be stored; the message says where.
+        """
+        kind = type(value)
+        if value is None or kind is bool or kind is int or kind is str:
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": repr(value)}
+        if kind is dict:
+            return self._encode_dict(value, where)
+        if kind is list or kind is tuple:
+            items = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return items if kind is list else {"$tuple": items}
+        if kind is np.ndarray:
+            return self._encode_array(value, where)
+        return self._encode_rare(value, where)
+
+    def _encode_rare(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if kind is bytes:
+            return {"$bytes": self._add_blob(value)}
+        if isinstance(value, np.generic) and not isinstance(value, np.void):
+            text = base64.b64encode(value.tobytes()).decode("ascii")
+            return {"$scalar": [_dtype_text(value.dtype, where), text]}
+        if kind is Status:
+            return {"$status": value.value}
+        if kind is SampleParams:
+            params = {f.name: getattr(value, f.name) for f in fields(value)}
+            return {"$sample_params": self.encode(params, where)}
+        if _is_ref(value):
+            return self._encode_ref(value, where)
+        raise ValueError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot hold; "
+            f"use dicts, lists, tuples, plain values, bytes or numpy arrays"
+        )
+
+    def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {
+            "$dict": [
+                [self.encode(key, f"a key of {where}"), self.encode(item, f"{where}[{key!r}]")]
+                for key, item in value.items()
+            ]
+        }
+
+    def _encode_array(self, value: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
+        # `blobs` and `_arrays` live as long as the group, so an id is not used twice.
+        if id(value) not in self._arrays:
+            shape = list(value.shape)
+            if value.dtype.hasobject:
+                flat = enumerate(value.ravel().tolist())
+                items = [self.encode(item, f"{where}.flat[{i}]") for i, item in flat]
+                return {"$objects": [shape, items]}
+            dtype = _dtype_text(value.dtype, where)
+            self._arrays[id(value)] = {"$array": [dtype, shape, self._add_blob(value.tobytes())]}
+        return self._arrays[id(value)]
+
+    def _encode_ref(self, ref: Any, where: str) -> dict[str, Any]:
+        if ref in self._refs:
+            return {"$ref": [self._refs[ref]]}
+        number = self._refs[ref] = len(self._refs)
+        return {"$ref": [number, self.encode(sys.modules["ray"].get(ref), where)]}
+
+    def _add_blob(self, data: bytes) -> int:
+        self.blobs.append(data)
+        return len(self.blobs) - 1
+
+
+class Decoder:
+    """Turns the trees of one group back into values; `blobs` are those of its encoder.
+
+    >>> Decoder([]).decode({"$tuple": [1, {"$float": "nan"}]})
+    (1, nan)
+    """
+
+    def __init__(self, blobs: Sequence[Any]) -> None:
+        self._blobs = blobs
+        self._arrays: dict[int, np.ndarray[Any, Any]] = {}
+        self._refs: dict[int, Any] = {}
+
+    def decode(self, tree: Any) -> Any:
+        """The value of `tree`.
+
+        Raises:
+            ValueError: a tag is unknown, or there are Ray references and Ray is not in use.
+        """
+        if type(tree) is list:
+            return [self.decode(item) for item in tree]
+        if type(tree) is not dict:
+            return tree
+        if len(tree) == 1:
+            tag, content = next(iter(tree.items()))
+            if tag.startswith("$"):
+                return self._decode_tag(tag, content)
+        return {key: self.decode(item) for key, item in tree.items()}
+
+    def _decode_tag(self, tag: str, content: Any) -> Any:
+        match tag:
+            case "$float":
+                return float(content)
+            case "$tuple":
+                return tuple(self.decode(content))
+            case "$dict":
+                return {self.decode(key): self.decode(item) for key, item in content}
+            case "$bytes":
+                return bytes(self._blobs[content])
+            case "$array":
+                return self._decode_array(*content)
+            case "$objects":
+                return self._decode_objects(*content)
+            case "$scalar":
+                return np.ndarray((), _dtype(content[0]), base64.b64decode(content[1]))[()]
+            case "$status":
+                return Status(content)
+            case "$sample_params":
+                return SampleParams(**self.decode(content))
+            case "$ref":
+                return self._decode_ref(*content)
+        raise ValueError(f"unknown tag {tag!r} in a stored value")
+
+    def _decode_array(self, dtype: str, shape: list[int], position: int) -> np.ndarray[Any, Any]:
+        if position not in self._arrays:
+            # A copy, so that the array can be written to and does not keep the whole file in memory.
+            view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), self._blobs[position])
+            self._arrays[position] = view.copy()
+        return self._arrays[position]
+
+    def _decode_objects(self, shape: list[int], items: list[Any]) -> np.ndarray[Any, Any]:
+        flat = np.empty(len(items), object)
+        for i, item in enumerate(items):
+            flat[i] = self.decode(item)
+        return flat.reshape(shape)
+
+    def _decode_ref(self, number: int, *stored: Any) -> Any:
+        if stored:
+            ray = sys.modules.get("ray")
+            if ray is None:
+                raise ValueError(
+                    "the snapshot holds Ray object references: import ray and call ray.init() first"
+                )
+            self._refs[number] = ray.put(self.decode(stored[0]))
+        return self._refs[number]
+
+
+def _is_ref(value: Any) -> bool:
+    """Whether `value` is a Ray object reference; if Ray was never imported there are none."""
+    ray: Any = sys.modules.get("ray")
+    return ray is not None and isinstance(value, ray.ObjectRef)
+
+
+def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
+    text = repr(dtype_to_descr(dtype))
+    if _dtype(text) != dtype:
+        raise ValueError(
+            f"{where} has the dtype {dtype}, which a snapshot cannot hold; use one of numpy's own"
+        )
+    return text
+
+
+@lru_cache(maxsize=256)
+def _dtype(text: str) -> np.dtype[Any]:
+    return descr_to_dtype(ast.literal_eval(text))

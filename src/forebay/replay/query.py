@@ -1,0 +1,287 @@
+"""The query language of the stores: dicts in, one small tree out, evaluated in memory.
+
+::
+
+    {"staleness": {"$gte": 2}} --parse_query--> Condition | All | AnyOf --matches(query, row)--> bool
+                                                        \\--simplify(query, known)--> bool | smaller query
+
+A query names fields of a `StorageItem` and tags (``tags.<name>``). Values are compared with values of their
+own kind only: numbers with numbers, text with text, bools with bools. Another kind is unequal and unordered.
+
+Rows that are ARCHIVED match only a query that names that status by ``$eq`` or ``$in``; every other query is
+parsed with the condition ``status != archived`` in front, so no store has to know this rule.
+
+This module holds no rows and knows no store. A store that does not evaluate in Python compiles the tree.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+Scalar = str | int | float | bool | None
+
+ARCHIVED = "archived"
+"""The status of rows that a train step consumed."""
+
+QUERY_FIELDS = (
+    "uid",
+    "timestamp_id",
+    "task_name",
+    "status",
+    "staleness",
+    "priority",
+    "oldest_model_step",
+    "train_step",
+    "status_before",
+)
+"""The fields of a `StorageItem` that a query may name, besides ``tags.<name>``."""
+
+TAG_PREFIX = "tags."
+
+MAX_DEPTH = 64
+"""Of nested ``$and`` / ``$or``: far more than anyone writes, far less than Python or a database bears."""
+
+
+class _Missing(Enum):
+    TAG = "a tag that the row does not have"
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One comparison of one field.
+
+    >>> parse_query({"uid": {"$in": [1, 2]}}).parts[1]
+    Condition(field='uid', op='$in', value=(1, 2))
+    """
+
+    field: str
+    """A name from `QUERY_FIELDS`, or ``tags.<name>``."""
+    op: str
+    """``$eq $ne $gt $gte $lt $lte $in $not_in``; ``$between`` is parsed into two conditions."""
+    value: Scalar | tuple[Scalar, ...]
+    """A tuple for ``$in`` and ``$not_in``, else one value."""
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """Matches where every part matches; without parts it matches everything."""
+
+    parts: tuple[Query, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Matches where some part matches; without parts it matches nothing."""
+
+    parts: tuple[Query, ...]
+
+
+Query = Condition | All | AnyOf
+
+
+@dataclass(frozen=True)
+class StorageIndices:
+    """Typed shorthand for the common query: this task, this status, these tags; None leaves a field open.
+
+    >>> StorageIndices(task_name="math", tags={"level": 3}).get_key()
+    {'task_name': 'math', 'tags.level': 3}
+    """
+
+    task_name: str | None = None
+    group_status: Enum | str | None = None
+    tags: Mapping[str, str | int | float | bool] | None = None
+
+    def get_key(self) -> dict[str, Any]:
+        """The query; a subclass may return another."""
+        key: dict[str, Any] = {}
+        if self.task_name is not None:
+            key["task_name"] = self.task_name
+        if self.group_status is not None:
+            key["status"] = plain_value(self.group_status)
+        return key | {TAG_PREFIX + name: value for name, value in (self.tags or {}).items()}
+
+
+QueryLike = Mapping[str, Any] | StorageIndices | Query
+
+
+def parse_query(query: QueryLike) -> Query:
+    """The tree of `query`; a tree is returned as it is.
+
+    Raises:
+        ValueError: unknown field or operator, or a value the operator cannot take; the message names it.
+    """
+    if isinstance(query, Condition | All | AnyOf):
+        return query
+    parsed = _parse_dict(query.get_key() if isinstance(query, StorageIndices) else query)
+    if _asks_for_archived(parsed):
+        return parsed
+    return All((Condition("status", "$ne", ARCHIVED), parsed))
+
+
+def matches(query: Query, row: Any) -> bool:
+    """Whether `row`, a `StorageItem` or anything with its attributes, fulfils `query`."""
+    if isinstance(query, Condition):
+        return holds(query, _read_field(row, query.field))
+    if isinstance(query, All):
+        return all(matches(part, row) for part in query.parts)
+    return any(matches(part, row) for part in query.parts)
+
+
+def simplify(query: Query, known: Mapping[str, Any]) -> Query | bool:
+    """What is left of `query` for rows that all have the field values `known`: True, False or a rest."""
+    if isinstance(query, Condition):
+        return holds(query, known[query.field]) if query.field in known else query
+    # The verdict of one part that settles the whole: False settles "all", True settles "any".
+    settles = isinstance(query, AnyOf)
+    rest: list[Query] = []
+    for part in query.parts:
+        verdict = simplify(part, known)
+        if verdict is settles:
+            return settles
+        if not isinstance(verdict, bool):
+            rest.append(verdict)
+    if not rest:
+        return not settles
+    return rest[0] if len(rest) == 1 else type(query)(tuple(rest))
+
+
+def allowed_values(query: Query, field: str) -> tuple[Scalar, ...] | None:
+    """The only values of `field` that a matching row can have; None if the query does not say."""
+    if isinstance(query, All):
+        found = [values for part in query.parts if (values := allowed_values(part, field)) is not None]
+        return min(found, key=len) if found else None
+    if isinstance(query, Condition) and query.field == field:
+        if query.op == "$eq":
+            return (query.value,)  # type: ignore[return-value]
+        if query.op == "$in":
+            return tuple(dict.fromkeys(query.value))  # type: ignore[arg-type]
+    return None
+
+
+def plain_value(value: Any) -> Any:
+    """An Enum member's value; everything else as it is."""
+    return value.value if isinstance(value, Enum) else value
+
+
+def holds(condition: Condition, value: Any) -> bool:
+    """Whether a field with `value` fulfils `condition`."""
+    return _OPERATORS[condition.op](value, condition.value)
+
+
+def _read_field(row: Any, field: str) -> Any:
+    if field.startswith(TAG_PREFIX):
+        return row.tags.get(field[len(TAG_PREFIX) :], _Missing.TAG)
+    return plain_value(getattr(row, field))
+
+
+def _kind(value: Any) -> type:
+    """Values of one kind can be compared; bool is a kind of its own, int and float are one."""
+    return float if type(value) is int else type(value)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return bool(_kind(a) is _kind(b) and a == b)
+
+
+def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    def check(a: Any, b: Any) -> bool:
+        return _kind(a) is _kind(b) and a is not None and compare(a, b)
+
+    return check
+
+
+def _is_in(value: Any, choices: tuple[Any, ...]) -> bool:
+    return any(_equal(value, choice) for choice in choices)
+
+
+_OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
+    "$eq": _equal,
+    "$ne": lambda a, b: not _equal(a, b),
+    "$gt": _ordered(operator.gt),
+    "$gte": _ordered(operator.ge),
+    "$lt": _ordered(operator.lt),
+    "$lte": _ordered(operator.le),
+    "$in": _is_in,
+    "$not_in": lambda a, b: not _is_in(a, b),
+}
+
+
+def _parse_dict(query: Any, depth: int = 0) -> Query:
+    if not isinstance(query, Mapping):
+        raise ValueError(f"a query is a dict like {{'status': 'completed'}}, got {query!r}")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the query nests $and / $or deeper than {MAX_DEPTH}; write it flatter")
+    parts: list[Query] = []
+    for key, value in query.items():
+        if key in ("$and", "$or"):
+            if not isinstance(value, list):
+                raise ValueError(f"{key} takes a list of queries, got {value!r}")
+            parsed = tuple(_parse_dict(part, depth + 1) for part in value)
+            parts.append(All(parsed) if key == "$and" else AnyOf(parsed))
+        else:
+            parts.append(_parse_field(key, value))
+    return parts[0] if len(parts) == 1 else All(tuple(parts))
+
+
+def _parse_field(field: Any, value: Any) -> Query:
+    if isinstance(field, str) and field.startswith("$"):
+        raise ValueError(f"unknown operator {field!r} in place of a field; only $and and $or stand there")
+    is_tag = isinstance(field, str) and field.startswith(TAG_PREFIX) and field != TAG_PREFIX
+    if not is_tag and field not in QUERY_FIELDS:
+        raise ValueError(f"unknown field {field!r}; known: {', '.join(QUERY_FIELDS)}, tags.<name>")
+    if not isinstance(value, Mapping):
+        return Condition(field, "$eq", _scalar(field, value))
+    parts = [part for op, operand in value.items() for part in _parse_operator(field, op, operand)]
+    return parts[0] if len(parts) == 1 else All(tuple(parts))
+
+
+def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
+    where = f"{field} {op}"
+    if op == "$between":
+        low, high = _bounds(where, operand)
+        return [Condition(field, "$gte", low), Condition(field, "$lte", high)]
+    if op not in _OPERATORS:
+        known = " ".join((*_OPERATORS, "$between"))
+        raise ValueError(f"unknown operator {op!r} for field {field!r}; known: {known}")
+    if op not in ("$in", "$not_in"):
+        return [Condition(field, op, _scalar(where, operand))]
+    if not isinstance(operand, list):
+        raise ValueError(f"{where} takes a list, got {operand!r}")
+    return [Condition(field, op, tuple(_scalar(where, item) for item in operand))]
+
+
+def _bounds(where: str, operand: Any) -> tuple[Scalar, Scalar]:
+    if not isinstance(operand, list | tuple) or len(operand) != 2:
+        raise ValueError(f"{where} takes two values [low, high], got {operand!r}")
+    low, high = (_scalar(where, bound) for bound in operand)
+    if not _OPERATORS["$lte"](low, high):
+        raise ValueError(f"{where} takes [low, high] of one kind with low <= high, got {operand!r}")
+    return low, high
+
+
+def _scalar(where: str, value: Any) -> Scalar:
+    """`value` as a plain Python scalar (numpy numbers and Enum members become one)."""
+    value = plain_value(value)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and not math.isnan(value):
+        return float(value)
+    raise ValueError(f"{where} takes text, a number, a bool or None, got {value!r}")
+
+
+def _asks_for_archived(query: Query) -> bool:
+    if isinstance(query, Condition):
+        if query.field != "status" or query.op not in ("$eq", "$in"):
+            return False
+        return ARCHIVED in (query.value if isinstance(query.value, tuple) else (query.value,))
+    return any(_asks_for_archived(part) for part in query.parts)

@@ -1,0 +1,243 @@
+"""A buffer on disk: two Arrow files and a manifest in one directory.
+
+::
+
+    manifest.json                what the files are called, their checksums, the counters, the policy
+    groups-<digest>.arrow        one line per group  (`tables`)
+    rollouts-<digest>.arrow      one line per rollout
+
+The files are Arrow IPC (Feather version 2), uncompressed: measured on 71 MB of token arrays, written and
+synced in 65 ms where Parquet takes 185-230 and the bare bytes 63.
+
+Writing. New files get a temporary name, are synced and renamed to their digest; then the manifest is replaced
+in one step, and only then are files of the earlier snapshot removed. Whenever the process dies, the directory
+holds the earlier or the new snapshot, whole. Reading checks every byte against the manifest before anything
+is decoded. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from forebay.replay.storage import STATE_VERSION
+from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, read_items, rollout_batches
+
+FORMAT = "forebay-replay"
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+
+_TEMPORARY = ".tmp-"
+_DATA_FILE = re.compile(r"(groups|rollouts)-[0-9a-f]{16}\.arrow")
+_SCHEMAS = {"groups": GROUPS_SCHEMA, "rollouts": ROLLOUTS_SCHEMA}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a buffer is, at one moment.
+
+    >>> write_snapshot(Path("checkpoint/buffer"), snapshot)
+    >>> read_snapshot(Path("checkpoint/buffer"), policy="FIFOReplayPolicy").num_evicted
+    {}
+    """
+
+    storage: Mapping[str, Any]
+    """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`."""
+    policy: str
+    """The policy's class name."""
+    policy_state: Mapping[str, Any]
+    num_evicted: Mapping[str, int]
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Make the directory `path` hold `snapshot` instead of whatever snapshot it held.
+
+    Raises:
+        ValueError: `path` holds something that is not a snapshot, or a value cannot be stored.
+    """
+    _claim(path)
+    items, train_steps = snapshot.storage["items"], snapshot.storage["train_steps"]
+    manifest = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "policy": snapshot.policy,
+        "policy_state": dict(snapshot.policy_state),
+        "num_evicted": dict(snapshot.num_evicted),
+        "next_uid": snapshot.storage["next_uid"],
+        "next_timestamp_id": snapshot.storage["next_timestamp_id"],
+        "train_steps": dict(train_steps),
+        "num_groups": len(items),
+        "num_rollouts": sum(len(item.item) for item in items),
+        "files": {
+            "groups": _write_arrow(path, "groups", [group_batch(items, train_steps)]),
+            "rollouts": _write_arrow(path, "rollouts", rollout_batches(items)),
+        },
+    }
+    manifest["sha256"] = _digest_of(manifest)
+    with _TemporaryFile(path) as temporary:
+        temporary.file.write(json.dumps(manifest, indent=1).encode())
+        temporary.publish(MANIFEST)
+    _sync_directory(path)
+    current = {MANIFEST, *(file["name"] for file in manifest["files"].values())}
+    for name in os.listdir(path):
+        if name not in current and _is_ours(name):
+            (path / name).unlink()
+
+
+def read_snapshot(path: Path, *, policy: str) -> Snapshot:
+    """The snapshot at `path`, which must have been taken with `policy`.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is no snapshot, is damaged, or is of another format or policy.
+    """
+    manifest = _read_manifest(path)
+    if manifest["policy"] != policy:
+        raise ValueError(
+            f"the snapshot at {str(path)!r} was taken with {manifest['policy']}, this buffer uses {policy}; "
+            f"build the buffer with the same policy"
+        )
+    with (
+        _open_arrow(path, "groups", manifest) as groups,
+        _open_arrow(path, "rollouts", manifest) as rollouts,
+    ):
+        items = read_items(groups.read_all(), rollouts)
+    storage = {
+        "version": STATE_VERSION,
+        "items": items,
+        "next_uid": manifest["next_uid"],
+        "next_timestamp_id": manifest["next_timestamp_id"],
+        "train_steps": manifest["train_steps"],
+    }
+    return Snapshot(storage, manifest["policy"], manifest["policy_state"], manifest["num_evicted"])
+
+
+def _claim(path: Path) -> None:
+    """Make sure that `path` is a directory in which only snapshots lie."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{str(path)!r} is a file; a snapshot is a directory, name another path")
+    path.mkdir(parents=True, exist_ok=True)
+    _sync_directory(path.parent)
+    foreign = [name for name in os.listdir(path) if not _is_ours(name)]
+    if MANIFEST in foreign and _says_it_is_ours(path):
+        foreign.remove(MANIFEST)
+    if foreign:
+        raise ValueError(
+            f"{str(path)!r} holds {sorted(foreign)[0]!r}, which is not part of a replay snapshot; "
+            f"name an empty directory"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_TEMPORARY) or _DATA_FILE.fullmatch(name) is not None
+
+
+def _says_it_is_ours(path: Path) -> bool:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+class _TemporaryFile:
+    """A file under a temporary name, removed again unless it is published."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        handle, self.name = tempfile.mkstemp(prefix=_TEMPORARY, dir=directory)
+        self.file = os.fdopen(handle, "w+b")
+        self._published = False
+
+    def publish(self, name: str) -> None:
+        """Sync the content and rename the file."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        os.replace(self.name, self._directory / name)
+        self._published = True
+
+    def __enter__(self) -> _TemporaryFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        if not self._published:
+            os.unlink(self.name)
+
+
+def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
+    """Write one table and return what the manifest says of it."""
+    with _TemporaryFile(path) as temporary:
+        with pa.ipc.new_file(temporary.file, _SCHEMAS[kind]) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        temporary.file.seek(0)
+        digest = hashlib.file_digest(temporary.file, "sha256").hexdigest()
+        name = f"{kind}-{digest[:16]}.arrow"
+        num_bytes = temporary.file.tell()
+        temporary.publish(name)
+    return {"name": name, "bytes": num_bytes, "sha256": digest}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no replay snapshot at {str(path)!r}")
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{str(path)!r} is not a replay snapshot: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(file)!r} is damaged or not a manifest: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{str(file)!r} is not the manifest of a {FORMAT} snapshot")
+    if manifest.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{str(file)!r} has format version {manifest.get('version')!r}; "
+            f"this release reads {FORMAT_VERSION}"
+        )
+    if manifest.get("sha256") != _digest_of(manifest):
+        raise ValueError(f"{str(file)!r} is damaged: its content is not what its checksum says")
+    return manifest
+
+
+def _digest_of(manifest: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _open_arrow(path: Path, kind: str, manifest: Mapping[str, Any]) -> pa.RecordBatchFileReader:
+    """A reader over the file, once all its bytes are known to be right."""
+    entry = manifest["files"][kind]
+    file = path / entry["name"]
+    if not file.is_file() or file.stat().st_size != entry["bytes"]:
+        raise ValueError(f"{str(file)!r} is damaged: it is missing or has not {entry['bytes']} bytes")
+    data = pa.memory_map(str(file)).read_buffer()
+    digest = hashlib.sha256(data).hexdigest()
+    if digest != entry["sha256"]:
+        raise ValueError(
+            f"{str(file)!r} is damaged: its sha256 is {digest}, the manifest says {entry['sha256']}; "
+            f"go back to an earlier checkpoint"
+        )
+    reader = pa.ipc.open_file(data)
+    if reader.schema != _SCHEMAS[kind]:
+        raise ValueError(f"{str(file)!r} has other columns than this release reads")
+    return reader
+
+
+def _sync_directory(path: Path) -> None:
+    """Make renames and new names in `path` durable."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

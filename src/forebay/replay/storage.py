@@ -1,0 +1,318 @@
+"""The contract of a replay store, and the two things every store in memory needs.
+
+A store keeps *rows* (light: ids, task, status, age, priority, tags) with one opaque *payload* each. It ranks,
+counts and queries rows; it never looks into a payload and never loads one that was not asked for. It decides
+nothing: labelling, expiry, limits and policies are above it.
+
+::
+
+    put -> live row --take(uids)--------------> gone, returned
+              |  ^ \\--take(uids, train_step=i)--> ARCHIVED (train_step=i, status_before kept), returned
+       update |  |                                  |
+              v  '------------- update -------------'        delete: gone, not returned
+
+What signatures cannot say:
+
+* **Ids.** `put` gives each row a `uid` and a `timestamp_id` above every one given before; they never rewind,
+  also after the store was drained, saved and loaded. Arrival order is the order of `timestamp_id`.
+* **Age.** A row with an `oldest_model_step` has, once a train step of its task is known, the staleness
+  ``train_step - 1 - oldest_model_step`` as of the train step last set for the task; any other row has the
+  staleness it was given. Queries, orders and returned rows all use this value.
+* **Isolation.** What `get` and `take` return are copies of the rows (the payload by reference, for stores
+  that hold it in memory); changing one changes nothing in the store until `update`.
+* **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
+* **Competing takers.** A row is returned by at most one `take`. Between `get` and `take` another process may
+  have been faster: `take` returns only the rows that are still there and still match.
+* **Unknown uids** are ignored by `take`, `delete` and `update`.
+* ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
+from typing import Any
+
+from forebay.replay.query import ARCHIVED, QueryLike, plain_value
+
+ARRIVAL = "timestamp_id"
+"""First come, first; the default order."""
+STALEST = "-staleness"
+"""Most stale first."""
+
+_ORDERS = ("timestamp_id", "staleness", "priority")
+
+TagValue = str | int | float | bool
+
+STATE_VERSION = 1
+
+
+@dataclass(slots=True)
+class StorageItem:
+    """One stored group: its row, and with it or not its payload.
+
+    >>> uid = await store.put(StorageItem(["payload"], -1, -1, "math", "completed", staleness=0))
+    """
+
+    item: Any
+    """The payload, opaque to stores and policies; None in rows fetched without it."""
+    uid: int
+    """Given by `put` (-1 asks for any)."""
+    timestamp_id: int
+    """Place in the order of arrival; given by `put` (-1 asks for any)."""
+    task_name: str
+    status: Enum | str
+    """A `forebay.types.Status` or its value; queries compare the value."""
+    staleness: int
+    """As given, or as of the latest train step: see the module docstring."""
+    tags: dict[str, TagValue] = field(default_factory=dict)
+    priority: float = 1.0
+    """Weight of a proportional draw; not negative."""
+    oldest_model_step: int | None = None
+    """The oldest weights that made a token of the group; None if no token is labelled."""
+    train_step: int | None = None
+    """The train step that consumed the group; None while it is live."""
+    status_before: Enum | str | None = None
+    """What an ARCHIVED row was before it was consumed."""
+
+    @property
+    def is_archived(self) -> bool:
+        """Whether a train step consumed the row."""
+        return bool(plain_value(self.status) == ARCHIVED)
+
+
+_ROW_FIELDS = tuple(f.name for f in fields(StorageItem))
+
+
+class StorageBackend(ABC):
+    """Keeps groups; the module docstring is the contract.
+
+    >>> store = IndexedStorage()
+    >>> rows = await store.get({"task_name": "math"}, order="-staleness", limit=64, rows_only=True)
+    >>> items = await store.take([row.uid for row in rows])
+    """
+
+    @abstractmethod
+    async def put(self, item: StorageItem) -> int:
+        """Store a copy of the row under new ids and return its uid.
+
+        An id that `item` brings is used if it is above every id given before, so that rows can be moved
+        between stores one by one.
+        """
+
+    @abstractmethod
+    async def get(
+        self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
+    ) -> list[StorageItem]:
+        """The first `limit` rows that match, in `order`; nothing is removed.
+
+        `order` is ``timestamp_id``, ``staleness`` or ``priority``, descending with a ``-`` in front; ties
+        come in arrival order. With `rows_only` the payloads are left out (``item`` is None).
+
+        Raises:
+            ValueError: the query or the order is not one.
+        """
+
+    @abstractmethod
+    async def count(self, query: QueryLike) -> int:
+        """How many rows match."""
+
+    @abstractmethod
+    async def take(
+        self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
+    ) -> list[StorageItem]:
+        """Remove these rows and return them as they were, in the order of `uids`.
+
+        With `query`, those that do not match it any more are left alone. With `train_step` the rows are not
+        removed but become ARCHIVED, with that train step and their present status as `status_before`.
+        """
+
+    @abstractmethod
+    async def delete(self, uids: Iterable[int]) -> None:
+        """Remove these rows."""
+
+    @abstractmethod
+    async def update(self, items: Iterable[StorageItem]) -> None:
+        """Replace the rows with the uids of `items`; uid and timestamp_id stay.
+
+        An item without payload leaves the stored payload in its place.
+        """
+
+    @abstractmethod
+    async def get_train_step(self, task_name: str) -> int | None:
+        """The train step last set for the task."""
+
+    @abstractmethod
+    async def set_train_step(self, task_name: str, train_step: int) -> None:
+        """Rows of the task that have an `oldest_model_step` are from now on as stale as at `train_step`."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The number of live rows."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in a form that any store loads.
+
+        ``{"version", "items": [StorageItem, ...], "next_uid", "next_timestamp_id", "train_steps"}``; the
+        items may be the store's own and must not be changed. Cheap: no payload is copied.
+        """
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Replace the content by `state`; id counters only move forward.
+
+        Raises:
+            ValueError: `state` is of another version or contradicts itself; the store is as it was.
+        """
+
+
+class RowBook:
+    """What a store in memory keeps beside its rows: id counters and the latest train step of each task.
+
+    >>> book = RowBook()
+    >>> stored = book.admit(row)      # with ids
+    >>> book.present(stored)          # a copy to hand out, with its staleness of now
+    """
+
+    def __init__(self) -> None:
+        self.next_uid = 0
+        self.next_timestamp_id = 0
+        self.train_steps: dict[str, int] = {}
+
+    def admit(self, item: StorageItem) -> StorageItem:
+        """A copy of `item` with the ids it will keep."""
+        uid = max(item.uid, self.next_uid)
+        timestamp_id = max(item.timestamp_id, self.next_timestamp_id)
+        self.next_uid, self.next_timestamp_id = uid + 1, timestamp_id + 1
+        return copy_row(item, uid=uid, timestamp_id=timestamp_id)
+
+    def staleness(self, row: StorageItem) -> int:
+        """The row's staleness as of the latest train step of its task."""
+        return staleness_at(row, self.train_steps.get(row.task_name))
+
+    def present(self, row: StorageItem, *, rows_only: bool = False) -> StorageItem:
+        """A copy to hand out."""
+        # Written out, and not `replace`, because every row that leaves the store passes here.
+        return StorageItem(
+            None if rows_only else row.item,
+            row.uid,
+            row.timestamp_id,
+            row.task_name,
+            row.status,
+            self.staleness(row),
+            dict(row.tags),
+            row.priority,
+            row.oldest_model_step,
+            row.train_step,
+            row.status_before,
+        )
+
+    def state_dict(self, rows: Iterable[StorageItem]) -> dict[str, Any]:
+        """The form that `StorageBackend.state_dict` describes."""
+        return {
+            "version": STATE_VERSION,
+            "items": list(rows),
+            "next_uid": self.next_uid,
+            "next_timestamp_id": self.next_timestamp_id,
+            "train_steps": dict(self.train_steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[StorageItem]:
+        """Take over counters and train steps; return the rows to store, in arrival order."""
+        rows = check_state(state)
+        self.next_uid = max(self.next_uid, state["next_uid"])
+        self.next_timestamp_id = max(self.next_timestamp_id, state["next_timestamp_id"])
+        self.train_steps = dict(state["train_steps"])
+        return [copy_row(row) for row in rows]
+
+
+def staleness_at(row: StorageItem, train_step: int | None) -> int:
+    """The row's staleness at `train_step`; as given if it has no label or no train step is known."""
+    if train_step is None or row.oldest_model_step is None:
+        return row.staleness
+    return train_step - 1 - row.oldest_model_step
+
+
+def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
+    """The rows of a store's state, in arrival order.
+
+    Raises:
+        ValueError: another version, or ids that are doubled or not below the counters.
+    """
+    if state.get("version") != STATE_VERSION:
+        raise ValueError(f"a store's state has version {STATE_VERSION}, got {state.get('version')!r}")
+    rows: list[StorageItem] = sorted(state["items"], key=lambda row: row.timestamp_id)
+    for name in ("uid", "timestamp_id"):
+        ids = {getattr(row, name) for row in rows}
+        limit = state[f"next_{name}"]
+        if len(ids) != len(rows) or any(not 0 <= id_ < limit for id_ in ids):
+            raise ValueError(f"the state holds a {name} twice, or one that is not in 0..{limit - 1}")
+    return rows
+
+
+def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
+    """A copy of `row` with its own tags and with `changes`."""
+    return replace(row, **({"tags": dict(row.tags)} | changes))
+
+
+def archive_row(row: StorageItem, train_step: int) -> StorageItem:
+    """`row` as consumed by `train_step`."""
+    status = type(row.status)(ARCHIVED) if isinstance(row.status, Enum) else ARCHIVED
+    before = row.status_before if row.is_archived else row.status
+    return copy_row(row, status=status, status_before=before, train_step=train_step)
+
+
+def replace_row(stored: StorageItem, item: StorageItem) -> StorageItem:
+    """What `update` stores: `item` under the ids of `stored`, with its payload if it brings none."""
+    payload = stored.item if item.item is None else item.item
+    return copy_row(item, timestamp_id=stored.timestamp_id, item=payload)
+
+
+def parse_order(order: str | None) -> tuple[str, bool]:
+    """``(field, descending)``; None is arrival order.
+
+    Raises:
+        ValueError: not one of the orders that `StorageBackend.get` lists.
+    """
+    name = ARRIVAL if order is None else order
+    if name.removeprefix("-") not in _ORDERS:
+        raise ValueError(f"unknown order {order!r}; known: {', '.join(_ORDERS)}, with - in front: descending")
+    return name.removeprefix("-"), name.startswith("-")
+
+
+def check_tags(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue]:
+    """A copy of `tags`.
+
+    Raises:
+        ValueError: a name is not text, or a value is not text, a bool, a finite float or a 64-bit int.
+    """
+    for name, value in (tags or {}).items():
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a tag's name is text that is not empty, got {name!r}")
+        ok = (
+            type(value) in (str, bool)
+            or (type(value) is int and -(2**63) <= value < 2**63)
+            or (type(value) is float and math.isfinite(value))
+        )
+        if not ok:
+            raise ValueError(
+                f"tag {name!r} takes text, a bool, a finite float or a 64-bit int, got {value!r}"
+            )
+    return dict(tags or {})
+
+
+def check_priority(priority: float | None) -> float:
+    """`priority` as a float; None is 1.
+
+    Raises:
+        ValueError: it is negative or not finite.
+    """
+    if priority is None:
+        return 1.0
+    if isinstance(priority, bool) or not math.isfinite(priority) or priority < 0:
+        raise ValueError(f"priority must be a finite number that is not negative, got {priority!r}")
+    return float(priority)

@@ -1,0 +1,239 @@
+"""Rows and rollouts as Arrow tables, and back.
+
+::
+
+    StorageItems --group_batch----> groups table:   one line per group, the row's fields
+                 --rollout_batches> rollouts table: one line per rollout, token arrays as list columns
+
+A column holds a field's value wherever it can hold it exactly. Everything else, and every nested value, is in
+the column ``fields`` as JSON text (`payload`), with raw bytes in ``blobs``; there an entry takes precedence
+over the column. So plain runs are plain tables, and odd values still come back as they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from forebay.replay.groups import StoredGroup
+from forebay.replay.payload import Decoder, Encoder
+from forebay.replay.query import plain_value
+from forebay.replay.storage import StorageItem, staleness_at
+from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
+
+TEXT_FIELDS = ("rollout_id", "group_id", "session_id", "task_name", "response", "finish_reason", "error_msg")
+INT_FIELDS = ("num_tries", "seq_staleness")
+ARRAY_FIELDS = {
+    "prompt_ids": pa.int32(),
+    "tokens": pa.int32(),
+    "response_ids": pa.int32(),
+    "logprobs": pa.float32(),
+    "response_mask": pa.uint8(),
+    "response_model_steps": pa.int32(),
+}
+_COLUMN_FIELDS = (*TEXT_FIELDS, *INT_FIELDS, *ARRAY_FIELDS, "status")
+NESTED_FIELDS = tuple(name for name in ROLLOUT_FIELDS if name not in _COLUMN_FIELDS)
+"""Always in the JSON column, unless None."""
+
+GROUPS_SCHEMA = pa.schema(
+    {
+        "uid": pa.int64(),
+        "timestamp_id": pa.int64(),
+        "task_name": pa.string(),
+        "status": pa.string(),
+        "staleness": pa.int64(),
+        "oldest_model_step": pa.int64(),
+        "priority": pa.float64(),
+        "train_step": pa.int64(),
+        "status_before": pa.string(),
+        "tags": pa.string(),
+        "num_rollouts": pa.int64(),
+    }
+)
+ROLLOUTS_SCHEMA = pa.schema(
+    {
+        "uid": pa.int64(),
+        "member": pa.int64(),
+        "status": pa.string(),
+        "score": pa.float64(),
+        **dict.fromkeys(TEXT_FIELDS, pa.large_string()),
+        **dict.fromkeys(INT_FIELDS, pa.int64()),
+        **{name: pa.large_list(kind) for name, kind in ARRAY_FIELDS.items()},
+        "fields": pa.large_string(),
+        "blobs": pa.large_list(pa.large_binary()),
+    }
+)
+
+BATCH_TOKENS = 2_000_000
+"""About 34 MB of token arrays: enough to write fast, little enough to hold twice."""
+BATCH_ROLLOUTS = 4096
+
+
+def group_batch(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> pa.RecordBatch:
+    """The groups table of these rows, with their staleness as of `train_steps`."""
+    lines = [
+        {
+            "uid": row.uid,
+            "timestamp_id": row.timestamp_id,
+            "task_name": row.task_name,
+            "status": plain_value(row.status),
+            "staleness": staleness_at(row, train_steps.get(row.task_name)),
+            "oldest_model_step": row.oldest_model_step,
+            "priority": row.priority,
+            "train_step": row.train_step,
+            "status_before": plain_value(row.status_before),
+            "tags": json.dumps(row.tags),
+            "num_rollouts": len(row.item),
+        }
+        for row in items
+    ]
+    return pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
+
+
+def rollout_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
+    """The rollouts table in pieces of bounded size; a group is never split.
+
+    Raises:
+        ValueError: a rollout holds a value that cannot be stored.
+    """
+    chunk: list[StorageItem] = []
+    num_tokens = num_rollouts = 0
+    for item in items:
+        chunk.append(item)
+        num_rollouts += len(item.item)
+        num_tokens += sum(len(state.tokens) + len(state.response_ids) for state in item.item)
+        if num_tokens >= BATCH_TOKENS or num_rollouts >= BATCH_ROLLOUTS:
+            yield _rollout_batch(chunk)
+            chunk, num_tokens, num_rollouts = [], 0, 0
+    if chunk:
+        yield _rollout_batch(chunk)
+
+
+def _rollout_batch(items: Sequence[StorageItem]) -> pa.RecordBatch:
+    states: list[RolloutState] = [state for item in items for state in item.item]
+    nested = [pair for item in items for pair in _encode_nested(item.item)]
+    columns = {
+        "uid": [item.uid for item in items for _ in item.item],
+        "member": [member for item in items for member in range(len(item.item))],
+        "status": [state.status.value for state in states],
+        "score": [_score(state) for state in states],
+        "fields": [text for text, _ in nested],
+        "blobs": [blobs for _, blobs in nested],
+    }
+    for name in (*TEXT_FIELDS, *INT_FIELDS):
+        show = _readable_text if name in TEXT_FIELDS else _storable_int
+        columns[name] = [show(getattr(state, name)) for state in states]
+    arrays = {name: pa.array(values, ROLLOUTS_SCHEMA.field(name).type) for name, values in columns.items()}
+    for name in ARRAY_FIELDS:
+        arrays[name] = _list_array([getattr(state, name) for state in states])
+    return pa.RecordBatch.from_arrays(
+        [arrays[name] for name in ROLLOUTS_SCHEMA.names], schema=ROLLOUTS_SCHEMA
+    )
+
+
+def _encode_nested(group: Sequence[RolloutState]) -> Iterator[tuple[str, list[bytes]]]:
+    """For each member: its JSON text, and the blobs that no member before it had."""
+    encoder = Encoder()
+    for state in group:
+        num_before = len(encoder.blobs)
+        tree = {
+            name: encoder.encode(value, f"rollout {state.rollout_id!r}: {name}")
+            for name in (*TEXT_FIELDS, *INT_FIELDS, *NESTED_FIELDS)
+            if not _fits_its_column(name, value := getattr(state, name))
+        }
+        yield json.dumps(tree, separators=(",", ":")), encoder.blobs[num_before:]
+
+
+def _fits_its_column(name: str, value: Any) -> bool:
+    """Whether the column alone says it; None is an empty place, for nested fields the only column value."""
+    if value is None:
+        return True
+    if name in TEXT_FIELDS:
+        return type(value) is str and _readable_text(value) == value
+    return name in INT_FIELDS and _storable_int(value) is not None
+
+
+def _readable_text(value: Any) -> str | None:
+    """`value` as UTF-8 can say it."""
+    if value is None:
+        return None
+    text = str(value)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _storable_int(value: Any) -> int | None:
+    return value if type(value) is int and -(2**63) <= value < 2**63 else None
+
+
+def _score(state: RolloutState) -> float | None:
+    score = state.reward.get("score") if isinstance(state.reward, dict) else None
+    return float(score) if isinstance(score, int | float) else None
+
+
+def _list_array(arrays: Sequence[np.ndarray[Any, Any]]) -> pa.LargeListArray:
+    offsets = np.zeros(len(arrays) + 1, np.int64)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
+
+
+def read_items(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> list[StorageItem]:
+    """The rows of the groups table with their rollouts.
+
+    Raises:
+        ValueError: the tables do not belong together.
+    """
+    payloads: dict[int, StoredGroup] = {}
+    for index in range(rollouts.num_record_batches):
+        payloads.update(_read_groups(rollouts.get_batch(index)))
+    items = [_read_row(line, payloads) for line in groups.to_pylist()]
+    if len(payloads) != len(items):
+        raise ValueError(f"the rollouts table holds {len(payloads)} groups, the groups table {len(items)}")
+    return items
+
+
+def _read_row(line: dict[str, Any], payloads: Mapping[int, StoredGroup]) -> StorageItem:
+    group = payloads.get(line["uid"])
+    if group is None or len(group) != line.pop("num_rollouts"):
+        raise ValueError(f"group {line['uid']} does not have all its rollouts in the rollouts table")
+    before = line.pop("status_before")
+    return StorageItem(
+        group,
+        status=Status(line.pop("status")),
+        status_before=None if before is None else Status(before),
+        tags=json.loads(line.pop("tags")),
+        **line,
+    )
+
+
+def _read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
+    columns = {
+        name: batch.column(name).to_pylist()
+        for name in ("uid", "status", "fields", *TEXT_FIELDS, *INT_FIELDS)
+    }
+    arrays = {name: _split_list(batch.column(name)) for name in ARRAY_FIELDS}
+    blobs = batch.column("blobs")
+    for uid, lines in groupby(enumerate(columns.pop("uid")), key=itemgetter(1)):
+        indices = [index for index, _ in lines]
+        decoder = Decoder([blob.as_buffer() for i in indices for blob in blobs[i].values])
+        states = []
+        for i in indices:
+            values = {name: column[i] for name, column in columns.items()}
+            nested = json.loads(values.pop("fields"))
+            values["status"] = Status(values["status"])
+            values |= dict.fromkeys(NESTED_FIELDS) | {name: column[i] for name, column in arrays.items()}
+            values |= {name: decoder.decode(tree) for name, tree in nested.items()}
+            states.append(RolloutState(**values))
+        yield uid, StoredGroup(states)
+
+
+def _split_list(column: pa.LargeListArray) -> list[np.ndarray[Any, Any]]:
+    """One array per line: copies, so that they can be written to and do not keep the file in memory."""
+    offsets = column.offsets.to_pylist()
+    values = column.values.to_numpy()
+    return [values[start:end].copy() for start, end in pairwise(offsets)]

@@ -1,0 +1,289 @@
+"""From a run file to the components of a run, each made by its own constructor and joined here.
+
+::
+
+    model folder --(warm-up)--> trainer's model --sync_weights--> engine's model --> engine --> controller
+    data --> prompts --> sampler --+                                                            |
+    judge -------------------------+--> agent loop <--------------------------------------------+
+                                   +--> task runner --> manager (replay buffer, ledger)
+
+Nothing here runs: `forebay.runs.steps` has the verbs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.agents import SingleTurnAgentLoop
+from forebay.config import ConfigError, look_up
+from forebay.engines import RolloutController
+from forebay.evaluate import Evaluator
+from forebay.judges import Judger, build_judger
+from forebay.ledger import Ledger
+from forebay.metrics import MetricsLogger, PhaseTimer
+from forebay.models import load_model, load_tokenizer, resolve_model
+from forebay.produce import (
+    AgentLoopManager,
+    Prompt,
+    Sampler,
+    SyncProduceStrategyConfig,
+    TaskRunner,
+    default_is_valid_sample_fn,
+    has_reward_variance,
+)
+from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts
+from forebay.replay import ReplayBuffer
+from forebay.runs.config import RunConfig, TaskConfig
+from forebay.runs.display import RunDisplay
+from forebay.runs.folder import publish
+from forebay.train import TrainController, supervised_warmup
+from forebay.types import RolloutState, Status, get_group_status
+
+FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
+
+EVAL_SEED = -1
+"""Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
+
+
+@dataclass(kw_only=True)
+class EvalSet:
+    """The held-out prompts of one task and who answers them."""
+
+    task_name: str
+    prompts: Sequence[Prompt]
+    agent_loop: SingleTurnAgentLoop
+    rollouts_per_prompt: int
+    replay_buffer: ReplayBuffer
+
+    async def groups(self) -> list[list[RolloutState]]:
+        """A fresh group per prompt; ids, and so the sampling noise, are the same every time."""
+        sampler = Sampler(
+            self.prompts,
+            self.replay_buffer,
+            task_name=self.task_name,
+            prompt_repeat_k=self.rollouts_per_prompt,
+            seed=EVAL_SEED,
+            shuffle=False,
+        )
+        return [await sampler.sample(self.task_name) for _ in self.prompts]
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """Everything that makes and judges rollouts, without a trainer."""
+
+    tokenizer: Any
+    controller: RolloutController
+    eval_sets: list[EvalSet]
+    manager: AgentLoopManager
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run's components and its state. The verbs in `forebay.runs.steps` take one."""
+
+    config: RunConfig
+    folder: Path
+    tokenizer: Any
+    controller: RolloutController
+    manager: AgentLoopManager
+    trainer: TrainController
+    evaluator: Evaluator
+    eval_sets: list[EvalSet]
+    display: RunDisplay
+    metrics: MetricsLogger
+    compute_thread: ThreadPoolExecutor = field(
+        # One thread: torch keeps a pool of workers for every thread that computes.
+        default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")
+    )
+    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    train_step: int = 0
+    """Finished train steps."""
+    history: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+    stop_requested: bool = False
+    """Finish this step, save and leave."""
+
+
+def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_step: int | None = None) -> Run:
+    """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
+
+    Raises:
+        ConfigError: the model, the data, a judger or a setting does not fit; before anything is generated.
+    """
+    torch.set_num_threads(config.threads)
+    torch.manual_seed(config.seed)
+    model_folder = resolve_model(config.model, seed=config.seed)
+    if config.warmup is not None:
+        model_folder = warm_up(config, model_folder, folder / "warmup", display)
+    rollouts = build_rollouts(config, model_folder, folder / "ledger.jsonl")
+    tokenizer = rollouts.tokenizer
+    trainer = TrainController(
+        _load(model_folder, config),
+        config.train,
+        pad_token_id=tokenizer.pad_token_id,
+        total_steps=config.steps,
+        seed=config.seed,
+        tokenizer=tokenizer,
+    )
+    run = Run(
+        config=config,
+        folder=folder,
+        tokenizer=tokenizer,
+        controller=rollouts.controller,
+        manager=rollouts.manager,
+        trainer=trainer,
+        evaluator=Evaluator(),
+        eval_sets=rollouts.eval_sets,
+        display=display,
+        metrics=config.metrics.build(folder, resume_step=resume_step, report=display.warning),
+    )
+    run.manager.on_group = _ProductionProgress(display, config.batch_size)
+    return run
+
+
+def build_rollouts(config: RunConfig, model_folder: Path, ledger_path: Path | None) -> Rollouts:
+    """The half of a run that makes rollouts: engine, tasks, buffer, manager, held-out prompts."""
+    tokenizer = load_tokenizer(model_folder)
+    engine = config.engine.build(_load(model_folder, config), tokenizer)
+    controller = RolloutController(engine, seed=config.seed)
+    buffer = config.replay.build()
+    eval_sets: list[EvalSet] = []
+    runners = []
+    for task in config.tasks:
+        judger = _judger(task)
+        limit = engine.max_context_tokens - task.sample.max_tokens
+        prompts = _checked(task, _training_prompts(task), tokenizer, limit)
+        if task.eval_data is not None:
+            held_out = _checked(task, load_prompts(task.eval_data), tokenizer, limit)
+            eval_sets.append(_eval_set(config, task, held_out, controller, tokenizer, buffer))
+        runners.append(
+            TaskRunner(
+                task_name=task.name,
+                agent_loop=SingleTurnAgentLoop(controller, judger, tokenizer, sample_params=task.sample),
+                produce_strategy=_strategy(config),
+                sampler=Sampler(
+                    prompts,
+                    buffer,
+                    task_name=task.name,
+                    prompt_repeat_k=config.rollouts_per_prompt,
+                    seed=config.seed,
+                    sample_params=task.sample,
+                ),
+                weight=task.weight,
+            )
+        )
+    manager = AgentLoopManager(
+        task_runners=runners,
+        replay_buffer=buffer,
+        rollout_controller=controller,
+        ledger=Ledger(ledger_path),
+    )
+    return Rollouts(tokenizer=tokenizer, controller=controller, eval_sets=eval_sets, manager=manager)
+
+
+def _load(folder: Path, config: RunConfig) -> Any:
+    return load_model(folder, config.model)
+
+
+def _judger(task: TaskConfig) -> Judger:
+    try:
+        return build_judger(task.judge)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
+
+
+def _checked(
+    task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, limit_tokens: int
+) -> Sequence[Prompt]:
+    if limit_tokens < 1:
+        raise ConfigError(
+            f"task {task.name!r}: sample.max_tokens = {task.sample.max_tokens} leaves no room for a prompt; "
+            f"lower it, or raise model.max_context"
+        )
+    try:
+        return check_prompt_lengths(prompts, tokenizer, limit_tokens, task.overlong_prompts)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
+
+
+def _strategy(config: RunConfig) -> Any:
+    accept = look_up("filter", config.produce.filter, FILTERS)
+    return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build()
+
+
+def _eval_set(
+    config: RunConfig,
+    task: TaskConfig,
+    prompts: Sequence[Prompt],
+    controller: RolloutController,
+    tokenizer: Any,
+    buffer: ReplayBuffer,
+) -> EvalSet:
+    # A control run shuffles the rewards it trains on; what it has learned is still measured honestly.
+    honest = task.judge.model_copy(update={"shuffle_seed": None}) if task.judge else None
+    sample_params = replace(task.sample, temperature=config.evaluate.temperature)
+    return EvalSet(
+        task_name=task.name,
+        prompts=prompts,
+        agent_loop=SingleTurnAgentLoop(
+            controller, build_judger(honest), tokenizer, sample_params=sample_params
+        ),
+        rollouts_per_prompt=config.evaluate.rollouts_per_prompt,
+        replay_buffer=buffer,
+    )
+
+
+def warm_up(config: RunConfig, source: Path, target: Path, display: RunDisplay) -> Path:
+    """Train the model in `source` on the training prompts' own answers; the folder it is saved in, `target`.
+
+    Done once: where `target` exists (a resumed run), it is what the run started from.
+    """
+    settings = config.warmup
+    assert settings is not None
+    if target.exists():
+        return target
+    display.phase("warm-up")
+    model, tokenizer = _load(source, config), load_tokenizer(source)
+    examples = [_example(prompt, tokenizer) for task in config.tasks for prompt in _training_prompts(task)]
+    losses = supervised_warmup(
+        model, examples, settings, pad_token_id=tokenizer.pad_token_id, seed=config.seed
+    )
+    temporary = target.with_name(target.name + ".tmp")
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    publish(temporary, target)
+    display.message(f"warm-up: {len(losses)} supervised steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
+    return target
+
+
+def _training_prompts(task: TaskConfig) -> Sequence[Prompt]:
+    prompts = load_prompts(task.data)
+    return prompts if task.eval_data is None else hold_out(prompts, load_prompts(task.eval_data))
+
+
+def _example(prompt: Prompt, tokenizer: Any) -> tuple[list[int], list[int]]:
+    """(prompt ids, answer ids with the end-of-sequence token)."""
+    answer = (prompt.reward_model or {}).get("ground_truth")
+    if answer is None:
+        raise ConfigError("[warmup] needs an answer for every prompt: set data.answer_column")
+    prompt_ids = tokenizer.apply_chat_template(prompt.message, add_generation_prompt=True, return_dict=False)
+    answer_ids = tokenizer.encode(str(answer), add_special_tokens=False)
+    return prompt_ids, [*answer_ids, tokenizer.eos_token_id]
+
+
+class _ProductionProgress:
+    """Feeds the live line: completed groups of the step."""
+
+    def __init__(self, display: RunDisplay, batch_size: int) -> None:
+        self._display, self._batch_size, self._done = display, batch_size, 0
+
+    def __call__(self, task_name: str, group: Sequence[RolloutState]) -> None:
+        self._done += get_group_status(group) is Status.COMPLETED
+        self._display.production((self._done - 1) % self._batch_size + 1, self._batch_size)

@@ -1,0 +1,219 @@
+"""Advantages: from the scores of a batch's rollouts to one number per response token.
+
+Each estimator is a small function on arrays; `ADVANTAGES` is the table that names them and feeds them from a
+`TrainBatch`. Nothing here touches a model or needs torch.
+
+::
+
+    scores_S, group_S [, lengths_S] --estimator--> advantages_S --spread--> advantages_R (0 where mask is 0)
+    scores_S, values_R              --gae--------> advantages_R, returns_R
+
+Shapes: S sequences, R response tokens of all sequences one after the other. `group_S` numbers the group of
+each sequence from 0. A group of one has no baseline but itself: its advantage is 0. So is that of a group
+whose scores are all equal, exactly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from forebay.train.batch import TrainBatch
+    from forebay.train.config import TrainConfig
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.integer[Any]]
+
+EPSILON = 1e-6
+"""Keeps a division by a tiny standard deviation finite; far below the spread of any two distinct scores."""
+
+SOLVED_SCORE = 1.0
+"""A rollout at or over this score counts as solved; the evaluation's accuracy and pass@k use the same."""
+
+
+def centre(scores_S: Floats, group_S: Ints) -> Floats:
+    """Scores minus the mean of their group."""
+    counts_G = np.bincount(group_S)
+    # Relative to the group's lowest score, so that equal scores give exactly 0 and not a rounding error.
+    lowest_G = np.full(len(counts_G), np.inf)
+    np.minimum.at(lowest_G, group_S, scores_S)
+    above_S = scores_S - lowest_G[group_S]
+    means_G = np.bincount(group_S, above_S) / np.maximum(counts_G, 1)
+    return np.asarray(above_S - means_G[group_S])
+
+
+def grpo(scores_S: Floats, group_S: Ints) -> Floats:
+    """Centred scores over the group's standard deviation (of a sample: n - 1).
+
+    Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models".
+
+    >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), np.array([0, 0, 0, 0])).round(3).tolist()
+    [0.866, -0.866, -0.866, 0.866]
+    """
+    centred_S = centre(scores_S, group_S)
+    degrees_G = np.maximum(np.bincount(group_S) - 1, 1)
+    std_G = np.sqrt(np.bincount(group_S, centred_S**2) / degrees_G)
+    return np.asarray(centred_S / (std_G[group_S] + EPSILON))
+
+
+def dr_grpo(scores_S: Floats, group_S: Ints) -> Floats:
+    """Centred scores, not divided: hard and easy prompts keep their weight.
+
+    Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective".
+    """
+    return centre(scores_S, group_S)
+
+
+def rloo(scores_S: Floats, group_S: Ints) -> Floats:
+    """Score minus the mean of the *other* members, which is n / (n - 1) times the centred score.
+
+    Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
+    Feedback in LLMs".
+    """
+    counts_S = np.bincount(group_S)[group_S]
+    return np.asarray(centre(scores_S, group_S) * counts_S / np.maximum(counts_S - 1, 1))
+
+
+def opo(scores_S: Floats, group_S: Ints, lengths_S: Ints) -> Floats:
+    """Score minus the length-weighted mean of the group, the baseline of least gradient variance.
+
+    Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline". Lengths in generated tokens; a group that
+    generated nothing uses the plain mean.
+    """
+    centred_S = centre(scores_S, group_S)
+    tokens_G = np.bincount(group_S, lengths_S)
+    weighted_G = np.bincount(group_S, centred_S * lengths_S) / np.maximum(tokens_G, 1)
+    return np.asarray(centred_S - weighted_G[group_S])
+
+
+def reinforce_pp_baseline(scores_S: Floats, group_S: Ints) -> Floats:
+    """Centred scores, then normalised over the whole batch.
+
+    Hu et al. 2025, "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward
+    Models", the variant with a group baseline.
+    """
+    return standardise(centre(scores_S, group_S))
+
+
+def pass_at_k(scores_S: Floats, group_S: Ints, k: int) -> Floats:
+    """The advantage that raises the chance that at least one of k rollouts solves the prompt.
+
+    Closed form over all k-subsets of a group of n with n- unsolved rollouts: the subset's reward is 1 if any
+    member solved it, mean ``m = 1 - C(n-, k) / C(n, k)``, deviation ``s = sqrt(m (1 - m))``. A solved
+    rollout gets ``(1 - m) / s``, an unsolved one ``(1 - m - C(n- - 1, k - 1) / C(n - 1, k - 1)) / s``.
+
+    Chen et al. 2025, "Pass@k Training for Adaptively Balancing Exploration and Exploitation of Large
+    Reasoning Models". Solved: a score of at least `SOLVED_SCORE`.
+
+    Raises:
+        ValueError: a group has fewer than k members.
+    """
+    sizes_G = np.bincount(group_S)
+    if len(sizes_G) and sizes_G.min() < k:
+        raise ValueError(f"pass_k is {k} but a group has only {sizes_G.min()} rollouts; lower pass_k")
+    solved_S = scores_S >= SOLVED_SCORE
+    unsolved_G = np.bincount(group_S, ~solved_S).astype(int)
+    pairs = [_pass_at_k_pair(int(n), int(bad), k) for n, bad in zip(sizes_G, unsolved_G, strict=True)]
+    table_G2 = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return np.asarray(table_G2[group_S, solved_S.astype(int)])
+
+
+def _pass_at_k_pair(n: int, unsolved: int, k: int) -> tuple[float, float]:
+    """The advantages of an unsolved and of a solved rollout."""
+    all_unsolved = math.comb(unsolved, k) / math.comb(n, k)
+    deviation = math.sqrt(all_unsolved * (1 - all_unsolved))
+    if deviation == 0:
+        return 0.0, 0.0
+    rest_unsolved = math.comb(unsolved - 1, k - 1) / math.comb(n - 1, k - 1)
+    return (all_unsolved - rest_unsolved) / deviation, all_unsolved / deviation
+
+
+def gae(
+    scores_S: Floats, values_R: Floats, mask_R: NDArray[np.bool_], lengths_S: Ints, gamma: float, lam: float
+) -> tuple[Floats, Floats]:
+    """Advantages and returns by token; the score is earned at a sequence's last generated token.
+
+    ``delta_t = r_t + gamma V_{t+1} - V_t`` and ``A_t = delta_t + gamma lam A_{t+1}`` over the *generated*
+    tokens of a sequence: environment tokens between them are no decisions and take no part. Returns are
+    ``A_t + V_t``; both are 0 where the mask is 0. `lengths_S` are response lengths, environment included.
+
+    Schulman et al. 2016, "High-Dimensional Continuous Control Using Generalized Advantage Estimation".
+    """
+    rows_R = np.repeat(np.arange(len(scores_S)), lengths_S)[mask_R]
+    counts_S = np.bincount(rows_R, minlength=len(scores_S))
+    starts_S = np.cumsum(counts_S) - counts_S
+    columns_R = np.arange(len(rows_R)) - starts_S[rows_R]
+    width = int(counts_S.max(initial=0))
+    # One extra column: the value and the advantage after the last token are 0.
+    values_SL = np.zeros((len(scores_S), width + 1))
+    values_SL[rows_R, columns_R] = values_R[mask_R]
+    rewards_SL = np.zeros((len(scores_S), width))
+    generated_S = np.flatnonzero(counts_S)
+    rewards_SL[generated_S, counts_S[generated_S] - 1] = scores_S[generated_S]
+    deltas_SL = rewards_SL + gamma * values_SL[:, 1:] - values_SL[:, :-1]
+    advantages_SL = np.zeros((len(scores_S), width + 1))
+    for column in range(width - 1, -1, -1):
+        advantages_SL[:, column] = deltas_SL[:, column] + gamma * lam * advantages_SL[:, column + 1]
+    advantages_R, returns_R = np.zeros(len(mask_R)), np.zeros(len(mask_R))
+    advantages_R[mask_R] = advantages_SL[rows_R, columns_R]
+    returns_R[mask_R] = advantages_R[mask_R] + values_R[mask_R]
+    return advantages_R, returns_R
+
+
+def standardise(values_N: Floats) -> Floats:
+    """Values with mean 0 and standard deviation 1 (of a sample: n - 1); 0 if there is only one."""
+    if len(values_N) < 2:
+        return np.zeros_like(values_N)
+    centred_N = values_N - values_N.mean()
+    return np.asarray(centred_N / (centred_N.std(ddof=1) + EPSILON))
+
+
+AdvantageFunction = Callable[["TrainBatch", "TrainConfig"], "Floats | tuple[Floats, Floats]"]
+"""Gives advantages by sequence (S), or both advantages and returns by response token (R)."""
+
+
+def _gae_of_batch(batch: TrainBatch, config: TrainConfig) -> tuple[Floats, Floats]:
+    if batch.values is None:
+        raise ValueError("advantage 'gae' needs values; call compute_values before compute_advantages")
+    mask_R = batch.response_mask
+    advantages_R, returns_R = gae(
+        batch.scores, batch.values, mask_R, batch.response_lengths, gamma=1.0, lam=config.lam
+    )
+    # As in all common implementations of PPO: the step size must not depend on the scale of the rewards.
+    advantages_R[mask_R] = standardise(advantages_R[mask_R])
+    return advantages_R, returns_R
+
+
+def _pass_at_k_of_batch(batch: TrainBatch, config: TrainConfig) -> Floats:
+    assert config.pass_k is not None, "TrainConfig requires pass_k for this advantage"
+    return pass_at_k(batch.scores, batch.group_index, config.pass_k)
+
+
+ADVANTAGES: Mapping[str, AdvantageFunction] = {
+    "grpo": lambda batch, config: grpo(batch.scores, batch.group_index),
+    "dr_grpo": lambda batch, config: dr_grpo(batch.scores, batch.group_index),
+    "rloo": lambda batch, config: rloo(batch.scores, batch.group_index),
+    "opo": lambda batch, config: opo(batch.scores, batch.group_index, batch.generated_lengths),
+    "reinforce_pp_baseline": lambda batch, config: reinforce_pp_baseline(batch.scores, batch.group_index),
+    "pass_at_k": _pass_at_k_of_batch,
+    "gae": _gae_of_batch,
+}
+
+
+def spread(advantages_S: Floats, batch: TrainBatch) -> Floats:
+    """Each sequence's advantage on all its response tokens (R).
+
+    Raises:
+        ValueError: there is not one advantage per sequence.
+    """
+    if len(advantages_S) != batch.num_sequences:
+        raise ValueError(
+            f"an advantage function returned {len(advantages_S)} numbers for {batch.num_sequences} "
+            f"sequences; give one per sequence, or a pair (advantages, returns) by response token"
+        )
+    return np.asarray(advantages_S[batch.response_rows])

@@ -1,0 +1,224 @@
+"""`TrainBatch`: the rollouts of one train step as flat arrays, and what each step adds to them.
+
+It holds no tensors and knows no model: `collate` turns parts of it into tensors.
+
+::
+
+    groups --from_groups--> TrainBatch --pack_pad_dispatch--> .packs
+      --compute_old_logprobs--> .old_logprobs   --compute_ref_logprobs--> .ref_logprobs
+      --compute_values--> .values               --compute_advantages--> .advantages   --train--> .metrics
+
+Shapes: S sequences, T tokens of all sequences one after the other, R response tokens likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.types import FloatArray, IntArray, RolloutState, Status, fill_token_fields
+
+Layout = Literal["padded", "packed", "shared_prompt"]
+"""How a micro-batch lies in tensors; `collate` explains them."""
+Pack = NDArray[np.int64]
+"""The sequence numbers of one micro-batch."""
+
+
+@dataclass(eq=False, kw_only=True)
+class TrainBatch:
+    """The sequences of all groups of one train step, and what is computed for their tokens.
+
+    Invariants: sequences of a group are neighbours; groups stand in an order that depends on their ids only,
+    so that the loss does not depend on which rollout finished first; arrays by response token are 0 where
+    `response_mask` is False.
+
+    >>> state = RolloutState([], prompt_ids=[5, 6], response_ids=[7], status=Status.COMPLETED,
+    ...                      reward={"score": 1.0})
+    >>> batch = TrainBatch.from_groups([[state, state]])
+    >>> batch.num_sequences, batch.num_tokens, batch.scores.tolist()
+    (2, 6, [1.0, 1.0])
+    """
+
+    rollout_ids: list[str | int | None]
+    """S names for messages."""
+    input_ids: IntArray
+    """int32, T: prompt and response of each sequence."""
+    prompt_lengths: NDArray[np.int64]
+    """S tokens; at least 1."""
+    response_lengths: NDArray[np.int64]
+    """S tokens, environment tokens included; 0 is possible."""
+    response_mask: NDArray[np.bool_]
+    """R: True on the tokens that the policy generated; only those are trained."""
+    rollout_logprobs: FloatArray
+    """float32, R: the engine's; NaN where unknown."""
+    model_steps: IntArray
+    """int32, R: the weights that made each token."""
+    scores: NDArray[np.float64]
+    """S rewards."""
+    group_index: NDArray[np.int64]
+    """S: number of the group in this batch, from 0."""
+    temperatures: NDArray[np.float32]
+    """S: what each sequence was sampled with."""
+
+    packs: list[list[list[Pack]]] = field(default_factory=list)
+    """By mini-batch, by rank, the micro-batches; empty until packed."""
+    layout: Layout = "padded"
+    old_logprobs: FloatArray | None = None
+    """float32, R: of the policy that the ratio is taken against."""
+    ref_logprobs: FloatArray | None = None
+    """float32, R: of the reference model."""
+    values: FloatArray | None = None
+    """float32, R: the critic's estimate before each token."""
+    advantages: FloatArray | None = None
+    """float32, R."""
+    returns: FloatArray | None = None
+    """float32, R: what the critic should have said."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the steps measured, as ``train/NAME``."""
+
+    @classmethod
+    def from_groups(cls, groups: Iterable[Sequence[RolloutState]], *, temperature: float = 1.0) -> TrainBatch:
+        """The batch of these groups; `temperature` holds for rollouts without their own ``sample_params``.
+
+        Raises:
+            ValueError: no groups, or a rollout that is not COMPLETED, judged and sampled at a temperature
+                over 0, or has no prompt, or a group that mixes prompts. The message names the rollouts.
+        """
+        ordered = sorted(groups, key=_canonical_key)
+        states = list(chain.from_iterable(ordered))
+        if not states:
+            raise ValueError("a train batch needs at least one group; got none")
+        temperatures = [s.sample_params.temperature if s.sample_params else temperature for s in states]
+        _check_trainable(ordered, states, temperatures)
+        for state in states:
+            fill_token_fields(state)
+        return cls(
+            rollout_ids=[state.rollout_id for state in states],
+            input_ids=np.concatenate(
+                list(chain.from_iterable((s.prompt_ids, s.response_ids) for s in states))
+            ),
+            prompt_lengths=np.array([len(s.prompt_ids) for s in states], np.int64),
+            response_lengths=np.array([len(s.response_ids) for s in states], np.int64),
+            response_mask=np.concatenate([s.response_mask for s in states]).astype(bool),
+            rollout_logprobs=np.concatenate([s.logprobs for s in states]),
+            model_steps=np.concatenate([s.response_model_steps for s in states]),
+            scores=np.array([float((s.reward or {})["score"]) for s in states]),
+            group_index=np.repeat(np.arange(len(ordered)), [len(group) for group in ordered]),
+            temperatures=np.array(temperatures, np.float32),
+        )
+
+    @classmethod
+    def from_examples(cls, examples: Iterable[tuple[Sequence[int], Sequence[int]]]) -> TrainBatch:
+        """A batch of (prompt ids, response ids) pairs without rewards, for supervised training."""
+        states = [
+            RolloutState(
+                [],
+                rollout_id=position,
+                prompt_ids=np.asarray(prompt),
+                response_ids=np.asarray(response),
+                status=Status.COMPLETED,
+                reward={"score": 0.0},
+            )
+            for position, (prompt, response) in enumerate(examples)
+        ]
+        return cls.from_groups([states] if states else [])
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.prompt_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """T: tokens of all prompts and responses."""
+        return len(self.input_ids)
+
+    @property
+    def num_response_tokens(self) -> int:
+        """R: tokens of all responses, environment tokens included."""
+        return len(self.response_mask)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """S tokens, prompt and response."""
+        return self.prompt_lengths + self.response_lengths
+
+    @cached_property
+    def token_starts(self) -> NDArray[np.int64]:
+        """S: where each sequence begins in arrays by token."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @cached_property
+    def response_starts(self) -> NDArray[np.int64]:
+        """S: where each sequence begins in arrays by response token."""
+        return np.cumsum(self.response_lengths) - self.response_lengths
+
+    @cached_property
+    def response_rows(self) -> NDArray[np.int64]:
+        """R: the sequence each response token belongs to."""
+        return np.repeat(np.arange(self.num_sequences), self.response_lengths)
+
+    @cached_property
+    def generated_lengths(self) -> NDArray[np.int64]:
+        """S: response tokens that the policy generated."""
+        return np.bincount(self.response_rows[self.response_mask], minlength=self.num_sequences)
+
+    @cached_property
+    def prompt_index(self) -> NDArray[np.int64]:
+        """S: number of the prompt; sequences with equal prompt tokens have equal numbers."""
+        numbers: dict[bytes, int] = {}
+        ends = (self.token_starts + self.prompt_lengths).tolist()
+        prompts = (
+            self.input_ids[a:b].tobytes() for a, b in zip(self.token_starts.tolist(), ends, strict=True)
+        )
+        return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
+
+    def by_sequence(self, values: NDArray[Any]) -> list[NDArray[Any]]:
+        """An array by response token as S views, one per sequence."""
+        return np.split(values, self.response_starts[1:])
+
+
+def _canonical_key(group: Sequence[RolloutState]) -> tuple[str, bool, int, str]:
+    """Task, then group id: numbers by value and before words."""
+    if not group:
+        raise ValueError("a group without rollouts cannot be trained on; leave it out")
+    group_id = group[0].group_id
+    number = group_id if isinstance(group_id, int) else 0
+    return group[0].task_name or "", not isinstance(group_id, int), number, str(group_id)
+
+
+def _check_trainable(
+    groups: Sequence[Sequence[RolloutState]], states: Sequence[RolloutState], temperatures: Sequence[float]
+) -> None:
+    mixed = [group[0].rollout_id for group in groups if len({state.group_id for state in group}) > 1]
+    if mixed:
+        raise ValueError(f"groups that mix prompts (several group ids), beginning with rollouts {mixed[:5]}")
+    problems = [
+        f"{state.rollout_id!r} ({problem})"
+        for state, temperature in zip(states, temperatures, strict=True)
+        if (problem := _problem(state, temperature)) is not None
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise ValueError(
+            f"only COMPLETED rollouts with a prompt, a score and a sampling temperature over 0 can be "
+            f"trained on; leave out the groups of rollouts {', '.join(problems[:5])}{more}"
+        )
+
+
+def _problem(state: RolloutState, temperature: float) -> str | None:
+    if state.status is not Status.COMPLETED:
+        return str(state.status.value)
+    if state.reward is None or "score" not in state.reward:
+        return "no score"
+    if len(state.prompt_ids) == 0:
+        return "no prompt tokens"
+    if temperature <= 0:
+        return "greedy: temperature 0"
+    return None

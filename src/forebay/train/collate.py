@@ -1,0 +1,206 @@
+"""From sequence numbers to the tensors of one forward pass.
+
+::
+
+    TrainBatch, pack --collate--> MicroBatch(input_ids, positions, targets, ...) --forward--> logprobs_N
+
+The last token of a sequence predicts nothing and is left out of the input. Three layouts, one result:
+
+* ``padded``: a row per sequence, padded on the right. Causal attention needs no mask for that: no real token
+  ever looks at a pad.
+* ``packed``: one row; ``position_ids`` restart at each sequence, from which transformers builds the
+  block-diagonal mask (or flash attention its sequence boundaries).
+* ``shared_prompt``: the distinct prompts once, then a row per response that attends to the keys and values
+  of its prompt. Exact, gradients included, and the k sequences of a group pay for their prompt once.
+  (Compare Liu et al. 2025, "Prefix Grouper: Efficient GRPO Training through Shared-Prefix Forward".)
+
+Shapes: B rows, L columns, Q distinct prompts, P longest prompt, N trained tokens (mask True), R response
+tokens of the whole batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from forebay.train.batch import Pack, TrainBatch
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class SharedPrompts:
+    """The first of the two passes of the shared-prompt layout."""
+
+    input_ids: torch.Tensor
+    """int64, Q x P, padded on the right."""
+    positions: torch.Tensor
+    """int64, N1: the cell of Q x P whose output predicts each trained first token of a response."""
+    rows: torch.Tensor
+    """int64, B: the prompt of each row of the second pass."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class MicroBatch:
+    """The input of one forward pass and where its answers belong.
+
+    With `prompts`, the first N1 of the N trained tokens are predicted by the prompts' pass and the others by
+    the rows'; without, all are predicted by the rows.
+    """
+
+    input_ids: torch.Tensor
+    """int64, B x L: whole sequences, or the responses if there are `prompts`."""
+    position_ids: torch.Tensor | None
+    """int64, B x L; None where every row counts 0, 1, 2, ..."""
+    positions: torch.Tensor
+    """int64, N (or N - N1): the cell, counted through B x L, whose output predicts each trained token."""
+    prompts: SharedPrompts | None
+    attention_mask: torch.Tensor | None
+    """int64, B x (P + L): 0 on the pads between a prompt and its response; None if there are none."""
+    targets: torch.Tensor
+    """int64, N: the trained tokens."""
+    inverse_temperature: torch.Tensor | None
+    """float32, N: factor of the logits; None if all are 1."""
+    sequence_index: torch.Tensor
+    """int64, N: the number of each token's sequence within the micro-batch."""
+    num_sequences: int
+    token_index: Ints
+    """N: the place of each trained token in the batch's arrays by response token."""
+
+    def gather(self, values_R: NDArray[np.float32]) -> torch.Tensor:
+        """The entries of an array by response token that belong to the N trained tokens."""
+        return torch.from_numpy(values_R[self.token_index]).to(self.targets.device)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Trained:
+    """The N trained tokens of a pack."""
+
+    token_index: Ints
+    rows: Ints
+    """N: the position of each token's sequence in the pack."""
+    offsets: Ints
+    """N: distance from the sequence's first token; at least 1."""
+
+    def take(self, order: Ints) -> _Trained:
+        return _Trained(
+            token_index=self.token_index[order], rows=self.rows[order], offsets=self.offsets[order]
+        )
+
+
+def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.device) -> MicroBatch:
+    """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
+
+    An empty pack gives one pad token and nothing to train: the pass of a rank that has no work left.
+    """
+
+    def place(array: Ints) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    trained = _trained_tokens(batch, pack)
+    prompts = attention_mask = position_ids = None
+    if batch.layout == "padded":
+        ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
+        cells = trained.rows * ids_BL.shape[1] + trained.offsets - 1
+    elif batch.layout == "packed":
+        ids_BL, position_ids, firsts = _concatenate(batch, pack, pad_token_id)
+        cells = firsts[trained.rows] + trained.offsets - 1
+    else:
+        ends = batch.prompt_lengths[pack]
+        is_first = trained.offsets == ends[trained.rows]
+        first, rest = trained.take(np.flatnonzero(is_first)), trained.take(np.flatnonzero(~is_first))
+        trained = trained.take(np.argsort(~is_first, kind="stable"))
+        prompt_ids, prompt_rows = _distinct_prompts(batch, pack, pad_token_id)
+        prompts = SharedPrompts(
+            input_ids=place(prompt_ids),
+            positions=place(prompt_rows[first.rows] * prompt_ids.shape[1] + first.offsets - 1),
+            rows=place(prompt_rows),
+        )
+        ids_BL, position_ids, attention_mask = _responses(batch, pack, prompt_ids.shape[1], pad_token_id)
+        cells = rest.rows * ids_BL.shape[1] + rest.offsets - ends[rest.rows] - 1
+    targets = batch.input_ids[batch.token_starts[pack][trained.rows] + trained.offsets]
+    return MicroBatch(
+        input_ids=place(ids_BL),
+        position_ids=None if position_ids is None else place(position_ids),
+        positions=place(cells),
+        prompts=prompts,
+        attention_mask=None if attention_mask is None else place(attention_mask),
+        targets=place(targets.astype(np.int64)),
+        inverse_temperature=_inverse_temperature(batch.temperatures[pack], trained.rows, device),
+        sequence_index=place(trained.rows),
+        num_sequences=len(pack),
+        token_index=trained.token_index,
+    )
+
+
+def _trained_tokens(batch: TrainBatch, pack: Pack) -> _Trained:
+    lengths = batch.response_lengths[pack]
+    everything = _Trained(
+        token_index=_ranges(batch.response_starts[pack], lengths),
+        rows=np.repeat(np.arange(len(pack)), lengths),
+        offsets=_ranges(batch.prompt_lengths[pack], lengths),
+    )
+    return everything.take(np.flatnonzero(batch.response_mask[everything.token_index]))
+
+
+def _input_widths(batch: TrainBatch, pack: Pack) -> Ints:
+    """Tokens of each sequence that predict another one."""
+    return np.maximum(batch.lengths[pack] - 1, 0)
+
+
+def _pad(batch: TrainBatch, starts: Ints, widths: Ints, pad_token_id: int) -> Ints:
+    """Rows of `widths` tokens from `starts`, padded on the right to the longest; at least one cell."""
+    if len(starts) == 0:
+        return np.full((1, 1), pad_token_id, np.int64)
+    columns = np.arange(max(1, widths.max()))
+    cells = np.minimum(starts[:, None] + columns, batch.num_tokens - 1)
+    return np.where(columns < widths[:, None], batch.input_ids[cells], pad_token_id).astype(np.int64)
+
+
+def _concatenate(batch: TrainBatch, pack: Pack, pad_token_id: int) -> tuple[Ints, Ints, Ints]:
+    """One row with all sequences, its position ids, and the cell at which each sequence begins."""
+    widths = _input_widths(batch, pack)
+    firsts = np.cumsum(widths) - widths
+    if not widths.any():
+        return np.full((1, 1), pad_token_id, np.int64), np.zeros((1, 1), np.int64), firsts
+    ids = batch.input_ids[_ranges(batch.token_starts[pack], widths)].astype(np.int64)
+    return ids[None], _ranges(np.zeros_like(widths), widths)[None], firsts
+
+
+def _distinct_prompts(batch: TrainBatch, pack: Pack, pad_token_id: int) -> tuple[Ints, Ints]:
+    """The distinct prompts of a pack (Q x P), and which of them each sequence has (B)."""
+    _, members, rows = np.unique(batch.prompt_index[pack], return_index=True, return_inverse=True)
+    chosen = pack[members]
+    return _pad(batch, batch.token_starts[chosen], batch.prompt_lengths[chosen], pad_token_id), rows
+
+
+def _responses(
+    batch: TrainBatch, pack: Pack, longest_prompt: int, pad_token_id: int
+) -> tuple[Ints, Ints, Ints | None]:
+    """The rows of responses, their position ids, and the mask of prompt pads if there are any."""
+    ends = batch.prompt_lengths[pack]
+    widths = np.maximum(batch.response_lengths[pack] - 1, 0)
+    ids_BL = _pad(batch, batch.token_starts[pack] + ends, widths, pad_token_id)
+    columns = np.arange(ids_BL.shape[1])
+    if (ends == longest_prompt).all():
+        return ids_BL, ends[:, None] + columns, None
+    mask_BP = (np.arange(longest_prompt) < ends[:, None]).astype(np.int64)
+    return ids_BL, ends[:, None] + columns, np.concatenate([mask_BP, np.ones_like(ids_BL)], axis=1)
+
+
+def _ranges(starts: Ints, lengths: Ints) -> Ints:
+    """``starts[0], starts[0] + 1, ...`` for `lengths[0]` numbers, then the same from ``starts[1]``, ..."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.asarray(np.arange(total) + np.repeat(starts - (ends - lengths), lengths))
+
+
+def _inverse_temperature(
+    temperatures: NDArray[np.float32], rows: Ints, device: torch.device
+) -> torch.Tensor | None:
+    if np.all(temperatures == 1):
+        return None
+    return torch.from_numpy(1 / temperatures[rows]).to(device)

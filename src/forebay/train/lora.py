@@ -1,0 +1,87 @@
+"""LoRA through peft: adapters in, adapters off (the reference model), adapters merged (engines, files).
+
+    model --add_lora--> model with adapters --model_weights--> the names and shapes of the model without them
+
+Merging never touches the trained weights: adding and subtracting an adapter in place would leave rounding
+errors behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[str, ...]) -> nn.Module:
+    """`model` with adapters in it, which are then its only trainable weights. `model` itself is changed.
+
+    Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Without dropout: the logprobs of
+    the training pass must be those of the policy that sampled.
+
+    Raises:
+        ValueError: no layer of the model is one of `targets`.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    modules = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        # peft asks transformers for attributes under names that newer versions of it deprecate.
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: nn.Module = get_peft_model(model, config)
+    return adapted
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether `model` came from `add_lora`."""
+    return hasattr(model, "peft_config")
+
+
+def adapters_off(model: Any) -> AbstractContextManager[None]:
+    """While open, `model` computes what it computed before `add_lora`."""
+    context: AbstractContextManager[None] = model.disable_adapter()
+    return context
+
+
+def without_adapters(model: Any) -> nn.Module:
+    """The model that the adapters were added to; they still act in it."""
+    base: nn.Module = model.get_base_model() if is_lora(model) else model
+    return base
+
+
+def model_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights as the model without adapters has them, merged one at a time.
+
+    Plain weights are the model's own tensors, not copies.
+    """
+    from peft.tuners.lora import LoraLayer
+
+    base = without_adapters(model)
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner_name, _, last = name.rpartition(".base_layer.")
+        if not owner_name:
+            yield name, parameter.detach()
+            continue
+        layer: Any = base.get_submodule(owner_name)
+        value = parameter.detach()
+        if isinstance(layer, LoraLayer) and last == "weight":
+            with torch.no_grad():
+                value = value + layer.get_delta_weight(layer.active_adapters[0]).to(value.dtype)
+        yield f"{owner_name}.{last}", value
+
+
+def merged_copy(model: nn.Module) -> nn.Module:
+    """A model without adapters that computes what `model` computes; `model` itself if it has none."""
+    if not is_lora(model):
+        return model
+    merged: Any = copy.deepcopy(model)
+    result: nn.Module = merged.merge_and_unload()
+    return result

@@ -1,0 +1,41 @@
+"""How token losses become one number: a weight for every token, so that the loss is a plain weighted sum.
+
+Weights are computed over a whole mini-batch (all micro-batches, all ranks). Adding up the weighted sums of
+the micro-batches then gives the exact loss and gradient, however the mini-batch was cut:
+
+    loss = sum over micro-batches of sum over tokens of weight x token loss
+
+Shapes: S sequences of the mini-batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def token_weights(normalisation: str | int, lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The weight of each token of each sequence (S), where `lengths_S` counts trained tokens.
+
+    * ``token-mean``: 1 / all tokens. Every token counts the same (Yu et al. 2025, "DAPO").
+    * ``sequence-mean``: 1 / (tokens of the sequence x sequences). Every sequence counts the same (Shao et al.
+      2024, "DeepSeekMath"). Sequences without trained tokens are not counted.
+    * a number c: 1 / (c x sequences). Neither depends on the length (Liu et al. 2025, "Understanding
+      R1-Zero-Like Training", where c is the generation budget).
+
+    >>> token_weights("sequence-mean", np.array([1, 4])).tolist()
+    [0.5, 0.125]
+
+    Raises:
+        ValueError: the normalisation is none of these.
+    """
+    if normalisation == "token-mean":
+        return np.full(len(lengths_S), 1 / max(1, lengths_S.sum()))
+    if normalisation == "sequence-mean":
+        num_sequences = max(1, np.count_nonzero(lengths_S))
+        return np.asarray(1 / (np.maximum(lengths_S, 1) * num_sequences))
+    if isinstance(normalisation, int):
+        return np.full(len(lengths_S), 1 / (normalisation * max(1, len(lengths_S))))
+    raise ValueError(
+        f"normalisation must be 'token-mean', 'sequence-mean' or a number of tokens, got {normalisation!r}"
+    )

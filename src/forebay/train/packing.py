@@ -1,0 +1,223 @@
+"""`Packer`: which sequences share a forward pass, and which rank runs it.
+
+It moves no tokens: it decides on sequence numbers; `collate` builds the tensors.
+
+::
+
+    sequences --shuffle--> mini-batches --cut by token budget--> micro-batches --balance--> packs[mini][rank]
+
+A micro-batch costs the cells that its tensors hold:
+
+* ``padded``: rows x longest sequence;
+* ``packed``: the sum of the lengths;
+* ``shared_prompt``: distinct prompts x longest prompt + rows x longest response.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.train.batch import Layout, Pack, TrainBatch
+
+Lengths = NDArray[np.int64]
+
+
+class Packer:
+    """Groups a batch's sequences into micro-batches of at most `token_budget` cells.
+
+    Invariants: every sequence is in exactly one micro-batch of one rank; all ranks get equally many (so that
+    collective operations meet), the last ones possibly empty; the loads of the ranks differ by less than one
+    full micro-batch; the same lengths and seed give the same packs.
+
+    >>> pairs = [([1], [2, 3]), ([1], [2, 3, 4]), ([1, 2], [3])]
+    >>> batch = Packer(token_budget=8).pack_pad_dispatch(TrainBatch.from_examples(pairs))
+    >>> [pack.tolist() for pack in batch.packs[0][0]]
+    [[1], [0, 2]]
+    """
+
+    def __init__(
+        self, token_budget: int, num_ranks: int = 1, layout: Layout = "padded", *, mini_batches: int = 1
+    ) -> None:
+        counts = {"token_budget": token_budget, "num_ranks": num_ranks, "mini_batches": mini_batches}
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if layout not in CUTS:
+            raise ValueError(f"layout must be one of {', '.join(CUTS)}, got {layout!r}")
+        self.token_budget = token_budget
+        self.num_ranks = num_ranks
+        self.layout: Layout = layout
+        self.mini_batches = mini_batches
+
+    def pack_pad_dispatch(self, batch: TrainBatch, *, seed: Sequence[int] = (0,)) -> TrainBatch:
+        """Fill ``batch.packs``; several mini-batches draw their sequences by `seed`, one has them all.
+
+        Raises:
+            ValueError: a sequence is longer than the budget, or there are fewer sequences than mini-batches.
+        """
+        self._check(batch)
+        order = np.arange(batch.num_sequences)
+        if self.mini_batches > 1:
+            order = np.random.default_rng(seed).permutation(order)
+        batch.layout = self.layout
+        batch.packs = [self._pack(batch, np.sort(part)) for part in np.array_split(order, self.mini_batches)]
+        return batch
+
+    def _check(self, batch: TrainBatch) -> None:
+        longest = int(np.argmax(batch.lengths))
+        if batch.lengths[longest] > self.token_budget:
+            raise ValueError(
+                f"rollout {batch.rollout_ids[longest]!r} has {batch.lengths[longest]} tokens, more than the "
+                f"token budget of {self.token_budget}; raise token_budget or shorten prompts and responses"
+            )
+        if batch.num_sequences < self.mini_batches:
+            raise ValueError(
+                f"{batch.num_sequences} sequences cannot be split into {self.mini_batches} mini-batches; "
+                f"lower mini_batches or train on more rollouts"
+            )
+
+    def _pack(self, batch: TrainBatch, sequences: Pack) -> list[list[Pack]]:
+        packs = CUTS[self.layout](batch, sequences, self.token_budget)
+        packs = _split_until_divisible(packs, self.num_ranks)
+        shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
+        return [[packs[index] for index in share] for share in shares]
+
+
+def num_cells(batch: TrainBatch, pack: Pack, layout: Layout) -> int:
+    """What a micro-batch of these sequences costs."""
+    if len(pack) == 0:
+        return 0
+    if layout == "packed":
+        return int(batch.lengths[pack].sum())
+    if layout == "padded":
+        return int(len(pack) * batch.lengths[pack].max())
+    num_prompts = len(np.unique(batch.prompt_index[pack]))
+    prompts, responses = batch.prompt_lengths[pack], batch.response_lengths[pack]
+    return int(num_prompts * prompts.max() + len(pack) * responses.max())
+
+
+def cut_sorted(batch: TrainBatch, sequences: Pack, budget: int) -> list[Pack]:
+    """Rows of like length together (padded layout): little padding."""
+    order = _longest_first(sequences, batch.lengths)
+    return _fewest_even(lambda limit: _cut_rows(order, batch.lengths[order], limit), budget)
+
+
+def fill_bins(batch: TrainBatch, sequences: Pack, budget: int) -> list[Pack]:
+    """Longest first, each sequence into the emptiest of as few bins as that takes (packed layout)."""
+    order = _longest_first(sequences, batch.lengths)
+    lengths = batch.lengths[order]
+    num_bins = max(1, -(-int(lengths.sum()) // budget))
+    while (bins := _fill(lengths, budget, num_bins)) is None:
+        num_bins += 1
+    return [order[members] for members in bins]
+
+
+def cut_prompts(batch: TrainBatch, sequences: Pack, budget: int) -> list[Pack]:
+    """The sequences of a prompt together, if they fit (shared-prompt layout); like lengths in one pack."""
+    by_prompt = sequences[np.argsort(batch.prompt_index[sequences], kind="stable")]
+    borders = np.flatnonzero(np.diff(batch.prompt_index[by_prompt])) + 1
+    blocks = [_longest_first(block, batch.response_lengths) for block in np.split(by_prompt, borders)]
+    blocks.sort(key=lambda block: (-batch.response_lengths[block[0]], -batch.prompt_lengths[block[0]]))
+    return _fewest_even(lambda limit: _cut_blocks(batch, blocks, limit), budget)
+
+
+CUTS: Mapping[Layout, Callable[[TrainBatch, Pack, int], list[Pack]]] = {
+    "padded": cut_sorted,
+    "packed": fill_bins,
+    "shared_prompt": cut_prompts,
+}
+
+
+def _longest_first(sequences: Pack, lengths: Lengths) -> Pack:
+    return sequences[np.argsort(-lengths[sequences], kind="stable")]
+
+
+def _fewest_even(cut: Callable[[int], list[Pack] | None], budget: int) -> list[Pack]:
+    """The cut at the lowest limit that gives no more parts than the budget does: few parts, evenly full."""
+    best = cut(budget)
+    assert best is not None, "no sequence is longer than the budget"
+    low, high = 1, budget
+    while low < high:
+        middle = (low + high) // 2
+        tried = cut(middle)
+        if tried is None or len(tried) > len(best):
+            low = middle + 1
+        else:
+            best, high = tried, middle
+    return best
+
+
+def _cut_rows(order: Pack, lengths: Lengths, limit: int) -> list[Pack] | None:
+    """Runs of descending lengths with rows x longest <= limit; None if one sequence alone is longer."""
+    if lengths.max(initial=0) > limit:
+        return None
+    starts, start = [], 0
+    while start < len(order):
+        starts.append(start)
+        start += limit // int(lengths[start])
+    return np.split(order, starts[1:])
+
+
+def _cut_blocks(batch: TrainBatch, blocks: Sequence[Pack], limit: int) -> list[Pack] | None:
+    """Whole blocks while they fit; a block that is too large is split, its prompt repeated in each part."""
+    packs: list[list[Pack]] = []
+    rows = prompts = longest_prompt = longest_response = 0
+    for block in blocks:
+        prompt, response = int(batch.prompt_lengths[block[0]]), int(batch.response_lengths[block[0]])
+        if prompt + response > limit:
+            return None
+        wider_prompt, wider_response = max(longest_prompt, prompt), max(longest_response, response)
+        cells = (prompts + 1) * wider_prompt + (rows + len(block)) * wider_response
+        if packs and cells <= limit:
+            packs[-1].append(block)
+            rows, prompts = rows + len(block), prompts + 1
+            longest_prompt, longest_response = wider_prompt, wider_response
+            continue
+        per_part = max(1, min(len(block), (limit - prompt) // max(1, response)))
+        parts = np.split(block, range(per_part, len(block), per_part))
+        packs += [[part] for part in parts]
+        rows, prompts, longest_prompt, longest_response = len(parts[-1]), 1, prompt, response
+    return [np.concatenate(pack) for pack in packs]
+
+
+def _fill(lengths: Lengths, budget: int, num_bins: int) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    loads = [(0, number) for number in range(num_bins)]
+    for index, length in enumerate(lengths.tolist()):
+        load, number = loads[0]
+        if load + length > budget:
+            return None
+        bins[number].append(index)
+        heapq.heapreplace(loads, (load + length, number))
+    return [members for members in bins if members]
+
+
+def _split_until_divisible(packs: list[Pack], num_ranks: int) -> list[Pack]:
+    """Halve the packs with most sequences until every rank can get equally many; else add empty ones."""
+    while len(packs) % num_ranks:
+        widest = max(range(len(packs)), key=lambda index: len(packs[index]))
+        pack = packs[widest]
+        if len(pack) < 2:
+            return packs + [np.empty(0, np.int64)] * (-len(packs) % num_ranks)
+        packs = [*packs[:widest], *np.array_split(pack, 2), *packs[widest + 1 :]]
+    return packs
+
+
+def _balance(costs: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deal packs in rounds, dearest first: in each round the least loaded rank gets the dearest.
+
+    Then the loads never differ by more than the dearest and the cheapest pack of one round do.
+    """
+    dearest_first = sorted(range(len(costs)), key=lambda index: -costs[index])
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for start in range(0, len(costs), num_ranks):
+        by_load = sorted(range(num_ranks), key=loads.__getitem__)
+        for rank, index in zip(by_load, dearest_first[start : start + num_ranks], strict=True):
+            shares[rank].append(index)
+            loads[rank] += costs[index]
+    return [sorted(share) for share in shares]

@@ -1,0 +1,30 @@
+"""Settings every test runs under: one thread, no network, and how hard the randomised tests try."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import settings
+
+# Read by torch, tokenizers and the hub client when a test module first imports them.
+os.environ.update(
+    OMP_NUM_THREADS="1",
+    MKL_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+    HF_HUB_OFFLINE="1",
+)
+
+SOAK = os.environ.get("FOREBAY_SOAK") == "1"
+
+# The short runs try the same examples every time, so that a change is not blamed for another's bad luck.
+settings.register_profile("fast", max_examples=50, derandomize=True, deadline=None)
+settings.register_profile("soak", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile("soak" if SOAK else "fast")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not SOAK:
+        for item in items:
+            if item.get_closest_marker("soak"):
+                item.add_marker(pytest.mark.skip(reason="long; FOREBAY_SOAK=1 runs it"))

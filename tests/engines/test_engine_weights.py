@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forebay.engines.weights import copy_weights
+
+
+def snapshot(model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def changed(model) -> dict[str, torch.Tensor]:
+    return {name: tensor + 1 for name, tensor in model.named_parameters()}
+
+
+def test_copies_into_the_models_own_parameters(llama):
+    before = {name: parameter.data_ptr() for name, parameter in llama.named_parameters()}
+    new = changed(llama)
+    copy_weights(llama, ((name, tensor) for name, tensor in new.items()))
+    for name, parameter in llama.named_parameters():
+        assert torch.equal(parameter, new[name])
+        assert parameter.data_ptr() == before[name]
+    assert torch.equal(llama.lm_head.weight, new["model.embed_tokens.weight"])
+
+
+def test_a_tied_parameter_may_come_under_either_name_or_both(llama):
+    full = {name: tensor + 1 for name, tensor in llama.state_dict().items()}
+    assert "lm_head.weight" in full
+    expected = full["lm_head.weight"].clone()
+    copy_weights(llama, full.items())
+    assert torch.equal(llama.model.embed_tokens.weight, expected)
+    head_only = {name: tensor + 1 for name, tensor in full.items() if name != "model.embed_tokens.weight"}
+    copy_weights(llama, head_only.items())
+    assert torch.equal(llama.model.embed_tokens.weight, expected + 1)
+
+
+def test_another_dtype_is_converted(llama):
+    copy_weights(llama, {name: tensor.bfloat16() for name, tensor in changed(llama).items()}.items())
+    assert llama.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda new: new.pop("model.norm.weight"), "no weights were given for 'model.norm.weight'"),
+        (
+            lambda new: new.update({"model.nrom.weight": torch.zeros(2)}),
+            "the model has no 'model.nrom.weight'",
+        ),
+        (
+            lambda new: new.update({"model.norm.weight": torch.zeros(3)}),
+            r"model.norm.weight has shape \(3,\), but the model's is \(32,\)",
+        ),
+        (lambda new: new.clear(), r"no weights were given for .* and \d+ more"),
+    ],
+)
+def test_weights_that_do_not_fit_change_nothing(llama, change, message):
+    before = snapshot(llama)
+    new = changed(llama)
+    change(new)
+    with pytest.raises(ValueError, match=message):
+        copy_weights(llama, new.items())
+    for name, tensor in llama.state_dict().items():
+        assert torch.equal(tensor, before[name])

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.engines.sampling import Sampling, draw, seed_state, uniforms
+
+
+def sampling(*rows: tuple[float, int, float]) -> Sampling:
+    """Rows of (temperature, top_k, top_p)."""
+    temperature, top_k, top_p = zip(*rows, strict=True)
+    return Sampling(np.array(temperature, np.float32), np.array(top_k, np.int64), np.array(top_p, np.float32))
+
+
+def reference(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
+    """The distribution sampled from, the slow way: temperature, then top-k, then top-p of what is left."""
+    scaled = [value / temperature for value in logits]
+    order = sorted(range(len(scaled)), key=lambda token: (-scaled[token], token))
+    kept = order[: top_k or len(order)]
+    weight = {token: math.exp(scaled[token] - max(scaled)) for token in kept}
+    total, so_far, nucleus = sum(weight.values()), 0.0, []
+    for token in kept:
+        nucleus.append(token)
+        so_far += weight[token]
+        if so_far >= top_p * total and top_p < 1:
+            break
+    total = sum(weight[token] for token in nucleus)
+    return [weight[token] / total if token in nucleus else 0.0 for token in range(len(logits))]
+
+
+# Values apart enough that rounding cannot change which token is the last of a nucleus.
+LOGITS = st.lists(st.integers(-12, 12).map(lambda i: i * 0.37), min_size=1, max_size=9)
+
+
+@given(
+    LOGITS,
+    st.floats(0.3, 3),
+    st.integers(0, 10),
+    st.sampled_from([1.0, 0.913, 0.517, 0.0371]),
+    st.floats(0, 1, exclude_max=True),
+)
+def test_draws_by_inverse_cdf_with_the_logprob_of_what_it_drew_from(logits, temperature, top_k, top_p, u):
+    how = sampling((temperature, top_k, top_p))
+    ids, logprobs = draw(torch.tensor([logits]), how, np.array([u]))
+    expected = reference(logits, float(how.temperature[0]), top_k, float(how.top_p[0]))
+    token = int(ids[0])
+    assert math.isclose(math.exp(logprobs[0]), expected[token], rel_tol=1e-4)
+    below = sum(expected[:token])
+    assert below - 1e-5 <= u <= below + expected[token] + 1e-5
+
+
+def test_rows_of_one_batch_keep_their_own_settings():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(5, 1)
+    how = sampling((1, 0, 1), (0, 0, 1), (1, 2, 1), (1, 0, 0.5), (2, 0, 1))
+    for u in np.linspace(0, 0.999, 50):
+        ids, logprobs = draw(logits, how, np.full(5, u))
+        each = [
+            draw(logits[:1], sampling(row), np.array([u]))
+            for row in ((1, 0, 1), (0, 0, 1), (1, 2, 1), (1, 0, 0.5), (2, 0, 1))
+        ]
+        assert ids.tolist() == [int(one[0][0]) for one in each]
+        assert logprobs.tolist() == [float(one[1][0]) for one in each]
+
+
+def test_greedy_takes_the_most_likely_and_reports_it_at_temperature_one():
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    ids, logprobs = draw(logits, sampling((0, 1, 0.1)), np.array([0.99]))
+    assert ids.tolist() == [1]
+    assert logprobs[0] == pytest.approx(float(torch.log_softmax(logits, -1)[0, 1]), abs=1e-6)
+
+
+def test_never_draws_an_impossible_token():
+    logits = torch.full((1, 1000), -torch.inf)
+    logits[0, 500] = 0.0
+    for u in (0.0, 0.5, 1 - 2.0**-48):
+        ids, logprobs = draw(logits, sampling((1, 0, 1)), np.array([u]))
+        assert (ids.tolist(), logprobs.tolist()) == ([500], [0.0])
+
+
+def test_rare_tokens_of_a_large_vocabulary_get_their_share():
+    torch.manual_seed(0)
+    logits = torch.randn(1, 50_000) * 3
+    probabilities = torch.softmax(logits.double(), -1)[0]
+    sums = probabilities.cumsum(0)
+    for token in (1, 20_000, 49_999):
+        u = float(sums[token] - probabilities[token] / 2)
+        assert draw(logits, sampling((1, 0, 1)), np.array([u]))[0].tolist() == [token]
+
+
+def test_broken_logits_show_in_the_logprob():
+    logits = torch.tensor([[0.0, torch.nan], [0.0, 1.0]])
+    _, logprobs = draw(logits, sampling((1, 0, 1), (1, 0, 1)), np.array([0.5, 0.5]))
+    assert np.isfinite(logprobs).tolist() == [False, True]
+
+
+def test_uniforms_depend_on_seed_and_position_only():
+    states = np.array([seed_state(seed) for seed in range(2000)], np.uint64)
+    numbers = np.stack([uniforms(states, np.full(2000, position)) for position in range(50)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert len(np.unique(numbers)) == numbers.size
+    assert uniforms(states[3:4], np.array([7]))[0] == numbers[7, 3]
+    # Mean and correlations of neighbours within five standard errors of those of independent numbers.
+    error = 5 * math.sqrt(1 / 12 / numbers.size)
+    assert abs(numbers.mean() - 0.5) < error
+    centred = numbers - 0.5
+    for product in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
+        assert abs(product.mean()) < 5 / 12 / math.sqrt(product.size)
+
+
+def test_negative_and_huge_seeds_are_seeds():
+    assert len({seed_state(seed) for seed in (0, -1, 2**64 - 2, 2**63, -(2**70) + 5)}) == 5

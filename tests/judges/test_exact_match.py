@@ -1,0 +1,84 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.judges import ExactMatchJudger
+from forebay.types import RolloutState, Status
+
+
+async def reward(response: str, truth: object, **options):
+    state = RolloutState([], response=response, reward_model={"ground_truth": truth}, status=Status.COMPLETED)
+    await ExactMatchJudger(**options).judge(state)
+    assert state.status is Status.COMPLETED, state.error_msg
+    return state.reward
+
+
+async def score(response: str, truth: object, **options) -> float:
+    return (await reward(response, truth, **options))["score"]
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("46", "46", 1),
+        (" 46\n", "46 ", 1),
+        ("46", 46, 1),
+        ("47", "46", 0),
+        ("it is 46", "46", 0),
+        ("", "46", 0),
+    ],
+)
+async def test_the_whole_response_is_compared_stripped(response, truth, expected) -> None:
+    assert await score(response, truth) == expected
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "expected"),
+    [
+        ("12 + 34 = 46.", "46", 1),
+        ("first 46, no, 47", "46", 0),
+        ("it costs 1,234.50", "1234.5", 1),
+        ("x = -4", "-4", 1),
+        ("10-4", "4", 1),
+        ("(3)-4", "-4", 0),
+        ("none", "46", 0),
+        ("46", "forty-six", 0),
+    ],
+)
+async def test_the_last_number_is_compared_by_value(response, truth, expected) -> None:
+    assert await score(response, truth, extract="last_number") == expected
+
+
+async def test_tags_and_own_patterns_take_the_last_match() -> None:
+    thinking = "<answer>5</answer> no:\n<answer>\n 6 </answer>"
+    assert await score(thinking, "6", extract="answer_tag") == 1
+    assert await score(thinking, "5", extract="answer_tag") == 0
+    assert await score("6", "6", extract="answer_tag") == 0
+    assert await score("a#### 72", "72", extract=r"#### (\d+)") == 1
+
+
+async def test_partial_credit_is_the_share_of_right_places() -> None:
+    assert await reward("abdc", "abcd", partial_credit=True) == {"score": 0.5, "exact": 0.0}
+    assert await reward("abcd", "abcd", partial_credit=True) == {"score": 1.0, "exact": 1.0}
+    assert await reward("", "abcd", partial_credit=True) == {"score": 0.0, "exact": 0.0}
+    assert await reward("abcdefgh", "abcd", partial_credit=True) == {"score": 0.5, "exact": 0.0}
+
+
+@given(response=st.text("abc", max_size=6), truth=st.text("abc", min_size=1, max_size=6))
+async def test_only_the_exact_answer_gets_full_credit(response, truth) -> None:
+    verdict = await reward(response, truth, partial_credit=True)
+    assert 0 <= verdict["score"] <= 1
+    assert (verdict["score"] == 1) == (response == truth) == bool(verdict["exact"])
+
+
+async def test_a_prompt_without_an_answer_fails_the_rollout() -> None:
+    state = RolloutState([], response="46", status=Status.COMPLETED)
+    await ExactMatchJudger().judge(state)
+    assert state.status is Status.FAILED
+    assert "no reward_model['ground_truth']; set answer_column" in state.error_msg
+
+
+@pytest.mark.parametrize("extract", ["([", "no group", "(two)(groups)"])
+def test_a_bad_pattern_is_refused_at_once(extract) -> None:
+    with pytest.raises(ValueError, match="extract = "):
+        ExactMatchJudger(extract=extract)

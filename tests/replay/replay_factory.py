@@ -1,0 +1,48 @@
+"""Rollouts and rows for the replay tests."""
+
+import os
+
+from forebay.replay import StorageItem
+from forebay.types import RolloutState, Status
+
+SOAK = bool(os.environ.get("FOREBAY_SOAK"))
+
+
+def make_state(name="g", member=0, *, status=Status.COMPLETED, steps=(), num_tokens=None, **fields):
+    """A rollout with a token per entry of `steps` (-1: not labelled), or `num_tokens` unlabelled ones."""
+    length = len(steps) if num_tokens is None else num_tokens
+    return RolloutState(
+        [{"role": "user", "content": f"prompt {name}"}],
+        rollout_id=f"{name}/{member}",
+        group_id=name,
+        prompt_ids=[1, 2, 3],
+        tokens=[1, 2, 3, *range(10, 10 + length)],
+        response="x" * length,
+        response_ids=list(range(10, 10 + length)),
+        logprobs=[-0.5] * length,
+        response_model_steps=list(steps),
+        reward={"score": 1.0} if status is Status.COMPLETED else None,
+        status=status,
+        **fields,
+    )
+
+
+def make_group(name="g", size=2, **fields):
+    return [make_state(name, member, **fields) for member in range(size)]
+
+
+def names(groups):
+    """The group ids, in order."""
+    return [group[0].group_id for group in groups]
+
+
+def make_row(
+    payload="payload", task="math", status="completed", *, staleness=0, step=None, tags=None, priority=1.0
+):
+    return StorageItem(
+        payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step
+    )
+
+
+def uids(rows):
+    return [row.uid for row in rows]

@@ -1,0 +1,308 @@
+"""The colocated run end to end: a real tiny model, the real engine, the real trainer."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from forebay.config import ConfigError, load_config, parse_config
+from forebay.metrics import read_jsonl
+from forebay.produce import ProductionError
+from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.folder import list_checkpoints, saved_config
+from forebay.runs.launch import launch, launch_evaluation
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_table(output, **changes):
+    table = {
+        "name": "run",
+        "seed": 3,
+        "steps": 4,
+        "batch_size": 4,
+        "rollouts_per_prompt": 4,
+        "output": str(output),
+        "show_every": 2,
+        "model": {"source": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
+        "tasks": [
+            {
+                "name": "sorting",
+                "data": {"source": "sorting", "arguments": {"length": 3, "letters": 5}, "size": 60},
+                "eval_data": {
+                    "source": "sorting",
+                    "arguments": {"length": 3, "letters": 5},
+                    "start": 60,
+                    "size": 20,
+                },
+                "judge": {"name": "exact_match", "arguments": {"partial_credit": True}},
+                "sample": {"max_tokens": 5},
+            }
+        ],
+        "warmup": {"steps": 10, "batch_size": 16},
+        "train": {"lr": 1e-3, "token_budget": 512},
+    }
+    return {**table, **changes}
+
+
+def config(output, **changes):
+    return parse_config(RunConfig, run_table(output, **changes))
+
+
+def train(output, **changes):
+    return asyncio.run(launch(config(output, **changes)))
+
+
+def losses(folder):
+    return {row["train_step"]: row["train/loss"] for row in read_jsonl(folder / "metrics.jsonl") if row["train_step"]}
+
+
+def test_a_run_leaves_everything_it_promises(tmp_path, capsys):
+    line, interrupted = train(tmp_path)
+    folder = tmp_path / "run"
+    assert not interrupted
+    assert line.startswith("held-out accuracy: ")
+    for name in ("run.toml", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "learning_curve.png"):
+        assert (folder / name).stat().st_size > 0, name
+    assert (folder / "model" / "model.safetensors").exists()
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000004"]
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["train_step"] > 0]
+    assert [row["train_step"] for row in rows] == [1, 2, 3, 4]
+    for row in rows:
+        assert row["staleness"] == 0
+        assert row["samples"] == 16
+        # The engine's logprobs are the trainer's: the same weights, computed in two ways.
+        assert abs(row["train/mismatch_kl"]) < 1e-4
+    out = capsys.readouterr().out
+    assert "saved" in out
+    assert "\x1b" not in out
+
+
+def test_two_runs_are_equal_and_another_seed_is_not(tmp_path):
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        train(tmp_path, name=name, seed=seed)
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    assert losses(tmp_path / "a") != losses(tmp_path / "c")
+
+
+def test_the_loop_written_by_hand_reaches_identical_losses(tmp_path):
+    spec = importlib.util.spec_from_file_location("low_level_loop", ROOT / "examples/low_level_loop.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    for train_table in (
+        {"lr": 1e-3, "token_budget": 512},
+        {"lr": 1e-3, "mini_batches": 2, "kl_coef": 0.01},
+        {"lr": 1e-3, "advantage": "gae", "critic_lr": 1e-3},
+    ):
+        train(tmp_path, name="high", train=train_table)
+        history = asyncio.run(example.train(config(tmp_path, name="low", train=train_table)))
+        expected = losses(tmp_path / "high")
+        assert [row["train/loss"] for row in history] == [expected[step] for step in (1, 2, 3, 4)]
+        for name in ("high", "low"):
+            folder = tmp_path / name
+            folder.rename(tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}")
+
+
+def test_a_resumed_run_reaches_the_same_losses(tmp_path):
+    train(tmp_path, name="whole", steps=6)
+    train(tmp_path, name="parts", steps=6, checkpoint_every=2, keep_checkpoints=3)
+    folder = tmp_path / "parts"
+    assert losses(folder) == losses(tmp_path / "whole")
+    # As if the run had been killed after step 5: the last complete checkpoint is that of step 4.
+    (folder / "checkpoints" / "step_000006").rename(folder / "checkpoints" / "step_000006.tmp")
+    resumed = saved_config(folder)
+    line, _ = asyncio.run(launch(resumed, resume=folder))
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert line is not None
+    weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
+def test_a_finished_run_can_be_given_more_steps(tmp_path):
+    train(tmp_path, steps=2)
+    folder = tmp_path / "run"
+    asyncio.run(launch(saved_config(folder, ["steps=4"]), resume=folder))
+    assert sorted(losses(folder)) == [1, 2, 3, 4]
+
+
+def test_no_prompt_is_trained_twice_or_lost_across_a_resume(tmp_path):
+    train(tmp_path, steps=3, checkpoint_every=1)
+    folder = tmp_path / "run"
+    asyncio.run(launch(saved_config(folder, ["steps=6"]), resume=folder))
+    events = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+    trained = [event["group"] for event in events if event["event"] == "trained"]
+    assert len(trained) == len(set(trained)) == 6 * 4
+
+
+def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, capsys):
+    from forebay.runs import steps
+
+    report = steps.report
+
+    def report_and_press(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(steps, "report", report_and_press)
+    _, interrupted = train(tmp_path, steps=100)
+    assert interrupted
+    done = max(losses(tmp_path / "run"))
+    assert done in (1, 2)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"step_{done:06d}"]
+    monkeypatch.undo()
+    folder = tmp_path / "run"
+    asyncio.run(launch(saved_config(folder, [f"steps={done + 1}"]), resume=folder))
+    assert max(losses(folder)) == done + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_eval_of_a_finished_run_gives_its_last_numbers(tmp_path):
+    train(tmp_path)
+    folder = tmp_path / "run"
+    metrics = asyncio.run(launch_evaluation(saved_config(folder), folder / "model"))
+    last = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get("eval/score") is not None][-1]
+    assert metrics["eval/score"] == last["eval/score"]
+
+
+def test_several_tasks_share_the_batch_and_are_evaluated_apart(tmp_path):
+    first = run_table(tmp_path)["tasks"][0]
+    second = {
+        "name": "addition",
+        "data": {"source": "addition", "arguments": {"digits": 1}, "size": 50},
+        "eval_data": {"source": "addition", "arguments": {"digits": 1}, "start": 50, "size": 10},
+        "judge": {"name": "exact_match"},
+        "sample": {"max_tokens": 4},
+        "weight": 3.0,
+    }
+    train(tmp_path, tasks=[first, second], steps=2)
+    rows = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert "eval/addition/score" in rows[0]
+    assert "produce/sorting/raw_reward" in rows[1]
+    assert rows[1]["produce/addition/samples"] == 12
+
+
+def test_dynamic_sampling_trains_no_group_without_variance(tmp_path):
+    train(tmp_path, produce={"filter": "reward_variance"}, warmup={"steps": 40, "batch_size": 16})
+    rows = [row for row in read_jsonl(tmp_path / "run" / "metrics.jsonl") if row["train_step"]]
+    assert all(row["samples"] == 16 for row in rows)
+    assert any(row["produce/samples"] > 16 for row in rows)
+
+
+def raising_judge(state):
+    raise RuntimeError("the judge is broken")
+
+
+def test_a_judger_that_raises_ends_the_run_with_its_message(tmp_path):
+    task = {**run_table(tmp_path)["tasks"][0], "judge": {"name": f"{__name__}:raising_judge"}}
+    del task["eval_data"]
+    with pytest.raises(ProductionError, match="the judge is broken"):
+        train(tmp_path, tasks=[task])
+
+
+def bad_runs():
+    task = run_table("out")["tasks"][0]
+    no_judge = {key: value for key, value in task.items() if key != "judge"}
+    long_prompt = {**task, "sample": {"max_tokens": 512}}
+    missing = {**task, "data": {"source": "no/such/file.jsonl"}}
+    return [
+        ({"tasks": [no_judge]}, "no judger"),
+        ({"tasks": [long_prompt]}, "max_tokens"),
+        ({"tasks": [missing]}, "no/such/file.jsonl"),
+        ({"tasks": [task, task]}, "task names must differ"),
+        ({"model": {"source": "no/such/folder"}}, "no/such/folder"),
+        ({"produce": {"filter": "variance"}}, "reward_variance"),
+        ({"train": {"lr": 1e-3, "advantage": "gae"}}, "critic"),
+        ({"stepps": 3}, "did you mean 'steps'"),
+        ({"train": {"learning_rate": 1e-3}}, "unknown key 'train.learning_rate'"),
+    ]
+
+
+@pytest.mark.parametrize(("changes", "message"), bad_runs(), ids=lambda value: str(value)[:40])
+def test_bad_input_is_one_clear_error(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, **changes)
+
+
+def test_a_prompt_longer_than_the_context_is_named_or_dropped(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "cab=", "answer": "abc"}, {"prompt": "x" * 600, "answer": "x"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {**run_table(tmp_path)["tasks"][0], "data": {"source": str(path)}}
+    with pytest.raises(ConfigError, match=r"sorting.*prompt 1 has \d+ tokens"):
+        train(tmp_path, tasks=[task], warmup=None)
+    train(tmp_path, name="dropped", tasks=[{**task, "overlong_prompts": "drop"}], warmup=None, steps=1)
+
+
+def test_an_empty_data_set_and_a_model_without_tokenizer_are_named(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    task = {**run_table(tmp_path)["tasks"][0], "data": {"source": str(empty)}}
+    with pytest.raises(ConfigError, match="empty"):
+        train(tmp_path, tasks=[task])
+    train(tmp_path, name="good", steps=1)
+    folder = tmp_path / "good" / "model"
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        train(tmp_path, name="bare", model={"source": str(folder)})
+
+
+def test_an_existing_run_is_not_overwritten_unasked(tmp_path):
+    train(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match="--resume"):
+        train(tmp_path, steps=1)
+    asyncio.run(launch(config(tmp_path, steps=2), overwrite=True))
+    assert sorted(losses(tmp_path / "run")) == [1, 2]
+    with pytest.raises(ConfigError, match="no run in"):
+        saved_config(tmp_path)
+
+
+def test_every_recipe_is_a_valid_run_file():
+    recipes = sorted((ROOT / "recipes").glob("*.toml"))
+    assert recipes
+    for path in recipes:
+        config = load_config(RunConfig, path)
+        assert parse_config(RunConfig, load_back(to_toml(config))) == config, path
+
+
+def load_back(text):
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+def test_the_command_line(tmp_path):
+    from typer.testing import CliRunner
+
+    from forebay.cli import app
+
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(to_toml(config(tmp_path / "out")))
+    runner = CliRunner()
+    dry = runner.invoke(app, ["train", str(run_file), "steps=7", "--dry-run"])
+    assert dry.exit_code == 0
+    assert "steps = 7" in dry.output
+    assert not (tmp_path / "out").exists()
+    wrong = runner.invoke(app, ["train", str(run_file), "step=7"])
+    assert wrong.exit_code == 2
+    assert "did you mean 'steps'" in " ".join(wrong.output.split())
+    assert runner.invoke(app, ["train"]).exit_code == 2
+    done = runner.invoke(app, ["train", str(run_file), "steps=1"])
+    assert done.exit_code == 0, done.output
+    assert done.output.strip().splitlines()[-1].startswith("held-out accuracy:")
+    more = runner.invoke(app, ["train", "--resume", str(tmp_path / "out" / "run"), "steps=2"])
+    assert more.exit_code == 0, more.output
+    evaluated = runner.invoke(app, ["eval", str(tmp_path / "out" / "run")])
+    assert evaluated.exit_code == 0, evaluated.output
+    assert "eval" in evaluated.output
+
+
+def test_the_command_line_starts_without_torch():
+    code = "import sys, forebay.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

@@ -1,0 +1,166 @@
+"""The sizes and habits that keep the code readable, checked on the source itself.
+
+What ruff, mypy and import-linter hold is theirs (`make check`); this page holds the rest of the style.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import re
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import forebay
+from forebay.config import StrictModel
+from forebay.types import SampleParams
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "forebay"
+FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = [path for path in FILES if path.name != "__init__.py"]
+
+MAX_FILE_LINES, MEDIAN_FILE_LINES = 500, 200
+MAX_FUNCTION_LINES, MEAN_FUNCTION_LINES = 80, 15
+MAX_CLASS_DEPTH = 2
+MAX_CONFIG_FIELDS = 99
+FORBIDDEN_WORDS = {"util", "utils", "misc", "common", "helper", "helpers"}
+"""Words of a module name that say nothing about what is in it."""
+
+
+@cache
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def functions() -> dict[str, int]:
+    """Lines of every function, docstring included, by ``file:name``."""
+    return {
+        f"{path.relative_to(SOURCE)}:{node.lineno} {node.name}": (node.end_lineno or 0) - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
+def test_files_are_short() -> None:
+    lengths = {str(path.relative_to(SOURCE)): lines_of(path) for path in MODULES}
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
+    assert statistics.median(lengths.values()) <= MEDIAN_FILE_LINES
+
+
+def test_functions_are_short() -> None:
+    assert not {name: lines for name, lines in functions().items() if lines > MAX_FUNCTION_LINES}
+    assert statistics.mean(functions().values()) <= MEAN_FUNCTION_LINES
+
+
+def test_classes_inherit_from_few_of_our_own() -> None:
+    bases = {
+        node.name: [name for base in node.bases if (name := _simple_name(base))]
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+    }
+
+    def depth(name: str) -> int:
+        return 1 + max(map(depth, bases[name]), default=0) if name in bases else 0
+
+    assert not {name: depth(name) for name in bases if depth(name) > MAX_CLASS_DEPTH}
+
+
+def _simple_name(base: ast.expr) -> str | None:
+    """``Name`` of ``Name``, ``module.Name`` and ``Name[Parameter]``."""
+    if isinstance(base, ast.Subscript):
+        return _simple_name(base.value)
+    if isinstance(base, ast.Attribute):
+        return base.attr
+    return base.id if isinstance(base, ast.Name) else None
+
+
+def test_module_names_say_what_is_inside() -> None:
+    parts = {part for path in FILES for part in (*path.relative_to(SOURCE).parts[:-1], path.stem)}
+    assert not {part for part in parts if FORBIDDEN_WORDS & set(part.split("_"))}
+
+
+def test_the_source_is_ascii() -> None:
+    assert not [
+        f"{path.relative_to(SOURCE)}:{number}"
+        for path in FILES
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1)
+        if not line.isascii()
+    ]
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert not [str(path.relative_to(SOURCE)) for path in MODULES if not ast.get_docstring(tree_of(path))]
+
+
+def test_packages_only_re_export() -> None:
+    assert not [
+        f"{path.relative_to(SOURCE)}: {ast.unparse(node)}"
+        for path in set(FILES) - set(MODULES)
+        for node in _statements(tree_of(path))
+        if not _is_re_export(node)
+    ]
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """The statements of a module, those under ``if TYPE_CHECKING:`` among them."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and _simple_name(node.test) == "TYPE_CHECKING":
+            yield from node.body
+        else:
+            yield node
+
+
+def _is_re_export(node: ast.stmt) -> bool:
+    """An import, a docstring, a constant such as ``__all__``, or the hook for lazy imports."""
+    if isinstance(node, ast.FunctionDef):
+        return node.name in ("__getattr__", "__dir__")
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return all((_simple_name(target) or "").startswith("_") for target in targets)
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def test_a_run_file_has_fewer_than_a_hundred_keys() -> None:
+    for module in pkgutil.walk_packages(forebay.__path__, "forebay."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    keys = {model.__name__: sorted(_own_fields(model)) for model in _subclasses(StrictModel)}
+    keys["SampleParams"] = sorted(SampleParams.__dataclass_fields__)
+    count = sum(map(len, keys.values()))
+    assert count <= MAX_CONFIG_FIELDS, f"{count} keys: " + ", ".join(
+        f"{name} {len(fields)}" for name, fields in sorted(keys.items())
+    )
+
+
+def _subclasses(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
+    """Ours only: tests define models too."""
+    for subclass in model.__subclasses__():
+        if subclass.__module__.partition(".")[0] == forebay.__name__:
+            yield subclass
+        yield from _subclasses(subclass)
+
+
+def _own_fields(model: type[StrictModel]) -> set[str]:
+    inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", {})}
+    return set(model.model_fields) - inherited
+
+
+def test_constraints_pin_versions_and_name_no_place_to_download_from() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    assert lines
+    # No `--index-url`, no `name @ http...`: where packages come from is for whoever installs them to say.
+    assert not [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line)]

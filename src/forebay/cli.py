@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the run file: train.lr=1e-4, tasks.0.weight=2."),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.lr=1e-4, tasks.0.weight=2."),
 ]
 
 
@@ -57,7 +57,7 @@ def train(
         Path | None, typer.Argument(help="A TOML run file; see recipes/. Left out with --resume.")
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file and leave.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file only.")] = False,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,

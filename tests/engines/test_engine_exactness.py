@@ -25,7 +25,7 @@ async def generate_all(engine: TransformersEngine, requests: list[GenerateReques
 
 
 def plain_logprobs(model: Any, request: GenerateRequest, completion: Completion) -> np.ndarray:
-    """Log-softmax of one forward pass without cache, at the generated tokens, at the request's temperature."""
+    """Log-softmax, at the request's temperature, of one forward pass without cache."""
     ids = torch.from_numpy(np.concatenate([request.input_ids, completion.response_ids]).astype(np.int64))
     with torch.no_grad():
         logits = model(input_ids=ids[None], use_cache=False).logits[0, len(request.input_ids) - 1 : -1]
@@ -102,8 +102,8 @@ async def test_requests_that_share_a_prompt_share_its_prefill(llama, make_reques
     monkeypatch.setattr(llama.base_model, "forward", counting)
     prompt = prompts([40])[0]
     group = [make_request(prompt, str(i), seed=i, max_tokens=6) for i in range(6)]
-    completions = await generate_all(engine, [*group, make_request(prompt[:20], "other", max_tokens=1)])
-    assert [shape for shape in prefilled if shape[1] > 1] == [(2, 64)]
+    completions = await generate_all(engine, [*group, make_request(prompt[:37], "other", max_tokens=1)])
+    assert [shape for shape in prefilled if shape[1] > 1] == [(2, 48)]
     monkeypatch.undo()
     assert len({tuple(completion.response_ids) for completion in completions}) > 1
     for request, completion in zip(group, completions, strict=False):

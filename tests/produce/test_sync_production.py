@@ -222,7 +222,9 @@ def test_the_batch_does_not_depend_on_which_group_finishes_first(batch_size, see
 
         async def produce():
             for step in range(1, 4):
-                batches.append(sorted(indices((await manager.produce_batch(batch_size, step, 0)).rollout_states)))
+                batches.append(
+                    sorted(indices((await manager.produce_batch(batch_size, step, 0)).rollout_states))
+                )
             assert loop.running == 0
             assert len(manager.replay_buffer) == 0
             assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -296,6 +298,14 @@ async def test_save_and_resume_continue_with_the_next_prompt(tmp_path):
     other = make_manager({"u": ScriptedLoop()})
     with pytest.raises(ValueError, match="'t'"):
         await other.resume(tmp_path / "checkpoint")
+
+
+async def test_an_evicted_group_is_in_the_ledger():
+    buffer = SyncReplayBufferConfig(limit=2).build()
+    manager = make_manager({"t": ScriptedLoop()}, buffer=buffer)
+    for index in range(3):
+        await buffer.put(make_group("t", index), "t")
+    assert manager.ledger.balance({"t": 2}).dropped == {"evicted": 1}
 
 
 def test_duplicate_task_names_are_refused():

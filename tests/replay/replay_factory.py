@@ -1,11 +1,9 @@
 """Rollouts and rows for the replay tests."""
 
-import os
+import numpy as np
 
 from forebay.replay import StorageItem
-from forebay.types import RolloutState, Status
-
-SOAK = bool(os.environ.get("FOREBAY_SOAK"))
+from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
 
 def make_state(name="g", member=0, *, status=Status.COMPLETED, steps=(), num_tokens=None, **fields):
@@ -46,3 +44,24 @@ def make_row(
 
 def uids(rows):
     return [row.uid for row in rows]
+
+
+def same(a, b):
+    """Equal in value and in type, all the way down; NaN is NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray):
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return False
+        if a.dtype.hasobject:
+            return same(a.ravel().tolist(), b.ravel().tolist())
+        return a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return len(a) == len(b) and all(
+            same(x, y) for pair in zip(a.items(), b.items(), strict=True) for x, y in zip(*pair, strict=True)
+        )
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, RolloutState):
+        return all(same(getattr(a, name), getattr(b, name)) for name in ROLLOUT_FIELDS)
+    return a == b or (a != a and b != b)

@@ -1,14 +1,16 @@
 """Conformance: what every store must do (`forebay.replay.storage`)."""
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from replay_factory import make_row, uids
 
-from forebay.replay import IndexedStorage, NaiveStorage
+from forebay.replay import IndexedStorage, NaiveStorage, StorageItem
 from forebay.replay.indexed import MAX_RUNS
 from forebay.replay.query import QUERY_FIELDS
-from forebay.replay.storage import _ROW_FIELDS, check_priority, check_tags
+from forebay.replay.storage import check_priority, check_tags
 from forebay.types import Status
 
 
@@ -175,7 +177,13 @@ async def test_take_for_a_train_step_archives(store):
     assert len(store) == 1
     assert uids(await store.get({})) == [b]
     (row,) = await store.get({"status": "archived"})
-    assert (row.uid, row.item, row.train_step, row.status_before, row.tags) == (a, "a", 4, "aborted", {"x": 1})
+    assert (row.uid, row.item, row.train_step, row.status_before, row.tags) == (
+        a,
+        "a",
+        4,
+        "aborted",
+        {"x": 1},
+    )
     await store.take([a], train_step=6)
     (row,) = await store.get({"status": "archived"})
     assert (row.train_step, row.status_before) == (6, "aborted")
@@ -225,7 +233,10 @@ async def test_rows_that_come_back_take_their_old_place(store):
 async def test_a_state_moves_to_any_store(store, target):
     await store.set_train_step("math", 6)
     ids = await put_all(
-        store, make_row("a", step=1), make_row("b", staleness=2, tags={"x": True}), make_row("c", priority=0.0)
+        store,
+        make_row("a", step=1),
+        make_row("b", staleness=2, tags={"x": True}),
+        make_row("c", priority=0.0),
     )
     await store.take(ids[:1], train_step=6)
     other = target()
@@ -257,7 +268,7 @@ async def test_a_state_that_contradicts_itself_leaves_the_store_as_it_was(store,
 
 
 def test_queries_may_name_every_row_field_but_the_payload_and_the_dict_of_tags():
-    assert set(QUERY_FIELDS) == set(_ROW_FIELDS) - {"item", "tags"}
+    assert set(QUERY_FIELDS) == {field.name for field in fields(StorageItem)} - {"item", "tags"}
 
 
 @pytest.mark.parametrize(

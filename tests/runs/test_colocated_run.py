@@ -59,7 +59,11 @@ def train(output, **changes):
 
 
 def losses(folder):
-    return {row["train_step"]: row["train/loss"] for row in read_jsonl(folder / "metrics.jsonl") if row["train_step"]}
+    return {
+        row["train_step"]: row["train/loss"]
+        for row in read_jsonl(folder / "metrics.jsonl")
+        if row["train_step"]
+    }
 
 
 def test_a_run_leaves_everything_it_promises(tmp_path, capsys):

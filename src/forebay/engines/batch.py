@@ -9,7 +9,7 @@
 A row enters with all but the last of its input tokens in the cache; that last token is what its first step
 feeds. So every token is drawn by the same code, and rows with one prompt share its prefill.
 
-Numerics: rows start at column 0, widths are multiples of 32 and no matrix product has fewer than
+Numerics: rows start at column 0, widths are multiples of 16 and no matrix product has fewer than
 `MIN_ROWS` rows. With the CPU kernels of PyTorch in float32 this makes a request's logits the same to the bit
 whatever runs beside it; elsewhere they agree to rounding.
 
@@ -35,6 +35,10 @@ from forebay.types import IntArray
 
 MIN_ROWS = 4
 """Smaller matrix products take other kernels, which round differently; spare rows fill up to this."""
+
+_PREFILL_LENGTH_RATIO = 1.25
+"""Longest over shortest prompt of one prefill pass: padding costs no more than that, and prompts of all
+lengths up to some thousands take a few dozen passes."""
 
 _NO_STOP_ID = -1
 
@@ -114,28 +118,30 @@ class DecodeBatch:
         """
         by_prompt: dict[bytes, list[int]] = {}
         for place, row in enumerate(rows, start=self.size):
-            by_prompt.setdefault(row.request.input_ids[:-1].tobytes(), []).append(place)
+            prompt = np.asarray(row.request.input_ids[:-1], np.int32)
+            by_prompt.setdefault(prompt.tobytes(), []).append(place)
         longest = max(len(row.request.input_ids) for row in rows)
         num_rows = max(self.size + len(rows), MIN_ROWS)
         if num_rows > self._cache.num_rows:
             # By half at least, which keeps copying rare.
             num_rows = max(num_rows, self._cache.num_rows * 3 // 2)
         self._cache.reserve(num_rows, longest)
-        # Prompts of like length together, so that padding costs little.
         shared = sorted(by_prompt.items(), key=lambda item: len(item[0]))
         for chunk in self._chunks([(np.frombuffer(ids, np.int32), places) for ids, places in shared]):
             self._prefill(chunk)
         self._enter(rows)
 
     def _chunks(self, shared: list[tuple[IntArray, list[int]]]) -> list[list[tuple[IntArray, list[int]]]]:
-        """Split so that a chunk's padded prefill stays within the token budget; a chunk has one at least."""
+        """Split prompts in order of length into passes of like length, each within the token budget."""
         chunks: list[list[tuple[IntArray, list[int]]]] = []
+        shortest = -1
         for item in shared:
             padded = round_up_columns(len(item[0]))
-            if chunks and (len(chunks[-1]) + 1) * padded <= self._prefill_tokens:
-                chunks[-1].append(item)
-            else:
-                chunks.append([item])
+            fits = chunks and (len(chunks[-1]) + 1) * padded <= self._prefill_tokens
+            if not (fits and padded <= shortest * _PREFILL_LENGTH_RATIO):
+                chunks.append([])
+                shortest = padded
+            chunks[-1].append(item)
         return chunks
 
     def _prefill(self, chunk: list[tuple[IntArray, list[int]]]) -> None:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.engines.base import GenerateRequest
-from forebay.engines.batch import DecodeBatch, Row
+from forebay.engines.base import Completion, GenerateRequest
+from forebay.engines.batch import DecodeBatch, Ended, Row
 from forebay.types import SampleParams
 
 _PLAIN_LAYERS = {"full_attention"}
@@ -25,6 +25,10 @@ _MASKABLE_ATTENTION = {"sdpa", "eager"}
 
 _FLOAT32_TOLERANCE = 1e-3
 """Of a log probability; rounding stays below 1e-4, a wrong mask or position is above 1e-2."""
+_PROBED_LENGTHS = (1, 2, 5)
+"""Without and with a prefill, and of different lengths, so that masks and positions of rows differ."""
+_PROBED_TOKENS = 3
+
 _HALF_TOLERANCE = 0.2
 """The same for 16-bit weights, whose rounding alone reaches some 0.05."""
 
@@ -67,49 +71,57 @@ def _check_rope(name: str, rope: dict[str, Any], max_context_tokens: int) -> Non
         )
 
 
-@torch.inference_mode()
 def probe(batch: DecodeBatch) -> None:
     """Decode two short prompts of different lengths and compare with plain forward passes.
 
     Raises:
-        ValueError: the log probabilities differ by more than rounding.
+        ValueError: a forward pass fails, or the log probabilities differ by more than rounding.
     """
-    model = batch.model
-    vocab_size = model.config.get_text_config().vocab_size
-    params = SampleParams(temperature=0.0, max_tokens=2)
+    name = type(batch.model).__name__
+    try:
+        worst = _worst_difference(batch)
+    # Models raise whatever their code runs into when masks or caches are not what it expects.
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot decode in a batch with a cache: {type(error).__name__}: {error}"
+        ) from error
+    tolerance = _FLOAT32_TOLERANCE if batch.model.dtype == torch.float32 else _HALF_TOLERANCE
+    # Weights that have diverged give NaN here, which passes: they are no fault of the architecture.
+    if worst > tolerance:
+        raise ValueError(
+            f"{name} decodes differently in a batch than alone (log probabilities differ by {worst:.3g}); "
+            f"its attention cache is not one that the engine can drive"
+        )
+
+
+@torch.inference_mode()
+def _worst_difference(batch: DecodeBatch) -> float:
+    vocab_size = batch.model.config.get_text_config().vocab_size
     rows = [
         Row(
             GenerateRequest(
                 request_id="probe",
                 input_ids=np.arange(1, length + 1, dtype=np.int32) % vocab_size,
-                params=params,
-                max_tokens=2,
+                params=SampleParams(temperature=0.0, max_tokens=_PROBED_TOKENS),
+                max_tokens=_PROBED_TOKENS,
                 seed=0,
             )
         )
-        for length in (2, 5)
+        for length in _PROBED_LENGTHS
+        if length < batch.max_context_tokens
     ]
     batch.admit(rows)
-    ended = []
+    ended: list[Ended] = []
     while batch.size:
         ended += batch.step(0)
-    worst = max(
-        _difference(model, row, completion.response_ids, completion.logprobs) for row, completion in ended
-    )
-    tolerance = _FLOAT32_TOLERANCE if model.dtype == torch.float32 else _HALF_TOLERANCE
-    # Written so that NaN, which is what weights that have diverged give, passes: they are not the engine's.
-    if worst > tolerance:
-        raise ValueError(
-            f"{type(model).__name__} decodes differently in a batch than alone (log probabilities differ by "
-            f"{worst:.3g}); its attention cache is not one that the engine can drive"
-        )
+    return max(_difference(batch.model, row, completion) for row, completion in ended)
 
 
-def _difference(model: Any, row: Row, ids: np.ndarray[Any, Any], logprobs: np.ndarray[Any, Any]) -> float:
-    """The largest difference between `logprobs` and those of one forward pass without a cache."""
-    tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]).astype(np.int64))[None]
-    logits_TV = model(input_ids=tokens.to(model.device), use_cache=False).logits[0].float()
-    first = len(row.request.input_ids) - 1
-    plain = torch.log_softmax(logits_TV[first:-1], dim=-1).cpu()
-    expected = plain.gather(1, torch.from_numpy(ids.astype(np.int64))[:, None])[:, 0].numpy()
-    return float(np.abs(expected - logprobs).max())
+def _difference(model: Any, row: Row, completion: Completion) -> float:
+    """The largest difference between the log probabilities and those of one forward without a cache."""
+    ids = completion.response_ids.astype(np.int64)
+    tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]))[None].to(model.device)
+    logits_TV = model(input_ids=tokens, use_cache=False).logits[0].float()
+    plain_TV = torch.log_softmax(logits_TV[len(row.request.input_ids) - 1 : -1], dim=-1).cpu()
+    expected = plain_TV.gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+    return float(np.abs(expected - completion.logprobs).max())

@@ -224,7 +224,7 @@ class TransformersEngine:
         try:
             await self._in_thread(self._batch.clear)
             while self._waiting or self._running:
-                if self._waiting and len(self._running) < self._config.max_batch:
+                if len(self._running) < self._config.max_batch:
                     await self._settle()
                 admitted = list(self._waiting)[: self._config.max_batch - len(self._running)]
                 self._running |= {row: self._waiting.pop(row) for row in admitted}
@@ -248,7 +248,7 @@ class TransformersEngine:
             self._driver = None
 
     async def _settle(self) -> None:
-        """Let everyone who is about to submit do so, so that who runs together does not depend on timing."""
+        """Let all who are about to submit do so: then who runs together does not depend on timing."""
         quiet = 0
         while quiet < _QUIET_ITERATIONS:
             seen = self._num_arrivals

@@ -46,7 +46,5 @@ class ModelConfig(StrictModel):
     attention: Literal["sdpa", "eager"] = "sdpa"
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and response together, in tokens; None: what the model was made for (tiny: 512)."""
-    gradient_checkpointing: bool = False
-    """Trade a second forward pass in training for memory."""
     tiny: TinyConfig = TinyConfig()
     """Only for ``source = "tiny"``."""

@@ -30,7 +30,7 @@ def load_model(folder: Path, config: ModelConfig | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, config.dtype),
             attn_implementation=config.attention,
@@ -38,10 +38,6 @@ def load_model(folder: Path, config: ModelConfig | None = None) -> Any:
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model in {str(folder)!r}: {error}") from error
-    if config.gradient_checkpointing:
-        # Reentrant checkpointing would drop the gradients of frozen inputs, as with LoRA.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -18,6 +18,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 from forebay.config import ConfigError
@@ -65,7 +66,10 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
 
 
 def _tiny(cache: Path, config: TinyConfig, max_context: int, seed: int) -> Path:
-    digest = hashlib.sha256(f"{config.model_dump_json()} {max_context} {seed}".encode()).hexdigest()
+    # Another version may make another model of the same sizes.
+    versions = [metadata.version(name) for name in ("forebay", "transformers", "torch")]
+    key = f"{config.model_dump_json()} {max_context} {seed} {versions}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
     return _cached(
         cache / f"tiny-{digest[:16]}",
         lambda folder: write_tiny(folder, config, max_context=max_context, seed=seed),

@@ -49,6 +49,8 @@ def write_tiny(folder: Path, config: TinyConfig, *, max_context: int, seed: int)
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        # As small models do; without it the few tokens of a short warm-up leave the distribution flat.
+        tie_word_embeddings=True,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -90,6 +91,16 @@ def has_reward_variance(samples: list[RolloutState]) -> bool:
 def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
     """Go on until the batch is complete."""
     return completed_count < batch_size
+
+
+def name_group(group: Sequence[RolloutState]) -> str | int:
+    """The group's id; a group that has none gets one, so that it can be accounted for."""
+    group_id = group[0].group_id
+    if group_id is None:
+        group_id = f"unnamed/{uuid.uuid4()}"
+        for state in group:
+            state.group_id = group_id
+    return group_id
 
 
 GroupCallback = Callable[[str, Sequence[RolloutState]], None]
@@ -187,7 +198,7 @@ class ProduceContext:
         )
         self.progress.add_produced(self.task_name, samples=len(group), tokens=tokens)
         if self.ledger is not None:
-            self.ledger.record(group[0].group_id, self.task_name, "produced")
+            self.ledger.record(name_group(group), self.task_name, "produced")
         if self.on_group is not None:
             self.on_group(self.task_name, group)
         return get_group_status(group) is Status.COMPLETED

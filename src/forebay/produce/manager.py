@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forebay.ledger import Ledger
-from forebay.produce.context import GroupCallback, GroupGenerator, GroupSampler, ProduceContext
+from forebay.produce.context import GroupCallback, GroupGenerator, GroupSampler, ProduceContext, name_group
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import LEFTOVER_STATUSES, ProduceBatchResult, TaskResult, summarise
 from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy, ProductionError
-from forebay.replay import ReplayBuffer
+from forebay.replay import ReplayBuffer, StorageItem
 from forebay.types import RolloutState, Status
 
 logger = logging.getLogger(__name__)
@@ -125,6 +125,7 @@ class AgentLoopManager:
             raise ValueError(f"tasks need unique names and there must be at least one, got {names}")
         self._runners = {runner.task_name: runner for runner in self.task_runners}
         self._update_event = asyncio.Event()
+        self.replay_buffer.on_evict = self._enter_eviction
 
     @property
     def task_names(self) -> list[str]:
@@ -217,7 +218,7 @@ class AgentLoopManager:
         groups_by_task, _ = await self.replay_buffer.take_batch(dict(sizes), train_step=train_step)
         for name, groups in groups_by_task.items():
             for group in groups:
-                self.ledger.record(group[0].group_id, name, "trained", train_step=train_step)
+                self.ledger.record(name_group(group), name, "trained", train_step=train_step)
         return groups_by_task
 
     async def _result(
@@ -251,7 +252,10 @@ class AgentLoopManager:
             for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
                 count = await self.replay_buffer.count(name, status)
                 for group in await self.replay_buffer.get(count, name, status):
-                    self.ledger.record(group[0].group_id, name, "dropped", reason=status.value)
+                    self.ledger.record(name_group(group), name, "dropped", reason=status.value)
+
+    def _enter_eviction(self, evicted: StorageItem) -> None:
+        self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
 
     async def save(self, path: Path) -> None:
         """Samplers, buffer and ledger into the folder `path`.
@@ -262,13 +266,13 @@ class AgentLoopManager:
         pending = {n: c for n, r in self._runners.items() if (c := r.produce_strategy.pending_task_count())}
         if pending:
             raise RuntimeError(f"cannot save while groups are in flight: {pending}; pause production first")
-        path.mkdir(parents=True, exist_ok=True)
+        await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
         await self.replay_buffer.save(path / "buffer")
         state = {
             "samplers": {name: runner.sampler.state_dict() for name, runner in self._runners.items()},
             "ledger": self.ledger.state_dict(),
         }
-        (path / "manager.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+        await asyncio.to_thread(_write_json, path / "manager.json", state)
 
     async def resume(self, path: Path) -> None:
         """Go back to what `save` wrote.
@@ -276,7 +280,7 @@ class AgentLoopManager:
         Raises:
             ValueError: the checkpoint has other tasks, or a part of it does not fit.
         """
-        state = json.loads((path / "manager.json").read_text(encoding="utf-8"))
+        state = json.loads(await asyncio.to_thread((path / "manager.json").read_text, "utf-8"))
         if set(state["samplers"]) != set(self._runners):
             raise ValueError(
                 f"the checkpoint at {str(path)!r} has tasks {sorted(state['samplers'])}, "
@@ -286,3 +290,7 @@ class AgentLoopManager:
         for name, runner in self._runners.items():
             runner.sampler.load_state_dict(state["samplers"][name])
         self.ledger.load_state_dict(state["ledger"])
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value), encoding="utf-8")

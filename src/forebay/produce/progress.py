@@ -23,7 +23,8 @@ class ProduceProgress:
     Invariant: ``target_samples`` never falls.
 
     >>> progress = ProduceProgress.build(["math"])
-    >>> progress.ensure_target_upto(batch_size=4, future_step=2, allocate_batch_sizes=lambda n, step: {"math": n})
+    >>> allocate = lambda batch_size, step: {"math": batch_size}
+    >>> progress.ensure_target_upto(batch_size=4, future_step=2, allocate_batch_sizes=allocate)
     {'math': 4}
     >>> progress.target_samples
     {'math': 8}

@@ -93,9 +93,9 @@ class ReplayBuffer:
         self.storage = storage_backend
         self.limit = limit
         self.keep_consumed = keep_consumed
+        self.on_evict = on_evict
         self.num_evicted: dict[str, int] = {}
         """Groups evicted so far, by task."""
-        self._on_evict = on_evict
         self._lock = asyncio.Lock()
         self._changes = Changes()
         self._save_lock = asyncio.Lock()
@@ -153,9 +153,9 @@ class ReplayBuffer:
             await self.policy.put(row, self.storage)
             evicted = await self._evict()
             self._changes.note()
-        if self._on_evict is not None:
+        if self.on_evict is not None:
             for item in evicted:
-                self._on_evict(item)
+                self.on_evict(item)
 
     async def get(
         self,
@@ -275,8 +275,6 @@ class ReplayBuffer:
                 task: await self._expire(task, threshold, current_train_step, expiring)
                 for task, threshold in task_stale_thresholds.items()
             }
-            if any(expired.values()):
-                self._changes.note()
         return expired
 
     async def save(self, path: str | Path) -> None:
@@ -380,6 +378,7 @@ class ReplayBuffer:
                 expire_group(group)
                 row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
             await self.storage.update(rows)
+            self._changes.note()
             num_expired += len(rows)
             # The lock is held, but other work than the buffer's may go on.
             await asyncio.sleep(0)

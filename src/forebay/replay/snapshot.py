@@ -66,6 +66,9 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     """
     _claim(path)
     items, train_steps = snapshot.storage["items"], snapshot.storage["train_steps"]
+    # The rollouts first: a value that cannot be stored is found before any file has its final name.
+    rollouts = _write_arrow(path, "rollouts", rollout_batches(items))
+    groups = _write_arrow(path, "groups", [group_batch(items, train_steps)])
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -77,17 +80,14 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         "train_steps": dict(train_steps),
         "num_groups": len(items),
         "num_rollouts": sum(len(item.item) for item in items),
-        "files": {
-            "groups": _write_arrow(path, "groups", [group_batch(items, train_steps)]),
-            "rollouts": _write_arrow(path, "rollouts", rollout_batches(items)),
-        },
+        "files": {"groups": groups, "rollouts": rollouts},
     }
     manifest["sha256"] = _digest_of(manifest)
     with _TemporaryFile(path) as temporary:
         temporary.file.write(json.dumps(manifest, indent=1).encode())
         temporary.publish(MANIFEST)
     _sync_directory(path)
-    current = {MANIFEST, *(file["name"] for file in manifest["files"].values())}
+    current = {MANIFEST, groups["name"], rollouts["name"]}
     for name in os.listdir(path):
         if name not in current and _is_ours(name):
             (path / name).unlink()

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -82,9 +82,6 @@ class StorageItem:
     def is_archived(self) -> bool:
         """Whether a train step consumed the row."""
         return bool(plain_value(self.status) == ARCHIVED)
-
-
-_ROW_FIELDS = tuple(f.name for f in fields(StorageItem))
 
 
 class StorageBackend(ABC):

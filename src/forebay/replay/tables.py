@@ -13,6 +13,7 @@ over the column. So plain runs are plain tables, and odd values still come back 
 from __future__ import annotations
 
 import json
+import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import itemgetter
@@ -173,7 +174,7 @@ def _storable_int(value: Any) -> int | None:
 
 def _score(state: RolloutState) -> float | None:
     score = state.reward.get("score") if isinstance(state.reward, dict) else None
-    return float(score) if isinstance(score, int | float) else None
+    return float(score) if isinstance(score, numbers.Real) else None
 
 
 def _list_array(arrays: Sequence[np.ndarray[Any, Any]]) -> pa.LargeListArray:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 from forebay.config import ConfigError
+from forebay.evaluate import Evaluator
 from forebay.runs import steps
 from forebay.runs.build import Run, build_rollouts, build_run
 from forebay.runs.colocated import run_colocated
@@ -57,7 +59,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path) -> dict[str, 
         with RunDisplay() as display:
             display.start(f"eval {model_folder}", {})
             groups = await steps.evaluation_groups(rollouts.eval_sets)
-            metrics = steps.Evaluator().evaluate(groups)
+            metrics = Evaluator().evaluate(groups)
             display.evaluation("now", metrics)
             display.rollouts(groups)
     finally:
@@ -84,7 +86,7 @@ def _facts(config: RunConfig) -> dict[str, object]:
     }
 
 
-def _stop_on_ctrl_c(run: Run) -> object:
+def _stop_on_ctrl_c(run: Run) -> Callable[[], None]:
     """First Ctrl-C: stop after this step. Second: leave now, without saving."""
     loop = asyncio.get_running_loop()
 

@@ -102,7 +102,7 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
 
     trained = _trained_tokens(batch, pack)
     prompts = attention_mask = position_ids = None
-    if batch.layout == "padded":
+    if batch.layout == "padded" or len(pack) == 0:
         ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
         cells = trained.rows * ids_BL.shape[1] + trained.offsets - 1
     elif batch.layout == "packed":

@@ -102,7 +102,7 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
 def mismatch_measures(rollout_logprobs: Column, trainer_logprobs: Column) -> dict[str, float]:
     """How far the engine's logprobs are from the trainer's for the same weights; nothing if none are known.
 
-    ``mismatch_k1`` and ``mismatch_k3`` estimate KL(engine || trainer), k1 signed and k3 never negative;
+    ``mismatch_kl`` (k3, never negative) and ``mismatch_k1`` (signed) estimate KL(engine || trainer), and
     ``mismatch_max`` is the largest absolute difference of a logprob. All are 0 if both compute the same.
     """
     known = ~np.isnan(rollout_logprobs)
@@ -111,7 +111,7 @@ def mismatch_measures(rollout_logprobs: Column, trainer_logprobs: Column) -> dic
     difference = trainer_logprobs[known].astype(np.float64) - rollout_logprobs[known]
     return {
         "train/mismatch_k1": float(-difference.mean()),
-        "train/mismatch_k3": float((np.expm1(difference) - difference).mean()),
+        "train/mismatch_kl": float((np.expm1(difference) - difference).mean()),
         "train/mismatch_max": float(np.abs(difference).max()),
     }
 

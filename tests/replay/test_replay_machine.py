@@ -1,0 +1,210 @@
+"""Random operations on a buffer over IndexedStorage, against the same buffer over NaiveStorage."""
+
+import asyncio
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from replay_factory import make_state, same
+
+from forebay.replay import (
+    FIFOReplayPolicy,
+    IndexedStorage,
+    NaiveStorage,
+    PrioritizedReplayPolicy,
+    ReplayBuffer,
+    StalenessReplayPolicy,
+)
+from forebay.types import Status
+
+TASKS = ("math", "code")
+LIVE = [status for status in Status if status is not Status.ARCHIVED]
+STATUSES = st.sampled_from(
+    [Status.COMPLETED, Status.COMPLETED, Status.ABORTED, Status.FAILED, Status.EXPIRED]
+)
+TAGS = st.none() | st.fixed_dictionaries({"level": st.integers(0, 1)})
+STEPS = st.integers(0, 6)
+
+
+class Replay(RuleBasedStateMachine):
+    """Both buffers must give the same answers, hold the same rows, and lose or double nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.num_put = 0
+        self.gone = Counter()
+        self.highest_uid = -1
+
+    @initialize(
+        policy=st.sampled_from([FIFOReplayPolicy, StalenessReplayPolicy, PrioritizedReplayPolicy]),
+        limit=st.none() | st.integers(3, 10),
+        keep_consumed=st.booleans(),
+    )
+    def build(self, policy, limit, keep_consumed):
+        self.policy, self.options = policy, {"limit": limit, "keep_consumed": keep_consumed}
+        self.buffers = [self.new_buffer(store) for store in (NaiveStorage, IndexedStorage)]
+
+    def new_buffer(self, store):
+        return ReplayBuffer(self.policy(), store(), **self.options)
+
+    def both(self, call):
+        """The answer to `call(buffer)`, which must be the same for both."""
+        reference, answer = (self.runner.run(call(buffer)) for buffer in self.buffers)
+        assert same(answer, reference)
+        return answer
+
+    @rule(
+        task=st.sampled_from(TASKS),
+        statuses=st.lists(STATUSES, min_size=1, max_size=2),
+        labels=st.lists(st.lists(st.integers(-1, 6), max_size=2), min_size=2, max_size=2),
+        given_staleness=st.integers(0, 4),
+        model_step=st.none() | STEPS,
+        train_step=st.none() | STEPS,
+        threshold=st.none() | st.integers(1, 4),
+        tags=TAGS,
+        priority=st.sampled_from([None, 0.0, 2.5]),
+    )
+    def put(self, task, statuses, labels, given_staleness, model_step, train_step, threshold, tags, priority):
+        for buffer in self.buffers:
+            group = [
+                make_state(self.num_put, i, status=status, steps=labels[i], seq_staleness=given_staleness)
+                for i, status in enumerate(statuses)
+            ]
+            self.runner.run(
+                buffer.put(
+                    group,
+                    task,
+                    model_step=model_step,
+                    current_train_step=train_step,
+                    stale_threshold=threshold,
+                    tags=tags,
+                    priority=priority,
+                )
+            )
+        self.num_put += 1
+
+    @rule(count=st.integers(-1, 4), task=st.sampled_from(TASKS), status=STATUSES, tags=TAGS)
+    def get(self, count, task, status, tags):
+        groups = self.both(lambda buffer: buffer.get(count, task, status, tags=tags))
+        self.gone["got"] += len(groups)
+
+    @rule(
+        sizes=st.fixed_dictionaries({task: st.integers(0, 3) for task in TASKS}),
+        train_step=st.none() | STEPS,
+    )
+    def take_batch(self, sizes, train_step):
+        groups, counts = self.both(lambda buffer: buffer.take_batch(sizes, train_step=train_step))
+        assert counts == {task: len(groups[task]) for task in TASKS}
+        if train_step is None:
+            self.gone["got"] += sum(counts.values())
+        for group in (group for taken in groups.values() for group in taken):
+            group[0].response = "changed by the trainer"
+            group[0].message.clear()
+
+    @rule(train_step=STEPS)
+    def commit(self, train_step):
+        before = self.num_archived()
+        self.both(lambda buffer: buffer.commit(train_step))
+        self.gone["committed"] += before - self.num_archived()
+
+    @rule(train_step=STEPS)
+    def restore(self, train_step):
+        self.both(lambda buffer: buffer.restore(train_step))
+
+    @rule(
+        thresholds=st.dictionaries(st.sampled_from(TASKS), st.integers(1, 4)),
+        train_step=STEPS,
+        statuses=st.none() | st.lists(STATUSES, max_size=2),
+    )
+    def refresh(self, thresholds, train_step, statuses):
+        expired = self.both(
+            lambda buffer: buffer.refresh_staleness(thresholds, train_step, statuses=statuses)
+        )
+        assert set(expired) == set(thresholds)
+        if statuses is None:
+            for task, threshold in thresholds.items():
+                old = {
+                    "task_name": task,
+                    "status": {"$in": ["completed", "aborted"]},
+                    "staleness": {"$gte": threshold},
+                }
+                assert self.both(lambda buffer, old=old: buffer.storage.count(old)) == 0
+
+    @rule(rarely=st.integers(0, 3))
+    def save_and_resume_each_on_the_other_store(self, rarely):
+        if rarely:
+            return
+        resumed = []
+        for buffer in self.buffers:
+            with tempfile.TemporaryDirectory() as folder:
+                self.runner.run(buffer.save(Path(folder)))
+                other = IndexedStorage if isinstance(buffer.storage, NaiveStorage) else NaiveStorage
+                resumed.append(self.new_buffer(other))
+                self.runner.run(resumed[-1].resume(folder))
+        self.buffers = resumed
+
+    def num_archived(self):
+        return self.both(lambda buffer: buffer.storage.count({"status": "archived"}))
+
+    @invariant()
+    def same_rows_in_every_order(self):
+        if self.num_put:
+            query = {"status": {"$in": list(Status)}}
+            for order in (None, "-staleness", "priority"):
+                rows = self.both(lambda buffer, order=order: light_rows(buffer.storage, query, order))
+            assert len({row[0] for row in rows}) == len(rows)
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self):
+        if not self.num_put:
+            return
+        counts = self.both(lambda buffer: buffer.count_statuses(TASKS, LIVE))
+        live = sum(sum(cells.values()) for cells in counts.values())
+        evicted = [sum(buffer.num_evicted.values()) for buffer in self.buffers]
+        assert evicted[0] == evicted[1]
+        assert all(len(buffer) == live for buffer in self.buffers)
+        assert self.num_put == live + self.num_archived() + sum(self.gone.values()) + evicted[0]
+
+    @invariant()
+    def ids_only_grow(self):
+        if self.num_put:
+            newest = self.both(lambda buffer: newest_uid(buffer.storage))
+            state = self.buffers[0].storage.state_dict()
+            assert newest < state["next_uid"] == self.num_put
+
+    def teardown(self):
+        self.runner.close()
+
+
+async def light_rows(storage, query, order):
+    rows = await storage.get(query, order=order)
+    return [
+        (
+            row.uid,
+            row.timestamp_id,
+            row.task_name,
+            row.status,
+            row.staleness,
+            row.tags,
+            row.priority,
+            row.oldest_model_step,
+            row.train_step,
+            row.status_before,
+            [state.rollout_id for state in row.item],
+            [len(state.response_ids) for state in row.item],
+        )
+        for row in rows
+    ]
+
+
+async def newest_uid(storage):
+    rows = await storage.get({}, order="-timestamp_id", limit=1, rows_only=True)
+    return rows[0].uid if rows else -1
+
+
+TestReplay = Replay.TestCase
+TestReplay.settings = settings(stateful_step_count=30)

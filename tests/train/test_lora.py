@@ -1,0 +1,91 @@
+"""Adapters train alone, switch off for the reference, and merge without a trace."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.train import TrainConfig, TrainController
+from forebay.train.lora import add_lora, is_lora, merged_copy, model_weights
+
+
+def trainer_for(model, **settings):
+    config = TrainConfig(**{"lr": 1e-2, "lora_rank": 2, **settings})
+    return TrainController(model, config, pad_token_id=0)
+
+
+def trained(make_model, make_groups, steps=3, **settings):
+    trainer = trainer_for(make_model(), **settings)
+    for seed in range(steps):
+        trainer.fit(make_groups(seed=seed))
+    return trainer
+
+
+def test_only_adapters_are_trained_and_the_output_head_has_none(make_model, make_groups):
+    trainer = trained(make_model, make_groups)
+    base = dict(make_model().named_parameters())
+    trainable = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
+    assert trainable
+    assert all(".lora_" in name and "lm_head" not in name for name in trainable)
+    for name, parameter in trainer.model.get_base_model().named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, base[name.replace(".base_layer", "")])
+
+
+def test_the_reference_is_the_model_without_its_adapters(make_model, make_groups):
+    trainer = trained(make_model, make_groups, kl_coef=0.1)
+    assert trainer.ref_model is None
+    batch = trainer.compute_ref_logprobs(trainer.pack(make_groups()))
+    fresh = TrainController(make_model(), TrainConfig(), pad_token_id=0)
+    expected = fresh.compute_old_logprobs(fresh.pack(make_groups())).old_logprobs
+    np.testing.assert_allclose(batch.ref_logprobs, expected, atol=1e-6)
+    assert not np.allclose(trainer.compute_old_logprobs(batch).old_logprobs, expected, atol=1e-3)
+
+
+def test_merged_weights_have_the_plain_models_names_and_compute_the_same(make_model, make_groups):
+    trainer = trained(make_model, make_groups)
+    before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    plain = make_model(seed=5)
+    plain.load_state_dict(dict(model_weights(trainer.model)), strict=False)
+    assert {name for name, _ in model_weights(trainer.model)} == {
+        name for name, _ in plain.named_parameters()
+    }
+    ids = torch.tensor([[3, 4, 5, 6]])
+    expected = trainer.model(input_ids=ids).logits
+    torch.testing.assert_close(plain(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged_copy(trainer.model)(ids).logits, expected, atol=1e-5, rtol=1e-5)
+    after = trainer.model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_an_engine_gets_merged_weights(make_model, make_groups):
+    trainer = trained(make_model, make_groups, steps=1)
+    received = {}
+
+    class Receiver:
+        async def update_weights(self, weights, model_step):
+            received.update(weights)
+
+    asyncio.run(trainer.sync_weights(Receiver()))
+    assert set(received) == {name for name, _ in make_model().named_parameters()}
+    assert not any(value.requires_grad for value in received.values())
+
+
+def test_rank_alpha_and_targets_are_the_configs(make_model):
+    adapted = add_lora(make_model(), rank=3, alpha=12.0, targets=("q_proj",))
+    names = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert all("q_proj" in name for name in names)
+    layer = adapted.get_base_model().model.layers[0].self_attn.q_proj
+    assert layer.lora_A["default"].weight.shape == (3, 16)
+    assert layer.scaling["default"] == 4.0
+
+
+def test_targets_that_are_not_in_the_model_are_an_error(make_model):
+    with pytest.raises(ValueError, match="no_such_layer"):
+        trainer_for(make_model(), lora_targets=("no_such_layer",))
+
+
+def test_a_plain_model_is_its_own_merged_copy(model):
+    assert not is_lora(model)
+    assert merged_copy(model) is model

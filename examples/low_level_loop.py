@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from forebay.config import load_config
+from forebay.runs import steps
 from forebay.runs.build import build_run
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
@@ -47,9 +48,7 @@ async def train(config: RunConfig) -> list[dict[str, float]]:
             history.append(batch.metrics)
             print(f"step {train_step}: reward {sum(scores) / len(scores):.3f}")
 
-        run.metrics.close()
-        run.compute_thread.shutdown()
-        await run.controller.close()
+        await steps.close(run)
     return history
 
 

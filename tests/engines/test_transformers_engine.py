@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import string
 import threading
+from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ import torch
 
 from forebay.engines import Completion, EngineConfig, GenerateRequest, TransformersEngine
 from forebay.models.tiny import character_tokenizer
+
+T = TypeVar("T")
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -59,13 +62,20 @@ def start(engine: TransformersEngine, *requests: GenerateRequest) -> list[asynci
     return [asyncio.create_task(engine.generate(request)) for request in requests]
 
 
+async def begun(call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """A task that has run up to its first wait, so that the engine knows of it."""
+    task = asyncio.create_task(call)
+    await asyncio.sleep(0)
+    return task
+
+
 async def test_abort_gives_back_the_tokens_made_so_far(engine, llama, make_request):
     whole = await engine.generate(make_request(PROMPT, seed=5, max_tokens=20))
     gate = Gate(llama)
     first, second = start(engine, make_request(PROMPT, "a", seed=5, max_tokens=20), make_request([7], "b"))
     await gate.reached()
     await gate.let(5)
-    aborting = asyncio.create_task(engine.abort(["a", "unknown"]))
+    aborting = await begun(engine.abort(["a", "unknown"]))
     await gate.let(1)
     await aborting
     assert first.done()
@@ -110,13 +120,27 @@ async def test_cancelling_a_running_request_frees_its_place(llama, make_request)
     await engine.close()
 
 
+async def test_a_request_joins_what_runs_at_the_next_token(llama, make_request):
+    engine = TransformersEngine(llama, config=EngineConfig(max_batch=8))
+    gate = Gate(llama)
+    running = start(engine, *(make_request(PROMPT, str(i), max_tokens=100) for i in range(5)))
+    await gate.reached()
+    joining = await begun(engine.generate(make_request(PROMPT, "late", max_tokens=2)))
+    await gate.let(3)
+    assert gate.batch_sizes[:4] == [5, 6, 6, 5]
+    assert joining.done()
+    gate.open()
+    await asyncio.gather(*running)
+    await engine.close()
+
+
 async def test_pause_ends_everything_and_holds_until_resume(llama, make_request):
     engine = TransformersEngine(llama, config=EngineConfig(max_batch=2))
     gate = Gate(llama)
     tasks = start(engine, *(make_request(PROMPT, str(i), max_tokens=50) for i in range(3)))
     await gate.reached()
     await gate.let(3)
-    pausing = asyncio.create_task(engine.pause())
+    pausing = await begun(engine.pause())
     gate.open()
     await pausing
     assert all(task.done() for task in tasks)
@@ -137,7 +161,7 @@ async def test_new_weights_take_effect_between_two_tokens(engine, llama, make_re
     (task,) = start(engine, make_request(PROMPT, seed=1, max_tokens=10))
     await gate.reached()
     await gate.let(3)
-    loading = asyncio.create_task(engine.load_weights(new.items(), 7))
+    loading = await begun(engine.load_weights(new.items(), 7))
     gate.open()
     await loading
     assert engine.model_step == 7
@@ -252,7 +276,7 @@ async def test_a_failing_prefill_leaves_what_runs_alone(engine, llama, make_requ
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(llama.base_model, "forward", failing)
-    (joining,) = start(engine, make_request(PROMPT, "b"))
+    joining = await begun(engine.generate(make_request(PROMPT, "b")))
     gate.open()
     assert (await joining).error_msg == "forward pass failed: RuntimeError: no such kernel"
     assert (await running).finish_reason == "length"
@@ -260,19 +284,22 @@ async def test_a_failing_prefill_leaves_what_runs_alone(engine, llama, make_requ
 
 async def test_weights_that_have_diverged_give_errors_until_good_ones_come(engine, llama, make_request):
     good = {name: parameter.clone() for name, parameter in llama.named_parameters()}
-    before = await engine.generate(make_request(PROMPT))
+    long_prompt = [7] * 70
+    requests = [make_request(long_prompt, "long", max_tokens=20), make_request(PROMPT, "short")]
+    before = await asyncio.gather(*map(engine.generate, requests))
     bad = {name: torch.full_like(parameter, torch.nan) for name, parameter in good.items()}
     await engine.load_weights(bad.items(), 1)
-    completions = await asyncio.gather(*(engine.generate(make_request(PROMPT, str(i))) for i in range(6)))
+    completions = await asyncio.gather(
+        *(engine.generate(make_request(long_prompt, str(i))) for i in range(6))
+    )
     assert {completion.finish_reason for completion in completions} == {"error"}
     assert "not finite" in str(completions[0].error_msg)
     await engine.load_weights(good.items(), 2)
-    # A short prompt in a row that the broken one has written: nothing of it may leak.
-    after = await asyncio.gather(
-        engine.generate(make_request([3])), engine.generate(make_request(PROMPT, "b"))
-    )
-    assert [completion.finish_reason for completion in after] == ["length", "length"]
-    np.testing.assert_array_equal(after[1].logprobs, before.logprobs)
+    # In rows where the broken ones stood, one of them long, so that what is beside the short one is read.
+    after = await asyncio.gather(*map(engine.generate, requests))
+    for good_again, once in zip(after, before, strict=True):
+        assert good_again.finish_reason == "length"
+        np.testing.assert_array_equal(good_again.logprobs, once.logprobs)
 
 
 @pytest.mark.parametrize(
@@ -320,13 +347,15 @@ async def test_close_ends_what_runs_and_refuses_the_rest(llama, make_request):
     gate = Gate(llama)
     (task,) = start(engine, make_request(PROMPT, max_tokens=100))
     await gate.reached()
-    closing = asyncio.create_task(engine.close())
-    await asyncio.sleep(0)
+    closing = await begun(engine.close())
     gate.open()
     await closing
     assert (await task).finish_reason == "abort"
     assert (await engine.generate(make_request(PROMPT))).error_msg == "the engine is closed"
     assert not (await engine.health()).ok
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        await engine.load_weights([], 1)
+    await engine.pause()
     await engine.close()
 
 

@@ -93,7 +93,7 @@ class ScriptedLoop:
 
 
 def make_manager(loops, *, weights=None, filter_fn=None, buffer=None):
-    buffer = buffer or SyncReplayBufferConfig().build()
+    buffer = SyncReplayBufferConfig().build() if buffer is None else buffer
     config = SyncProduceStrategyConfig(**({"is_valid_sample_fn": filter_fn} if filter_fn else {}))
     runners = [
         TaskRunner(

@@ -142,7 +142,8 @@ class TransformersEngine:
         """End every request with ``"abort"`` and take no new one until `resume`; free the cache."""
         self._paused = True
         await self._end_and_wait([*self._waiting, *self._running])
-        await self._in_thread(self._release)
+        if not self._closed:
+            await self._in_thread(self._release)
 
     async def resume(self) -> None:
         """Take requests again."""
@@ -155,7 +156,10 @@ class TransformersEngine:
 
         Raises:
             ValueError: a parameter is missing, unknown or of another shape; then nothing has changed.
+            RuntimeError: the engine is closed.
         """
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         await self._in_thread(self._load, weights, model_step)
 
     async def health(self) -> EngineHealth:

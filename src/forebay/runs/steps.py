@@ -202,6 +202,7 @@ async def close(run: Run) -> None:
     """Free engines, sinks and the compute thread."""
     await run.controller.close()
     run.metrics.close()
+    run.manager.ledger.close()
     run.display.close()
     run.compute_thread.shutdown()
 

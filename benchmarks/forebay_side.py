@@ -1,0 +1,113 @@
+"""Forebay's side of ``train_vs_trl.py``: the components and verbs of a run, without evaluation and checkpoints.
+
+Usage: python forebay_side.py JOB.json
+
+The loop is that of ``forebay.runs.colocated``, with its timers, metrics and records.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+from pathlib import Path
+
+import forebay.runs.steps as verbs
+from forebay.judges import JudgeConfig
+from forebay.models import ModelConfig
+from forebay.produce import DataConfig
+from forebay.runs.build import Run, build_run
+from forebay.runs.config import RunConfig, TaskConfig
+from forebay.runs.display import RunDisplay
+from forebay.runs.folder import prepare
+from forebay.train import TrainConfig
+from forebay.train.optimisation import BETAS
+from forebay.types import RolloutState, SampleParams
+from rich.console import Console
+from side_by_side import Job, StepClock, write_result
+
+Groups = list[list[RolloutState]]
+
+
+def run_config(job: Job) -> RunConfig:
+    # What a run file cannot choose must be what the other side was told.
+    assert tuple(job.betas) == BETAS, job.betas
+    assert job.eps == 1e-8, "torch's default for AdamW"
+    return RunConfig(
+        name="run",
+        seed=job.seed,
+        steps=job.steps,
+        batch_size=job.prompts_per_step,
+        rollouts_per_prompt=job.group_size,
+        output=Path(job.folder),
+        threads=1,
+        show_every=0,
+        model=ModelConfig(source=job.model),
+        tasks=[
+            TaskConfig(
+                name="sorting",
+                data=DataConfig(source=job.prompts),
+                judge=JudgeConfig(name="exact_match", arguments={"partial_credit": True}),
+                sample=SampleParams(max_tokens=job.max_tokens),
+            )
+        ],
+        train=TrainConfig(
+            lr=job.lr,
+            max_grad_norm=job.max_grad_norm,
+            clip_low=job.clip,
+            clip_high=job.clip,
+            token_budget=job.micro_batch,
+        ),
+    )
+
+
+async def train(run: Run, clock: StepClock) -> list[Groups]:
+    """The run; returns the groups of every step."""
+    trained = []
+    await verbs.sync_weights(run)
+    clock.mark()
+    for train_step in range(1, run.config.steps + 1):
+        batch = await verbs.produce(run, train_step)
+        metrics = await verbs.fit(run, batch.rollout_states)
+        await verbs.sync_weights(run)
+        verbs.report(run, train_step, batch, metrics)
+        clock.mark()
+        trained.append(batch.rollout_states)
+    return trained
+
+
+def record(run: Run, trained: list[Groups], path: Path) -> None:
+    """What TRL needs to train on the same rollouts: the responses by prompt text, step by step."""
+    lines = [
+        {
+            group[0].message[-1]["content"]: [state.response_ids.tolist() for state in group]
+            for group in groups
+        }
+        for groups in trained
+    ]
+    path.write_text(json.dumps(lines), encoding="utf-8")
+
+
+async def main(job: Job) -> None:
+    config, clock = run_config(job), StepClock()
+    with RunDisplay(Console(file=io.StringIO())) as display:
+        run = build_run(config, prepare(config, overwrite=True), display)
+        trained = await train(run, clock)
+    write_result(
+        job,
+        clock,
+        reward=[row["reward"] for row in run.history],
+        generate_cpu_s=[row["cpu/generate_s"] for row in run.history],
+        response_tokens=[row["response_tokens"] for row in run.history],
+        grad_norm=[row["train/grad_norm"] for row in run.history],
+        prompt_ids=[sorted(group[0].prompt_ids.tolist() for group in groups) for groups in trained],
+    )
+    if job.recording is not None:
+        record(run, trained, Path(job.recording))
+        run.trainer.model.save_pretrained(job.trained_model)
+    await verbs.close(run)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(Job.load(Path(sys.argv[1]))))

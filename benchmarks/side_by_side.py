@@ -15,12 +15,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run of one side. Both sides get equal jobs but for the paths and `micro_batch`."""
+    """One training run of one side. Both sides get equal jobs but for `folder`, `prompts` and `micro_batch`."""
 
     model: str
     """Folder with the starting weights and the tokenizer."""
     prompts: str
-    """JSONL with the columns ``prompt`` and ``answer``."""
+    """JSONL with the columns ``prompt`` and ``answer``. For TRL the prompts are those that forebay's sampler
+    draws, in its order and with the chat template applied."""
     folder: str
     """Where the side may write."""
     seed: int

@@ -33,12 +33,14 @@ class MeasuredTrainer(GRPOTrainer):  # type: ignore[misc]
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.made: list[dict[str, torch.Tensor]] = []
+        self.rewards: list[float] = []
         self.generate_cpu_s: list[float] = []
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         started = cpu_seconds()
         output = super()._generate_and_score_completions(inputs)
         self.generate_cpu_s.append(cpu_seconds() - started)
+        self.rewards.append(self._metrics["train"]["reward"][-1])
         names = ("prompt_ids", "prompt_mask", "completion_mask")
         self.made.append({name: output[name] for name in names})
         return output
@@ -101,30 +103,18 @@ def trainer_config(job: Job) -> GRPOConfig:
 
 
 def build_trainer(job: Job, clock: StepClock) -> MeasuredTrainer:
-    tokenizer = AutoTokenizer.from_pretrained(job.model)
-    with Path(job.prompts).open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    # Text with the chat template applied: with a chat, TRL would render the template again for every sample.
-    texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
-        )
-        for row in rows
-    ]
     return MeasuredTrainer(
         model=job.model,
-        processing_class=tokenizer,
+        processing_class=AutoTokenizer.from_pretrained(job.model),
         reward_funcs=share_of_places,
         args=trainer_config(job),
-        train_dataset=Dataset.from_dict(
-            {"prompt": texts, "answer": [row["answer"] for row in rows], "key": [row["prompt"] for row in rows]}
-        ),
+        train_dataset=Dataset.from_json(job.prompts),
         callbacks=[MarkSteps(clock)],
-        rollout_func=None if job.recording is None else replay(Path(job.recording), dict(zip(texts, rows))),
+        rollout_func=None if job.recording is None else replay(Path(job.recording)),
     )
 
 
-def replay(path: Path, rows: dict[str, dict[str, str]]) -> Any:
+def replay(path: Path) -> Any:
     """A rollout function that gives back the recorded responses, the next step's at every call."""
     steps = iter(json.loads(path.read_text(encoding="utf-8")))
 
@@ -132,7 +122,7 @@ def replay(path: Path, rows: dict[str, dict[str, str]]) -> Any:
         responses = {prompt: iter(ids) for prompt, ids in next(steps).items()}
         return {
             "prompt_ids": trainer.processing_class(text=prompts)["input_ids"],
-            "completion_ids": [next(responses[rows[prompt]["prompt"]]) for prompt in prompts],
+            "completion_ids": [next(responses[prompt]) for prompt in prompts],
             "logprobs": None,
         }
 

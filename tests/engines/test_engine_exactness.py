@@ -128,6 +128,17 @@ async def test_in_sixteen_bits_it_agrees_to_that_precision(make_model, make_requ
     await engine.close()
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+async def test_a_context_that_is_no_round_number_can_be_used_up(kind, make_model, make_request):
+    model = make_model(kind, max_position_embeddings=99)
+    engine = TransformersEngine(model)
+    requests = [make_request(ids, str(i), max_tokens=50) for i, ids in enumerate(prompts([98, 97, 80]))]
+    for request, completion in zip(requests, await generate_all(engine, requests), strict=True):
+        assert len(request.input_ids) + len(completion.response_ids) == 99
+        np.testing.assert_allclose(completion.logprobs, plain_logprobs(model, request, completion), atol=1e-4)
+    await engine.close()
+
+
 async def test_the_context_ends_a_response(llama, make_request):
     engine = TransformersEngine(llama, max_context_tokens=40)
     completion = await engine.generate(make_request(prompts([35])[0], max_tokens=50))

@@ -155,10 +155,12 @@ class DecodeBatch:
         ids_PL = np.zeros((len(chunk), length), np.int64)
         for target, (ids, _) in zip(ids_PL, chunk, strict=True):
             target[: len(ids)] = ids
+        # The padding may reach beyond the context, where a model with learned positions has none.
+        positions_L = torch.arange(length, device=self._device).clamp(max=self.max_context_tokens - 1)
         prefilled = DynamicCache()
         self.model.base_model(
             input_ids=torch.from_numpy(ids_PL).to(self._device),
-            position_ids=torch.arange(length, device=self._device).expand(len(chunk), -1),
+            position_ids=positions_L.expand(len(chunk), -1),
             past_key_values=prefilled,
             use_cache=True,
         )

@@ -42,6 +42,9 @@ async def train(config: RunConfig) -> list[dict[str, float]]:
             batch = run.trainer.compute_advantages(batch)
             batch = run.trainer.train(batch)
 
+            # Trained: the buffer may forget these groups.
+            await run.manager.replay_buffer.commit(train_step)
+
             # The engine generates the next batch with these weights.
             await run.trainer.sync_weights(run.controller)
             scores = [state.reward["score"] for group in produced.rollout_states for state in group]

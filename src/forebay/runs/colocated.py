@@ -28,6 +28,7 @@ async def run_colocated(run: Run) -> None:
             train_step = run.train_step + 1
             batch = await steps.produce(run, train_step)
             metrics = await steps.fit(run, batch.rollout_states)
+            await steps.forget_consumed(run, train_step)
             await steps.sync_weights(run)
             steps.report(run, train_step, batch, metrics)
             if steps.is_due(train_step, config.evaluate.every) and train_step < config.steps:

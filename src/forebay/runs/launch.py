@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import transformers
+
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
 from forebay.runs import steps
@@ -30,6 +32,7 @@ async def launch(
         ConfigError: something in the config, or the folder, does not fit.
         ProductionError: rollouts cannot be produced any more.
     """
+    _silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
     folder = config.folder if checkpoint is not None else prepare(config, overwrite=overwrite)
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
@@ -52,6 +55,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path) -> dict[str, 
     Raises:
         ConfigError: the run holds out no prompts, or the model does not load.
     """
+    _silence_progress_bars()
     rollouts = build_rollouts(config, model_folder, ledger_path=None)
     try:
         if not rollouts.eval_sets:
@@ -65,6 +69,11 @@ async def launch_evaluation(config: RunConfig, model_folder: Path) -> dict[str, 
     finally:
         await rollouts.controller.close()
     return metrics
+
+
+def _silence_progress_bars() -> None:
+    """Those of transformers, for loading and writing, would tear the display; a run has its own."""
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _last_checkpoint(folder: Path) -> Path:

@@ -3,7 +3,8 @@
 ::
 
     sync_weights -> evaluate
-    repeat: produce -> fit -> sync_weights -> report -> evaluate when due -> checkpoint when due
+    repeat: produce -> fit -> forget_consumed -> sync_weights -> report
+            -> evaluate when due -> checkpoint when due
     finish
 
 CPU-heavy work runs in the run's compute thread, so that the event loop stays free.
@@ -57,6 +58,15 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     with run.timer.phase("train"):
         batch = await compute(run, run.trainer.fit, groups)
     return batch.metrics
+
+
+async def forget_consumed(run: Run, train_step: int) -> None:
+    """Drop what was consumed up to `train_step`, unless the run keeps it.
+
+    Buffer and trainer are in one process and go back to a checkpoint together, so nothing can ask for these
+    groups again. A durable store, which outlives the trainer, has to wait for the checkpoint.
+    """
+    await run.manager.replay_buffer.commit(train_step)
 
 
 async def evaluate(run: Run, label: str) -> dict[str, float]:
@@ -152,8 +162,6 @@ async def checkpoint(run: Run) -> Path:
         state = {"train_step": run.train_step, "history": run.history, "evaluations": run.evaluations}
         (temporary / "run.json").write_text(json.dumps(state), encoding="utf-8")
         await compute(run, publish, temporary, final)
-    # Only now is it safe to forget what was consumed up to here.
-    await run.manager.replay_buffer.commit(run.train_step)
     for old in list_checkpoints(run.folder)[: -run.config.keep_checkpoints]:
         shutil.rmtree(old)
     return final

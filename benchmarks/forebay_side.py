@@ -1,4 +1,4 @@
-"""Forebay's side of ``train_vs_trl.py``: the components and verbs of a run, without evaluation and checkpoints.
+"""Forebay's side of ``train_vs_trl.py``: a run's components and verbs, no evaluation, no checkpoints.
 
 Usage: python forebay_side.py JOB.json
 
@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from side_by_side import Job, StepClock, write_result
+
 import forebay.runs.steps as verbs
 from forebay.judges import JudgeConfig
 from forebay.models import ModelConfig
@@ -25,8 +28,6 @@ from forebay.runs.folder import prepare
 from forebay.train import TrainConfig
 from forebay.train.optimisation import BETAS
 from forebay.types import RolloutState, SampleParams
-from rich.console import Console
-from side_by_side import Job, StepClock, write_result
 
 Groups = list[list[RolloutState]]
 
@@ -58,7 +59,8 @@ def run_config(job: Job) -> RunConfig:
             max_grad_norm=job.max_grad_norm,
             clip_low=job.clip,
             clip_high=job.clip,
-            token_budget=job.micro_batch, layout="shared_prompt",
+            token_budget=job.micro_batch,
+            layout="shared_prompt",
         ),
     )
 

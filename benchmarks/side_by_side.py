@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+SIDES = ("forebay", "trl")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run of one side. Both sides get equal jobs but for `folder`, `prompts` and `micro_batch`."""
+    """One training run of one side. The sides' jobs differ in `folder`, `prompts` and `micro_batch` only."""
 
     model: str
     """Folder with the starting weights and the tokenizer."""
@@ -89,7 +91,7 @@ def cpu_seconds() -> float:
 
 
 def write_result(job: Job, clock: StepClock, **measured: Any) -> None:
-    """`measured`: one entry per step each (reward, generate_cpu_s, response_tokens, grad_norm, prompt_ids)."""
+    """`measured`: by step: reward, generate_cpu_s, response_tokens, grad_norm, prompt_ids."""
     assert len(clock.cpu_s) == job.steps + 1, (len(clock.cpu_s), job.steps)
     result = {"cpu_s": clock.cpu_s, "wall_s": clock.wall_s, **measured}
     job.result.write_text(json.dumps(result), encoding="utf-8")

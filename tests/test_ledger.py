@@ -1,13 +1,17 @@
 """The ledger: every group in exactly one place, and the balance that shows it."""
 
+import itertools
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.ledger import Ledger
+from forebay.ledger import Ledger, Summary, compare_dropped
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
+from forebay.types import RolloutState, Status
 
 
 def lines_of(path):
@@ -138,25 +142,235 @@ def ledger_of_checkpoint():
 EVENTS = st.tuples(
     st.sampled_from(["a", "b", 1, 2]),
     st.sampled_from(["math", "code"]),
-    st.sampled_from(["produced", "trained", "dropped", "requeued"]),
+    st.sampled_from(["admitted", "produced", "retried", "trained", "dropped", "requeued"]),
     st.sampled_from(["filtered", "failed"]),
 )
 
 
+def place_after(event, reason, before):
+    if event in ("admitted", "retried"):
+        return before or "live"
+    return {"trained": "trained", "dropped": reason}.get(event, "live")
+
+
 @given(st.lists(EVENTS, max_size=40), st.integers(0, 40))
 def test_every_group_is_in_one_place(events, cut):
-    """Against a dict of last places; also when saved and loaded on the way."""
+    """Against a dict of places, after every event; also when saved and loaded on the way."""
     ledger, places = Ledger(), {}
     for number, (group_id, task, event, reason) in enumerate(events):
         if number == cut:
-            state, ledger = ledger.state_dict(), Ledger()
+            state, ledger = json.loads(json.dumps(ledger.state_dict())), Ledger()
             ledger.load_state_dict(state)
         ledger.record(group_id, task, event, reason=reason)
-        places[task, group_id] = reason if event == "dropped" else event
-    live = Counter(task for (task, _), place in places.items() if place in ("produced", "requeued"))
-    balance = ledger.balance(live)
-    assert balance.difference == 0
-    assert all(part.difference == 0 for part in balance.by_task.values())
-    assert balance.generated == len(places)
-    assert balance.trained == sum(place == "trained" for place in places.values())
-    assert balance.dropped == Counter(place for place in places.values() if place in ("filtered", "failed"))
+        places[task, group_id] = place_after(event, reason, places.get((task, group_id)))
+        live = Counter(task for (task, _), place in places.items() if place == "live")
+        assert {task: count for task, count in ledger.count_live().items() if count} == dict(live)
+        balance = ledger.balance(live)
+        assert balance.difference == 0
+        assert all(part.difference == 0 for part in balance.by_task.values())
+        assert balance.generated == len(places)
+        assert balance.trained == sum(place == "trained" for place in places.values())
+        dropped = Counter(place for place in places.values() if place in ("filtered", "failed"))
+        assert balance.dropped == dropped
+
+
+OPERATIONS = st.one_of(
+    st.tuples(st.just("put"), st.sampled_from([Status.COMPLETED, Status.ABORTED]), st.integers(0, 3)),
+    st.tuples(st.just("take"), st.integers(1, 3), st.integers(1, 5)),
+    st.tuples(st.just("restore"), st.integers(0, 5)),
+    st.tuples(st.just("refresh"), st.integers(1, 6)),
+    st.tuples(st.just("drop expired")),
+    st.tuples(st.just("retry")),
+)
+
+
+@given(st.lists(OPERATIONS, max_size=40))
+async def test_the_balance_of_a_real_buffer_holds_at_every_moment(operations):
+    ledger, numbers, flight = Ledger(), itertools.count(), []
+    buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=6)
+    buffer.on_evict = lambda row: ledger.record(row.item[0].group_id, "t", "dropped", reason="evicted")
+    for name, *arguments in operations:
+        if name == "put":
+            state = RolloutState([], group_id=next(numbers), status=arguments[0], response_ids=[1])
+            ledger.record(state.group_id, "t", "produced")
+            await buffer.put([state], "t", model_step=arguments[1])
+        elif name == "take":
+            groups, _ = await buffer.take_batch({"t": arguments[0]}, train_step=arguments[1])
+            for group in groups["t"]:
+                ledger.record(group[0].group_id, "t", "trained", train_step=arguments[1])
+        elif name == "restore":
+            consumed = {"status": "archived", "train_step": {"$gt": arguments[0]}}
+            for row in await buffer.storage.get(consumed):
+                ledger.record(row.item[0].group_id, "t", "requeued")
+            await buffer.restore(arguments[0])
+        elif name == "refresh":
+            await buffer.refresh_staleness({"t": 2}, arguments[0])
+        elif name == "drop expired":
+            for group in await buffer.get(9, "t", Status.EXPIRED):
+                ledger.record(group[0].group_id, "t", "dropped", reason="expired")
+        else:
+            for group in [*flight, *await buffer.get(1, "t", Status.ABORTED)]:
+                if group in flight:
+                    flight.remove(group)
+                    ledger.record(group[0].group_id, "t", "produced")
+                    await buffer.put(group, "t")
+                else:
+                    ledger.record(group[0].group_id, "t", "retried")
+                    flight.append(group)
+        balance = ledger.balance({"t": len(buffer) + len(flight)})
+        assert balance.ok, balance
+
+
+def test_a_life_remembers_what_matters():
+    times = itertools.count(100)
+    ledger = Ledger(clock=lambda: next(times))
+    assert ledger.life("a", "math") is None
+    ledger.record("a", "math", "admitted")
+    life = ledger.life("a", "math")
+    assert (life.place, life.num_tokens, life.score, life.train_step) == ("admitted", None, None, None)
+    assert not ledger.has_seen("a", "math")
+    ledger.record("a", "math", "produced", num_tokens=10, latency_s=1.5)
+    ledger.record("a", "math", "retried")
+    ledger.record("a", "math", "produced", num_tokens=30, latency_s=2.5, score=0.25)
+    ledger.record("a", "math", "retried")
+    ledger.record("a", "math", "produced", num_tokens=20, latency_s=1.0, score=1.0)
+    assert ledger.has_seen("a", "math")
+    ledger.record("a", "math", "trained", train_step=4)
+    life = ledger.life("a", "math")
+    assert (life.place, life.reason, life.train_step, life.num_retries) == ("trained", None, 4, 2)
+    assert (life.first_s, life.last_s) == (100, 106)
+    assert (life.num_tokens, life.latency_s, life.score) == (20, 5.0, 0.25)
+    ledger.record("b", "math", "dropped", reason="over: budget")
+    assert ledger.life("b", "math").reason == "over: budget"
+    assert ledger.balance({}).retried == 2
+
+
+STEPS = st.lists(EVENTS | st.just("save") | st.just("rewind") | st.just("crash"), max_size=30)
+
+
+@given(STEPS)
+def test_a_reader_of_the_file_rebuilds_the_ledger(tmp_path_factory, steps):
+    """Also when a run went back to a checkpoint, several times, in the same process or in a new one."""
+    path = tmp_path_factory.mktemp("ledger") / "ledger.jsonl"
+    times = itertools.count()
+    ledger = Ledger(path, clock=lambda: next(times) / 7)
+    saved = ledger.state_dict()
+    for step in steps:
+        if step == "save":
+            saved = json.loads(json.dumps(ledger.state_dict()))
+        elif step in ("rewind", "crash"):
+            if step == "crash":
+                ledger.close()
+                ledger = Ledger(path, clock=lambda: next(times) / 7)
+            ledger.load_state_dict(saved)
+        else:
+            group_id, task, event, reason = step
+            details = {"num_tokens": 5, "latency_s": 0.1, "score": 1 / 3} if event == "produced" else {}
+            ledger.record(group_id, task, event, reason=reason, **details)
+    ledger.close()
+    assert Ledger.read(path).state_dict() == ledger.state_dict()
+
+
+def test_a_line_that_was_cut_off_stands_for_nothing(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.record("a", "math", "produced")
+    state = ledger.state_dict()
+    ledger.record("b", "math", "produced")
+    ledger.close()
+    path.write_bytes(path.read_bytes()[:-20])
+    assert Ledger.read(path).balance({"math": 1}).ok
+    resumed = Ledger(path)
+    resumed.load_state_dict(state)
+    resumed.record("c", "math", "produced")
+    resumed.close()
+    read = Ledger.read(path)
+    assert read.balance({"math": 2}).ok
+    assert read.has_seen("c", "math")
+    assert not read.has_seen("b", "math")
+
+
+def test_a_file_that_starts_over_counts_from_there(tmp_path):
+    """A run without a checkpoint to go back to begins again, in the same folder."""
+    path = tmp_path / "ledger.jsonl"
+    for group_id in ("a", "b"):
+        ledger = Ledger(path)
+        ledger.record(group_id, "math", "produced")
+        ledger.close()
+    assert Ledger.read(path).has_seen("b", "math")
+    assert not Ledger.read(path).has_seen("a", "math")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '{"number": 2, "time_s": 1, "event": "produced", "task": "t", "group": 1}\n',
+            "from 1 on are missing",
+        ),
+        ('{"number": 0, "event": "produced"}\n', "event 0"),
+        ("hello}\n", "not a ledger's"),
+        ('{"number": 1, nonsense}\n', "line 1 is damaged"),
+    ],
+)
+def test_a_file_that_is_no_ledger_is_one_clear_error(tmp_path, text, message):
+    path = tmp_path / "ledger.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Ledger.read(path)
+
+
+def test_a_state_of_another_version_or_shape_is_refused():
+    ledger = Ledger()
+    ledger.record("a", "math", "produced")
+    state = ledger.state_dict()
+    with pytest.raises(ValueError, match="version"):
+        ledger.load_state_dict({**state, "version": 0})
+    shorter = {**state["tasks"]["math"], "groups": []}
+    with pytest.raises(ValueError, match="0 groups"):
+        ledger.load_state_dict({**state, "tasks": {"math": shorter}})
+    assert ledger.balance({"math": 1}).ok
+
+
+def test_the_bias_report_is_the_arithmetic_it_says():
+    rng = np.random.default_rng(0)
+    ledger, values = Ledger(), {"trained": [], "filtered": [], "expired": []}
+    for number in range(90):
+        outcome = ["trained", "filtered", "expired"][number % 3]
+        tokens, score = int(rng.integers(10, 90)) + 40 * (number % 3), float(rng.random())
+        ledger.record(number, "math", "produced", num_tokens=tokens, score=score)
+        event = {"event": "trained"} if outcome == "trained" else {"event": "dropped", "reason": outcome}
+        ledger.record(number, "math", **event)
+        values[outcome].append((tokens, score))
+    ledger.record("live", "math", "produced", num_tokens=10**6)
+    ledger.record("unknown", "math", "dropped", reason="expired")
+    found = compare_dropped(ledger)
+    assert list(found) == ["all", "expired", "filtered"]
+    columns = {outcome: np.array(pairs).T for outcome, pairs in values.items()}
+    columns["all"] = np.concatenate([columns["expired"], columns["filtered"]], axis=1)
+    for reason, (tokens, latency, score) in found.items():
+        for one, place in ((tokens, 0), (score, 1)):
+            trained, dropped = columns["trained"][place], columns[reason][place]
+            assert (one.trained.count, one.dropped.count) == (30, len(dropped))
+            assert one.dropped.median == pytest.approx(np.median(dropped), rel=1e-6)
+            assert one.difference == pytest.approx(dropped.mean() - trained.mean(), rel=1e-5)
+            error = np.sqrt(trained.var(ddof=1) / 30 + dropped.var(ddof=1) / len(dropped))
+            assert one.standard_error == pytest.approx(error, rel=1e-6)
+        assert latency.dropped.count == 0
+        assert np.isnan(latency.difference)
+        assert not latency.is_notable
+    assert found["expired"][0].is_notable
+    assert not found["expired"][2].is_notable
+    assert compare_dropped(ledger, "none")["all"][0].trained.count == 0
+    assert Summary.of(np.array([1.0])).mean == 1.0
+    assert np.isnan(Summary.of(np.array([1.0])).variance)
+
+
+def test_tasks_are_compared_on_their_own():
+    ledger = Ledger()
+    for number, (task, tokens) in enumerate([("short", 1), ("short", 3), ("long", 100), ("long", 300)]):
+        ledger.record(number, task, "produced", num_tokens=tokens)
+        ledger.record(number, task, "dropped" if number % 2 else "trained", reason="filtered")
+    assert compare_dropped(ledger, "short")["filtered"][0].difference == 2
+    assert compare_dropped(ledger, "long")["filtered"][0].difference == 200
+    assert compare_dropped(ledger)["all"][0].difference == 101

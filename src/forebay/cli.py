@@ -5,6 +5,8 @@
     forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
     forebay train --resume RUN_FOLDER [key=value ...]
     forebay eval  RUN_FOLDER [key=value ...]
+    forebay buffer inspect|show|query|export|migrate PATH ...
+    forebay ledger RUN_FOLDER
 
 Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
 """
@@ -22,6 +24,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from forebay import buffer_cli
 from forebay.config import ConfigError
 
 app = typer.Typer(
@@ -82,6 +85,10 @@ def evaluate(
 ) -> None:
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     _guarded(lambda: _evaluate(folder, overrides or [], model))
+
+
+app.add_typer(buffer_cli.app, name="buffer")
+app.command(name="ledger")(buffer_cli.show_ledger)
 
 
 def main() -> None:

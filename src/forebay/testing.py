@@ -1,5 +1,25 @@
-"""What tests of programs that use Forebay need: engines without models."""
+"""What tests of programs and plug-ins need: engines without models, and what every replay store must do.
+
+`StorageConformance` needs pytest, which is loaded with it.
+"""
+
+from typing import TYPE_CHECKING, Any
 
 from forebay.engines.scripted import ScriptedEngine
 
-__all__ = ["ScriptedEngine"]
+if TYPE_CHECKING:
+    from forebay.conformance import StorageConformance
+
+__all__ = ["ScriptedEngine", "StorageConformance"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "StorageConformance":
+        import pytest
+
+        # So that a failing assertion says what was compared, as it does in a test file.
+        pytest.register_assert_rewrite("forebay.conformance")
+        from forebay.conformance import StorageConformance
+
+        return StorageConformance
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

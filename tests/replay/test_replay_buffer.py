@@ -419,3 +419,45 @@ async def test_the_configs_build_what_they_say():
 async def test_queries_by_indices_on_the_buffers_store(buffer):
     await put_named(buffer, "ab", tags={"x": True})
     assert await buffer.storage.count(StorageIndices("math", COMPLETED, {"x": True})) == 2
+
+
+@pytest.mark.parametrize("train_step", [None, 4])
+async def test_a_batch_that_fails_half_way_is_given_back(make_store, train_step):
+    class FailsOnCode(FIFOReplayPolicy):
+        async def get(self, count, query, storage_backend):
+            if query["task_name"] == "code":
+                raise OSError("disk")
+            return await super().get(count, query, storage_backend)
+
+    buffer = ReplayBuffer(FailsOnCode(), make_store())
+    await put_named(buffer, "ab")
+    before = await buffer.storage.get({})
+    with pytest.raises(OSError, match="disk"):
+        await buffer.take_batch({"math": 2, "code": 1}, train_step=train_step)
+    after = await buffer.storage.get({})
+    assert [row.item for row in after] == [row.item for row in before]
+    if train_step is not None:
+        assert after == before
+    assert await buffer.count("math", ARCHIVED) == 0
+
+
+@pytest.mark.parametrize("train_step", [None, 4])
+async def test_a_batch_that_is_cancelled_half_way_is_given_back(make_store, train_step):
+    class Waits(FIFOReplayPolicy):
+        async def get(self, count, query, storage_backend):
+            groups = await super().get(count, query, storage_backend)
+            waiting.set()
+            await asyncio.Event().wait()
+            return groups
+
+    waiting = asyncio.Event()
+    buffer = ReplayBuffer(Waits(), make_store())
+    await put_named(buffer, "ab")
+    taking = asyncio.create_task(buffer.take_batch({"math": 2}, train_step=train_step))
+    await waiting.wait()
+    assert len(buffer) == 0
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert names(row.item for row in await buffer.storage.get({})) == ["a", "b"]
+    assert await buffer.count("math", ARCHIVED) == 0

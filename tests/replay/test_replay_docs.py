@@ -1,6 +1,7 @@
 """The code in docs/replay.md runs and does what the page says."""
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -50,3 +51,12 @@ async def test_the_analysis_with_pandas(tmp_path):
     await buffer.put(make_group(5, num_tokens=5), "math", model_step=3)
     await buffer.save(tmp_path)
     assert names_of(BLOCKS[3])["mean_length_by_staleness"](tmp_path).to_dict() == {0: 5.0, 2: 2.0}
+
+
+def test_the_store_of_ones_own(tmp_path):
+    example = next(block for block in BLOCKS if "TestMyStorage" in block)
+    (tmp_path / "test_my_storage.py").write_text(example)
+    command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"[3-9]\d passed", done.stdout)

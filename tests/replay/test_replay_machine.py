@@ -1,4 +1,4 @@
-"""Random operations on a buffer over IndexedStorage, against the same buffer over NaiveStorage."""
+"""Random operations on a buffer over any store, against the same buffer over NaiveStorage."""
 
 import asyncio
 import tempfile
@@ -14,8 +14,10 @@ from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
     NaiveStorage,
+    PandasStorage,
     PrioritizedReplayPolicy,
     ReplayBuffer,
+    SQLStorage,
     StalenessReplayPolicy,
 )
 from forebay.types import Status
@@ -32,8 +34,12 @@ STEPS = st.integers(0, 6)
 class Replay(RuleBasedStateMachine):
     """Both buffers must give the same answers, hold the same rows, and lose or double nothing."""
 
+    kinds = ("indexed",)
+
     def __init__(self):
         super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.buffers, self.num_stores = [], 0
         self.runner = asyncio.Runner()
         self.num_put = 0
         self.gone = Counter()
@@ -46,10 +52,17 @@ class Replay(RuleBasedStateMachine):
     )
     def build(self, policy, limit, keep_consumed):
         self.policy, self.options = policy, {"limit": limit, "keep_consumed": keep_consumed}
-        self.buffers = [self.new_buffer(store) for store in (NaiveStorage, IndexedStorage)]
+        self.buffers = [self.new_buffer(kind) for kind in ("naive", self.kinds[0])]
 
-    def new_buffer(self, store):
-        return ReplayBuffer(self.policy(), store(), **self.options)
+    def new_buffer(self, kind):
+        self.num_stores += 1
+        store = {
+            "naive": NaiveStorage,
+            "indexed": IndexedStorage,
+            "pandas": PandasStorage,
+            "sql": lambda: SQLStorage(Path(self.folder.name) / f"{self.num_stores}.db"),
+        }[kind]()
+        return ReplayBuffer(self.policy(), store, **self.options)
 
     def both(self, call):
         """The answer to `call(buffer)`, which must be the same for both."""
@@ -134,16 +147,21 @@ class Replay(RuleBasedStateMachine):
                 }
                 assert self.both(lambda buffer, old=old: buffer.storage.count(old)) == 0
 
-    @rule(rarely=st.integers(0, 3))
-    def save_and_resume_each_on_the_other_store(self, rarely):
+    @rule(rarely=st.integers(0, 3), choice=st.integers(0, 3))
+    def save_and_resume_each_on_another_store(self, rarely, choice):
         if rarely:
             return
+        kinds = ["naive", self.kinds[0]]
+        if choice == 3:
+            kinds.reverse()
+        else:
+            kinds[1] = self.kinds[choice % len(self.kinds)]
         resumed = []
-        for buffer in self.buffers:
+        for buffer, kind in zip(self.buffers, kinds, strict=True):
             with tempfile.TemporaryDirectory() as folder:
                 self.runner.run(buffer.save(Path(folder)))
-                other = IndexedStorage if isinstance(buffer.storage, NaiveStorage) else NaiveStorage
-                resumed.append(self.new_buffer(other))
+                self.runner.run(buffer.close())
+                resumed.append(self.new_buffer(kind))
                 self.runner.run(resumed[-1].resume(folder))
         self.buffers = resumed
 
@@ -173,11 +191,14 @@ class Replay(RuleBasedStateMachine):
     def ids_only_grow(self):
         if self.num_put:
             newest = self.both(lambda buffer: newest_uid(buffer.storage))
-            state = self.buffers[0].storage.state_dict()
-            assert newest < state["next_uid"] == self.num_put
+            for buffer in self.buffers:
+                assert newest < buffer.storage.state_dict()["next_uid"] == self.num_put
 
     def teardown(self):
+        for buffer in self.buffers:
+            self.runner.run(buffer.close())
         self.runner.close()
+        self.folder.cleanup()
 
 
 async def light_rows(storage, query, order):
@@ -208,3 +229,12 @@ async def newest_uid(storage):
 
 TestReplay = Replay.TestCase
 TestReplay.settings = settings(stateful_step_count=30)
+
+
+class ReplayOnSQL(Replay):
+    kinds = ("sql", "pandas", "indexed")
+
+
+TestReplayOnSQL = ReplayOnSQL.TestCase
+# Each step asks a database some thirty times, so fewer examples are tried.
+TestReplayOnSQL.settings = settings(stateful_step_count=30, max_examples=settings().max_examples // 5)

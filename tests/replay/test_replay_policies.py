@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from replay_factory import make_row
 
-from forebay.replay import FIFOReplayPolicy, PrioritizedReplayPolicy, StalenessReplayPolicy
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, StalenessReplayPolicy
 
 
 async def fill(store, priorities):
@@ -59,10 +59,10 @@ async def test_draws_are_seeded_and_resumed(make_store):
     assert await draw(one, 5) == await draw(other, 5)
 
 
-async def test_draws_are_proportional_to_priority(make_store):
+async def test_draws_are_proportional_to_priority():
     """First draws of 3000 trials against the probabilities; four standard errors of slack, seed fixed."""
     policy, first, trials = PrioritizedReplayPolicy(seed=3), Counter(), 3000
-    store = make_store()
+    store = IndexedStorage()
     await fill(store, {"a": 1.0, "b": 2.0, "c": 5.0, "never": 0.0})
     for _ in range(trials):
         (name,) = await policy.get(1, {}, store)

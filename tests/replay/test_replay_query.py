@@ -2,7 +2,6 @@
 
 import operator
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,81 +10,6 @@ from replay_factory import make_row, uids
 from forebay.replay import IndexedStorage, NaiveStorage, StorageIndices, parse_query
 from forebay.replay.query import MAX_DEPTH, matches, simplify
 from forebay.types import Status
-
-
-@pytest.fixture
-async def filled(store):
-    await store.set_train_step("math", 5)
-    rows = [
-        make_row(0, "math", "completed", step=1, tags={"level": 3, "kind": "add"}),
-        make_row(1, "math", "completed", step=4, tags={"level": 1.5, "ok": True}),
-        make_row(2, "math", "aborted", staleness=2, tags={"level": True}),
-        make_row(3, "code", "completed", staleness=0, priority=0.5, tags={"level": "3"}),
-        make_row(4, "code", "failed", staleness=4),
-        make_row(5, "code", "completed", staleness=1, step=9),
-    ]
-    for row in rows:
-        await store.put(row)
-    await store.take([5], train_step=7)
-    return store
-
-
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        ({}, [0, 1, 2, 3, 4]),
-        ({"$and": []}, [0, 1, 2, 3, 4]),
-        ({"$or": []}, []),
-        ({"task_name": "math"}, [0, 1, 2]),
-        ({"task_name": "math", "status": "completed"}, [0, 1]),
-        ({"status": Status.FAILED}, [4]),
-        ({"status": {"$in": [Status.FAILED, "aborted"]}}, [2, 4]),
-        ({"status": {"$not_in": ["completed"]}}, [2, 4]),
-        ({"status": {"$ne": "completed"}}, [2, 4]),
-        ({"staleness": {"$gte": 2}}, [0, 2, 4]),
-        ({"staleness": {"$gt": 2, "$lte": 4}}, [0, 4]),
-        ({"staleness": {"$between": [2, 3]}}, [0, 2]),
-        ({"staleness": 0}, [1, 3]),
-        ({"staleness": 0.0}, [1, 3]),
-        ({"staleness": False}, []),
-        ({"staleness": {"$lt": "5"}}, []),
-        ({"staleness": {"$ne": "5"}}, [0, 1, 2, 3, 4]),
-        ({"staleness": {"$gte": np.int64(4)}}, [4]),
-        ({"staleness": {}}, [0, 1, 2, 3, 4]),
-        ({"priority": {"$lt": 1}}, [3]),
-        ({"oldest_model_step": None}, [2, 3, 4]),
-        ({"oldest_model_step": {"$lte": 4}}, [0, 1]),
-        ({"oldest_model_step": {"$ne": 1}}, [1, 2, 3, 4]),
-        ({"uid": {"$in": [4, 1, 77]}}, [1, 4]),
-        ({"uid": {"$in": [True, 1.0]}}, [1]),
-        ({"uid": True}, []),
-        ({"timestamp_id": {"$between": (1, 2)}}, [1, 2]),
-        ({"tags.level": 3}, [0]),
-        ({"tags.level": "3"}, [3]),
-        ({"tags.level": True}, [2]),
-        ({"tags.level": {"$gte": 1}}, [0, 1]),
-        ({"tags.level": {"$ne": 3}}, [1, 2, 3, 4]),
-        ({"tags.level": {"$not_in": [3, True]}}, [1, 3, 4]),
-        ({"tags.level": None}, []),
-        ({"tags.level": {"$lt": "a"}}, [3]),
-        ({"$or": [{"tags.kind": "add"}, {"task_name": "code", "staleness": {"$lt": 4}}]}, [0, 3]),
-        ({"$and": [{"task_name": "math"}, {"$or": [{"staleness": 2}, {"tags.ok": True}]}]}, [1, 2]),
-        ({"task_name": {"$in": ["code", "none"]}, "$or": [{"status": "failed"}]}, [4]),
-        # Archived rows match only a query that asks for them.
-        ({"train_step": {"$gte": 0}}, []),
-        ({"uid": 5}, []),
-        ({"status": "archived"}, [5]),
-        ({"status": {"$in": ["archived", "failed"]}}, [4, 5]),
-        ({"status": Status.ARCHIVED, "train_step": {"$lte": 7}}, [5]),
-        ({"status": Status.ARCHIVED, "train_step": {"$gt": 7}}, []),
-        ({"status": {"$gte": "archived"}}, [0, 1, 3, 4]),
-        ({"status": {"$ne": "archived"}}, [0, 1, 2, 3, 4]),
-        ({"status_before": "completed", "status": "archived"}, [5]),
-    ],
-)
-async def test_what_queries_match(filled, query, expected):
-    assert [row.item for row in await filled.get(query)] == expected
-    assert await filled.count(query) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -142,11 +66,6 @@ def test_indices_are_a_shorthand_and_get_key_may_be_overridden():
             return super().get_key() | {"tags.level": {"$gte": 5}}
 
     assert parse_query(Hard("math")) == parse_query({"task_name": "math", "tags.level": {"$gte": 5}})
-
-
-async def test_stores_take_indices_and_parsed_queries(filled):
-    indices = StorageIndices("math", Status.COMPLETED)
-    assert await filled.count(indices) == await filled.count(parse_query(indices)) == 2
 
 
 TASKS = ["math", "code"]

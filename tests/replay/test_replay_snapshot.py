@@ -391,5 +391,5 @@ def test_no_group_is_split_over_batches(monkeypatch):
     ]
     batches = list(tables.rollout_batches(items))
     assert len(batches) > 3
-    read = dict(pair for batch in batches for pair in tables._read_groups(batch))
+    read = dict(pair for batch in batches for pair in tables.read_groups(batch))
     assert all(same(list(read[item.uid]), list(item.item)) for item in items)

@@ -157,7 +157,12 @@ class ProduceContext:
         statuses = [Status.ABORTED]
         if from_expired_pool:
             statuses = [Status.EXPIRED, Status.MAX_TRIES, Status.ABORTED]
-        return await self.sampler.sample(self.task_name, group_status=statuses)
+        group = await self.sampler.sample(self.task_name, group_status=statuses)
+        if self.ledger is not None:
+            group_id = name_group(group)
+            known = self.ledger.life(group_id, self.task_name) is not None
+            self.ledger.record(group_id, self.task_name, "retried" if known else "admitted")
+        return group
 
     async def generate_group(
         self, rollout_state: list[RolloutState], *, enable_partial_rollout: bool = False
@@ -183,12 +188,24 @@ class ProduceContext:
     async def put_generated_group(self, group: list[RolloutState]) -> bool:
         """Count, filter and store a generated group; return whether it may be trained on."""
         tokens = sum(len(state.response_ids) for state in group)
+        # Read before the validity function and the put, which wipe what they reject.
+        score, latency_s = _mean_score(group), group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
         if get_group_status(group) is Status.COMPLETED:
             self._count_rewards(group)
             if not self.is_valid_sample_fn(group):
                 for state in group:
                     reset_rollout_response(state)
                     state.status = Status.FILTERED
+        # Before the put: once stored, another put may evict the group, and that is entered at once.
+        if self.ledger is not None:
+            self.ledger.record(
+                name_group(group),
+                self.task_name,
+                "produced",
+                num_tokens=tokens,
+                latency_s=latency_s,
+                score=score,
+            )
         await self.replay_buffer.put(
             group,
             self.task_name,
@@ -197,8 +214,6 @@ class ProduceContext:
             stale_threshold=self.stale_threshold,
         )
         self.progress.add_produced(self.task_name, samples=len(group), tokens=tokens)
-        if self.ledger is not None:
-            self.ledger.record(name_group(group), self.task_name, "produced")
         if self.on_group is not None:
             self.on_group(self.task_name, group)
         return get_group_status(group) is Status.COMPLETED
@@ -215,3 +230,8 @@ class ProduceContext:
                 continue
             scores.append(float(state.reward["score"]))
         self.progress.add_raw_rewards(self.task_name, sum(scores), len(scores))
+
+
+def _mean_score(group: Sequence[RolloutState]) -> float | None:
+    scores = [float(state.reward["score"]) for state in group if state.reward and "score" in state.reward]
+    return sum(scores) / len(scores) if scores else None

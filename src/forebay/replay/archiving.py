@@ -1,27 +1,40 @@
-"""The store as a policy sees it while a train step takes its batch: what is removed becomes ARCHIVED.
+"""The store as a policy sees it while a batch is taken: for a train step, what is removed becomes ARCHIVED.
 
 A policy removes what it returns, by `take` or by `delete`, and need not know for what. Handed this view of
-the store, the same policy archives.
+the store, the same policy archives. The view remembers what was removed, so that a batch that is cancelled
+or fails half way is given back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any
 
 from forebay.replay.query import QueryLike
-from forebay.replay.storage import StorageBackend, StorageItem
+from forebay.replay.storage import StorageBackend, StorageItem, copy_row
 
 
 class ArchivingStorage(StorageBackend):
-    """A view of `storage` whose `take` and `delete` archive rows for `train_step`; else the store's own.
+    """A view of `storage` whose `take` and `delete` archive rows for `train_step`, or remove them if None.
 
     >>> await FIFOReplayPolicy().get(8, {"status": "completed"}, ArchivingStorage(store, train_step=5))
     """
 
-    def __init__(self, storage: StorageBackend, train_step: int) -> None:
+    def __init__(self, storage: StorageBackend, train_step: int | None) -> None:
         self._storage = storage
         self._train_step = train_step
+        self.taken: list[StorageItem] = []
+        """What was removed through this view, as it was."""
+
+    async def give_back(self) -> None:
+        """Undo what was done through this view; rows that were not archived come back as the newest."""
+        if self._train_step is not None:
+            await self._storage.update([copy_row(row, item=None) for row in self.taken])
+        else:
+            for row in self.taken:
+                await self._storage.put(row)
 
     async def put(self, item: StorageItem) -> int:
         """As the store."""
@@ -40,12 +53,22 @@ class ArchivingStorage(StorageBackend):
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
-        """Archive these rows and return them as they were."""
-        return await self._storage.take(uids, query=query, train_step=self._train_step)
+        """Archive or remove these rows and return them as they were."""
+        taken = await self._storage.take(uids, query=query, train_step=self._train_step)
+        self.taken += taken
+        return taken
+
+    async def take_first(
+        self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
+    ) -> list[StorageItem]:
+        """Archive or remove the first rows and return them as they were."""
+        taken = await self._storage.take_first(count, query, order=order, train_step=self._train_step)
+        self.taken += taken
+        return taken
 
     async def delete(self, uids: Iterable[int]) -> None:
-        """Archive these rows."""
-        await self._storage.take(uids, train_step=self._train_step)
+        """Archive or remove these rows."""
+        await self.take(uids)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
         """As the store."""
@@ -69,3 +92,23 @@ class ArchivingStorage(StorageBackend):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As the store."""
         self._storage.load_state_dict(state)
+
+
+@asynccontextmanager
+async def taking(storage: StorageBackend, train_step: int | None) -> AsyncIterator[ArchivingStorage]:
+    """A view for the time of one batch; on any error, or if cancelled, what was taken is given back.
+
+    >>> async with taking(store, train_step=5) as view:
+    ...     groups = await policy.get(8, query, view)
+    """
+    view = ArchivingStorage(storage, train_step)
+    try:
+        yield view
+    except BaseException:
+        giving_back = asyncio.ensure_future(view.give_back())
+        while not giving_back.done():
+            try:
+                await asyncio.shield(giving_back)
+            except asyncio.CancelledError:
+                continue
+        raise

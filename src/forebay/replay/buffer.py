@@ -29,17 +29,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field
 
 from forebay.config import StrictModel
-from forebay.replay.archiving import ArchivingStorage
+from forebay.replay.archiving import ArchivingStorage, taking
 from forebay.replay.changes import Changes
+from forebay.replay.codec import GroupCodec
 from forebay.replay.groups import StoredGroup, copy_group, hand_out
 from forebay.replay.indexed import IndexedStorage
+from forebay.replay.locks import SharedLock
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy
-from forebay.replay.query import StorageIndices
+from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.storage import (
+    STALEST,
     StorageBackend,
     StorageItem,
     TagValue,
@@ -57,7 +61,11 @@ from forebay.types import (
     update_sample_version,
 )
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 Group = list[RolloutState]
+Result = TypeVar("Result")
 
 _CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
 
@@ -94,15 +102,20 @@ class ReplayBuffer:
         self.limit = limit
         self.keep_consumed = keep_consumed
         self.on_evict = on_evict
-        self.num_evicted: dict[str, int] = {}
-        """Groups evicted so far, by task."""
-        self._lock = asyncio.Lock()
+        storage_backend.use_codec(GroupCodec())
+        # Puts do not exclude each other: a store on disk writes those that wait at the same time together.
+        self._lock = SharedLock()
         self._changes = Changes()
         self._save_lock = asyncio.Lock()
         self._num_saving = 0
 
     def __len__(self) -> int:
         return len(self.storage)
+
+    @property
+    def num_evicted(self) -> dict[str, int]:
+        """Groups evicted so far, by task; the store counts them."""
+        return self.storage.num_evicted
 
     @property
     def version(self) -> int:
@@ -144,14 +157,14 @@ class ReplayBuffer:
             fill_token_fields(state)
             if model_step is not None:
                 update_sample_version(state, model_step)
-        async with self._lock:
+        async with self._lock.shared():
             group = await self._aged(StoredGroup(items), task_name, current_train_step)
             if stale_threshold is not None and maybe_expire_group(group, stale_threshold):
                 group = StoredGroup(group)
             row = _new_row(group, task_name)
             row.tags, row.priority = tags, priority
             await self.policy.put(row, self.storage)
-            evicted = await self._evict()
+            evicted = [] if self.limit is None else await self.storage.evict(self.limit)
             self._changes.note()
         if self.on_evict is not None:
             for item in evicted:
@@ -168,8 +181,8 @@ class ReplayBuffer:
         """Remove and return up to `batch_size` groups in policy order."""
         if batch_size <= 0:
             return []
-        async with self._lock:
-            groups = await self._take(batch_size, task_name, group_status, tags=tags)
+        async with self._lock.alone(), taking(self.storage, None) as view:
+            groups = await self._take(batch_size, task_name, group_status, view, tags=tags)
             if groups:
                 self._changes.note()
         return groups
@@ -178,7 +191,7 @@ class ReplayBuffer:
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> int:
         """The number of groups of that task and status."""
-        async with self._lock:
+        async with self._lock.alone():
             return await self.policy.count(
                 StorageIndices(task_name, group_status, tags).get_key(), self.storage
             )
@@ -188,7 +201,7 @@ class ReplayBuffer:
     ) -> dict[str, dict[Status, int]]:
         """The number of groups for every task and status asked for."""
         statuses = tuple(statuses)
-        async with self._lock:
+        async with self._lock.alone():
             return {
                 task: {
                     status: await self.policy.count(StorageIndices(task, status).get_key(), self.storage)
@@ -216,9 +229,12 @@ class ReplayBuffer:
         Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
         prunes them or `restore` brings them back.
         """
-        async with self._lock:
+        async with self._lock.alone(), taking(self.storage, train_step) as view:
+            still_held = train_step is not None
             groups = {
-                task: await self._take(size, task, group_status, train_step=train_step) if size > 0 else []
+                task: await self._take(size, task, group_status, view, still_held=still_held)
+                if size > 0
+                else []
                 for task, size in task_batch_sizes.items()
             }
             if any(groups.values()):
@@ -233,7 +249,7 @@ class ReplayBuffer:
         if self.keep_consumed:
             return
         query = {"status": Status.ARCHIVED, "train_step": {"$lte": train_step}}
-        async with self._lock:
+        async with self._lock.alone():
             rows = await self.storage.get(query, rows_only=True)
             await self.storage.delete([row.uid for row in rows])
             if rows:
@@ -246,9 +262,9 @@ class ReplayBuffer:
         may exceed `limit`; nothing is evicted before the next `put`.
         """
         query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
-        async with self._lock:
+        async with self._lock.alone():
             rows = await self.storage.get(query, rows_only=True)
-            await self.storage.update([_revived(row) for row in rows])
+            await self.storage.update_if([_revived(row) for row in rows], query)
             if rows:
                 self._changes.note()
 
@@ -270,12 +286,28 @@ class ReplayBuffer:
             _check_threshold(task, threshold)
         asked = _CAN_EXPIRE if statuses is None else tuple(statuses)
         expiring = [status for status in _CAN_EXPIRE if status in asked]
-        async with self._lock:
+        async with self._lock.alone():
             expired = {
                 task: await self._expire(task, threshold, current_train_step, expiring)
                 for task, threshold in task_stale_thresholds.items()
             }
         return expired
+
+    async def to_pandas(self, query: QueryLike | None = None, *, payloads: bool = False) -> DataFrame:
+        """The rows that match (all live ones), one line each; with `payloads` one line per rollout.
+
+        A copy, with the ages of now: fields and tags of the rows, or `forebay.replay.analysis.JOINED_SCHEMA`.
+
+        Raises:
+            ValueError: the query is not one, or a rollout holds a value that no column or JSON text holds.
+        """
+        from forebay.replay.analysis import to_frame
+
+        async with self._lock.alone():
+            rows = await self.storage.get(query or {}, rows_only=not payloads)
+            for row in rows if payloads else ():
+                row.item = hand_out(row.item, await self.storage.get_train_step(row.task_name), copy=True)
+        return await asyncio.to_thread(to_frame, rows, payloads=payloads)
 
     async def save(self, path: str | Path) -> None:
         """Write everything to the directory `path`: content, order, id counters, the policy's state.
@@ -290,12 +322,14 @@ class ReplayBuffer:
         from forebay.replay.snapshot import Snapshot, write_snapshot
 
         async with self._save_lock:
-            async with self._lock:
+            async with self._lock.alone():
+                # In a thread, because a store on disk reads its content.
+                storage, num_evicted = await _run_to_the_end(_state_of, self.storage)
                 snapshot = Snapshot(
-                    storage=self.storage.state_dict(),
+                    storage=storage,
                     policy=type(self.policy).__name__,
                     policy_state=self.policy.state_dict(),
-                    num_evicted=dict(self.num_evicted),
+                    num_evicted=num_evicted,
                 )
                 self._num_saving += 1
             try:
@@ -314,15 +348,19 @@ class ReplayBuffer:
         """
         from forebay.replay.snapshot import read_snapshot
 
-        self._require_empty()
+        await asyncio.to_thread(self._require_empty)
         snapshot = await asyncio.to_thread(read_snapshot, Path(path), policy=type(self.policy).__name__)
-        async with self._lock:
-            self._require_empty()
+        async with self._lock.alone():
+            await asyncio.to_thread(self._require_empty)
             # In a thread, because a store indexes what it loads; the lock keeps everybody else out.
-            await _run_to_the_end(self.storage.load_state_dict, snapshot.storage)
+            await _run_to_the_end(_load, self.storage, snapshot.storage, snapshot.num_evicted)
             self.policy.load_state_dict(snapshot.policy_state)
-            self.num_evicted = dict(snapshot.num_evicted)
             self._changes.note()
+
+    async def close(self) -> None:
+        """Give back what the store holds of threads, files and connections, after what was called."""
+        async with self._lock.alone():
+            await _run_to_the_end(self.storage.close)
 
     def _require_empty(self) -> None:
         if len(self):
@@ -337,32 +375,21 @@ class ReplayBuffer:
             group.refresh(known)
         return group
 
-    async def _evict(self) -> list[StorageItem]:
-        """Take out what exceeds the limit: the live groups that arrived first."""
-        excess = 0 if self.limit is None else len(self.storage) - self.limit
-        if excess <= 0:
-            return []
-        rows = await self.storage.get({}, limit=excess, rows_only=True)
-        evicted = await self.storage.take([row.uid for row in rows])
-        for row in evicted:
-            self.num_evicted[row.task_name] = self.num_evicted.get(row.task_name, 0) + 1
-        return evicted
-
     async def _take(
         self,
         count: int,
         task_name: str,
         group_status: Status,
+        view: ArchivingStorage,
         *,
         tags: Mapping[str, TagValue] | None = None,
-        train_step: int | None = None,
+        still_held: bool = False,
     ) -> list[Group]:
-        storage = self.storage if train_step is None else ArchivingStorage(self.storage, train_step)
         query = StorageIndices(task_name, group_status, tags).get_key()
-        groups = await self.policy.get(count, query, storage)
+        groups = await self.policy.get(count, query, view)
         seen_step = await self.storage.get_train_step(task_name)
-        still_held = train_step is not None or self._num_saving > 0
-        return [hand_out(group, seen_step, copy=still_held) for group in groups]
+        copy = still_held or self._num_saving > 0
+        return [hand_out(group, seen_step, copy=copy) for group in groups]
 
     async def _expire(
         self, task_name: str, threshold: int, train_step: int, statuses: Sequence[Status]
@@ -370,29 +397,38 @@ class ReplayBuffer:
         await self.storage.set_train_step(task_name, train_step)
         query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
         num_expired = 0
-        while rows := await self.storage.get(query, limit=EXPIRE_AT_ONCE):
+        while rows := await self.storage.get(query, order=STALEST, limit=EXPIRE_AT_ONCE):
             for row in rows:
                 # A snapshot being written still reads the rollouts as they were.
                 group = copy_group(row.item) if self._num_saving else row.item
                 group.refresh(train_step)
                 expire_group(group)
                 row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
-            await self.storage.update(rows)
+            # Another process may have taken some since.
+            num_expired += await self.storage.update_if(rows, query)
             self._changes.note()
-            num_expired += len(rows)
             # The lock is held, but other work than the buffer's may go on.
             await asyncio.sleep(0)
         return num_expired
 
 
-async def _run_to_the_end(function: Callable[..., None], *args: object) -> None:
+async def _run_to_the_end(function: Callable[..., Result], *args: object) -> Result:
     """Run `function` in a thread; when cancelled, wait for its end first: a thread cannot be stopped."""
     running = asyncio.ensure_future(asyncio.to_thread(function, *args))
     try:
-        await asyncio.shield(running)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
+
+
+def _state_of(storage: StorageBackend) -> tuple[dict[str, Any], dict[str, int]]:
+    return storage.state_dict(), dict(storage.num_evicted)
+
+
+def _load(storage: StorageBackend, state: Mapping[str, Any], num_evicted: Mapping[str, int]) -> None:
+    storage.load_state_dict(state)
+    storage.num_evicted = dict(num_evicted)
 
 
 def _new_row(group: StoredGroup, task_name: str) -> StorageItem:

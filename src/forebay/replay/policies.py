@@ -2,7 +2,8 @@
 
 ::
 
-    get(count, query, store): store.get(query, order, limit, rows_only) -> uids -> store.take -> payloads
+    get(count, query, store): store.take_first(count, query, order) -> payloads
+                              or: store.get(query, rows_only) -> draw -> store.take -> payloads
 
 A policy keeps no copy of the content, so nothing has to be told to it when rows expire, are evicted or come
 back. It may have a state of its own (`PrioritizedReplayPolicy` has its random numbers), which is saved with
@@ -58,17 +59,8 @@ class ReplayPolicy(ABC):
 async def take_ranked(
     count: int, query: QueryLike, storage_backend: StorageBackend, *, order: str
 ) -> list[Any]:
-    """Take the first `count` matching groups in `order`.
-
-    Where another process takes from the same store, a row may be gone between the ranking and the taking;
-    then the next ones are ranked, until there are enough or none is left.
-    """
-    taken: list[StorageItem] = []
-    while len(taken) < count:
-        rows = await storage_backend.get(query, order=order, limit=count - len(taken), rows_only=True)
-        if not rows:
-            break
-        taken += await storage_backend.take([row.uid for row in rows], query=query)
+    """Take the first `count` matching groups in `order`."""
+    taken = await storage_backend.take_first(count, query, order=order)
     return [item.item for item in taken]
 
 

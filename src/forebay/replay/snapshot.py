@@ -22,14 +22,15 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from forebay.replay.storage import STATE_VERSION
+from forebay.replay.storage import STATE_VERSION, StorageItem
 from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, read_items, rollout_batches
 
 FORMAT = "forebay-replay"
@@ -93,31 +94,58 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
             (path / name).unlink()
 
 
-def read_snapshot(path: Path, *, policy: str) -> Snapshot:
-    """The snapshot at `path`, which must have been taken with `policy`.
+@dataclass(frozen=True)
+class SnapshotTables:
+    """A snapshot as it lies on disk, its files checked and open, nothing decoded.
+
+    >>> with open_snapshot(Path("checkpoint/buffer")) as tables:
+    ...     tables.groups.num_rows
+    64
+    """
+
+    manifest: Mapping[str, Any]
+    groups: pa.Table
+    """One line per group (`tables.GROUPS_SCHEMA`)."""
+    rollouts: pa.RecordBatchFileReader
+    """One line per rollout (`tables.ROLLOUTS_SCHEMA`); a group lies in one batch."""
+
+    def storage_state(self, items: list[StorageItem]) -> dict[str, Any]:
+        """What a store loads, with these items."""
+        counters = {name: self.manifest[name] for name in ("next_uid", "next_timestamp_id", "train_steps")}
+        return {"version": STATE_VERSION, "items": items, **counters}
+
+
+@contextmanager
+def open_snapshot(path: Path) -> Iterator[SnapshotTables]:
+    """The tables of the snapshot at `path`, to be read before they are closed.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is no snapshot, is damaged, or is of another format.
+    """
+    manifest = _read_manifest(path)
+    with (
+        _open_arrow(path, "groups", manifest) as groups,
+        _open_arrow(path, "rollouts", manifest) as rollouts,
+    ):
+        yield SnapshotTables(manifest, groups.read_all(), rollouts)
+
+
+def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
+    """The snapshot at `path`; with `policy`, it must have been taken with that one.
 
     Raises:
         FileNotFoundError: there is nothing at `path`.
         ValueError: it is no snapshot, is damaged, or is of another format or policy.
     """
-    manifest = _read_manifest(path)
-    if manifest["policy"] != policy:
-        raise ValueError(
-            f"the snapshot at {str(path)!r} was taken with {manifest['policy']}, this buffer uses {policy}; "
-            f"build the buffer with the same policy"
-        )
-    with (
-        _open_arrow(path, "groups", manifest) as groups,
-        _open_arrow(path, "rollouts", manifest) as rollouts,
-    ):
-        items = read_items(groups.read_all(), rollouts)
-    storage = {
-        "version": STATE_VERSION,
-        "items": items,
-        "next_uid": manifest["next_uid"],
-        "next_timestamp_id": manifest["next_timestamp_id"],
-        "train_steps": manifest["train_steps"],
-    }
+    with open_snapshot(path) as tables:
+        manifest = tables.manifest
+        if policy is not None and manifest["policy"] != policy:
+            raise ValueError(
+                f"the snapshot at {str(path)!r} was taken with {manifest['policy']}, this buffer uses "
+                f"{policy}; build the buffer with the same policy"
+            )
+        storage = tables.storage_state(read_items(tables.groups, tables.rollouts))
     return Snapshot(storage, manifest["policy"], manifest["policy_state"], manifest["num_evicted"])
 
 

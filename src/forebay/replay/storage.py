@@ -21,8 +21,16 @@ What signatures cannot say:
 * **Isolation.** What `get` and `take` return are copies of the rows (the payload by reference, for stores
   that hold it in memory); changing one changes nothing in the store until `update`.
 * **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
-* **Competing takers.** A row is returned by at most one `take`. Between `get` and `take` another process may
-  have been faster: `take` returns only the rows that are still there and still match.
+* **Order.** Rows come in the order asked for, ties in arrival order. Where several processes put into one
+  store, arrival order is that in which the ids were given.
+* **Competing takers.** A row is returned by at most one `take` or `take_first`, whichever process calls.
+  Between `get` and `take` another taker may have been faster: `take` returns only the rows that are still
+  there and still match. `take_first` ranks and takes in one step and passes over rows that another process
+  is taking at this moment; nobody waits for longer than one call of another takes.
+* **Durability**, for stores that outlive the process: once a method has returned, what it did stays done. A
+  call that the death of the process interrupts has happened wholly or not at all, and so has one that is
+  cancelled; a cancelled `take` has not happened.
+* **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return values.
 * **Unknown uids** are ignored by `take`, `delete` and `update`.
 * ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
 """
@@ -34,9 +42,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
-from forebay.replay.query import ARCHIVED, QueryLike, plain_value
+from forebay.replay.query import ARCHIVED, All, Condition, QueryLike, parse_query, plain_value
 
 ARRIVAL = "timestamp_id"
 """First come, first; the default order."""
@@ -48,6 +56,22 @@ _ORDERS = ("timestamp_id", "staleness", "priority")
 TagValue = str | int | float | bool
 
 STATE_VERSION = 1
+
+
+class Codec(Protocol):
+    """How a store that cannot hold Python objects turns payloads into bytes and back.
+
+    >>> store.use_codec(GroupCodec())
+    """
+
+    def encode(self, payload: Any) -> bytes:
+        """The payload as bytes; ValueError if it holds something that cannot be stored."""
+
+    def decode(self, data: bytes) -> Any:
+        """The payload of these bytes; ValueError if they are damaged or of another codec."""
+
+    def status(self, value: str) -> Enum | str:
+        """The status that rows with this value carry."""
 
 
 @dataclass(slots=True)
@@ -127,6 +151,49 @@ class StorageBackend(ABC):
         removed but become ARCHIVED, with that train step and their present status as `status_before`.
         """
 
+    async def take_first(
+        self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
+    ) -> list[StorageItem]:
+        """Rank and `take` the first `count` rows that match; fewer only if there are fewer."""
+        taken: list[StorageItem] = []
+        while len(taken) < count:
+            rows = await self.get(query, order=order, limit=count - len(taken), rows_only=True)
+            if not rows:
+                break
+            # A rival may have been faster between the two; then the next ones are ranked.
+            taken += await self.take([row.uid for row in rows], query=query, train_step=train_step)
+        return taken
+
+    async def update_if(self, items: Iterable[StorageItem], query: QueryLike) -> int:
+        """`update` those whose rows still match `query`, in one step; return how many.
+
+        What was read may meanwhile belong to another process, which must not lose it again.
+        """
+        by_uid = {item.uid: item for item in items}
+        still = All((Condition("uid", "$in", tuple(by_uid)), parse_query(query)))
+        matching = [by_uid[row.uid] for row in await self.get(still, rows_only=True)]
+        await self.update(matching)
+        return len(matching)
+
+    async def evict(self, limit: int) -> list[StorageItem]:
+        """Remove the live rows that arrived first until `limit` are left; count and return them."""
+        if (excess := len(self) - limit) <= 0:
+            return []
+        evicted = await self.take_first(excess, {})
+        for row in evicted:
+            self.num_evicted[row.task_name] = self.num_evicted.get(row.task_name, 0) + 1
+        return evicted
+
+    @property
+    def num_evicted(self) -> dict[str, int]:
+        """Rows that `evict` has removed so far, by task."""
+        found: dict[str, int] = self.__dict__.setdefault("_num_evicted", {})
+        return found
+
+    @num_evicted.setter
+    def num_evicted(self, counts: Mapping[str, int]) -> None:
+        self.__dict__["_num_evicted"] = dict(counts)
+
     @abstractmethod
     async def delete(self, uids: Iterable[int]) -> None:
         """Remove these rows."""
@@ -165,6 +232,12 @@ class StorageBackend(ABC):
         Raises:
             ValueError: `state` is of another version or contradicts itself; the store is as it was.
         """
+
+    def use_codec(self, codec: Codec) -> None:  # noqa: B027
+        """Payloads are what `codec` says. Stores in memory keep the objects and need none."""
+
+    def close(self) -> None:  # noqa: B027
+        """Give back threads, files and connections; the store is not used afterwards."""
 
 
 class RowBook:

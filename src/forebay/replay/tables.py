@@ -191,28 +191,42 @@ def read_items(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> list[Sto
     """
     payloads: dict[int, StoredGroup] = {}
     for index in range(rollouts.num_record_batches):
-        payloads.update(_read_groups(rollouts.get_batch(index)))
-    items = [_read_row(line, payloads) for line in groups.to_pylist()]
+        payloads.update(read_groups(rollouts.get_batch(index)))
+    items = []
+    for line in groups.to_pylist():
+        group = payloads.get(line["uid"])
+        if group is None or len(group) != line["num_rollouts"]:
+            raise ValueError(f"group {line['uid']} does not have all its rollouts in the rollouts table")
+        items.append(_read_row(line, group))
     if len(payloads) != len(items):
         raise ValueError(f"the rollouts table holds {len(payloads)} groups, the groups table {len(items)}")
     return items
 
 
-def _read_row(line: dict[str, Any], payloads: Mapping[int, StoredGroup]) -> StorageItem:
-    group = payloads.get(line["uid"])
-    if group is None or len(group) != line.pop("num_rollouts"):
-        raise ValueError(f"group {line['uid']} does not have all its rollouts in the rollouts table")
-    before = line.pop("status_before")
+def _read_row(line: dict[str, Any], group: StoredGroup | None = None) -> StorageItem:
+    before = line["status_before"]
     return StorageItem(
-        group,
-        status=Status(line.pop("status")),
+        item=group,
+        uid=line["uid"],
+        timestamp_id=line["timestamp_id"],
+        task_name=line["task_name"],
+        status=Status(line["status"]),
+        staleness=line["staleness"],
+        tags=json.loads(line["tags"]),
+        priority=line["priority"],
+        oldest_model_step=line["oldest_model_step"],
+        train_step=line["train_step"],
         status_before=None if before is None else Status(before),
-        tags=json.loads(line.pop("tags")),
-        **line,
     )
 
 
-def _read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
+def read_rows(groups: pa.Table) -> list[StorageItem]:
+    """The rows of the groups table, without their rollouts."""
+    return [_read_row(line) for line in groups.to_pylist()]
+
+
+def read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
+    """The groups in a piece of the rollouts table, each with its uid."""
     columns = {
         name: batch.column(name).to_pylist()
         for name in ("uid", "status", "fields", *TEXT_FIELDS, *INT_FIELDS)

@@ -1,0 +1,133 @@
+"""The ``forebay buffer`` and ``forebay ledger`` commands: looking into what a run left on disk.
+
+::
+
+    forebay buffer inspect PATH                  what is in it: counts, staleness, ages, sizes, ledger balance
+    forebay buffer show    PATH UID              one group: prompt, responses, rewards, who made which token
+    forebay buffer query   PATH '{"staleness": {"$gte": 2}}'
+    forebay buffer export  PATH out.parquet      one line per rollout, for pandas, Polars, DuckDB
+    forebay buffer migrate FROM TO               to another store or a snapshot
+    forebay ledger RUN_FOLDER                    what became of every group, and whether dropping bends it
+
+PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or a file
+that ends in .db, .sqlite or .sqlite3. Only ``export`` and ``migrate`` write, and only what they are told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+app = typer.Typer(help="Look into a replay buffer on disk.", no_args_is_help=True)
+
+PIPED_WIDTH = 160
+"""Columns when the output is no terminal; a table of groups fits."""
+
+BufferPath = Annotated[
+    str, typer.Argument(metavar="PATH", help="A snapshot, checkpoint or run folder, or a database.")
+]
+QueryText = Annotated[
+    str, typer.Argument(metavar="QUERY", help='JSON, such as \'{"task_name": "math", "tags.level": 3}\'.')
+]
+
+
+@app.command()
+def inspect(path: BufferPath) -> None:
+    """Show what is in a buffer: counts, staleness, ages, sizes, and the ledger's balance."""
+    with _one_message():
+        from forebay.inspection.commands import inspect_buffer
+
+        asyncio.run(inspect_buffer(path, _console()))
+
+
+@app.command()
+def show(path: BufferPath, uid: Annotated[int, typer.Argument(help="As `query` lists it.")]) -> None:
+    """Show one group: prompt, responses, rewards, and the weights that made each span of tokens."""
+    with _one_message():
+        from forebay.inspection.commands import show_group
+
+        asyncio.run(show_group(path, uid, _console()))
+
+
+@app.command()
+def query(
+    path: BufferPath,
+    query: QueryText = "{}",
+    order: Annotated[
+        str | None, typer.Option(help="timestamp_id, staleness or priority; - in front: descending.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="Groups to show at most.")] = 50,
+) -> None:
+    """List the groups that match a query."""
+    with _one_message():
+        from forebay.inspection.commands import query_buffer
+
+        asyncio.run(query_buffer(path, query, order, limit, _console()))
+
+
+@app.command()
+def export(
+    path: BufferPath,
+    target: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    query: Annotated[str, typer.Option(help="Only the groups that match, as in `query`.")] = "{}",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
+) -> None:
+    """Write rows and rollouts to a Parquet file, one line per rollout."""
+    with _one_message():
+        from forebay.inspection.commands import export_buffer
+
+        asyncio.run(export_buffer(path, target, query, overwrite, _console()))
+
+
+@app.command()
+def migrate(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="As PATH elsewhere.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="A new folder, or an empty database.")],
+    policy: Annotated[
+        str | None,
+        typer.Option(help="Policy that a snapshot of a database is for; its class name."),
+    ] = None,
+) -> None:
+    """Copy everything: a snapshot to a database, a database to a snapshot, or like to like."""
+    with _one_message():
+        from forebay.inspection.commands import migrate_buffer
+
+        asyncio.run(migrate_buffer(source, target, policy, _console()))
+
+
+def show_ledger(
+    path: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, or a ledger.jsonl.")],
+    task: Annotated[str | None, typer.Option(help="Compare the groups of this task only.")] = None,
+) -> None:
+    """Show what became of every group, and how dropped groups differ from trained ones."""
+    with _one_message():
+        from forebay.inspection.commands import ledger_report
+
+        asyncio.run(ledger_report(path, task, _console()))
+
+
+def _console() -> Console:
+    """Text as it is: no markup, no emoji codes, no colours for what looks like a number."""
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
+
+
+@contextmanager
+def _one_message() -> Iterator[None]:
+    """Turn what a person can mend (a wrong path, query or file) into one message and exit status 2."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        from forebay.inspection.views import plain
+
+        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
+        console.print(Text("error: ", "bold red") + plain(error), soft_wrap=True)
+        raise typer.Exit(2) from None

@@ -1,0 +1,487 @@
+"""What every replay store must do, as tests that a store's author inherits.
+
+::
+
+    class TestMyStorage(StorageConformance):
+        @pytest.fixture
+        def storage(self):
+            store = MyStorage(...)
+            yield store
+            store.close()
+
+The contract in words is `forebay.replay.storage`; each test holds one sentence of it. The tests need pytest
+and nothing else; they run the coroutines themselves. Payloads are short texts and numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import numpy as np
+import pytest
+
+from forebay.replay.naive import NaiveStorage
+from forebay.replay.query import ARCHIVED, StorageIndices, parse_query, plain_value
+from forebay.replay.storage import StorageBackend, StorageItem, TagValue
+from forebay.types import Status
+
+EVERYTHING = {"status": {"$in": [status.value for status in Status]}}
+
+
+def _runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+def make_row(
+    payload: Any = "payload",
+    task: str = "math",
+    status: Any = "completed",
+    *,
+    staleness: int = 0,
+    step: int | None = None,
+    tags: dict[str, TagValue] | None = None,
+    priority: float = 1.0,
+) -> StorageItem:
+    """A row to put."""
+    return StorageItem(
+        payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step
+    )
+
+
+def uids(rows: list[StorageItem]) -> list[int]:
+    """The uids, in order."""
+    return [row.uid for row in rows]
+
+
+async def put_all(storage: StorageBackend, *rows: StorageItem) -> list[int]:
+    """Put the rows one after another."""
+    return [await storage.put(row) for row in rows]
+
+
+async def _fill(storage: StorageBackend) -> None:
+    """Six rows named by their uids, of all kinds; the last is archived."""
+    await storage.set_train_step("math", 5)
+    await put_all(
+        storage,
+        make_row(0, "math", step=1, tags={"level": 3, "kind": "add"}),
+        make_row(1, "math", step=4, tags={"level": 1.5, "ok": True}),
+        make_row(2, "math", "aborted", staleness=2, tags={"level": True}),
+        make_row(3, "code", staleness=0, priority=0.5, tags={"level": "3"}),
+        make_row(4, "code", "failed", staleness=4),
+        make_row(5, "code", staleness=1, step=9),
+    )
+    await storage.take([5], train_step=7)
+
+
+QUERIES: list[tuple[Any, list[int]]] = [
+    ({}, [0, 1, 2, 3, 4]),
+    ({"$and": []}, [0, 1, 2, 3, 4]),
+    ({"$or": []}, []),
+    ({"task_name": "math"}, [0, 1, 2]),
+    ({"task_name": "math", "status": "completed"}, [0, 1]),
+    ({"status": Status.FAILED}, [4]),
+    ({"status": {"$in": [Status.FAILED, "aborted"]}}, [2, 4]),
+    ({"status": {"$not_in": ["completed"]}}, [2, 4]),
+    ({"status": {"$ne": "completed"}}, [2, 4]),
+    ({"staleness": {"$gte": 2}}, [0, 2, 4]),
+    ({"staleness": {"$gt": 2, "$lte": 4}}, [0, 4]),
+    ({"staleness": {"$between": [2, 3]}}, [0, 2]),
+    ({"staleness": 0}, [1, 3]),
+    ({"staleness": 0.0}, [1, 3]),
+    ({"staleness": False}, []),
+    ({"staleness": {"$lt": "5"}}, []),
+    ({"staleness": {"$lt": 2.5}}, [1, 2, 3]),
+    ({"staleness": {"$lt": float("inf")}}, [0, 1, 2, 3, 4]),
+    ({"staleness": {"$gt": -(10**30)}}, [0, 1, 2, 3, 4]),
+    ({"staleness": {"$ne": "5"}}, [0, 1, 2, 3, 4]),
+    ({"staleness": {}}, [0, 1, 2, 3, 4]),
+    ({"priority": {"$lt": 1}}, [3]),
+    ({"oldest_model_step": None}, [2, 3, 4]),
+    ({"oldest_model_step": {"$lte": 4}}, [0, 1]),
+    ({"oldest_model_step": {"$ne": 1}}, [1, 2, 3, 4]),
+    ({"uid": {"$in": [4, 1, 77, 10**30]}}, [1, 4]),
+    ({"uid": {"$in": [True, 1.0]}}, [1]),
+    ({"uid": True}, []),
+    ({"timestamp_id": {"$between": (1, 2)}}, [1, 2]),
+    ({"staleness": {"$gte": np.int64(4)}}, [4]),
+    ({"task_name": {"$in": ["code", "none"]}, "$or": [{"status": "failed"}]}, [4]),
+    ({"uid": {"$in": list(range(0, 40_000, 2))}}, [0, 2, 4]),
+    ({"$or": [{"uid": 3, "priority": n} for n in range(1500)] + [{"uid": 1}]}, [1]),
+    ({"tags.level": 3}, [0]),
+    ({"tags.level": {"$gte": 1}}, [0, 1]),
+    ({"tags.level": "3"}, [3]),
+    ({"tags.level": True}, [2]),
+    ({"tags.level": {"$ne": 3}}, [1, 2, 3, 4]),
+    ({"tags.level": {"$not_in": [3, "3"]}}, [1, 2, 4]),
+    ({"tags.level": {"$not_in": [3, True]}}, [1, 3, 4]),
+    ({"tags.level": {"$lt": "a"}}, [3]),
+    ({"tags.level": None}, []),
+    ({"tags.nobody": {"$lte": 3}}, []),
+    ({"tags.kind": {"$gt": "aaa"}}, [0]),
+    ({"task_name": "x' OR '1'='1"}, []),
+    ({"tags.x' OR '1'='1": {"$ne": 1}}, [0, 1, 2, 3, 4]),
+    ({"task_name": {"$lt": "d\0\ud800"}}, [3, 4]),
+    ({"$or": [{"task_name": "code", "staleness": {"$lt": 4}}, {"uid": 0}]}, [0, 3]),
+    ({"$and": [{"task_name": "math"}, {"$or": [{"staleness": 2}, {"tags.ok": True}]}]}, [1, 2]),
+    ({"train_step": {"$gte": 0}}, []),
+    ({"uid": 5}, []),
+    ({"status": "archived"}, [5]),
+    ({"status": {"$in": ["archived", "failed"]}}, [4, 5]),
+    ({"status": Status.ARCHIVED, "train_step": {"$lte": 7}}, [5]),
+    ({"status": Status.ARCHIVED, "train_step": {"$gt": 7}}, []),
+    ({"status": {"$gte": "archived"}}, [0, 1, 3, 4]),
+    ({"status": {"$ne": "archived"}}, [0, 1, 2, 3, 4]),
+    ({"status_before": "completed", "status": "archived"}, [5]),
+    (StorageIndices("math", Status.COMPLETED), [0, 1]),
+    (parse_query(StorageIndices("math", tags={"ok": True})), [1]),
+]
+"""Queries on what `_fill` puts, and the payloads they find."""
+
+
+class StorageConformance:
+    """The tests of a store; a subclass overrides the fixture `storage` with a new, empty store.
+
+    >>> class TestMyStorage(StorageConformance):
+    ...     @pytest.fixture
+    ...     def storage(self):
+    ...         return MyStorage()
+    """
+
+    @pytest.fixture
+    def storage(self) -> StorageBackend:
+        """A new, empty store."""
+        raise NotImplementedError("override the fixture `storage`")
+
+    # Ids and order
+
+    @_runs
+    async def test_put_gives_growing_ids_and_get_returns_arrival_order(self, storage: StorageBackend) -> None:
+        ids = await put_all(storage, make_row("a"), make_row("b", task="code"), make_row("c"))
+        assert ids == sorted(set(ids))
+        rows = await storage.get({})
+        assert uids(rows) == ids
+        assert [row.item for row in rows] == ["a", "b", "c"]
+        assert [row.timestamp_id for row in rows] == sorted(row.timestamp_id for row in rows)
+        assert len(storage) == 3
+
+    @_runs
+    async def test_an_id_that_is_brought_along_is_kept_if_it_is_new(self, storage: StorageBackend) -> None:
+        row = make_row("a")
+        row.uid, row.timestamp_id = 7, 9
+        assert await storage.put(row) == 7
+        assert await storage.put(row) == 8
+        assert await storage.put(make_row("b")) == 9
+        assert [stored.timestamp_id for stored in await storage.get({})] == [9, 10, 11]
+
+    @_runs
+    async def test_ids_do_not_rewind_when_drained_or_loaded(self, storage: StorageBackend) -> None:
+        older = storage.state_dict()
+        ids = await put_all(storage, make_row(), make_row())
+        await storage.take(ids)
+        assert len(storage) == 0
+        other = NaiveStorage()
+        other.load_state_dict(storage.state_dict())
+        assert await other.put(make_row()) > max(ids)
+        storage.load_state_dict(older)
+        assert len(storage) == 0
+        newer = await put_all(other, make_row(), make_row())
+        storage.load_state_dict(other.state_dict())
+        assert await storage.put(make_row()) > max(newer)
+
+    @pytest.mark.parametrize(
+        ("order", "expected"),
+        [
+            (None, "abcd"),
+            ("timestamp_id", "abcd"),
+            ("-timestamp_id", "dcba"),
+            ("staleness", "adbc"),
+            ("-staleness", "bcad"),
+            ("priority", "cabd"),
+            ("-priority", "dabc"),
+        ],
+    )
+    @_runs
+    async def test_orders_with_ties_in_arrival_order(
+        self, storage: StorageBackend, order: str | None, expected: str
+    ) -> None:
+        await put_all(
+            storage,
+            make_row("a", staleness=1),
+            make_row("b", staleness=2, task="code"),
+            make_row("c", staleness=2, priority=0.5),
+            make_row("d", staleness=1, priority=2.0),
+        )
+        for limit in (None, 0, 1, 2, 3, 4, 5, -1):
+            rows = await storage.get({}, order=order, limit=limit)
+            wanted = expected if limit is None else expected[: max(limit, 0)]
+            assert "".join(row.item for row in rows) == wanted
+        by_uid = await storage.get({"uid": {"$lte": 99}}, order=order)
+        listed = await storage.get({"uid": {"$in": [3, 1, 0, 2, 77]}}, order=order)
+        assert uids(by_uid) == uids(listed) == uids(await storage.get({}, order=order))
+        for name in expected:
+            assert [row.item for row in await storage.take_first(1, {}, order=order)] == [name]
+
+    @_runs
+    async def test_an_unknown_order_is_an_error(self, storage: StorageBackend) -> None:
+        with pytest.raises(ValueError, match="'reward'"):
+            await storage.get({}, order="reward")
+        with pytest.raises(ValueError, match="'reward'"):
+            await storage.take_first(1, {}, order="reward")
+
+    # Isolation
+
+    @_runs
+    async def test_rows_only_leaves_the_payload_out(self, storage: StorageBackend) -> None:
+        await storage.put(make_row("a", tags={"level": 3}))
+        (row,) = await storage.get({}, rows_only=True)
+        assert row.item is None
+        assert row.tags == {"level": 3}
+
+    @_runs
+    async def test_what_is_returned_is_a_copy(self, storage: StorageBackend) -> None:
+        given_row = make_row("a", tags={"x": 1})
+        uid = await storage.put(given_row)
+        given_row.tags["x"] = 2
+        given_row.status = "failed"
+        (row,) = await storage.get({})
+        row.tags["x"] = 3
+        row.priority = 9.0
+        (again,) = await storage.get({"uid": uid})
+        assert (again.tags, again.priority, again.status) == ({"x": 1}, 1.0, "completed")
+
+    @_runs
+    async def test_status_members_and_their_values_are_the_same(self, storage: StorageBackend) -> None:
+        uid = await storage.put(make_row(status=Status.ABORTED))
+        assert await storage.count({"status": "aborted"}) == 1
+        assert await storage.count({"status": Status.ABORTED}) == 1
+        (row,) = await storage.take([uid], train_step=1)
+        assert plain_value(row.status) == "aborted"
+        (archived,) = await storage.get({"status": "archived"})
+        assert plain_value(archived.status) == ARCHIVED
+        assert plain_value(archived.status_before) == "aborted"
+
+    @_runs
+    async def test_rows_come_back_with_every_field(self, storage: StorageBackend) -> None:
+        tags: dict[str, TagValue] = {
+            "int": 2**63 - 1,
+            "float": 0.1,
+            "zero": 0.0,
+            "true": True,
+            "text\0\ud800": "'\0\ud800\U0010ffff",
+        }
+        row = make_row("a", "code '", "aborted", staleness=-3, step=0, tags=tags, priority=1e-300)
+        await storage.put(row)
+        (stored,) = await storage.get({"tags.int": 2**63 - 1, "tags.text\0\ud800": {"$gte": "'\0\ud800"}})
+        assert (stored.task_name, stored.staleness, stored.oldest_model_step) == ("code '", -3, 0)
+        assert (stored.priority, stored.train_step, stored.status_before) == (1e-300, None, None)
+        assert stored.tags == tags
+        assert list(map(type, stored.tags.values())) == list(map(type, tags.values()))
+        assert await storage.count({"tags.int": {"$gte": 2.0**63}}) == 0
+
+    # Age
+
+    @_runs
+    async def test_staleness_is_as_given_until_a_train_step_is_known(self, storage: StorageBackend) -> None:
+        await put_all(storage, make_row("a", staleness=5, step=8), make_row("b", staleness=1, step=2))
+        assert [row.item for row in await storage.get({}, order="-staleness")] == ["a", "b"]
+        await storage.set_train_step("math", 10)
+        rows = await storage.get({}, order="-staleness")
+        assert [(row.item, row.staleness) for row in rows] == [("b", 7), ("a", 1)]
+        assert await storage.get_train_step("math") == 10
+        assert await storage.get_train_step("code") is None
+
+    @_runs
+    async def test_labelled_and_unlabelled_rows_are_ranked_together(self, storage: StorageBackend) -> None:
+        await put_all(
+            storage,
+            make_row("given 3", staleness=3),
+            make_row("step 2", step=2),
+            make_row("step 0", step=0),
+            make_row("given 1", staleness=1),
+        )
+        expected = {
+            3: [("given 3", 3), ("step 0", 2), ("given 1", 1), ("step 2", 0)],
+            4: [("given 3", 3), ("step 0", 3), ("step 2", 1), ("given 1", 1)],
+            6: [("step 0", 5), ("given 3", 3), ("step 2", 3), ("given 1", 1)],
+            2: [("given 3", 3), ("step 0", 1), ("given 1", 1), ("step 2", -1)],
+        }
+        for train_step, order in expected.items():
+            await storage.set_train_step("math", train_step)
+            rows = await storage.get({}, order="-staleness")
+            assert [(row.item, row.staleness) for row in rows] == order
+            assert await storage.count({"staleness": {"$gte": 3}}) == sum(age >= 3 for _, age in order)
+
+    @_runs
+    async def test_tasks_age_on_their_own(self, storage: StorageBackend) -> None:
+        await put_all(storage, make_row("m", step=0), make_row("c", task="code", step=0))
+        await storage.set_train_step("math", 5)
+        await storage.set_train_step("nobody's", 9)
+        rows = {row.item: row.staleness for row in await storage.get({})}
+        assert rows == {"m": 4, "c": 0}
+
+    # Taking, deleting, updating
+
+    @_runs
+    async def test_take_removes_each_row_once_and_ignores_unknown_uids(self, storage: StorageBackend) -> None:
+        a, b = await put_all(storage, make_row("a"), make_row("b"))
+        assert [row.item for row in await storage.take([b, 99, -1, 2**70, a, b])] == ["b", "a"]
+        assert await storage.take([a, b]) == []
+        assert len(storage) == 0
+
+    @_runs
+    async def test_take_leaves_rows_that_do_not_match_any_more(self, storage: StorageBackend) -> None:
+        a, b = await put_all(storage, make_row("a"), make_row("b"))
+        await storage.take([a], train_step=1)
+        taken = await storage.take([a, b], query={"status": "completed"})
+        assert [row.item for row in taken] == ["b"]
+        assert await storage.count({"status": "archived"}) == 1
+
+    @_runs
+    async def test_take_for_a_train_step_archives(self, storage: StorageBackend) -> None:
+        a, b = await put_all(storage, make_row("a", status="aborted", tags={"x": 1}), make_row("b"))
+        (taken,) = await storage.take([a], train_step=4)
+        assert (taken.item, taken.status, taken.train_step) == ("a", "aborted", None)
+        assert len(storage) == 1
+        assert uids(await storage.get({})) == [b]
+        (row,) = await storage.get({"status": "archived"})
+        assert (row.uid, row.item, row.train_step, row.status_before) == (a, "a", 4, "aborted")
+        assert row.tags == {"x": 1}
+        await storage.take([a], train_step=6)
+        (row,) = await storage.get({"status": "archived"})
+        assert (row.train_step, row.status_before) == (6, "aborted")
+        assert [row.item for row in await storage.take_first(9, {}, train_step=6)] == ["b"]
+        assert await storage.count({"status": "archived", "train_step": 6}) == 2
+
+    @_runs
+    async def test_takers_at_the_same_time_get_each_row_once(self, storage: StorageBackend) -> None:
+        await asyncio.gather(*(storage.put(make_row(number)) for number in range(30)))
+        batches = await asyncio.gather(
+            *(storage.take_first(4, {"status": "completed"}, train_step=1) for _ in range(6)),
+            storage.take(range(28), query={"status": "completed"}),
+            storage.take(range(28), query={"status": "completed"}),
+        )
+        taken = [row.item for batch in batches for row in batch]
+        taken += [row.item for row in await storage.take_first(99, {})]
+        assert sorted(taken) == list(range(30))
+        assert len(storage) == 0
+
+    @_runs
+    async def test_delete_ignores_unknown_uids(self, storage: StorageBackend) -> None:
+        a, b = await put_all(storage, make_row("a"), make_row("b"))
+        await storage.delete([a, a, 99])
+        assert uids(await storage.get({})) == [b]
+
+    @_runs
+    async def test_update_keeps_ids_and_payload_and_ignores_unknown_uids(
+        self, storage: StorageBackend
+    ) -> None:
+        a, b = await put_all(storage, make_row("a", tags={"old": 1}), make_row("b"))
+        (row,) = await storage.get({"uid": a}, rows_only=True)
+        row.status, row.timestamp_id, row.priority, row.tags = "expired", 50, 2.0, {"new": 1}
+        row.task_name = "code"
+        unknown = make_row("z")
+        unknown.uid = 99
+        await storage.update([row, unknown])
+        rows = await storage.get({})
+        assert [(r.uid, r.timestamp_id, r.status, r.item) for r in rows] == [
+            (a, 0, "expired", "a"),
+            (b, 1, "completed", "b"),
+        ]
+        assert await storage.count({"tags.old": 1}) == 0
+        assert await storage.count({"task_name": "code", "tags.new": 1, "staleness": 0}) == 1
+        row.item = "new"
+        other = rows[1]
+        other.status = "failed"
+        assert await storage.update_if([row, other, unknown], {"status": "expired"}) == 1
+        assert [r.item for r in await storage.get({"status": "expired"})] == ["new"]
+        assert await storage.count({"status": "failed"}) == 0
+
+    @_runs
+    async def test_rows_that_come_back_take_their_old_place(self, storage: StorageBackend) -> None:
+        ids = await put_all(storage, *(make_row(i) for i in range(32)))
+        rows = await storage.get({})
+        for row in rows:
+            row.status = "aborted"
+        await storage.update(rows[:-1])
+        for row in reversed(rows[:-1]):
+            row.status = "completed"
+            await storage.update([row])
+        assert uids(await storage.get({"status": "completed"})) == ids
+        assert uids(await storage.get({}, order="-timestamp_id", limit=3)) == ids[:-4:-1]
+        await storage.delete(ids[1::2])
+        assert uids(await storage.get({})) == ids[::2]
+
+    @_runs
+    async def test_evict_removes_what_arrived_first_and_counts_it(self, storage: StorageBackend) -> None:
+        await put_all(storage, make_row("a"), make_row("b", task="code"), make_row("c"), make_row("d"))
+        await storage.take([0], train_step=1)
+        assert await storage.evict(3) == []
+        assert [row.item for row in await storage.evict(1)] == ["b", "c"]
+        assert storage.num_evicted == {"code": 1, "math": 1}
+        assert [row.item for row in await storage.get(EVERYTHING)] == ["a", "d"]
+
+    # State
+
+    @_runs
+    async def test_a_state_moves_to_another_store_and_back(self, storage: StorageBackend) -> None:
+        await storage.set_train_step("math", 6)
+        ids = await put_all(
+            storage,
+            make_row("a", step=1),
+            make_row("b", staleness=2, tags={"x": True}),
+            make_row("c", priority=0.0),
+        )
+        await storage.take(ids[:1], train_step=6)
+        other = NaiveStorage()
+        other.load_state_dict(storage.state_dict())
+        assert await other.get(EVERYTHING) == await storage.get(EVERYTHING)
+        assert len(other) == len(storage) == 2
+        assert await other.get_train_step("math") == 6
+        (row,) = await other.get({"uid": ids[1]})
+        row.priority = 5.0
+        await other.update([row])
+        assert (await storage.get({"uid": ids[1]}))[0].priority == 1.0
+        storage.load_state_dict(other.state_dict())
+        assert await other.get(EVERYTHING) == await storage.get(EVERYTHING)
+
+    @_runs
+    async def test_a_state_that_contradicts_itself_changes_nothing(self, storage: StorageBackend) -> None:
+        await storage.put(make_row("kept"))
+        other = NaiveStorage()
+        await put_all(other, make_row("a"), make_row("b"))
+        state = other.state_dict()
+        for wrong in (
+            {"version": 99},
+            {"items": state["items"] * 2},
+            {"next_uid": 1},
+            {"next_timestamp_id": 0},
+        ):
+            with pytest.raises(ValueError, match=r"version|twice"):
+                storage.load_state_dict({**state, **wrong})
+            assert [row.item for row in await storage.get({})] == ["kept"]
+
+    # Queries
+
+    @_runs
+    async def test_what_queries_match(self, storage: StorageBackend) -> None:
+        await _fill(storage)
+        for query, expected in QUERIES:
+            assert [row.item for row in await storage.get(query)] == expected, query
+            assert await storage.count(query) == len(expected), query
+
+    @_runs
+    async def test_wrong_queries_are_errors(self, storage: StorageBackend) -> None:
+        wrong: list[Any] = ["completed", {"item": 1}, {"uid": {"$like": 1}}, {"uid": {"$between": [2, 1]}}]
+        for query in wrong:
+            for ask in (storage.get, storage.count):
+                with pytest.raises(ValueError, match=r"query|field|operator|between"):
+                    await ask(query)
+            with pytest.raises(ValueError, match=r"query|field|operator|between"):
+                await storage.take([1], query=query)

@@ -1,0 +1,299 @@
+"""What the commands do, on an open buffer and a console."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from rich.console import Console, Group
+from rich.text import Text
+
+from forebay.inspection.near import NearLedger, find_ledger, ledger_file
+from forebay.inspection.source import (
+    ALL_STATUSES,
+    BufferSource,
+    SnapshotSource,
+    SqlSource,
+    find_snapshot,
+    hide_password,
+    is_sql,
+    open_sql,
+)
+from forebay.inspection.views import (
+    ages_table,
+    balance_table,
+    bias_table,
+    counts_table,
+    group_view,
+    histogram,
+    number,
+    plain,
+    rows_table,
+    section,
+    size,
+    sizes_table,
+)
+from forebay.ledger import Ledger, compare_dropped
+from forebay.replay import policies
+from forebay.replay.analysis import JOINED_SCHEMA
+from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
+from forebay.replay.snapshot import Snapshot, open_snapshot, read_snapshot, write_snapshot
+from forebay.replay.storage import StorageItem
+
+
+@asynccontextmanager
+async def _opened(path: str) -> AsyncIterator[BufferSource]:
+    if is_sql(path):
+        source = SqlSource(path)
+        try:
+            yield source
+        finally:
+            source.storage.close()
+    else:
+        folder = find_snapshot(Path(path))
+        with open_snapshot(folder) as tables:
+            yield SnapshotSource(folder, tables)
+
+
+async def inspect_buffer(path: str, console: Console) -> None:
+    """Counts by task and status, staleness, ages, sizes, evictions, and the balance of a ledger nearby."""
+    async with _opened(path) as source:
+        rows = await source.storage.get(ALL_STATUSES, rows_only=True)
+        live = [row for row in rows if not row.is_archived]
+        console.print(Text(source.location, "bold"), soft_wrap=True)
+        on_disk = [] if source.num_bytes is None else [f"{size(source.num_bytes)} on disk"]
+        console.print(Text("; ".join([source.kind, *on_disk]), "dim"))
+        console.print(section("groups", counts_table(rows) if rows else Text("none")))
+        if live:
+            console.print(section("staleness of live groups", histogram([row.staleness for row in live])))
+            steps = {row.task_name: await source.storage.get_train_step(row.task_name) for row in live}
+            console.print(section("ages", ages_table(live, steps)))
+        if rows:
+            digests = await source.digests([row.uid for row in rows])
+            console.print(section("sizes", sizes_table(rows, digests)))
+        if source.num_evicted:
+            evicted = [f"{task} {number(count)}" for task, count in sorted(source.num_evicted.items())]
+            console.print(section("evicted so far", plain(", ".join(evicted))))
+        if "://" not in path:
+            console.print(_ledger_section(Path(source.location), live))
+
+
+def _ledger_section(buffer: Path, live: list[StorageItem]) -> Group:
+    try:
+        near = find_ledger(buffer)
+    except ValueError as error:
+        # The buffer was asked for; a ledger that cannot be read must not hide it.
+        return section("ledger", Text("not readable: ", "yellow") + plain(error))
+    if near is None:
+        return Group()
+    counts = Counter(row.task_name for row in live)
+    return section(
+        f"ledger ({near.location})", balance_table(near.ledger.balance(counts)), _verdict(near, counts)
+    )
+
+
+def _verdict(near: NearLedger, live: Mapping[str, int]) -> Text:
+    if near.ledger.balance(live).ok:
+        return Text("balanced: every group is in exactly one place", "green")
+    if not near.is_same_moment:
+        return Text("the ledger's file may have gone on since the buffer was saved, or before it", "yellow")
+    return Text("NOT balanced: groups are missing (difference > 0), too many (< 0), or repeated", "bold red")
+
+
+async def show_group(path: str, uid: int, console: Console) -> None:
+    """One group.
+
+    Raises:
+        ValueError: there is no such group.
+    """
+    async with _opened(path) as source:
+        rows = await source.storage.get({"uid": uid, **ALL_STATUSES}, rows_only=True)
+        if not rows:
+            raise ValueError(
+                f"no group with uid {uid} in {source.location!r}; `forebay buffer query` lists those it has"
+            )
+        console.print(group_view(rows[0], await source.group(uid)))
+
+
+async def query_buffer(path: str, text: str, order: str | None, limit: int, console: Console) -> None:
+    """The groups that match, as a table.
+
+    Raises:
+        ValueError: the text is no JSON, or no query; the message names the wrong part.
+    """
+    query = parse_json_query(text)
+    async with _opened(path) as source:
+        rows = await source.storage.get(query, order=order, limit=limit, rows_only=True)
+        found = await source.storage.count(query)
+        if rows:
+            console.print(rows_table(rows, await source.digests([row.uid for row in rows])))
+        more = f"; showing the first {len(rows)} (--limit)" if found > len(rows) else ""
+        console.print(Text(f"{number(found)} group{'' if found == 1 else 's'}{more}", "dim"))
+
+
+async def export_buffer(path: str, target: Path, text: str, overwrite: bool, console: Console) -> None:
+    """A Parquet file, complete or absent.
+
+    Raises:
+        ValueError: the query is not one, or `target` is no Parquet file's name or exists.
+    """
+    query = parse_json_query(text)
+    _check_target(target, overwrite)
+    async with _opened(path) as source:
+        rows = await source.storage.get(query, rows_only=True)
+        batches = await source.joined(rows)
+    num_rollouts = sum(len(batch) for batch in batches)
+    num_bytes = _write_parquet(target, batches)
+    written = f"{number(len(rows))} groups, {number(num_rollouts)} rollouts, {size(num_bytes)}"
+    console.print(plain(f"{target}: {written}"), soft_wrap=True)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.suffix != ".parquet":
+        raise ValueError(f"the file is written as Parquet; let its name end in .parquet, got {str(target)!r}")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{str(target)!r} exists; --overwrite replaces it")
+
+
+def _write_parquet(target: Path, batches: list[pa.RecordBatch]) -> int:
+    """Write the file under another name and rename it; return its size in bytes."""
+    handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file, pq.ParquetWriter(file, JOINED_SCHEMA) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return target.stat().st_size
+
+
+async def migrate_buffer(source: str, target: str, policy: str | None, console: Console) -> None:
+    """Everything in `source`, in `target`.
+
+    Raises:
+        ValueError: `target` is not empty, or the policy is unknown or not to be chosen.
+    """
+    snapshot = _read_all(source, policy)
+    if is_sql(target):
+        await _fill_database(target, snapshot)
+    else:
+        _write_new_snapshot(Path(target), snapshot)
+    if is_sql(target) and snapshot.policy_state:
+        console.print(Text(f"the state of {snapshot.policy} (its random numbers) stays behind", "yellow"))
+    items = snapshot.storage["items"]
+    archived = sum(item.is_archived for item in items)
+    moved = f"{number(len(items) - archived)} live and {number(archived)} archived groups"
+    console.print(plain(f"{hide_password(target)}: {moved}"), soft_wrap=True)
+
+
+def _write_new_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{str(folder)!r} is there already; name a new folder, or an empty one")
+    write_snapshot(folder, snapshot)
+
+
+def _read_all(source: str, policy: str | None) -> Snapshot:
+    if not is_sql(source):
+        if policy is not None:
+            raise ValueError(f"a snapshot keeps the policy it was taken with; leave out --policy {policy}")
+        return read_snapshot(find_snapshot(Path(source)))
+    chosen = FIFOReplayPolicy.__name__ if policy is None else policy
+    known = [name for name, kind in vars(policies).items() if _is_policy(kind)]
+    if chosen not in known:
+        raise ValueError(f"unknown policy {chosen!r}; known: {', '.join(known)}")
+    store = open_sql(source)
+    try:
+        return Snapshot(
+            store.state_dict(), chosen, getattr(policies, chosen)().state_dict(), store.num_evicted
+        )
+    finally:
+        store.close()
+
+
+def _is_policy(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, ReplayPolicy) and kind is not ReplayPolicy
+
+
+async def _fill_database(target: str, snapshot: Snapshot) -> None:
+    store = open_sql(target, create=True)
+    try:
+        held = await store.count(ALL_STATUSES)
+        if held:
+            raise ValueError(f"{hide_password(target)!r} holds {held} groups already; name an empty database")
+        store.load_state_dict(snapshot.storage)
+        store.num_evicted = dict(snapshot.num_evicted)
+    finally:
+        store.close()
+
+
+async def ledger_report(path: Path, task_name: str | None, console: Console) -> None:
+    """The balance at the end of the file, the newest checkpoint's against its buffer, and the bias report.
+
+    Raises:
+        ValueError: the file is damaged, or there is no such task.
+    """
+    file = ledger_file(path)
+    ledger = Ledger.read(file)
+    if task_name is not None and task_name not in ledger.task_names:
+        raise ValueError(f"no task {task_name!r} in {str(file)!r}; tasks: {', '.join(ledger.task_names)}")
+    console.print(Text(str(file), "bold"), soft_wrap=True)
+    console.print(
+        section("groups, by the ledger's own account", balance_table(ledger.balance(ledger.count_live())))
+    )
+    await _check_checkpoint(file.parent, console)
+    comparisons = compare_dropped(ledger, task_name)
+    if comparisons["all"][0].trained.count == 0 or len(comparisons) == 1:
+        console.print(section("bias", Text("nothing to compare: no group was dropped, or none trained")))
+        return
+    of = "all tasks" if task_name is None else f"task {task_name}"
+    notes = [
+        Text(
+            "difference: mean of the dropped minus mean of the trained; *: beyond 3 standard errors",
+            "dim",
+        )
+    ]
+    if task_name is None and len(ledger.task_names) > 1:
+        notes.append(Text("tasks differ by themselves; --task compares within one", "dim"))
+    console.print(section(f"bias: dropped against trained groups, {of}", bias_table(comparisons), *notes))
+
+
+async def _check_checkpoint(folder: Path, console: Console) -> None:
+    """Hold the newest checkpoint's ledger against its buffer."""
+    try:
+        buffer = find_snapshot(folder)
+        near = find_ledger(buffer)
+    except ValueError:
+        return
+    if near is None or not near.is_same_moment:
+        return
+    with open_snapshot(buffer) as tables:
+        rows = await SnapshotSource(buffer, tables).storage.get({}, rows_only=True)
+    live = Counter(row.task_name for row in rows)
+    console.print(section(f"newest checkpoint ({buffer.parents[1].name})", _verdict(near, live)))
+
+
+def parse_json_query(text: str) -> dict[str, Any]:
+    """The query in `text`.
+
+    Raises:
+        ValueError: it is no JSON object; the message says where it goes wrong.
+    """
+    try:
+        query = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"the query is no JSON: {error.msg} at character {error.pos + 1} of {text!r}"
+        ) from None
+    if not isinstance(query, dict):
+        raise ValueError(f'a query is a JSON object such as {{"status": "completed"}}, got {text!r}')
+    return query

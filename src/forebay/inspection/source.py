@@ -1,0 +1,240 @@
+"""A buffer on disk, opened for reading: a snapshot, a run's checkpoint, or a SQL store.
+
+::
+
+    PATH --find_snapshot--> snapshot folder --> SnapshotSource: rows in memory, rollouts read on demand
+    URL or .db file --------------------------> SqlSource: the store itself
+
+Rows are answered by `storage`; what lies in the rollouts (sizes, scores, texts) is read only for the groups
+asked for. Nothing here changes what it reads.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from forebay.replay import IndexedStorage, StorageBackend, StorageItem
+from forebay.replay.analysis import join, joined_batches
+from forebay.replay.codec import GroupCodec
+from forebay.replay.snapshot import MANIFEST, SnapshotTables
+from forebay.replay.tables import read_groups, read_rows
+from forebay.types import RolloutState, Status
+
+SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+
+ALL_STATUSES = {"status": {"$in": [status.value for status in Status]}}
+"""The query for live and ARCHIVED rows together."""
+
+GROUPS_AT_ONCE = 256
+"""Of a SQL store, whose payloads are decoded one by one: some megabytes for long rollouts."""
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a table of groups shows of a group's rollouts."""
+
+    group_id: str
+    num_rollouts: int
+    num_tokens: int
+    """Response tokens of all rollouts."""
+    max_tokens: int
+    """Response tokens of the longest rollout."""
+    score: float | None
+    """Mean over the rollouts that have one."""
+
+
+class BufferSource(ABC):
+    """A buffer on disk. `storage` holds its rows, perhaps without payloads; the rest is by uid.
+
+    >>> with open_snapshot(path) as tables:
+    ...     source = SnapshotSource(path, tables)
+    """
+
+    storage: StorageBackend
+    location: str
+    kind: str
+    """What it is, in a few words."""
+    num_bytes: int | None
+    """On disk; None if that cannot be known."""
+    num_evicted: dict[str, int]
+
+    @abstractmethod
+    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
+        """The digest of each of these groups."""
+
+    @abstractmethod
+    async def group(self, uid: int) -> Sequence[RolloutState]:
+        """The rollouts of the group, which exists."""
+
+    @abstractmethod
+    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
+        """The table of `forebay.replay.analysis` of these rows, in pieces."""
+
+
+class SnapshotSource(BufferSource):
+    """A snapshot folder; its files stay on disk until they are asked for."""
+
+    def __init__(self, path: Path, tables: SnapshotTables) -> None:
+        self._tables = tables
+        self.storage = IndexedStorage()
+        self.storage.load_state_dict(tables.storage_state(read_rows(tables.groups)))
+        self.location = str(path)
+        manifest = tables.manifest
+        self.kind = f"snapshot, format {manifest['version']}, policy {manifest['policy']}"
+        self.num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+        self.num_evicted = dict(manifest["num_evicted"])
+
+    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
+        """See `BufferSource.digests`."""
+        lines = [
+            pa.table(
+                {
+                    "uid": batch.column("uid"),
+                    "group_id": batch.column("group_id"),
+                    "tokens": pc.list_value_length(batch.column("response_ids")),
+                    "score": batch.column("score"),
+                }
+            )
+            for batch in self._batches(uids)
+        ]
+        if not lines:
+            return {}
+        sums = [
+            ("group_id", "min"),
+            ("uid", "count"),
+            ("tokens", "sum"),
+            ("tokens", "max"),
+            ("score", "mean"),
+        ]
+        grouped = pa.concat_tables(lines).group_by("uid").aggregate(sums)
+        columns = [grouped.column("_".join(pair)).to_pylist() for pair in sums]
+        return {
+            uid: Digest(*values)
+            for uid, *values in zip(grouped.column("uid").to_pylist(), *columns, strict=True)
+        }
+
+    async def group(self, uid: int) -> Sequence[RolloutState]:
+        """See `BufferSource.group`."""
+        return next(group for batch in self._batches([uid]) for _, group in read_groups(batch))
+
+    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
+        """See `BufferSource.joined`."""
+        uids = [row.uid for row in rows]
+        groups = self._tables.groups
+        groups = groups.filter(pc.is_in(groups.column("uid"), pa.array(uids, pa.int64())))
+        return [join(groups, batch) for batch in self._batches(uids)]
+
+    def _batches(self, uids: Collection[int]) -> Iterator[pa.RecordBatch]:
+        """The rollouts of these groups, in pieces."""
+        wanted = pa.array(list(uids), pa.int64())
+        for index in range(self._tables.rollouts.num_record_batches):
+            batch = self._tables.rollouts.get_batch(index)
+            found = batch.filter(pc.is_in(batch.column("uid"), wanted))
+            if len(found):
+                yield found
+
+
+class SqlSource(BufferSource):
+    """A SQL store."""
+
+    def __init__(self, url: str) -> None:
+        self.storage = open_sql(url)
+        self.location = hide_password(url)
+        self.kind = "SQL store"
+        file = Path(url)
+        self.num_bytes = file.stat().st_size if "://" not in url else None
+        self.num_evicted = dict(self.storage.num_evicted)
+
+    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
+        """See `BufferSource.digests`."""
+        return {row.uid: digest_of(row.item) async for row in self._payloads(list(uids))}
+
+    async def group(self, uid: int) -> Sequence[RolloutState]:
+        """See `BufferSource.group`."""
+        (row,) = [row async for row in self._payloads([uid])]
+        group: Sequence[RolloutState] = row.item
+        return group
+
+    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
+        """See `BufferSource.joined`."""
+        return list(joined_batches([row async for row in self._payloads([row.uid for row in rows])]))
+
+    async def _payloads(self, uids: list[int]) -> AsyncIterator[StorageItem]:
+        for start in range(0, len(uids), GROUPS_AT_ONCE):
+            query = {"uid": {"$in": uids[start : start + GROUPS_AT_ONCE]}, **ALL_STATUSES}
+            for row in await self.storage.get(query):
+                yield row
+
+
+def digest_of(group: Sequence[RolloutState]) -> Digest:
+    """The digest of a group in memory."""
+    lengths = [len(state.response_ids) for state in group]
+    scores = [float(state.reward["score"]) for state in group if state.reward and "score" in state.reward]
+    return Digest(
+        group_id=str(group[0].group_id),
+        num_rollouts=len(group),
+        num_tokens=sum(lengths),
+        max_tokens=max(lengths),
+        score=sum(scores) / len(scores) if scores else None,
+    )
+
+
+def is_sql(location: str) -> bool:
+    """Whether `location` names a database: by a URL, or by the suffix of its file."""
+    return "://" in location or location.endswith(SQL_SUFFIXES)
+
+
+def open_sql(url: str, *, create: bool = False) -> StorageBackend:
+    """The SQL store at `url`, for groups of rollouts.
+
+    Raises:
+        FileNotFoundError: there is no such file, and it is not to be created.
+        ValueError: SQLAlchemy is not installed, or the database is not a replay store.
+    """
+    if "://" not in url and not create and not Path(url).exists():
+        raise FileNotFoundError(f"there is no file {url!r}")
+    try:
+        from sqlalchemy.exc import SQLAlchemyError
+
+        from forebay.replay.sql import SQLStorage
+    except ImportError as error:
+        raise ValueError(f"a SQL store needs {error.name}: pip install 'forebay[sql]'") from None
+    try:
+        return SQLStorage(url, codec=GroupCodec())
+    except (SQLAlchemyError, ImportError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"cannot open the database {hide_password(url)!r}: {reason}") from None
+
+
+def hide_password(url: str) -> str:
+    """`url` as it may be shown."""
+    scheme, found, rest = url.partition("://")
+    user, at, host = rest.rpartition("@")
+    return f"{scheme}://{user.partition(':')[0]}@{host}" if found and at else url
+
+
+def find_snapshot(path: Path) -> Path:
+    """The snapshot folder that `path` means: itself, in a checkpoint, or of a run's newest checkpoint.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: there is, but no snapshot.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"there is nothing at {str(path)!r}")
+    checkpoints = sorted(path.glob("checkpoints/step_*[0-9]"))
+    places = [path, path / "buffer", path / "manager" / "buffer"]
+    places += [checkpoint / "manager" / "buffer" for checkpoint in checkpoints[-1:]]
+    for place in places:
+        if (place / MANIFEST).is_file():
+            return place
+    raise ValueError(
+        f"{str(path)!r} holds no buffer; name a snapshot folder, a checkpoint, a run folder, or a database "
+        f"(a URL, or a file that ends in {', '.join(SQL_SUFFIXES)})"
+    )

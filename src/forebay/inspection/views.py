@@ -1,0 +1,282 @@
+"""Tables and texts for a terminal.
+
+Whatever a model, a data set or a user wrote is shown as text: never as markup, and never as what a terminal
+would obey.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+
+import numpy as np
+from rich.bar import Bar
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from forebay.inspection.source import Digest
+from forebay.ledger import Balance, Comparison
+from forebay.replay import StorageItem
+from forebay.types import UNLABELLED, RolloutState, Status
+
+MAX_HISTOGRAM_LINES = 20
+"""More values than this share lines, so that the histogram stays on one screen."""
+BAR_WIDTH = 40
+
+_UNITS = {"num_tokens": "tokens", "latency_s": "seconds", "score": "first score"}
+
+
+def plain(text: object) -> Text:
+    """`text` with everything a terminal would act on written out, but for line ends and tabs."""
+    shown = "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in str(text)
+    )
+    return Text(shown)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    """`value` with thousands apart; ``-`` where there is none."""
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
+
+
+def size(num_bytes: float) -> str:
+    """`num_bytes` in the unit that fits."""
+    for unit in ("bytes", "KB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.0f} {unit}" if unit == "bytes" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} GB"
+
+
+def section(title: str, *content: RenderableType) -> Group:
+    """A heading with what belongs to it."""
+    return Group(Text(f"\n{title}", "bold"), *(Padding(part, (0, 0, 0, 2), expand=False) for part in content))
+
+
+def table(*columns: str, left: int = 1) -> Table:
+    """An empty table; the first `left` columns hold text, the others numbers."""
+    made = Table(box=None, pad_edge=False, header_style="dim", show_header=any(columns))
+    for place, column in enumerate(columns):
+        made.add_column(Text(column), justify="left" if place < left else "right", overflow="fold")
+    return made
+
+
+def counts_table(rows: Iterable[StorageItem]) -> Table:
+    """Groups by task and status, with sums."""
+    cells = Counter((row.task_name, Status(row.status)) for row in rows)
+    statuses = [status for status in Status if any(found is status for _, found in cells)]
+    tasks = sorted({task for task, _ in cells})
+    shown = table("task", *(status.value for status in statuses), "live")
+    for name, members in [*((task, [task]) for task in tasks), ("all", tasks)]:
+        if name == "all" and len(tasks) == 1:
+            break
+        counts = [sum(cells[task, status] for task in members) for status in statuses]
+        live = sum(
+            count for count, status in zip(counts, statuses, strict=True) if status is not Status.ARCHIVED
+        )
+        shown.add_row(plain(name), *(number(count) if count else "." for count in counts), number(live))
+    return shown
+
+
+def histogram(values: Sequence[int]) -> Table:
+    """How often each value comes, with a bar; neighbouring values share a line where there are too many."""
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // MAX_HISTOGRAM_LINES)
+    counts = Counter((value - low) // width for value in values)
+    shown = table("", "groups", "", left=1)
+    shown.columns[2].justify = "left"
+    most = max(counts.values())
+    for place in range((high - low) // width + 1):
+        start, end = low + place * width, min(low + (place + 1) * width - 1, high)
+        label = str(start) if width == 1 else f"{start}..{end}"
+        shown.add_row(label, number(counts[place]), Bar(most, 0, counts[place], width=BAR_WIDTH))
+    return shown
+
+
+def ages_table(rows: Iterable[StorageItem], train_steps: Mapping[str, int | None]) -> Table:
+    """By task: the train step, the weights that made the live groups, how stale they are."""
+    shown = table(
+        "task", "train step", "oldest weights", "newest weights", "least stale", "median", "most stale"
+    )
+    for task, group in groupby(sorted(rows, key=lambda row: row.task_name), key=lambda row: row.task_name):
+        members = list(group)
+        staleness = [row.staleness for row in members]
+        steps = [row.oldest_model_step for row in members if row.oldest_model_step is not None]
+        shown.add_row(
+            plain(task),
+            number(train_steps.get(task)),
+            number(min(steps, default=None)),
+            number(max(steps, default=None)),
+            number(min(staleness)),
+            number(float(np.median(staleness)), 1),
+            number(max(staleness)),
+        )
+    return shown
+
+
+def sizes_table(rows: Iterable[StorageItem], digests: Mapping[int, Digest]) -> Table:
+    """By task: groups, rollouts and response tokens, ARCHIVED groups too."""
+    shown = table("task", "groups", "rollouts", "tokens", "tokens per rollout", "longest rollout")
+    for task, group in groupby(sorted(rows, key=lambda row: row.task_name), key=lambda row: row.task_name):
+        found = [digests[row.uid] for row in group]
+        rollouts, tokens = sum(one.num_rollouts for one in found), sum(one.num_tokens for one in found)
+        shown.add_row(
+            plain(task),
+            number(len(found)),
+            number(rollouts),
+            number(tokens),
+            number(tokens / rollouts, 1),
+            number(max(one.max_tokens for one in found)),
+        )
+    return shown
+
+
+def rows_table(rows: Iterable[StorageItem], digests: Mapping[int, Digest]) -> Table:
+    """One line per group."""
+    shown = table(
+        "uid", "group", "task", "status", "staleness", "priority", "rollouts", "tokens", "score", "tags"
+    )
+    for place in (1, 2, 3, 9):
+        shown.columns[place].justify = "left"
+    for row in rows:
+        digest = digests[row.uid]
+        consumed = "" if row.train_step is None else f" (train step {row.train_step})"
+        shown.add_row(
+            str(row.uid),
+            plain(digest.group_id),
+            plain(row.task_name),
+            f"{Status(row.status).value}{consumed}",
+            number(row.staleness),
+            f"{row.priority:g}",
+            number(digest.num_rollouts),
+            number(digest.num_tokens),
+            number(digest.score),
+            tags_text(row),
+        )
+    return shown
+
+
+def tags_text(row: StorageItem) -> Text:
+    """``level=3 kind="add"``: text in quotes, so that kinds can be told apart."""
+    pairs = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in sorted(row.tags.items()))
+    return plain(" ".join(pairs))
+
+
+def group_view(row: StorageItem, group: Sequence[RolloutState]) -> Group:
+    """One group: its row, its prompt, and every rollout."""
+    facts: list[tuple[str, object]] = [
+        ("group", group[0].group_id),
+        ("task", row.task_name),
+        ("status", Status(row.status).value),
+        ("staleness", row.staleness),
+        ("priority", f"{row.priority:g}"),
+        ("tags", tags_text(row)),
+    ]
+    if row.train_step is not None:
+        assert row.status_before is not None
+        facts.append(("consumed", f"train step {row.train_step}, was {Status(row.status_before).value}"))
+    shown = table("", "", left=2)
+    for name, value in facts:
+        shown.add_row(Text(name, "dim"), value if isinstance(value, Text) else plain(value))
+    prompt = [
+        line
+        for turn in group[0].message
+        for line in (Text(str(turn.get("role", "?")), "bold cyan"), plain(_content(turn.get("content"))))
+    ]
+    return Group(shown, section("prompt", *prompt), *(_rollout_view(state) for state in group))
+
+
+def _rollout_view(state: RolloutState) -> Group:
+    score = (state.reward or {}).get("score")
+    title = f"{state.rollout_id}: {state.status.value}, score {'-' if score is None else score}"
+    parts: list[RenderableType] = [Text(), Rule(plain(title), align="left", characters="-", style="dim")]
+    facts = f"{number(len(state.response_ids))} tokens, finish reason {state.finish_reason or '-'}"
+    parts += [plain(state.response), Text(facts, "dim"), Text(version_spans(state), "dim")]
+    if state.reward is not None:
+        parts.append(Text("reward ", "dim") + plain(_content(state.reward)))
+    if state.error_msg:
+        parts.append(Text("error ", "red") + plain(state.error_msg))
+    return Group(*parts)
+
+
+def version_spans(state: RolloutState) -> str:
+    """Which weights made which response tokens: ``weights: step 3 for 0-11, environment for 12-19``."""
+    makers = [
+        "environment" if mask == 0 else "not labelled" if step == UNLABELLED else f"step {step}"
+        for step, mask in zip(state.response_model_steps.tolist(), state.response_mask.tolist(), strict=True)
+    ]
+    spans, start = [], 0
+    for maker, tokens in groupby(makers):
+        end = start + len(list(tokens))
+        spans.append(f"{maker} for {start}-{end - 1}")
+        start = end
+    return "weights: " + (", ".join(spans) or "-")
+
+
+def balance_table(balance: Balance) -> Table:
+    """By task: generated = trained + dropped by reason + live."""
+    reasons = sorted(balance.dropped)
+    shown = table("task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried")
+    parts = list(balance.by_task.items())
+    for name, part in [*parts, *([("all", balance)] if len(parts) > 1 else [])]:
+        shown.add_row(
+            plain(name),
+            number(part.generated),
+            number(part.trained),
+            *(number(part.dropped.get(reason, 0)) for reason in reasons),
+            number(part.live),
+            *(
+                Text(number(value), "" if value == 0 else "bold red")
+                for value in (part.difference, part.repeated)
+            ),
+            number(part.retried),
+        )
+    return shown
+
+
+def bias_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
+    """Dropped against trained groups: counts, means, medians, difference of means with its standard error."""
+    columns = ("groups", "mean", "median", "difference", "standard error")
+    shown = table("quantity", "of", *columns, left=2)
+    reasons = [reason for reason in comparisons if reason != "all" or len(comparisons) != 2]
+    for place in range(len(next(iter(comparisons.values())))):
+        first = comparisons[reasons[0]][place]
+        trained = first.trained
+        shown.add_row(
+            _UNITS[first.quantity],
+            "trained",
+            number(trained.count),
+            number(trained.mean),
+            number(trained.median),
+        )
+        for reason in reasons:
+            one = comparisons[reason][place]
+            mark, style = (" *", "bold yellow") if one.is_notable else ("", "")
+            shown.add_row(
+                "",
+                plain("dropped" if reason == "all" else f"dropped: {reason}"),
+                number(one.dropped.count),
+                number(one.dropped.mean),
+                number(one.dropped.median),
+                Text(_signed(one.difference) + mark, style),
+                number(one.standard_error),
+            )
+    return shown
+
+
+def _signed(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:+,.2f}"
+
+
+def _content(value: object) -> str:
+    """A message's content or a reward: text as it is, anything else as close to JSON as it comes."""
+    return value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)

@@ -1,0 +1,7 @@
+"""What became of every group, why, and whether dropping some of them bends the rest."""
+
+from forebay.ledger.accounts import Balance, Ledger
+from forebay.ledger.bias import Comparison, Summary, compare_dropped
+from forebay.ledger.lives import GroupId, GroupLife
+
+__all__ = ["Balance", "Comparison", "GroupId", "GroupLife", "Ledger", "Summary", "compare_dropped"]

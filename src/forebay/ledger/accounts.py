@@ -1,0 +1,249 @@
+"""The ledger: what became of every group, so that none is lost and none doubled.
+
+::
+
+    admitted --> produced --> live --> trained (train step)
+                               ^  \\--> dropped (reason)
+                               '------- requeued (brought back: restored, or to be generated again)
+
+Each group is in exactly one of these places, so for every task, at any moment::
+
+    generated = trained + dropped (by reason) + live
+
+where a group counts as generated from its first event on, and as live from then until it is trained or
+dropped: in the buffer, or in flight. `balance` holds the ledger's own `live` against what the caller counted;
+a difference is a lost or doubled group. The ledger decides nothing and stores no rollouts. With a path, each
+event is also a line in an append-only file (`journal`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from forebay.ledger.journal import Journal, read_events
+from forebay.ledger.lives import ADMITTED, DROPPED, EVENTS, LIVE, TRAINED, GroupId, GroupLife, Lives
+
+STATE_VERSION = 1
+REWOUND = "rewound"
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Where the groups are: of one task, or of all, then with `by_task`.
+
+    >>> ledger.balance({"math": 12}).difference
+    0
+    """
+
+    generated: int
+    """Groups that were ever taken up; one that is generated again counts once."""
+    trained: int
+    dropped: dict[str, int]
+    """By reason."""
+    live: int
+    """As told by the caller: in the buffer, or in flight."""
+    repeated: int
+    """Groups produced or trained again after a training, without having been requeued."""
+    retried: int = 0
+    """How often groups were taken up again to be generated anew or continued."""
+    by_task: dict[str, Balance] = field(default_factory=dict)
+
+    @property
+    def difference(self) -> int:
+        """Groups that are missing; negative: groups too many."""
+        return self.generated - self.trained - sum(self.dropped.values()) - self.live
+
+    @property
+    def ok(self) -> bool:
+        """Whether no group is missing, too many or repeated, in any task."""
+        return self.difference == 0 and self.repeated == 0 and all(part.ok for part in self.by_task.values())
+
+
+class Ledger:
+    """Accounts for groups, by task. A group's first event, whichever it is, counts it as generated.
+
+    >>> ledger = Ledger()
+    >>> ledger.record("g1", "math", "produced", num_tokens=96, latency_s=1.5, score=0.25)
+    >>> ledger.record("g1", "math", "trained", train_step=1)
+    >>> ledger.balance({"math": 0}).ok
+    True
+    """
+
+    def __init__(self, path: Path | None = None, *, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._journal = None if path is None else Journal(path)
+        self._num_events = 0
+        self._tasks: dict[str, Lives] = {}
+        self._repeated: Counter[str] = Counter()
+
+    @classmethod
+    def read(cls, path: Path) -> Ledger:
+        """The ledger that wrote the file `path`, as it was after its last event; it writes no file.
+
+        Raises:
+            FileNotFoundError: there is no file.
+            ValueError: the file is no ledger's, or events are missing.
+        """
+        ledger = cls()
+        for event in read_events(path):
+            if event["event"] != REWOUND:
+                ledger._enter(event)
+            ledger._num_events = event["number"]
+        return ledger
+
+    def record(
+        self,
+        group_id: GroupId,
+        task_name: str,
+        event: str,
+        *,
+        reason: str | None = None,
+        train_step: int | None = None,
+        num_tokens: int | None = None,
+        latency_s: float | None = None,
+        score: float | None = None,
+        **details: Any,
+    ) -> None:
+        """Enter an event of a group.
+
+        ``admitted`` (taken up for the first time), ``produced`` (generated and stored), ``retried`` (taken up
+        again), ``trained``, ``dropped`` (with a reason) or ``requeued``. Of a production, `num_tokens` counts
+        the response tokens of all rollouts, `latency_s` the seconds it took, `score` is the mean score.
+        `details` are further JSON values; they go into the file only.
+
+        Raises:
+            ValueError: another event, no group id, or ``dropped`` without a reason.
+        """
+        if event not in EVENTS:
+            raise ValueError(f"unknown event {event!r}; known: {', '.join(EVENTS)}")
+        if group_id is None:
+            raise ValueError(f"task {task_name!r}: a group without group_id cannot be accounted for")
+        if event == DROPPED and not reason:
+            raise ValueError(f"group {group_id!r} was dropped: give the reason, got {reason!r}")
+        given = {
+            "reason": reason,
+            "train_step": train_step,
+            "num_tokens": num_tokens,
+            "latency_s": latency_s,
+            "score": score,
+            **details,
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        line = {"time_s": self._clock(), "event": event, "task": task_name, "group": group_id, **said}
+        self._enter(line)
+        self._write(line)
+
+    def has_seen(self, group_id: GroupId, task_name: str) -> bool:
+        """Whether anything came of the group: it has an event other than ``admitted``."""
+        return self._place(group_id, task_name) not in (None, ADMITTED)
+
+    def was_trained(self, group_id: GroupId, task_name: str) -> bool:
+        """Whether the group was trained on and not requeued since."""
+        return self._place(group_id, task_name) == TRAINED
+
+    def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
+        """What is known of one group; None if it has no event."""
+        return self._tasks[task_name].life(group_id, task_name) if task_name in self._tasks else None
+
+    def lives(self, task_name: str | None = None) -> Iterator[Lives]:
+        """The columns of one task, or of each."""
+        for name, lives in self._tasks.items():
+            if task_name is None or name == task_name:
+                yield lives
+
+    @property
+    def task_names(self) -> list[str]:
+        """The tasks that have events, in the order of their first."""
+        return list(self._tasks)
+
+    def count_live(self) -> dict[str, int]:
+        """The groups of each task that are neither trained nor dropped, by the ledger's own account."""
+        return {name: lives.counts[LIVE] + lives.counts[ADMITTED] for name, lives in self._tasks.items()}
+
+    def balance(self, live: Mapping[str, int]) -> Balance:
+        """Hold the books against `live`: the groups of each task that exist, as counted elsewhere.
+
+        That is, those in the buffer, and those in flight of which there is an event.
+        """
+        tasks = {task: self._task_balance(task, live.get(task, 0)) for task in {**self._tasks, **live}}
+        dropped: Counter[str] = Counter()
+        for part in tasks.values():
+            dropped.update(part.dropped)
+        return Balance(
+            generated=sum(part.generated for part in tasks.values()),
+            trained=sum(part.trained for part in tasks.values()),
+            dropped=dict(dropped),
+            live=sum(part.live for part in tasks.values()),
+            repeated=sum(part.repeated for part in tasks.values()),
+            retried=sum(part.retried for part in tasks.values()),
+            by_task=tasks,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values, for a checkpoint."""
+        return {
+            "version": STATE_VERSION,
+            "num_events": self._num_events,
+            "tasks": {task: lives.state_dict() for task, lives in self._tasks.items()},
+            "repeated": dict(self._repeated),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go back to `state`; the file keeps its lines and gets one that says so.
+
+        Raises:
+            ValueError: `state` is of another version or contradicts itself; the ledger is as it was.
+        """
+        if state.get("version") != STATE_VERSION:
+            raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {state.get('version')!r}")
+        self._tasks = {task: Lives.from_state(lives) for task, lives in state["tasks"].items()}
+        self._repeated = Counter(state["repeated"])
+        self._num_events = state["num_events"]
+        self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
+
+    def close(self) -> None:
+        """Close the file; nothing can be recorded in it afterwards."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def _place(self, group_id: GroupId, task_name: str) -> str | None:
+        return self._tasks[task_name].place_of(group_id) if task_name in self._tasks else None
+
+    def _enter(self, event: Mapping[str, Any]) -> None:
+        lives = self._tasks.setdefault(event["task"], Lives())
+        self._repeated[event["task"]] += lives.enter(
+            event["group"],
+            event["event"],
+            time_s=event["time_s"],
+            reason=event.get("reason"),
+            train_step=event.get("train_step"),
+            num_tokens=event.get("num_tokens"),
+            latency_s=event.get("latency_s"),
+            score=event.get("score"),
+        )
+
+    def _task_balance(self, task_name: str, live: int) -> Balance:
+        lives = self._tasks.get(task_name, Lives())
+        prefix = f"{DROPPED}:"
+        return Balance(
+            generated=len(lives),
+            trained=lives.counts[TRAINED],
+            dropped={
+                place.removeprefix(prefix): num
+                for place, num in lives.counts.items()
+                if place.startswith(prefix)
+            },
+            live=live,
+            repeated=self._repeated[task_name],
+            retried=lives.num_retries,
+        )
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._num_events += 1
+        if self._journal is not None:
+            self._journal.write({"number": self._num_events, **line})

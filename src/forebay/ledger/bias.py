@@ -1,0 +1,113 @@
+"""Whether what was dropped differs from what was trained on: in length, in latency, in first-try score.
+
+A run that drops its long, slow or hard groups more often than others trains on what is left, and no loss
+curve says so. The comparison is per group: response tokens of all its rollouts as last produced, seconds of
+generation over all tries, and the mean score of the first try that was judged (a dropped group's rollouts are
+wiped; the ledger is what remembers). It shows a difference and how sure it is, not its cause: a filter that
+drops groups of equal scores is meant to differ in score.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.ledger.accounts import Ledger
+from forebay.ledger.lives import DROPPED, TRAINED
+
+QUANTITIES = ("num_tokens", "latency_s", "score")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Some groups' values of one quantity; NaN where there are none.
+
+    >>> Summary.of(np.array([1.0, 2.0, 6.0]))
+    Summary(count=3, mean=3.0, median=2.0, variance=7.0)
+    """
+
+    count: int
+    """Groups whose value is known."""
+    mean: float
+    median: float
+    variance: float
+    """Sample variance; NaN for fewer than two groups."""
+
+    @classmethod
+    def of(cls, values: NDArray[np.floating]) -> Summary:
+        """The summary of `values` (N, no NaN)."""
+        count = len(values)
+        if count == 0:
+            return cls(0, math.nan, math.nan, math.nan)
+        variance = float(np.var(values, ddof=1)) if count > 1 else math.nan
+        return cls(count, float(np.mean(values)), float(np.median(values)), variance)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity of the groups dropped for one reason (or any), against that of the trained groups.
+
+    >>> compare_dropped(ledger)["filtered"][0].difference
+    -12.5
+    """
+
+    quantity: str
+    """``num_tokens``, ``latency_s`` or ``score``."""
+    trained: Summary
+    dropped: Summary
+
+    @property
+    def difference(self) -> float:
+        """Mean of the dropped minus mean of the trained."""
+        return self.dropped.mean - self.trained.mean
+
+    @property
+    def standard_error(self) -> float:
+        """Of the difference, with a variance for each side (Welch 1947); NaN if a side has fewer than two."""
+        if min(self.trained.count, self.dropped.count) < 2:
+            return math.nan
+        return math.sqrt(
+            self.trained.variance / self.trained.count + self.dropped.variance / self.dropped.count
+        )
+
+    @property
+    def is_notable(self) -> bool:
+        """Whether the difference is more than three standard errors, which chance alone hardly makes."""
+        return abs(self.difference) > 3 * self.standard_error
+
+
+def compare_dropped(ledger: Ledger, task_name: str | None = None) -> dict[str, list[Comparison]]:
+    """For ``all`` dropped groups and for each reason, a `Comparison` per quantity; of one task or of all.
+
+    Tasks differ in length and score by themselves, so a comparison over several of them mixes that in.
+    """
+    reasons = sorted(ledger.balance({}).dropped) if task_name is None else []
+    if task_name is not None and task_name in ledger.task_names:
+        reasons = sorted(ledger.balance({}).by_task[task_name].dropped)
+    places = {"all": DROPPED} | {reason: f"{DROPPED}:{reason}" for reason in reasons}
+    trained = {quantity: _values(ledger, task_name, TRAINED, quantity) for quantity in QUANTITIES}
+    return {
+        reason: [
+            Comparison(
+                quantity,
+                Summary.of(trained[quantity]),
+                Summary.of(_values(ledger, task_name, place, quantity)),
+            )
+            for quantity in QUANTITIES
+        ]
+        for reason, place in places.items()
+    }
+
+
+def _values(ledger: Ledger, task_name: str | None, place: str, quantity: str) -> NDArray[np.floating]:
+    """The known values of the groups at `place`."""
+    parts = [np.empty(0)]
+    for lives in ledger.lives(task_name):
+        values = lives.column(quantity).astype(np.float64)
+        # Tokens are counted in integers, where -1 stands for "not known".
+        known = values >= 0 if quantity == "num_tokens" else ~np.isnan(values)
+        parts.append(values[known & lives.is_at(place)])
+    return np.concatenate(parts)

@@ -1,0 +1,248 @@
+"""The groups of one task, in columns: where each is now, since when, and what is known of it.
+
+::
+
+    admitted --> live <--------- retried (taken up again), requeued (brought back)
+                  |---> trained (train step)
+                  '---> dropped (reason)
+
+A group costs about 100 bytes beside its name, so that a million of them fit. This module keeps
+no file and no balance.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GroupId = str | int
+
+ADMITTED = "admitted"
+PRODUCED = "produced"
+RETRIED = "retried"
+REQUEUED = "requeued"
+TRAINED = "trained"
+DROPPED = "dropped"
+LIVE = "live"
+
+EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, TRAINED, DROPPED)
+
+_PLACES = (ADMITTED, LIVE, TRAINED)
+"""The places with a code of their own; a group dropped for the i-th reason has the code 3 + i."""
+_FIRST_REASON = len(_PLACES)
+
+_COLUMNS: Mapping[str, tuple[str, float]] = {
+    "place": ("H", 0),
+    "train_step": ("i", -1),
+    "num_retries": ("H", 0),
+    "first_s": ("d", math.nan),
+    "last_s": ("d", math.nan),
+    "num_tokens": ("i", -1),
+    "latency_s": ("f", math.nan),
+    "score": ("f", math.nan),
+}
+"""Type code and the value that stands for "not known"."""
+
+_MAX_RETRIES = 2**16 - 1
+"""What the column can count; a group tried more often than that shows this number."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLife:
+    """What the ledger knows of one group.
+
+    >>> ledger.life("g1", "math").train_step
+    7
+    """
+
+    group_id: GroupId
+    task_name: str
+    place: str
+    """``admitted`` (never produced yet), ``live``, ``trained`` or ``dropped``."""
+    reason: str | None
+    """Why it was dropped."""
+    train_step: int | None
+    """The train step that consumed it last."""
+    num_retries: int
+    """How often it was taken up again to be generated anew or continued."""
+    first_s: float
+    """Time of its first event, seconds since the epoch."""
+    last_s: float
+    """Time of its last event."""
+    num_tokens: int | None
+    """Response tokens of all its rollouts, as last produced."""
+    latency_s: float | None
+    """Seconds of generation, all tries together."""
+    score: float | None
+    """Mean score of its rollouts the first time they had one."""
+
+
+class Lives:
+    """The groups of one task.
+
+    Invariant: `counts` holds, for every place, the number of groups that are there.
+
+    >>> lives = Lives()
+    >>> lives.enter("g1", "dropped", reason="filtered", time_s=0.0)
+    False
+    >>> lives.counts
+    Counter({'dropped:filtered': 1})
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[GroupId, int] = {}
+        self._reasons: list[str] = []
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _COLUMNS.items()}
+        self.counts: Counter[str] = Counter()
+        self.num_retries = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def place_of(self, group_id: GroupId) -> str | None:
+        """``admitted``, ``live``, ``trained``, ``dropped:<reason>``; None for a group without events."""
+        row = self._rows.get(group_id)
+        return None if row is None else self._name(self._columns["place"][row])
+
+    def enter(
+        self,
+        group_id: GroupId,
+        event: str,
+        *,
+        time_s: float,
+        reason: str | None = None,
+        train_step: int | None = None,
+        num_tokens: int | None = None,
+        latency_s: float | None = None,
+        score: float | None = None,
+    ) -> bool:
+        """Enter one event; return whether it came again after a training that nobody took back."""
+        before = self.place_of(group_id)
+        row = self._rows.setdefault(group_id, len(self._rows))
+        columns = self._columns
+        if before is None:
+            for name, (_, unknown) in _COLUMNS.items():
+                columns[name].append(unknown)
+            columns["first_s"][row] = time_s
+        columns["last_s"][row] = time_s
+        if event == RETRIED:
+            self.num_retries += 1
+            columns["num_retries"][row] = min(columns["num_retries"][row] + 1, _MAX_RETRIES)
+        if train_step is not None:
+            columns["train_step"][row] = train_step
+        if num_tokens is not None:
+            columns["num_tokens"][row] = num_tokens
+        if latency_s is not None:
+            so_far = columns["latency_s"][row]
+            columns["latency_s"][row] = latency_s if math.isnan(so_far) else so_far + latency_s
+        if score is not None and math.isnan(columns["score"][row]):
+            columns["score"][row] = score
+        self._move(row, before, _place_after(event, reason, before))
+        return before == TRAINED and event in (PRODUCED, TRAINED)
+
+    def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
+        """Everything about one group; None if it has no events."""
+        row = self._rows.get(group_id)
+        if row is None:
+            return None
+        known: dict[str, Any] = {name: column[row] for name, column in self._columns.items()}
+        place, _, reason = self._name(known.pop("place")).partition(":")
+        for name, (_, unknown) in _COLUMNS.items():
+            if name in known and unknown != 0 and (known[name] == unknown or known[name] != known[name]):
+                known[name] = None
+        return GroupLife(group_id, task_name, place, reason or None, **known)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column as an array, in the order of first events; do not keep it over the next event."""
+        return np.array(self._columns[name])
+
+    def is_at(self, place: str) -> NDArray[np.bool_]:
+        """For each group, whether it is ``trained``, ``dropped`` (for any reason), ``dropped:<reason>``."""
+        codes = [code for code in range(_FIRST_REASON + len(self._reasons)) if self._is(code, place)]
+        return np.isin(self.column("place"), codes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values; the columns as base64 of little-endian arrays."""
+        return {
+            "groups": list(self._rows),
+            "reasons": list(self._reasons),
+            "columns": {name: _pack(name, column) for name, column in self._columns.items()},
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Lives:
+        """What `state_dict` described.
+
+        Raises:
+            ValueError: a column does not have one entry per group.
+        """
+        lives = cls()
+        lives._rows = {group_id: row for row, group_id in enumerate(state["groups"])}
+        lives._reasons = list(state["reasons"])
+        lives._columns = {name: _unpack(name, state["columns"][name]) for name in _COLUMNS}
+        lengths = {name: len(column) for name, column in lives._columns.items()}
+        if set(lengths.values()) != {len(lives)}:
+            raise ValueError(f"the ledger's state holds {len(lives)} groups but columns of {lengths} entries")
+        codes, counts = np.unique(lives.column("place"), return_counts=True)
+        places = [lives._name(code) for code in codes.tolist()]
+        lives.counts = Counter(dict(zip(places, counts.tolist(), strict=True)))
+        lives.num_retries = int(lives.column("num_retries").sum())
+        return lives
+
+    def _move(self, row: int, before: str | None, after: str) -> None:
+        if before is not None:
+            self.counts[before] -= 1
+            if not self.counts[before]:
+                del self.counts[before]
+        self.counts[after] += 1
+        self._columns["place"][row] = self._code(after)
+
+    def _name(self, code: int) -> str:
+        if code < _FIRST_REASON:
+            return _PLACES[code]
+        return f"{DROPPED}:{self._reasons[code - _FIRST_REASON]}"
+
+    def _code(self, place: str) -> int:
+        if place in _PLACES:
+            return _PLACES.index(place)
+        reason = place.removeprefix(f"{DROPPED}:")
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+        return _FIRST_REASON + self._reasons.index(reason)
+
+    def _is(self, code: int, place: str) -> bool:
+        return self._name(code) == place or (place == DROPPED and code >= _FIRST_REASON)
+
+
+def _place_after(event: str, reason: str | None, before: str | None) -> str:
+    if event == DROPPED:
+        return f"{DROPPED}:{reason}"
+    if event == TRAINED:
+        return TRAINED
+    if event in (ADMITTED, RETRIED):
+        # Being taken up changes nothing for a group that has a place: what comes of it is told later.
+        return before or (ADMITTED if event == ADMITTED else LIVE)
+    return LIVE
+
+
+def _pack(name: str, column: array[Any]) -> str:
+    little = np.array(column).astype(_little(name))
+    return base64.b64encode(little.tobytes()).decode("ascii")
+
+
+def _unpack(name: str, text: str) -> array[Any]:
+    code, _ = _COLUMNS[name]
+    native = np.frombuffer(base64.b64decode(text), _little(name)).astype(np.dtype(code))
+    return array(code, native.tobytes())
+
+
+def _little(name: str) -> np.dtype[Any]:
+    return np.dtype(_COLUMNS[name][0]).newbyteorder("<")

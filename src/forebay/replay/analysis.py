@@ -1,0 +1,73 @@
+"""Rows and rollouts as one flat table, for pandas, Parquet and whatever reads them.
+
+::
+
+    groups table (uid, ...) --.
+                               +--join--> one line per rollout: the fields of its row, then its own
+    rollouts table (uid, ...) -'
+
+Columns that both tables have (``status``, ``task_name``) are the row's; the rollout's own are called
+``rollout_status`` and ``rollout_task_name``. Nothing here can be read back into a buffer: that is what
+snapshots are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from forebay.replay.dataframe import rows_to_frame
+from forebay.replay.storage import StorageItem
+from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, rollout_batches
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+_ROLLOUT_COLUMNS = {
+    name: f"rollout_{name}" if name in GROUPS_SCHEMA.names else name
+    for name in ROLLOUTS_SCHEMA.names
+    if name != "uid"
+}
+JOINED_SCHEMA = pa.schema(
+    [
+        *GROUPS_SCHEMA,
+        *(ROLLOUTS_SCHEMA.field(name).with_name(shown) for name, shown in _ROLLOUT_COLUMNS.items()),
+    ]
+)
+
+
+def join(groups: pa.Table, rollouts: pa.RecordBatch) -> pa.RecordBatch:
+    """The rollouts whose group is in `groups`, each with the columns of its group."""
+    known = groups.column("uid").to_numpy()
+    order = np.argsort(known)
+    wanted = rollouts.column("uid").to_numpy()
+    places = np.searchsorted(known, wanted, sorter=order)
+    found = places < len(known)
+    found[found] = known[order[places[found]]] == wanted[found]
+    rollouts = rollouts.filter(pa.array(found))
+    lines = groups.take(pa.array(order[places[found]], pa.int64())).combine_chunks()
+    columns = [_whole(lines.column(name)) for name in GROUPS_SCHEMA.names]
+    columns += [rollouts.column(name) for name in _ROLLOUT_COLUMNS]
+    return pa.RecordBatch.from_arrays(columns, schema=JOINED_SCHEMA)
+
+
+def joined_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
+    """The joined table of these rows, whose staleness is taken as it is, in pieces of bounded size."""
+    items = list(items)
+    groups = pa.Table.from_batches([group_batch(items, {})])
+    for batch in rollout_batches(items):
+        yield join(groups, batch)
+
+
+def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> DataFrame:
+    """A DataFrame of the rows, or of their rollouts with the columns of `JOINED_SCHEMA`."""
+    if not payloads:
+        return rows_to_frame(items)
+    return pa.Table.from_batches(joined_batches(items), JOINED_SCHEMA).to_pandas()
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)

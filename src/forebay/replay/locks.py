@@ -1,0 +1,83 @@
+"""A lock that many may share or one may have alone, first come, first served."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class SharedLock:
+    """Held by any number of sharers at once, or by one holder alone.
+
+    Who waits is served in order of arrival, so a stream of sharers does not starve who wants it alone.
+    Consumes nothing, waits for earlier holders, is woken by their release.
+
+    >>> async with lock.shared(): ...
+    >>> async with lock.alone(): ...
+    """
+
+    def __init__(self) -> None:
+        self._num_sharers = 0
+        self._is_taken = False
+        self._waiting: deque[tuple[asyncio.Future[None], bool]] = deque()
+
+    @asynccontextmanager
+    async def shared(self) -> AsyncIterator[None]:
+        """Hold it together with other sharers."""
+        await self._acquire(alone=False)
+        try:
+            yield
+        finally:
+            self._release(alone=False)
+            self._wake()
+
+    @asynccontextmanager
+    async def alone(self) -> AsyncIterator[None]:
+        """Hold it with nobody else."""
+        await self._acquire(alone=True)
+        try:
+            yield
+        finally:
+            self._release(alone=True)
+            self._wake()
+
+    async def _acquire(self, *, alone: bool) -> None:
+        if not self._waiting and self._is_free(alone):
+            self._grant(alone)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, alone))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                # It was granted in the same moment: pass it on.
+                self._release(alone=alone)
+            elif (turn, alone) in self._waiting:
+                self._waiting.remove((turn, alone))
+            self._wake()
+            raise
+
+    def _is_free(self, alone: bool) -> bool:
+        return not self._is_taken and not (alone and self._num_sharers)
+
+    def _grant(self, alone: bool) -> None:
+        if alone:
+            self._is_taken = True
+        else:
+            self._num_sharers += 1
+
+    def _release(self, *, alone: bool) -> None:
+        if alone:
+            self._is_taken = False
+        else:
+            self._num_sharers -= 1
+
+    def _wake(self) -> None:
+        while self._waiting and self._is_free(self._waiting[0][1]):
+            turn, alone = self._waiting.popleft()
+            if not turn.cancelled():
+                self._grant(alone)
+                turn.set_result(None)

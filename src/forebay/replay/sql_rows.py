@@ -1,0 +1,225 @@
+"""Rows of a SQL store: from items to tables and back, within a transaction that the store opened.
+
+::
+
+    StorageItem --prepare--> PreparedRow --insert_rows(ids)--> groups, payloads, tags
+                                         '-replace_rows------'
+    select_items <-- groups (light) <-- attach_payloads
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import sqlalchemy as sa
+
+from forebay.replay.query import ARCHIVED, plain_value
+from forebay.replay.sql_query import INT_MAX, INT_MIN, encode_text, is_storable_text
+from forebay.replay.sql_schema import groups, insert_missing, payloads, tags, tasks
+from forebay.replay.storage import Codec, StorageItem, TagValue, staleness_at
+
+CHUNK = 500
+"""Rows that one statement names by uid: databases limit the values of a statement."""
+
+TAG_COLUMNS = {int: "int_value", float: "float_value", str: "text_value", bool: "bool_value"}
+
+_ROW = sa.select(*groups.c)
+_DELETE = [
+    table.delete().where(table.c.uid.in_(sa.bindparam("uids", expanding=True)))
+    for table in (groups, payloads, tags)
+]
+_UPDATE = groups.update().where(groups.c.uid == sa.bindparam("key"))
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRow:
+    """A row in the form of the tables, checked: no database refuses it.
+
+    >>> insert_rows(connection, [prepare(item, codec)], [(uid, timestamp_id)])
+    """
+
+    columns: dict[str, Any]
+    """Of `groups`, without the ids."""
+    data: bytes | None
+    """The payload; None where the item has none."""
+    tags: dict[str, TagValue]
+    uid: int
+    timestamp_id: int
+    """Ids that the item brings."""
+
+
+def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> PreparedRow:
+    """The row of `item`; with `keep_payload` an item without payload has no bytes either.
+
+    Raises:
+        ValueError: a number or a text of the row does not fit a column, or the codec refuses the payload.
+    """
+    columns = {
+        "task_name": item.task_name,
+        "status": plain_value(item.status),
+        "staleness": item.staleness,
+        "priority": float(item.priority),
+        "oldest_model_step": item.oldest_model_step,
+        "train_step": item.train_step,
+        "status_before": plain_value(item.status_before),
+        "tags": json.dumps(item.tags) if item.tags else "{}",
+    }
+    for name, value in columns.items():
+        if isinstance(value, str) and not is_storable_text(value):
+            raise ValueError(f"{name} must not hold NUL or a lone surrogate in a SQL store, got {value!r}")
+        if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
+            raise ValueError(f"{name} must be a 64-bit int in a SQL store, got {value!r}")
+    data = None if keep_payload and item.item is None else codec.encode(item.item)
+    return PreparedRow(columns, data, dict(item.tags), item.uid, item.timestamp_id)
+
+
+def insert_rows(
+    connection: sa.Connection, rows: Sequence[PreparedRow], ids: Sequence[tuple[int, int]]
+) -> None:
+    """Insert the rows under these ``(uid, timestamp_id)``."""
+    if not rows:
+        return
+    insert_tasks(connection, (row.columns["task_name"] for row in rows))
+    connection.execute(
+        groups.insert(),
+        [
+            {"uid": uid, "timestamp_id": timestamp_id, **row.columns}
+            for row, (uid, timestamp_id) in zip(rows, ids, strict=True)
+        ],
+    )
+    connection.execute(
+        payloads.insert(), [{"uid": uid, "data": row.data} for row, (uid, _) in zip(rows, ids, strict=True)]
+    )
+    _insert_tags(connection, {uid: row.tags for row, (uid, _) in zip(rows, ids, strict=True)})
+
+
+def insert_tasks(connection: sa.Connection, names: Iterable[str]) -> None:
+    """Make sure that the tasks are known; the queries of a store go task by task."""
+    # In one order everywhere, so that two processes never wait for each other.
+    insert_missing(connection, tasks, [{"task_name": name} for name in sorted(set(names))])
+
+
+def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
+    """Replace the rows of these uids, which exist; a row without bytes keeps its payload."""
+    if not rows:
+        return
+    insert_tasks(connection, (row.columns["task_name"] for row in rows))
+    connection.execute(_UPDATE, [{"key": row.uid, **row.columns} for row in rows])
+    data = [{"key": row.uid, "data": row.data} for row in rows if row.data is not None]
+    if data:
+        connection.execute(payloads.update().where(payloads.c.uid == sa.bindparam("key")), data)
+    latest = {row.uid: row.tags for row in rows}
+    for uids in chunks(latest):
+        connection.execute(tags.delete().where(tags.c.uid.in_(uids)))
+    _insert_tags(connection, latest)
+
+
+def _insert_tags(connection: sa.Connection, of_rows: Mapping[int, dict[str, TagValue]]) -> None:
+    empty = dict.fromkeys(TAG_COLUMNS.values())
+    lines = [
+        {
+            "uid": uid,
+            "name": encode_text(name),
+            **empty,
+            TAG_COLUMNS[type(value)]: _tag_value(value),
+        }
+        for uid, row_tags in of_rows.items()
+        for name, value in row_tags.items()
+    ]
+    if lines:
+        connection.execute(tags.insert(), lines)
+
+
+def _tag_value(value: TagValue) -> bytes | int | float:
+    if isinstance(value, str):
+        return encode_text(value)
+    return int(value) if isinstance(value, bool) else value
+
+
+def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
+    """Delete the rows of these uids."""
+    for chunk in chunks(uids):
+        for statement in _DELETE:
+            connection.execute(statement, {"uids": chunk})
+
+
+def archive_rows(connection: sa.Connection, uids: Iterable[int], train_step: int) -> None:
+    """Make the rows of these uids ARCHIVED."""
+    is_archived = groups.c.status == ARCHIVED
+    before = sa.case((is_archived, groups.c.status_before), else_=groups.c.status)
+    for chunk in chunks(uids):
+        connection.execute(
+            groups.update()
+            .where(groups.c.uid.in_(chunk))
+            .values(status=ARCHIVED, status_before=before, train_step=train_step)
+        )
+
+
+def lock_rows(
+    connection: sa.Connection, uids: Iterable[int], codec: Codec, train_steps: Mapping[str, int | None]
+) -> dict[int, StorageItem]:
+    """The rows of these uids that exist, without payload; nobody else changes them before the commit."""
+    found = {}
+    # By uid, so that two processes that lock the same rows do not wait for each other.
+    for chunk in chunks(sorted(set(uids))):
+        statement = _ROW.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid).with_for_update()
+        for item in read_rows(connection.execute(statement), codec, train_steps):
+            found[item.uid] = item
+    return found
+
+
+def read_rows(
+    lines: Iterable[Any], codec: Codec, train_steps: Mapping[str, int | None]
+) -> Iterator[StorageItem]:
+    """Items without payload, as stale as at their task's train step."""
+    for line in lines:
+        uid, timestamp_id, task, status, staleness, priority, oldest, train_step, before, tag_text = line
+        item = StorageItem(
+            None,
+            uid,
+            timestamp_id,
+            task,
+            codec.status(status),
+            staleness,
+            {} if tag_text == "{}" else json.loads(tag_text),
+            priority,
+            oldest,
+            train_step,
+            None if before is None else codec.status(before),
+        )
+        item.staleness = staleness_at(item, train_steps.get(task))
+        yield item
+
+
+def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], codec: Codec) -> None:
+    """Load the payloads of these rows.
+
+    Raises:
+        ValueError: a payload is damaged or of another codec.
+    """
+    for chunk in chunks(items):
+        by_uid = {item.uid: item for item in chunk}
+        statement = sa.select(payloads.c.uid, payloads.c.data).where(payloads.c.uid.in_(list(by_uid)))
+        for uid, data in connection.execute(statement):
+            by_uid[uid].item = codec.decode(data)
+
+
+def select_rows() -> sa.Select[Any]:
+    """A statement whose lines `read_rows` reads."""
+    return _ROW
+
+
+def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """The values in lists that a statement can take."""
+    iterator = iter(values)
+    while chunk := list(islice(iterator, CHUNK)):
+        yield chunk
+
+
+def storable_uids(uids: Iterable[int]) -> list[int]:
+    """Those uids that a database can look up, each once."""
+    return [uid for uid in dict.fromkeys(uids) if INT_MIN <= uid <= INT_MAX]

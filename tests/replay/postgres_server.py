@@ -1,0 +1,49 @@
+"""A PostgreSQL server of our own, from the system's binaries, on a socket in a temporary directory."""
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
+
+
+@contextmanager
+def running_server():
+    """Yield the URL of its database; skip the test that asks where there is none."""
+    if not BINARIES:
+        pytest.skip("needs PostgreSQL's server: apt-get install postgresql")
+    # The server refuses to run as root.
+    as_user = []
+    if os.geteuid() == 0:
+        try:
+            pwd.getpwnam("postgres")
+        except KeyError:
+            pytest.skip("needs a user 'postgres' to run PostgreSQL's server as")
+        as_user = ["runuser", "-u", "postgres", "--"]
+    folder = Path(tempfile.mkdtemp(prefix="forebay-postgres-", dir="/tmp"))
+    if as_user:
+        shutil.chown(folder, "postgres")
+
+    def run(program, *arguments):
+        command = [*as_user, str(BINARIES[-1] / program), "--pgdata", str(folder / "data"), *arguments]
+        # No pipes: the server would keep them open.
+        with open(os.devnull, "w") as nowhere:
+            subprocess.run(command, check=True, cwd=folder, stdout=nowhere, stderr=nowhere)
+
+    # Nothing here outlives the machine, so nothing is synced.
+    settings = f"-k {folder} -c listen_addresses= -c fsync=off -c shared_buffers=32MB -c max_connections=60"
+    try:
+        run("initdb", "--auth=trust", "--username=postgres", "--encoding=UTF8", "--no-locale", "--no-sync")
+        run("pg_ctl", "--wait", "--log", str(folder / "log"), "--options", settings, "start")
+        try:
+            yield f"postgresql://postgres@/postgres?host={folder}"
+        finally:
+            run("pg_ctl", "--wait", "--mode=immediate", "stop")
+    finally:
+        shutil.rmtree(folder)

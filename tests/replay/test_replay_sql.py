@@ -1,0 +1,397 @@
+"""The SQL store on its own: files, versions, shared commits, cancelling, a free event loop."""
+
+import asyncio
+import sqlite3
+import threading
+
+import pytest
+import sqlalchemy as sa
+from replay_factory import make_group, make_row, make_state, names, same, uids
+
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
+from forebay.types import Status
+
+COMPLETED = Status.COMPLETED
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def url(request, tmp_path):
+    return tmp_path / "buffer.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def open_store(url):
+    """Opens the same database, as often as it is called; closed at the end."""
+    opened = []
+
+    def open_():
+        opened.append(SQLStorage(url))
+        return opened[-1]
+
+    yield open_
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_store):
+    return open_store()
+
+
+async def test_content_ids_steps_and_evictions_outlive_the_store(open_store):
+    first = open_store()
+    await first.set_train_step("math", 4)
+    for name in "abcd":
+        await first.put(make_row(name, step=1, tags={"name": name}))
+    await first.evict(3)
+    await first.take([1], train_step=4)
+    first.close()
+    second = open_store()
+    assert [(row.item, row.staleness, row.tags) for row in await second.get({})] == [
+        ("c", 2, {"name": "c"}),
+        ("d", 2, {"name": "d"}),
+    ]
+    assert [row.item for row in await second.get({"status": "archived", "train_step": 4})] == ["b"]
+    assert second.num_evicted == {"math": 1}
+    assert await second.put(make_row("e")) == 4
+
+
+async def test_two_stores_see_each_other(open_store):
+    one, other = open_store(), open_store()
+    await one.put(make_row("a", step=0))
+    await other.set_train_step("math", 3)
+    await other.put(make_row("b", staleness=5))
+    assert [(row.item, row.staleness) for row in await one.get({}, order="-staleness")] == [
+        ("b", 5),
+        ("a", 2),
+    ]
+    assert [row.item for row in await one.take_first(1, {})] == ["a"]
+    assert [row.item for row in await other.get({})] == ["b"]
+    assert len(one) == len(other) == 1
+
+
+async def test_rivals_in_two_stores_get_each_row_once(open_store):
+    stores = [open_store() for _ in range(3)]
+    for number in range(40):
+        await stores[0].put(make_row(number, staleness=number % 3, step=number if number % 2 else None))
+    await stores[0].set_train_step("math", 50)
+
+    async def take(store):
+        taken = []
+        while rows := await store.take_first(3, {"status": "completed"}, order="-staleness", train_step=1):
+            taken += rows
+        return taken
+
+    taken = [row.item for rows in await asyncio.gather(*map(take, stores)) for row in rows]
+    assert sorted(taken) == list(range(40))
+
+
+async def test_puts_that_wait_together_share_a_commit(store):
+    commits = 0
+
+    def count(_):
+        nonlocal commits
+        commits += 1
+
+    sa.event.listen(store._engine, "commit", count)
+    ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
+    assert sorted(ids) == list(range(60))
+    assert [row.item for row in await store.get({})] == list(range(60))
+    assert commits < 10
+
+
+async def test_a_put_that_fails_does_not_fail_its_neighbours(store):
+    good, bad, also_good = await asyncio.gather(
+        store.put(make_row("a")),
+        store.put(make_row(object())),
+        store.put(make_row("b")),
+        return_exceptions=True,
+    )
+    assert "JSON" in str(bad)
+    assert [row.item for row in await store.get({"uid": {"$in": [good, also_good]}})] == ["a", "b"]
+    assert len(store) == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"task": "a\0"}, {"task": "\ud800"}, {"status": "\0"}, {"staleness": 2**63}, {"step": -(2**70)}],
+)
+async def test_rows_that_no_column_holds_are_refused(store, wrong):
+    with pytest.raises(ValueError, match="in a SQL store"):
+        await store.put(make_row(**wrong))
+    uid = await store.put(make_row("kept"))
+    row = make_row("x", **wrong)
+    row.uid = uid
+    with pytest.raises(ValueError, match="in a SQL store"):
+        await store.update([row])
+    assert [row.item for row in await store.get({})] == ["kept"]
+
+
+async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatch):
+    go_on = threading.Event()
+    loop = asyncio.get_running_loop()
+    working = asyncio.Event()
+    write = store._worker._write
+
+    def wait_for_the_test(contents):
+        loop.call_soon_threadsafe(working.set)
+        assert go_on.wait(timeout=20)
+        return write(contents)
+
+    monkeypatch.setattr(store._worker, "_write", wait_for_the_test)
+    putting = asyncio.create_task(store.put(make_row("a")))
+    await working.wait()
+    go_on.set()
+    await putting
+    assert len(store) == 1
+
+
+class Held:
+    """Holds the store's thread until the test lets go."""
+
+    def __init__(self, store):
+        self.go_on, self.holding = threading.Event(), threading.Event()
+        self.task = asyncio.create_task(store._worker.call(self.hold))
+
+    def hold(self):
+        self.holding.set()
+        assert self.go_on.wait(timeout=20)
+
+    async def begun(self):
+        await asyncio.to_thread(self.holding.wait)
+
+    async def let_go(self):
+        self.go_on.set()
+        await self.task
+
+
+async def test_a_call_that_is_cancelled_while_it_waits_never_happens(store):
+    await store.put(make_row("a"))
+    held = Held(store)
+    await held.begun()
+    calls = [
+        asyncio.create_task(call)
+        for call in (store.put(make_row("b")), store.take_first(1, {}), store.set_train_step("math", 3))
+    ]
+    await asyncio.sleep(0)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert all(call.cancelled() for call in calls)
+    await held.let_go()
+    assert [row.item for row in await store.get({})] == ["a"]
+    assert await store.get_train_step("math") is None
+
+
+@pytest.mark.parametrize("train_step", [None, 3])
+async def test_a_take_that_is_cancelled_too_late_is_undone(store, train_step, monkeypatch):
+    await store.put(make_row("a", status="aborted", tags={"x": 1}))
+    before = await store.get({})
+    go_on, taking = threading.Event(), threading.Event()
+    ranked = store._ranked
+
+    def wait_for_the_test(*args, **options):
+        taking.set()
+        assert go_on.wait(timeout=20)
+        return ranked(*args, **options)
+
+    monkeypatch.setattr(store, "_ranked", wait_for_the_test)
+    take = asyncio.create_task(store.take_first(1, {}, train_step=train_step))
+    await asyncio.to_thread(taking.wait)
+    take.cancel()
+    await asyncio.sleep(0)
+    assert not take.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await take
+    monkeypatch.undo()
+    assert await store.get({}) == before
+    assert await store.count({"status": "archived"}) == 0
+
+
+async def test_a_closed_store_says_so(store):
+    put = asyncio.create_task(store.put(make_row("a")))
+    await asyncio.sleep(0)
+    store.close()
+    assert await put == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        await store.put(make_row("b"))
+    store.close()
+
+
+async def test_a_payload_of_another_codec_costs_no_group(open_store, url):
+    await open_store().put(make_row({"no": "group"}))
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
+    with pytest.raises(ValueError, match="group of rollouts"):
+        await buffer.get(1, "math", COMPLETED)
+    assert [row.item for row in await open_store().get({})] == [{"no": "group"}]
+    await buffer.put(make_group("a"), "code")
+    with pytest.raises(ValueError, match="codec that wrote it"):
+        await open_store().get({"task_name": "code"})
+
+
+async def test_draws_by_priority(store):
+    for number, priority in enumerate([0.0, 1.0, 2.0, 5.0]):
+        await store.put(make_row(number, priority=priority))
+    memory = IndexedStorage()
+    memory.load_state_dict(store.state_dict())
+    drawn = await PrioritizedReplayPolicy(seed=3).get(4, {}, store)
+    assert drawn == await PrioritizedReplayPolicy(seed=3).get(4, {}, memory)
+    assert drawn[-1] == 0
+
+
+async def test_a_buffer_on_disk_goes_on_where_it_was(open_store):
+    """A crash of the trainer: what it took after its checkpoint comes back, on another store object."""
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=5)
+    for name in "abcdef":
+        await buffer.put(make_group(name, steps=[0]), "math", current_train_step=1, tags={"name": name})
+    await buffer.take_batch({"math": 1}, train_step=1)
+    await buffer.commit(1)
+    await buffer.take_batch({"math": 2}, train_step=2)
+    await buffer.close()
+    again = ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=5)
+    assert again.num_evicted == {"math": 1}
+    await again.restore(1)
+    rows = await again.storage.get({})
+    assert [(row.status, row.tags["name"], row.staleness) for row in rows] == [
+        (COMPLETED, name, 0) for name in "cdef"
+    ]
+    assert await again.refresh_staleness({"math": 2}, 3) == {"math": 4}
+    assert names(await again.get(9, "math", Status.EXPIRED)) == list("cdef")
+
+
+async def test_what_a_rival_takes_is_neither_expired_nor_revived(open_store):
+    """Another process is faster between the reading and the writing of a refresh."""
+    buffer, rival = (ReplayBuffer(FIFOReplayPolicy(), open_store()) for _ in range(2))
+    for name in "abc":
+        await buffer.put(make_group(name, steps=[0]), "math", current_train_step=1)
+    update_if = buffer.storage.update_if
+
+    async def too_late(items, query):
+        await rival.take_batch({"math": 2}, train_step=7)
+        buffer.storage.update_if = update_if
+        return await update_if(items, query)
+
+    buffer.storage.update_if = too_late
+    assert await buffer.refresh_staleness({"math": 3}, 9) == {"math": 1}
+    rows = await buffer.storage.get({"status": "archived", "train_step": 7})
+    assert names(row.item for row in rows) == ["a", "b"]
+    assert names(await buffer.get(9, "math", Status.EXPIRED)) == ["c"]
+
+
+async def test_concurrent_puts_of_a_buffer_keep_its_limit(open_store):
+    evicted = []
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=4, on_evict=evicted.append)
+    await asyncio.gather(*(buffer.put(make_group(number), "math") for number in range(20)))
+    assert len(buffer) == 4
+    left = names(await buffer.get(9, "math", COMPLETED))
+    assert sorted(left + names([row.item for row in evicted])) == list(range(20))
+    assert buffer.num_evicted == {"math": 16}
+
+
+async def test_groups_come_back_as_they_were(open_store):
+    group = [
+        make_state("g", 0, steps=[1, 2], extra_fields={"deep": {"tuple": (1, None)}}),
+        make_state("g", 1, num_tokens=0, error_msg="text \ud800"),
+    ]
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
+    await buffer.put(group, "math")
+    (stored,) = await buffer.get(1, "math", COMPLETED)
+    assert same(stored, group)
+    stored[0].response_ids[0] = 5
+
+
+async def test_takes_over_a_snapshot_and_gives_one(open_store, tmp_path):
+    memory = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=3)
+    for name in "abcd":
+        await memory.put(make_group(name, steps=[0]), "math", current_train_step=2)
+    await memory.take_batch({"math": 1}, train_step=2)
+    await memory.save(tmp_path / "one")
+    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=3)
+    await buffer.resume(tmp_path / "one")
+    with pytest.raises(RuntimeError, match="2 groups"):
+        await buffer.resume(tmp_path / "one")
+    assert buffer.num_evicted == {"math": 1}
+    await buffer.save(tmp_path / "two")
+    other = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=3)
+    await other.resume(tmp_path / "two")
+    await other.restore(0)
+    assert names(await other.get(9, "math", COMPLETED)) == ["b", "c", "d"]
+
+
+def test_other_databases_are_refused(tmp_path):
+    for wrong in ("mysql://host/db", "sqlite://", "sqlite:///:memory:"):
+        with pytest.raises(ValueError, match=r"mysql|memory"):
+            SQLStorage(wrong)
+    (tmp_path / "text").write_text("no database " * 1000)
+    with pytest.raises(ValueError, match="not an SQLite database"):
+        SQLStorage(tmp_path / "text")
+    foreign = sqlite3.connect(tmp_path / "foreign.db")
+    foreign.execute("CREATE TABLE accounts (id)")
+    foreign.close()
+    with pytest.raises(ValueError, match="accounts"):
+        SQLStorage(tmp_path / "foreign.db")
+
+
+@pytest.mark.parametrize(
+    "change", ["value = '99' WHERE name = 'version'", "value = 'x' WHERE name = 'format'"]
+)
+def test_another_schema_is_refused(open_store, change):
+    store = open_store()
+    with store._writing() as connection:
+        connection.execute(sa.text(f"UPDATE forebay_meta SET {change}"))
+    with pytest.raises(ValueError, match="schema version"):
+        open_store()
+
+
+def test_a_foreign_table_among_ours_is_refused(postgres_url):
+    engine = sa.create_engine(postgres_url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as connection:
+        connection.execute(sa.text("CREATE TABLE accounts (id int); CREATE TABLE forebay_groups (id int)"))
+    engine.dispose()
+    with pytest.raises(ValueError, match="forebay_groups"):
+        SQLStorage(postgres_url)
+
+
+async def test_the_common_questions_use_an_index(tmp_path):
+    """Ranking, expiry and eviction read as far as their limit and sort nothing."""
+    store = SQLStorage(tmp_path / "buffer.db")
+    await store.put(make_row("a", step=1))
+    await store.set_train_step("math", 5)
+    statements = []
+
+    def note(connection, cursor, statement, parameters, context, executemany):
+        if "FROM forebay_groups" in statement:
+            statements.append((statement, parameters))
+
+    sa.event.listen(store._engine, "before_cursor_execute", note)
+    of_task = {"task_name": "math", "status": "completed"}
+    await store.get(of_task, order="timestamp_id", limit=5, rows_only=True)
+    await store.get(of_task, order="-staleness", limit=5, rows_only=True)
+    await store.get({**of_task, "staleness": {"$gte": 3}}, order="-staleness", limit=5, rows_only=True)
+    await store.get({}, limit=5, rows_only=True)
+    await store.count(of_task)
+    len(store)
+    store.close()
+    assert len(statements) == 8
+    database = sqlite3.connect(tmp_path / "buffer.db")
+    for statement, parameters in statements:
+        plan = " ".join(line[3] for line in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters))
+        assert "INDEX forebay_" in plan, statement
+        assert "TEMP B-TREE" not in plan, (statement, plan)
+    database.close()
+
+
+async def test_values_are_bound_and_never_written_into_a_statement(store):
+    statements = []
+    evil = "'; DROP TABLE forebay_groups; --"
+
+    def note(connection, cursor, statement, parameters, context, executemany):
+        statements.append(statement)
+
+    sa.event.listen(store._engine, "before_cursor_execute", note)
+    uid = await store.put(make_row(evil, evil, evil, tags={evil: evil}))
+    query = {"task_name": evil, "status": {"$in": [evil, "x"]}, f"tags.{evil}": {"$gte": evil}}
+    assert uids(await store.get(query, order="-staleness")) == [uid]
+    assert await store.count({"$or": [{"status_before": evil}, {"task_name": {"$ne": evil}}]}) == 0
+    assert not any("DROP" in statement for statement in statements)

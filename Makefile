@@ -28,9 +28,11 @@ check: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_style.py
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/engine_batching.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine_batching.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_vs_trl.py
 
 # torch comes first and by its pin: resolved later, pip would choose the CUDA build (several GB).
 $(VENV)/.installed: pyproject.toml constraints.txt

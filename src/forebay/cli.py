@@ -65,7 +65,7 @@ def train(
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Delete what an earlier run left in the run's folder.")
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
     ] = False,
 ) -> None:
     """Train a model as a run file says, or go on with an interrupted run."""
@@ -80,7 +80,7 @@ def evaluate(
     folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
     overrides: Overrides = None,
     model: Annotated[
-        Path | None, typer.Option(help="A model folder to try instead of the run's trained model.")
+        Path | None, typer.Option(help="A model folder to try instead of the run's newest.")
     ] = None,
 ) -> None:
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
@@ -100,11 +100,14 @@ def _guarded(action: Callable[[], Any]) -> None:
     """Run `action`; turn what a person can mend into one message."""
     # Set before transformers is imported: its progress bars and warnings would tear the display.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # The user's own judgers and functions are found beside them, as with ``python -m``.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     from forebay.produce import ProductionError
 
     try:
         action()
-    except (ConfigError, ProductionError) as error:
+    except (ConfigError, ProductionError, FloatingPointError) as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except KeyboardInterrupt:
@@ -142,4 +145,4 @@ def _evaluate(folder: Path, overrides: list[str], model: Path | None) -> None:
     from forebay.runs.launch import launch_evaluation
 
     config = saved_config(folder, overrides)
-    asyncio.run(launch_evaluation(config, model or folder / "model"))
+    asyncio.run(launch_evaluation(config, model))

@@ -115,5 +115,6 @@ def test_the_split_is_exact_and_within_one_of_the_share(batch_size, weights):
 def test_split_ties_go_in_task_order():
     assert split_batch(3, {"b": 1, "a": 1}) == {"b": 2, "a": 1}
     assert split_batch(7, {"b": 1.0, "a": 2.0, "c": 0.0}) == {"b": 2, "a": 5, "c": 0}
+    assert split_batch(14, {"a": 0.1, "b": 0.3, "c": 0.6}) == {"a": 2, "b": 4, "c": 8}
     with pytest.raises(ValueError, match="positive weight"):
         split_batch(1, {"a": 0})

@@ -218,13 +218,12 @@ def test_the_batch_does_not_depend_on_which_group_finishes_first(batch_size, see
     def run(delay):
         loop = ScriptedLoop(lambda i: [0.0, 1.0] if valid[i] else [1.0, 1.0], delay)
         manager = make_manager({"t": loop}, filter_fn=has_reward_variance)
-        batches = []
+        batches = {}
 
         async def produce():
             for step in range(1, 4):
-                batches.append(
-                    sorted(indices((await manager.produce_batch(batch_size, step, 0)).rollout_states))
-                )
+                result = await manager.produce_batch(batch_size, step, 0)
+                batches[step] = sorted(indices(result.rollout_states))
             assert loop.running == 0
             assert len(manager.replay_buffer) == 0
             assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -314,7 +313,7 @@ def test_duplicate_task_names_are_refused():
         AgentLoopManager(task_runners=[runner, runner], replay_buffer=SyncReplayBufferConfig().build())
 
 
-async def test_pending_groups_hand_out_each_group_once():
+async def test_pending_groups_keep_each_group_until_it_is_stored():
     pending = PendingGroups()
     release = [asyncio.Event() for _ in range(4)]
 
@@ -325,15 +324,120 @@ async def test_pending_groups_hand_out_each_group_once():
     for i in range(4):
         pending.start(make_group("t", i), generate)
     release[2].set()
-    assert indices([await pending.next_finished()]) == [2]
-    release[1].set()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    rest = await pending.cancel()
-    assert sorted(indices(rest)) == [0, 1, 3]
+    generation, group = await pending.next_finished()
+    assert indices([group]) == [2]
+    pending.remove(generation)
+    for i in (1, 3):
+        release[i].set()
+    taken = indices([(await pending.next_finished())[1]])
+    finished, interrupted = await pending.cancel()
+    assert set(taken) < set(indices(finished)) == {1, 3}
+    assert indices(interrupted) == [0]
+    assert interrupted[0][0].status is Status.ABORTED
     assert len(pending) == 0
-    by_index = {int(group[0].prompt_ids[0]): group[0].status for group in rest}
-    assert by_index == {0: Status.ABORTED, 1: Status.INIT, 3: Status.ABORTED}
+
+
+async def test_an_agent_that_cancels_itself_fails_its_group():
+    loop = ScriptedLoop(lambda index: asyncio.CancelledError() if index == 0 else [0.0, 1.0])
+
+    async def generate_group(states, **kwargs):
+        if int(states[0].prompt_ids[0]) == 0:
+            raise asyncio.CancelledError
+        return await ScriptedLoop().generate_group(states)
+
+    loop.generate_group = generate_group
+    manager = make_manager({"t": loop})
+    result = await manager.produce_batch(2, 1, 0)
+    assert indices(result.rollout_states) == [1, 2]
+    assert manager.ledger.balance({"t": 0}).dropped == {"failed": 1}
+
+
+def broken_filter(samples):
+    raise KeyError("no such field")
+
+
+@pytest.mark.parametrize(
+    "answer", [None, [], [3], "ragged"], ids=["None", "empty", "no rollouts", "ragged token fields"]
+)
+async def test_malformed_groups_fail_with_a_reason(answer):
+    async def generate_group(states, **kwargs):
+        if answer != "ragged":
+            return answer
+        for state in states:
+            state.response_ids, state.logprobs = [1, 2, 3], [-0.5]
+            state.status = Status.COMPLETED
+        return states
+
+    loop = ScriptedLoop()
+    loop.generate_group = generate_group
+    manager = make_manager({"t": loop})
+    with pytest.raises(ProductionError, match=r"RolloutState|logprobs has 1 entries"):
+        await manager.produce_batch(1, 1, 0)
+
+
+async def test_a_filter_that_raises_fails_groups_with_its_name():
+    manager = make_manager({"t": ScriptedLoop()}, filter_fn=broken_filter)
+    with pytest.raises(ProductionError, match=r"broken_filter.*no such field"):
+        await manager.produce_batch(1, 1, 0)
+
+
+async def test_finished_groups_go_through_the_filter_also_when_the_call_ends_early():
+    loop = ScriptedLoop(lambda index: [1.0, 1.0])
+    ctx = make_context(loop, batch_size=3, filter_fn=has_reward_variance)
+    calls = itertools.count()
+    strategy = SyncProduceStrategyConfig(
+        is_valid_sample_fn=has_reward_variance, should_continue_fn=lambda done, size: next(calls) == 0
+    ).build()
+    await strategy.produce_batch(ctx)
+    assert await ctx.replay_buffer.count("t", Status.COMPLETED) == 0
+    held = await ctx.replay_buffer.count("t", Status.FILTERED)
+    held += await ctx.replay_buffer.count("t", Status.ABORTED)
+    assert held == 3
+
+
+@given(st.integers(0, 60))
+@settings(deadline=None, max_examples=60)
+def test_no_group_is_lost_or_doubled_wherever_a_cancel_strikes(turns):
+    async def run():
+        loop = ScriptedLoop(delay=lambda index: index % 4)
+        manager = make_manager({"t": loop})
+        step = asyncio.create_task(manager.produce_batch(4, 1, 0))
+        put = manager.replay_buffer.put
+
+        async def slow_put(*args, **kwargs):
+            await asyncio.sleep(0)  # as if another caller held the buffer
+            await put(*args, **kwargs)
+            await asyncio.sleep(0)
+
+        manager.replay_buffer.put = slow_put
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        step.cancel()
+        try:
+            await step
+            trained = 4
+        except asyncio.CancelledError:
+            trained = 0
+        position = manager.task_runners[0].sampler.position
+        counts = await manager.replay_buffer.count_statuses(["t"], list(Status))
+        live = sum(n for status, n in counts["t"].items() if status is not Status.ARCHIVED)
+        assert live + trained == position
+        assert manager.ledger.balance({"t": live}).ok
+
+    asyncio.run(run())
+
+
+async def test_a_batch_of_no_groups_is_refused():
+    manager = make_manager({"t": ScriptedLoop()})
+    for size in (0, -2):
+        with pytest.raises(ValueError, match="batch_size"):
+            await manager.produce_batch(size, 1, 0)
+
+
+async def test_an_engine_that_aborts_everything_is_named():
+    manager = make_manager({"t": ScriptedLoop(lambda index: Status.ABORTED)})
+    with pytest.raises(ProductionError, match="paused or closed"):
+        await manager.produce_batch(2, 1, 0)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=5))

@@ -3,7 +3,9 @@
 import asyncio
 import importlib.util
 import json
+import logging
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -11,11 +13,18 @@ from pathlib import Path
 import pytest
 
 from forebay.config import ConfigError, load_config, parse_config
+from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
-from forebay.produce import ProductionError
+from forebay.models import resolve_model
+from forebay.produce import ProductionError, Prompt
+from forebay.runs import steps
+from forebay.runs.build import ProductionProgress, _drawn
 from forebay.runs.config import RunConfig, to_toml
-from forebay.runs.folder import list_checkpoints, saved_config
-from forebay.runs.launch import launch, launch_evaluation
+from forebay.runs.display import RunDisplay
+from forebay.runs.folder import list_checkpoints, new_folder, saved_config
+from forebay.runs.launch import _logs_shown, launch, launch_evaluation
+from forebay.train import TrainController, WarmupConfig
+from forebay.types import RolloutState, Status
 
 ROOT = Path(__file__).parents[2]
 
@@ -143,29 +152,6 @@ def test_no_prompt_is_trained_twice_or_lost_across_a_resume(tmp_path):
     assert len(trained) == len(set(trained)) == 6 * 4
 
 
-def test_ctrl_c_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, capsys):
-    from forebay.runs import steps
-
-    report = steps.report
-
-    def report_and_press(run, train_step, batch, metrics):
-        report(run, train_step, batch, metrics)
-        if train_step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(steps, "report", report_and_press)
-    _, interrupted = train(tmp_path, steps=100)
-    assert interrupted
-    done = max(losses(tmp_path / "run"))
-    assert done in (1, 2)
-    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"step_{done:06d}"]
-    monkeypatch.undo()
-    folder = tmp_path / "run"
-    asyncio.run(launch(saved_config(folder, [f"steps={done + 1}"]), resume=folder))
-    assert max(losses(folder)) == done + 1
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 def test_eval_of_a_finished_run_gives_its_last_numbers(tmp_path):
     train(tmp_path)
     folder = tmp_path / "run"
@@ -214,8 +200,17 @@ def bad_runs():
     no_judge = {key: value for key, value in task.items() if key != "judge"}
     long_prompt = {**task, "sample": {"max_tokens": 512}}
     missing = {**task, "data": {"source": "no/such/file.jsonl"}}
+    greedy = {**task, "sample": {"max_tokens": 5, "temperature": 0.0}}
+    grouped = {"lr": 1e-3, "advantage": "pass_at_k", "pass_k": 5}
     return [
-        ({"tasks": [no_judge]}, "no judger"),
+        ({"tasks": [no_judge]}, "task 'sorting'.*no judger"),
+        ({"tasks": [task, {**greedy, "name": "b"}]}, r"tasks\.1\.sample\.temperature is 0"),
+        ({"train": grouped}, "pass_k = 5 is more than rollouts_per_prompt = 4"),
+        ({"rollouts_per_prompt": 1}, "rollouts_per_prompt = 1 gives advantage 'grpo' nothing"),
+        ({"train": {"lr": 1e-3, "mini_batches": 17}}, "mini_batches = 17 is more than the 16 rollouts"),
+        ({"train": {"lr": 1e-3, "token_budget": 8}}, "token_budget = 8 is less than"),
+        ({"train": {"lr": 1e-3, "lora_rank": 2, "lora_targets": ["nothing"]}}, r"\[train\]"),
+        ({"seed": -1}, "'seed' = -1"),
         ({"tasks": [long_prompt]}, "max_tokens"),
         ({"tasks": [missing]}, "no/such/file.jsonl"),
         ({"tasks": [task, task]}, "task names must differ"),
@@ -231,6 +226,7 @@ def bad_runs():
 def test_bad_input_is_one_clear_error(tmp_path, changes, message):
     with pytest.raises(ConfigError, match=message):
         train(tmp_path, **changes)
+    assert not (tmp_path / "run").exists(), "a start that failed is in the way of the next"
 
 
 def test_a_prompt_longer_than_the_context_is_named_or_dropped(tmp_path):
@@ -265,6 +261,173 @@ def test_an_existing_run_is_not_overwritten_unasked(tmp_path):
     assert sorted(losses(tmp_path / "run")) == [1, 2]
     with pytest.raises(ConfigError, match="no run in"):
         saved_config(tmp_path)
+
+
+def test_overwriting_puts_the_earlier_run_back_when_the_new_one_cannot_start(tmp_path):
+    train(tmp_path, steps=1)
+    before = losses(tmp_path / "run")
+    too_long = {**run_table(tmp_path)["tasks"][0], "sample": {"max_tokens": 512}}
+    with pytest.raises(ConfigError, match="leaves no room"):
+        asyncio.run(launch(config(tmp_path, tasks=[too_long]), overwrite=True))
+    assert losses(tmp_path / "run") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_start_that_was_cut_off_is_not_in_the_way(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "warmup").mkdir(parents=True)
+    (folder / "run.toml").write_text("")
+    (folder / "metrics.jsonl").write_text("")
+    with new_folder(config(tmp_path), overwrite=False):
+        assert [path.name for path in folder.iterdir()] == ["run.toml"]
+    (folder / "metrics.jsonl").write_text('{"train_step": 0}\n')
+    with pytest.raises(ConfigError, match="without a checkpoint: replace it"):
+        new_folder(config(tmp_path), overwrite=False).__enter__()
+
+
+def test_the_context_of_a_model_in_a_folder_is_the_run_files(tmp_path):
+    source = str(resolve_model(config(tmp_path).model, seed=3))
+    with pytest.raises(ConfigError, match=r"raise model\.max_context"):
+        train(tmp_path, model={"source": source, "max_context": 5}, warmup=None)
+    with pytest.raises(ConfigError, match=r"model\.max_context = 4096"):
+        train(tmp_path, model={"source": source, "max_context": 4096}, warmup=None)
+    train(tmp_path, model={"source": source, "max_context": 16}, warmup=None, steps=1)
+
+
+def failing_after(monkeypatch, step, error):
+    fit = TrainController.fit
+
+    def fit_or_fail(self, groups):
+        if self.train_step == step:
+            raise error
+        return fit(self, groups)
+
+    monkeypatch.setattr(TrainController, "fit", fit_or_fail)
+
+
+def test_a_diverged_run_is_saved_and_its_batch_is_trained_after_the_resume(tmp_path, monkeypatch, capsys):
+    train(tmp_path, name="whole", steps=4)
+    failing_after(monkeypatch, 2, FloatingPointError("the gradient norm is nan"))
+    with pytest.raises(FloatingPointError, match="train step 3"):
+        train(tmp_path, steps=4)
+    assert "saved in" in capsys.readouterr().out
+    monkeypatch.undo()
+    folder = tmp_path / "run"
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000002"]
+    asyncio.run(launch(saved_config(folder), resume=folder))
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert Ledger.read(folder / "ledger.jsonl").balance({"sorting": 0}).trained == 4 * 4
+
+
+def test_a_batch_that_the_trainer_refuses_is_one_message(tmp_path, monkeypatch):
+    failing_after(monkeypatch, 0, ValueError("no such thing"))
+    with pytest.raises(ConfigError, match="the trainer, in train step 1: no such thing"):
+        train(tmp_path)
+
+
+def test_overrides_of_a_resumed_run_stay_and_cannot_move_it(tmp_path):
+    train(tmp_path, steps=1)
+    folder = tmp_path / "run"
+    for override in ("name=other", "output=elsewhere"):
+        with pytest.raises(ConfigError, match="stays in"):
+            saved_config(folder, [override])
+    asyncio.run(launch(saved_config(folder, ["steps=2"]), resume=folder))
+    assert saved_config(folder).steps == 2
+    with pytest.raises(ConfigError, match="cannot go on"):
+        asyncio.run(launch(saved_config(folder, ["model.tiny.hidden_size=16", "seed=9"]), resume=folder))
+    assert saved_config(folder).seed == 3
+
+
+def test_an_unfinished_run_is_evaluated_by_its_newest_checkpoint(tmp_path):
+    train(tmp_path, steps=1)
+    folder = tmp_path / "run"
+    finished = asyncio.run(launch_evaluation(saved_config(folder)))
+    shutil.rmtree(folder / "model")
+    assert asyncio.run(launch_evaluation(saved_config(folder))) == finished
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match="no model to try"):
+        asyncio.run(launch_evaluation(saved_config(folder)))
+
+
+def test_step_time_is_that_of_generation_training_and_sync(tmp_path):
+    train(tmp_path, steps=2, evaluate={"every": 1}, checkpoint_every=1)
+    row = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert row["time/evaluate_s"] > 0
+    assert row["time/checkpoint_s"] > 0
+    parts = [row[f"time/{name}_s"] for name in ("generate", "train", "sync")]
+    assert row["step_s"] == pytest.approx(sum(parts))
+    assert row["tokens_per_s"] == pytest.approx(row["produce/tokens"] / row["step_s"])
+
+
+def test_the_log_of_the_library_is_shown_with_one_traceback(tmp_path, capsys):
+    data = {"source": "sorting", "arguments": {"length": 2, "letters": 3}, "size": 9}
+    task = {**run_table(tmp_path)["tasks"][0], "data": data, "eval_data": {**data, "size": 2}}
+    train(tmp_path, tasks=[task], steps=1)
+    out = " ".join(capsys.readouterr().out.split())
+    assert "held out" in out
+    with RunDisplay() as display, _logs_shown(display):
+        for number in range(2):
+            try:
+                raise RuntimeError("broken")
+            except RuntimeError:
+                logging.getLogger("forebay.somewhere").exception("rollout %d failed", number)
+    out = capsys.readouterr().out
+    assert out.count("Traceback") == 1
+    assert "warning: rollout 1 failed: RuntimeError('broken')" in out
+    assert not logging.getLogger("forebay").handlers
+
+
+def test_the_live_line_counts_the_groups_of_one_step():
+    seen = []
+
+    class Display:
+        def production(self, done, total):
+            seen.append((done, total))
+
+    progress = ProductionProgress(Display(), 2)
+    rejected = [rollout_state(Status.FILTERED)]
+    accepted = [rollout_state(Status.COMPLETED)]
+    for group in (rejected, accepted, accepted):
+        progress("task", group)
+    progress.start_step()
+    progress("task", accepted)
+    assert seen == [(0, 2), (1, 2), (2, 2), (1, 2)]
+
+
+def rollout_state(status):
+    return RolloutState(message=[{"role": "user", "content": "?"}], status=status)
+
+
+def test_the_warm_up_renders_only_what_it_uses():
+    prompts = [Prompt(message=[{"role": "user", "content": str(number)}]) for number in range(50)]
+    settings = WarmupConfig(steps=3, batch_size=4)
+    drawn = _drawn([prompts[:20], prompts[20:]], settings, seed=1)
+    assert len(drawn) == len({prompt.message[0]["content"] for prompt in drawn}) == 12
+    assert drawn == _drawn([prompts[:20], prompts[20:]], settings, seed=1)
+    assert len(_drawn([prompts[:5]], settings, seed=1)) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_a_signal_finishes_the_step_saves_and_leaves(tmp_path, monkeypatch, number):
+    report = steps.report
+
+    def report_and_send(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 1:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    monkeypatch.setattr(steps, "report", report_and_send)
+    _, interrupted = train(tmp_path, steps=100)
+    assert interrupted
+    done = max(losses(tmp_path / "run"))
+    assert done in (1, 2)
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == [f"step_{done:06d}"]
+    monkeypatch.undo()
+    folder = tmp_path / "run"
+    asyncio.run(launch(saved_config(folder, [f"steps={done + 1}"]), resume=folder))
+    assert max(losses(folder)) == done + 1
+    assert signal.getsignal(number) is before
 
 
 def test_every_recipe_is_a_valid_run_file():
@@ -307,6 +470,25 @@ def test_the_command_line(tmp_path):
     assert "eval" in evaluated.output
 
 
+def test_functions_beside_the_user_are_found_and_a_bad_judge_fails_the_dry_run(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from forebay.cli import app
+
+    (tmp_path / "my_judges.py").write_text("def half(state):\n    return 0.5\n")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(to_toml(config(tmp_path / "out")))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
+    monkeypatch.chdir(tmp_path)
+    choose = ["train", str(run_file), "--dry-run", "tasks.0.judge.arguments={}"]
+    good = CliRunner().invoke(app, [*choose, "tasks.0.judge.name=my_judges:half"])
+    assert good.exit_code == 0, good.output
+    wrong = CliRunner().invoke(app, [*choose, "tasks.0.judge.name=my_judges:hlaf"])
+    assert wrong.exit_code == 2
+    assert "did you mean 'half'" in " ".join(wrong.output.split())
+
+
 def test_the_command_line_starts_without_torch():
-    code = "import sys, forebay.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    code = "import sys, forebay.cli, forebay.runs; forebay.runs.RunConfig;"
+    code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

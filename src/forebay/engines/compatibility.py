@@ -56,7 +56,7 @@ def check_config(model: Any, max_context_tokens: int) -> None:
     if windowed and window is not None and window < max_context_tokens:
         raise ValueError(
             f"{name} attends to the last {window} tokens only, but the context is {max_context_tokens}; "
-            f"set the engine's max_context_tokens to {window} or less"
+            f"set model.max_context (in code: max_context_tokens) to {window} or less"
         )
     _check_rope(name, getattr(config, "rope_parameters", None) or {}, max_context_tokens)
 
@@ -67,7 +67,7 @@ def _check_rope(name: str, rope: dict[str, Any], max_context_tokens: int) -> Non
     if kind in ("dynamic", "longrope") and max_context_tokens > limit:
         raise ValueError(
             f"{name} encodes positions by {kind!r} rope, which depends on the longest rollout of a batch; "
-            f"set the engine's max_context_tokens to {limit or 'the trained context'} or less"
+            f"set model.max_context (in code: max_context_tokens) to {limit or 'the trained context'} or less"
         )
 
 

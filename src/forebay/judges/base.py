@@ -60,8 +60,9 @@ class Judger(ABC):
         return target
 
     async def _judge_one(self, state: RolloutState) -> None:
+        limit = asyncio.timeout(self.timeout_s)
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with limit:
                 verdict = await self.score(state)
             state.reward = _checked_reward(verdict)
         # Judges are user code: whatever they raise fails this rollout, and only this one.
@@ -70,7 +71,7 @@ class Judger(ABC):
             state.status = Status.FAILED
             reason = (
                 f"no verdict within {self.timeout_s} s"
-                if isinstance(error, TimeoutError)
+                if limit.expired()
                 else f"{type(error).__name__}: {error}"
             )
             state.error_msg = f"judger {self.name}: {reason}"

@@ -84,8 +84,10 @@ class JudgeThreads:
 def _run_call(call: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     try:
         result = function(*arguments)
-    # Carried to the awaiting judger; also a SystemExit, which would end this thread and leave it waiting.
-    except BaseException as error:
+    except Exception as error:
         call.set_exception(error)
+    # A SystemExit must neither end this thread, leaving the judger waiting, nor reach the event loop.
+    except BaseException as error:
+        call.set_exception(RuntimeError(f"the function raised {type(error).__name__}: {error}"))
     else:
         call.set_result(result)

@@ -24,7 +24,13 @@ import numpy as np
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
 from forebay.replay import ReplayBuffer
-from forebay.types import RolloutState, Status, get_group_status, reset_rollout_response
+from forebay.types import (
+    RolloutState,
+    Status,
+    fill_token_fields,
+    get_group_status,
+    reset_rollout_response,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -171,16 +177,16 @@ class ProduceContext:
         clock = asyncio.get_running_loop().time
         started = clock()
         try:
-            group = await self.agent_loop.generate_group(
-                rollout_state, enable_partial_rollout=enable_partial_rollout
+            group = _well_formed(
+                await self.agent_loop.generate_group(
+                    rollout_state, enable_partial_rollout=enable_partial_rollout
+                )
             )
         # Agent loops are user code; this is the one place where what they raise becomes a FAILED group.
         except Exception as error:
             logger.exception("task %s: group %s failed", self.task_name, rollout_state[0].group_id)
             group = rollout_state
-            for state in group:
-                state.status = Status.FAILED
-                state.error_msg = state.error_msg or f"{type(error).__name__}: {error}"
+            fail_group(group, f"{type(error).__name__}: {error}")
         for state in group:
             state.extra_fields[GROUP_GENERATE_TIME_KEY] = clock() - started
         return group
@@ -192,10 +198,7 @@ class ProduceContext:
         score, latency_s = _mean_score(group), group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
         if get_group_status(group) is Status.COMPLETED:
             self._count_rewards(group)
-            if not self.is_valid_sample_fn(group):
-                for state in group:
-                    reset_rollout_response(state)
-                    state.status = Status.FILTERED
+            self._filter(group)
         # Before the put: once stored, another put may evict the group, and that is entered at once.
         if self.ledger is not None:
             self.ledger.record(
@@ -218,6 +221,20 @@ class ProduceContext:
             self.on_group(self.task_name, group)
         return get_group_status(group) is Status.COMPLETED
 
+    def _filter(self, group: list[RolloutState]) -> None:
+        try:
+            valid = self.is_valid_sample_fn(group)
+        # User code, as an agent loop is.
+        except Exception as error:
+            name = getattr(self.is_valid_sample_fn, "__name__", repr(self.is_valid_sample_fn))
+            logger.exception("task %s: validity function %s failed", self.task_name, name)
+            fail_group(group, f"validity function {name}: {type(error).__name__}: {error}")
+            return
+        if not valid:
+            for state in group:
+                reset_rollout_response(state)
+                state.status = Status.FILTERED
+
     def _count_rewards(self, group: list[RolloutState]) -> None:
         scores = []
         for state in group:
@@ -230,6 +247,29 @@ class ProduceContext:
                 continue
             scores.append(float(state.reward["score"]))
         self.progress.add_raw_rewards(self.task_name, sum(scores), len(scores))
+
+
+def fail_group(group: Sequence[RolloutState], reason: str) -> None:
+    """Make the group FAILED; members that failed by themselves keep their own reason."""
+    for state in group:
+        reason_of_its_own = state.error_msg
+        reset_rollout_response(state)
+        state.status = Status.FAILED
+        state.error_msg = reason_of_its_own or reason
+
+
+def _well_formed(group: list[RolloutState]) -> list[RolloutState]:
+    """`group`, if it can be stored.
+
+    Raises:
+        TypeError: an agent loop returned something else than a list of rollouts.
+        ValueError: token-level fields of different lengths.
+    """
+    if not isinstance(group, list) or not group or not all(isinstance(s, RolloutState) for s in group):
+        raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {group!r:.80}")
+    for state in group:
+        fill_token_fields(state)
+    return group
 
 
 def _mean_score(group: Sequence[RolloutState]) -> float | None:

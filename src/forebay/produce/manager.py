@@ -17,6 +17,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,10 +84,12 @@ def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]
     >>> split_batch(7, {"a": 1, "b": 2, "c": 0})
     {'a': 2, 'b': 5, 'c': 0}
     """
-    total = sum(weights.values())
+    # As written, not as binary fractions: equal remainders must come out equal.
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    total = sum(exact.values())
     if total <= 0:
         raise ValueError(f"at least one task needs a positive weight, got {dict(weights)}")
-    shares = {name: batch_size * weight / total for name, weight in weights.items()}
+    shares = {name: batch_size * weight / total for name, weight in exact.items()}
     sizes = {name: math.floor(share) for name, share in shares.items()}
     # sorted() is stable: equal remainders stay in task order.
     by_remainder = sorted(
@@ -125,6 +128,7 @@ class AgentLoopManager:
             raise ValueError(f"tasks need unique names and there must be at least one, got {names}")
         self._runners = {runner.task_name: runner for runner in self.task_runners}
         self._update_event = asyncio.Event()
+        self._on_evict = self.replay_buffer.on_evict
         self.replay_buffer.on_evict = self._enter_eviction
 
     @property
@@ -140,8 +144,11 @@ class AgentLoopManager:
         """One batch of `batch_size` groups for `train_step`, made by the weights of `model_step`.
 
         Raises:
+            ValueError: `batch_size` is less than 1.
             ProductionError: production cannot go on, or a task came back short; nothing was taken then.
         """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
         clock = asyncio.get_running_loop().time
         started = clock()
         sizes = self.get_task_batch_sizes(batch_size, train_step)
@@ -189,8 +196,10 @@ class AgentLoopManager:
             async with asyncio.TaskGroup() as tasks:
                 for name, ctx in contexts.items():
                     tasks.create_task(produce(name, ctx))
-        except* ProductionError as group:
-            raise group.exceptions[0] from None
+        except BaseExceptionGroup as group:
+            # One of the tasks ended the others: its reason is the one to show.
+            reasons = [error for error in group.exceptions if isinstance(error, ProductionError)]
+            raise (reasons or group.exceptions)[0] from None
         finally:
             for name, ctx in contexts.items():
                 strategy = self._runners[name].produce_strategy
@@ -256,13 +265,16 @@ class AgentLoopManager:
 
     def _enter_eviction(self, evicted: StorageItem) -> None:
         self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
+        if self._on_evict is not None:
+            self._on_evict(evicted)
 
-    async def save(self, path: Path) -> None:
+    async def save(self, path: Path | str) -> None:
         """Samplers, buffer and ledger into the folder `path`.
 
         Raises:
             RuntimeError: groups are in flight; pause production first.
         """
+        path = Path(path)
         pending = {n: c for n, r in self._runners.items() if (c := r.produce_strategy.pending_task_count())}
         if pending:
             raise RuntimeError(f"cannot save while groups are in flight: {pending}; pause production first")
@@ -274,12 +286,13 @@ class AgentLoopManager:
         }
         await asyncio.to_thread(_write_json, path / "manager.json", state)
 
-    async def resume(self, path: Path) -> None:
+    async def resume(self, path: Path | str) -> None:
         """Go back to what `save` wrote.
 
         Raises:
             ValueError: the checkpoint has other tasks, or a part of it does not fit.
         """
+        path = Path(path)
         state = json.loads(await asyncio.to_thread((path / "manager.json").read_text, "utf-8"))
         if set(state["samplers"]) != set(self._runners):
             raise ValueError(

@@ -2,11 +2,12 @@
 
 ::
 
-    start(group) -> a task -> done callback -> finished queue -> next_finished() claims it, once
+    start(group) -> a task -> done callback -> finished queue -> next_finished() -> stored -> remove()
                        |
-                       cancel(): every task ended, every group that was not claimed handed back
+                       cancel(): every task ended, every group that was not removed handed back
 
-Claiming costs the same however many are in flight: each task announces itself when it is done.
+A finished group stays pending until whoever took it has stored it, so that no interruption loses it. Taking
+one costs the same however many are in flight: each task announces itself when it is done.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from forebay.types import RolloutState, Status, reset_rollout_response
 
 Group = list[RolloutState]
 GenerateGroup = Callable[[Group], Awaitable[Group]]
+Generation = asyncio.Task[Group]
 
 
 class PendingGroups:
@@ -28,16 +30,11 @@ class PendingGroups:
     """
 
     def __init__(self) -> None:
-        self._groups: dict[asyncio.Task[Group], Group] = {}
-        self._finished: asyncio.Queue[asyncio.Task[Group]] = asyncio.Queue()
+        self._groups: dict[Generation, Group] = {}
+        self._finished: asyncio.Queue[Generation] = asyncio.Queue()
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    @property
-    def groups(self) -> list[Group]:
-        """The groups in flight, oldest first."""
-        return list(self._groups.values())
 
     def start(self, group: Group, generate: GenerateGroup) -> None:
         """Generate `group` in the background."""
@@ -49,35 +46,51 @@ class PendingGroups:
         self._groups[task] = group
         task.add_done_callback(self._finished.put_nowait)
 
-    async def next_finished(self) -> Group:
-        """The next group whose generation ended; waits for one.
+    async def next_finished(self) -> tuple[Generation, Group]:
+        """The next generation that ended, and its group; waits for one. It stays pending until `remove`.
 
         Raises:
-            Whatever escaped from the generation; the group is then no longer pending.
+            Whatever escaped from the generation.
         """
         assert self._groups, "nothing is in flight: waiting would never end"
         while (task := await self._finished.get()) not in self._groups:
-            pass  # cancelled meanwhile, its group handed back already
-        del self._groups[task]
-        return task.result()
+            pass  # handed back by `cancel` meanwhile
+        if task.cancelled():
+            return task, _failed(self._groups[task], "the generation was cancelled from within")
+        return task, task.result()
 
-    async def cancel(self) -> list[Group]:
-        """End everything; return the unclaimed groups, finished ones as they are, the others ABORTED.
+    def remove(self, generation: Generation) -> None:
+        """The group of `generation` is stored: nothing here has to remember it."""
+        del self._groups[generation]
 
-        An interrupted group goes back to its prompt: it is generated again, not lost.
+    async def cancel(self) -> tuple[list[Group], list[Group]]:
+        """End everything; (finished groups, interrupted groups) that were not removed.
+
+        An interrupted group goes back to its prompt, ABORTED: it is generated again, not lost.
         """
-        claimed = self._groups
-        self._groups = {}
+        claimed, self._groups = self._groups, {}
         for task in claimed:
             task.cancel()
         results = await asyncio.gather(*claimed, return_exceptions=True)
-        groups = []
-        for group, result in zip(claimed.values(), results, strict=True):
-            if isinstance(result, list):
-                groups.append(result)
-                continue
-            for state in group:
-                reset_rollout_response(state)
-                state.status = Status.ABORTED
-            groups.append(group)
-        return groups
+        finished = [result for result in results if isinstance(result, list)]
+        interrupted = [
+            _aborted(group)
+            for group, result in zip(claimed.values(), results, strict=True)
+            if not isinstance(result, list)
+        ]
+        return finished, interrupted
+
+
+def _aborted(group: Group) -> Group:
+    for state in group:
+        reset_rollout_response(state)
+        state.status = Status.ABORTED
+    return group
+
+
+def _failed(group: Group, reason: str) -> Group:
+    for state in group:
+        reset_rollout_response(state)
+        state.status = Status.FAILED
+        state.error_msg = reason
+    return group

@@ -51,10 +51,10 @@ class ProduceProgress:
     @classmethod
     def build(cls, task_names: Iterable[str]) -> ProduceProgress:
         """Progress at the start of a run."""
-        progress = cls()
+        progress, names = cls(), list(task_names)
         for table in progress._tables().values():
-            table.update(dict.fromkeys(task_names, 0))
-        progress.raw_rewards_sum.update(dict.fromkeys(task_names, 0.0))
+            table.update(dict.fromkeys(names, 0))
+        progress.raw_rewards_sum.update(dict.fromkeys(names, 0.0))
         return progress
 
     @classmethod
@@ -62,7 +62,7 @@ class ProduceProgress:
         cls, task_names: Iterable[str], task_batch_sizes: Mapping[str, int], train_step: int
     ) -> ProduceProgress:
         """Progress of one colocated step: its target is this step's batch, and nothing is consumed yet."""
-        progress = cls.build(list(task_names))
+        progress = cls.build(task_names)
         progress.next_consumer_step = progress.producer_future_step = train_step
         progress.target_upto_future_step = train_step
         progress.target_samples.update(task_batch_sizes)

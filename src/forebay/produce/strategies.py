@@ -13,10 +13,12 @@ sampled first by the next call.
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import logging
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Coroutine
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -28,7 +30,7 @@ from forebay.produce.context import (
     default_is_valid_sample_fn,
     default_should_continue_fn,
 )
-from forebay.produce.pending import PendingGroups
+from forebay.produce.pending import Generation, PendingGroups
 from forebay.types import RolloutState, Status, get_group_status
 
 logger = logging.getLogger(__name__)
@@ -138,16 +140,38 @@ class SyncProduceStrategy(ProduceStrategy):
         budget = _Budget(ctx)
         try:
             while self.should_continue_fn(completed, ctx.task_batch_size):
+                budget.check()
                 while len(pending) < max(1, ctx.task_batch_size - completed):
                     group = await ctx.sample_group(from_expired_pool=False)
                     pending.start(group, ctx.generate_group)
-                group = await pending.next_finished()
-                completed += await ctx.put_generated_group(group)
-                budget.spend(group)
+                generation, group = await pending.next_finished()
+                completed += await _uninterrupted(_store(ctx, pending, generation, group))
+                budget.count(group)
         finally:
-            for group in await pending.cancel():
+            finished, interrupted = await pending.cancel()
+            for group in finished:
+                await ctx.put_generated_group(group)
+            for group in interrupted:
                 await ctx.replay_buffer.put(group, ctx.task_name)
         return ProduceBatchStatus.NORMAL
+
+
+async def _store(
+    ctx: ProduceContext, pending: PendingGroups, generation: Generation, group: list[RolloutState]
+) -> bool:
+    completed = await ctx.put_generated_group(group)
+    pending.remove(generation)
+    return completed
+
+
+async def _uninterrupted(work: Coroutine[Any, Any, bool]) -> bool:
+    """Wait for `work`; if cancelled meanwhile, let it end first: a group is stored once, or not at all."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 class _Budget:
@@ -156,24 +180,29 @@ class _Budget:
     def __init__(self, ctx: ProduceContext) -> None:
         self.ctx = ctx
         self.outcomes: Counter[Status] = Counter()
+        self.last_error: str | None = None
 
-    def spend(self, group: list[RolloutState]) -> None:
-        status = get_group_status(group)
-        self.outcomes[status] += 1
+    def count(self, group: list[RolloutState]) -> None:
+        """Enter how one group ended."""
+        self.outcomes[get_group_status(group)] += 1
+        self.last_error = next((state.error_msg for state in group if state.error_msg), self.last_error)
+
+    def check(self) -> None:
+        """Raise if going on makes no sense."""
         size = max(1, self.ctx.task_batch_size)
-        failed = self.outcomes[Status.FAILED]
-        if failed >= max(MIN_FAILED, MAX_FAILED_PER_GROUP * size):
-            reasons = [state.error_msg for state in group if state.error_msg]
-            raise ProductionError(
-                f"task {self.ctx.task_name!r}: {failed} groups failed in train step {self.ctx.train_step} "
-                f"({self._counts()}); the last failure: {reasons[0] if reasons else 'no reason given'}"
-            )
+        started = (
+            f"task {self.ctx.task_name!r}, train step {self.ctx.train_step}: {self._counts()} groups, "
+            f"{size} are needed"
+        )
+        allowed = max(MIN_FAILED, MAX_FAILED_PER_GROUP * size)
+        if self.outcomes[Status.FAILED] >= allowed:
+            raise ProductionError(f"{started}; the last failure: {self.last_error or 'no reason given'}")
+        if self.outcomes[Status.ABORTED] >= allowed and not self.outcomes[Status.COMPLETED]:
+            raise ProductionError(f"{started}; the engine aborts everything: is it paused or closed?")
         if self.outcomes.total() >= MAX_STARTED_PER_GROUP * size:
             raise ProductionError(
-                f"task {self.ctx.task_name!r}: only {self.outcomes[Status.COMPLETED]} of "
-                f"{self.outcomes.total()} groups were accepted in train step {self.ctx.train_step} "
-                f"({self._counts()}), {size} are needed. If they were filtered, nearly all prompts are too "
-                f"hard or too easy for the model: use easier prompts, more rollouts per prompt, or no filter"
+                f"{started}; if they were filtered, nearly all prompts are too hard or too easy for the "
+                f"model: use other prompts, more rollouts per prompt, or no filter"
             )
 
     def _counts(self) -> str:

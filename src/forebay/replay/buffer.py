@@ -154,9 +154,9 @@ class ReplayBuffer:
         if not items:
             return
         for state in items:
-            fill_token_fields(state)
             if model_step is not None:
                 update_sample_version(state, model_step)
+            fill_token_fields(state)
         async with self._lock.shared():
             group = await self._aged(StoredGroup(items), task_name, current_train_step)
             if stale_threshold is not None and maybe_expire_group(group, stale_threshold):

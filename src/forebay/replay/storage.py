@@ -205,13 +205,20 @@ class StorageBackend(ABC):
         An item without payload leaves the stored payload in its place.
         """
 
-    @abstractmethod
     async def get_train_step(self, task_name: str) -> int | None:
         """The train step last set for the task."""
+        return self._steps_set().get(task_name)
 
-    @abstractmethod
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """Rows of the task that have an `oldest_model_step` are from now on as stale as at `train_step`."""
+        """Rows of the task that have an `oldest_model_step` are from now on as stale as at `train_step`.
+
+        Here it is only remembered: a store that does no more keeps the staleness its rows were given.
+        """
+        self._steps_set()[task_name] = train_step
+
+    def _steps_set(self) -> dict[str, int]:
+        steps: dict[str, int] = self.__dict__.setdefault("_train_steps_set", {})
+        return steps
 
     @abstractmethod
     def __len__(self) -> int:

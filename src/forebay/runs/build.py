@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from forebay.agents import SingleTurnAgentLoop
 from forebay.config import ConfigError, look_up
-from forebay.engines import RolloutController
+from forebay.engines import RolloutController, TransformersEngine
 from forebay.evaluate import Evaluator
-from forebay.judges import Judger, build_judger
+from forebay.judges import build_judger
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import load_model, load_tokenizer, resolve_model
@@ -34,21 +35,25 @@ from forebay.produce import (
     Sampler,
     SyncProduceStrategyConfig,
     TaskRunner,
-    default_is_valid_sample_fn,
-    has_reward_variance,
 )
 from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts
 from forebay.replay import ReplayBuffer
-from forebay.runs.config import RunConfig, TaskConfig
+from forebay.runs.config import FILTERS, RunConfig, TaskConfig
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
-from forebay.train import TrainController, supervised_warmup
+from forebay.train import TrainController, WarmupConfig, supervised_warmup
 from forebay.types import RolloutState, Status, get_group_status
-
-FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
 
 EVAL_SEED = -1
 """Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
+
+
+class TaskData(NamedTuple):
+    """The prompts of one task."""
+
+    training: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """Empty for a task that is not evaluated."""
 
 
 @dataclass(kw_only=True)
@@ -98,6 +103,7 @@ class Run:
     eval_sets: list[EvalSet]
     display: RunDisplay
     metrics: MetricsLogger
+    progress: ProductionProgress
     compute_thread: ThreadPoolExecutor = field(
         # One thread: torch keeps a pool of workers for every thread that computes.
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -115,23 +121,20 @@ def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_st
     """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
 
     Raises:
-        ConfigError: the model, the data, a judger or a setting does not fit; before anything is generated.
+        ConfigError: the model, the data or a setting does not fit; before anything is generated.
     """
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     model_folder = resolve_model(config.model, seed=config.seed)
+    data = load_data(config)
     if config.warmup is not None:
-        model_folder = warm_up(config, model_folder, folder / "warmup", display)
-    rollouts = build_rollouts(config, model_folder, folder / "ledger.jsonl")
-    tokenizer = rollouts.tokenizer
-    trainer = TrainController(
-        _load(model_folder, config),
-        config.train,
-        pad_token_id=tokenizer.pad_token_id,
-        total_steps=config.steps,
-        seed=config.seed,
-        tokenizer=tokenizer,
-    )
+        model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
+    tokenizer = load_tokenizer(model_folder)
+    trainer = _trainer(config, model_folder, tokenizer)
+    # What opens files comes last, so that nothing is left open where something before it does not fit.
+    rollouts = build_rollouts(config, model_folder, data)
+    metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
+    rollouts.manager.ledger = Ledger(folder / "ledger.jsonl")
     run = Run(
         config=config,
         folder=folder,
@@ -142,31 +145,67 @@ def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_st
         evaluator=Evaluator(),
         eval_sets=rollouts.eval_sets,
         display=display,
-        metrics=config.metrics.build(folder, resume_step=resume_step, report=display.warning),
+        metrics=metrics,
+        progress=ProductionProgress(display, config.batch_size),
     )
-    run.manager.on_group = _ProductionProgress(display, config.batch_size)
+    run.manager.on_group = run.progress
     return run
 
 
-def build_rollouts(config: RunConfig, model_folder: Path, ledger_path: Path | None) -> Rollouts:
-    """The half of a run that makes rollouts: engine, tasks, buffer, manager, held-out prompts."""
+def _trainer(config: RunConfig, model_folder: Path, tokenizer: Any) -> TrainController:
+    model = _load(model_folder, config)
+    try:
+        return TrainController(
+            model,
+            config.train,
+            pad_token_id=tokenizer.pad_token_id,
+            total_steps=config.steps,
+            seed=config.seed,
+            tokenizer=tokenizer,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"[train] cannot be built: {error}") from error
+
+
+def _engine(config: RunConfig, model_folder: Path, tokenizer: Any) -> TransformersEngine:
+    model, loaded = config.model, _load(model_folder, config)
+    try:
+        return config.engine.build(loaded, tokenizer, max_context_tokens=config.model.max_context)
+    except ValueError as error:
+        raise ConfigError(
+            f"the engine cannot run {model.source!r} with model.max_context = {model.max_context}: {error}"
+        ) from error
+
+
+def build_rollouts(
+    config: RunConfig, model_folder: Path, data: Sequence[TaskData], *, trains: bool = True
+) -> Rollouts:
+    """The half of a run that makes rollouts: engine, tasks, buffer, manager, held-out prompts.
+
+    Without `trains` the lengths of the prompts to train on do not matter.
+
+    Raises:
+        ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
+    """
     tokenizer = load_tokenizer(model_folder)
-    engine = config.engine.build(_load(model_folder, config), tokenizer)
+    engine = _engine(config, model_folder, tokenizer)
     controller = RolloutController(engine, seed=config.seed)
     buffer = config.replay.build()
     eval_sets: list[EvalSet] = []
     runners = []
-    for task in config.tasks:
-        judger = _judger(task)
-        limit = engine.max_context_tokens - task.sample.max_tokens
-        prompts = _checked(task, _training_prompts(task), tokenizer, limit)
-        if task.eval_data is not None:
-            held_out = _checked(task, load_prompts(task.eval_data), tokenizer, limit)
+    for task, part in zip(config.tasks, data, strict=True):
+        prompts = _checked(config, task, part.training, tokenizer, engine) if trains else part.training
+        if part.held_out:
+            held_out = _checked(config, task, part.held_out, tokenizer, engine)
             eval_sets.append(_eval_set(config, task, held_out, controller, tokenizer, buffer))
         runners.append(
             TaskRunner(
                 task_name=task.name,
-                agent_loop=SingleTurnAgentLoop(controller, judger, tokenizer, sample_params=task.sample),
+                agent_loop=SingleTurnAgentLoop(
+                    controller, build_judger(task.judge), tokenizer, sample_params=task.sample
+                ),
                 produce_strategy=_strategy(config),
                 sampler=Sampler(
                     prompts,
@@ -183,7 +222,6 @@ def build_rollouts(config: RunConfig, model_folder: Path, ledger_path: Path | No
         task_runners=runners,
         replay_buffer=buffer,
         rollout_controller=controller,
-        ledger=Ledger(ledger_path),
     )
     return Rollouts(tokenizer=tokenizer, controller=controller, eval_sets=eval_sets, manager=manager)
 
@@ -192,25 +230,29 @@ def _load(folder: Path, config: RunConfig) -> Any:
     return load_model(folder, config.model)
 
 
-def _judger(task: TaskConfig) -> Judger:
-    try:
-        return build_judger(task.judge)
-    except ConfigError as error:
-        raise ConfigError(f"task {task.name!r}: {error}") from None
-
-
 def _checked(
-    task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, limit_tokens: int
+    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, engine: TransformersEngine
 ) -> Sequence[Prompt]:
-    if limit_tokens < 1:
+    context, budget, room = engine.max_context_tokens, config.train.token_budget, task.sample.max_tokens
+    if context <= room:
         raise ConfigError(
-            f"task {task.name!r}: sample.max_tokens = {task.sample.max_tokens} leaves no room for a prompt; "
-            f"lower it, or raise model.max_context"
+            f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
+            f"{context}; lower it, or raise model.max_context"
         )
     try:
-        return check_prompt_lengths(prompts, tokenizer, limit_tokens, task.overlong_prompts)
+        prompts = check_prompt_lengths(prompts, tokenizer, context - room, task.overlong_prompts)
     except ConfigError as error:
         raise ConfigError(f"task {task.name!r}: {error}") from None
+    if budget < context:
+        # Rendering all prompts again is the price of finding out before the first rollout.
+        try:
+            check_prompt_lengths(prompts, tokenizer, budget - room)
+        except ConfigError as error:
+            raise ConfigError(
+                f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "
+                f"sample.max_tokens = {room} may have; raise it ({error})"
+            ) from None
+    return prompts
 
 
 def _strategy(config: RunConfig) -> Any:
@@ -240,7 +282,23 @@ def _eval_set(
     )
 
 
-def warm_up(config: RunConfig, source: Path, target: Path, display: RunDisplay) -> Path:
+def load_data(config: RunConfig) -> list[TaskData]:
+    """The prompts of every task; those held out are not among those to train on.
+
+    Raises:
+        ConfigError: a data source does not fit.
+    """
+    data = []
+    for task in config.tasks:
+        held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
+        training = load_prompts(task.data)
+        data.append(TaskData(hold_out(training, held_out) if held_out else training, held_out))
+    return data
+
+
+def warm_up(
+    config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
+) -> Path:
     """Train the model in `source` on the training prompts' own answers; the folder it is saved in, `target`.
 
     Done once: where `target` exists (a resumed run), it is what the run started from.
@@ -251,10 +309,14 @@ def warm_up(config: RunConfig, source: Path, target: Path, display: RunDisplay) 
         return target
     display.phase("warm-up")
     model, tokenizer = _load(source, config), load_tokenizer(source)
-    examples = [_example(prompt, tokenizer) for task in config.tasks for prompt in _training_prompts(task)]
-    losses = supervised_warmup(
-        model, examples, settings, pad_token_id=tokenizer.pad_token_id, seed=config.seed
-    )
+    prompts = [part.training for part in data or load_data(config)]
+    examples = [_example(prompt, tokenizer) for prompt in _drawn(prompts, settings, config.seed)]
+    try:
+        losses = supervised_warmup(
+            model, examples, settings, pad_token_id=tokenizer.pad_token_id, seed=config.seed
+        )
+    except ValueError as error:
+        raise ConfigError(f"[warmup] cannot be done: {error}") from error
     temporary = target.with_name(target.name + ".tmp")
     model.save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
@@ -263,9 +325,11 @@ def warm_up(config: RunConfig, source: Path, target: Path, display: RunDisplay) 
     return target
 
 
-def _training_prompts(task: TaskConfig) -> Sequence[Prompt]:
-    prompts = load_prompts(task.data)
-    return prompts if task.eval_data is None else hold_out(prompts, load_prompts(task.eval_data))
+def _drawn(data: Sequence[Sequence[Prompt]], settings: WarmupConfig, seed: int) -> list[Prompt]:
+    """As many prompts as the warm-up can use, drawn from those of all tasks; making each costs time."""
+    places = [(prompts, index) for prompts in data for index in range(len(prompts))]
+    order = np.random.default_rng(seed).permutation(len(places))
+    return [places[i][0][places[i][1]] for i in order[: settings.steps * settings.batch_size]]
 
 
 def _example(prompt: Prompt, tokenizer: Any) -> tuple[list[int], list[int]]:
@@ -278,12 +342,17 @@ def _example(prompt: Prompt, tokenizer: Any) -> tuple[list[int], list[int]]:
     return prompt_ids, [*answer_ids, tokenizer.eos_token_id]
 
 
-class _ProductionProgress:
+class ProductionProgress:
     """Feeds the live line: completed groups of the step."""
 
     def __init__(self, display: RunDisplay, batch_size: int) -> None:
         self._display, self._batch_size, self._done = display, batch_size, 0
 
+    def start_step(self) -> None:
+        """Count from 0 again."""
+        self._done = 0
+
     def __call__(self, task_name: str, group: Sequence[RolloutState]) -> None:
+        """Count a stored group."""
         self._done += get_group_status(group) is Status.COMPLETED
-        self._display.production((self._done - 1) % self._batch_size + 1, self._batch_size)
+        self._display.production(self._done, self._batch_size)

@@ -13,12 +13,19 @@ the loop, copy this page; ``examples/low_level_loop.py`` does the same from smal
 
 from __future__ import annotations
 
+from forebay.produce import ProductionError
 from forebay.runs import steps
 from forebay.runs.build import Run
 
 
 async def run_colocated(run: Run) -> None:
-    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise."""
+    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise.
+
+    Raises:
+        ProductionError: rollouts cannot be produced any more; the last finished step is saved.
+        FloatingPointError: the training diverged; the last finished step is saved where it still exists.
+        ConfigError: the trainer refuses a batch.
+    """
     config = run.config
     try:
         await steps.sync_weights(run)
@@ -38,5 +45,8 @@ async def run_colocated(run: Run) -> None:
         if run.train_step == config.steps and not steps.is_evaluated(run):
             await steps.evaluate(run, "after")
         await steps.finish(run)
+    except (ProductionError, FloatingPointError) as error:
+        await steps.rescue(run, error)
+        raise
     finally:
         await steps.close(run)

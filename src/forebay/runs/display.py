@@ -168,6 +168,11 @@ class RunDisplay:
         """A line for the person to act on."""
         self._print(Text(f"warning: {_clean(text)}", "yellow"))
 
+    def traceback_line(self, text: str) -> None:
+        """One line of a traceback, whose indentation means something."""
+        indent = len(text) - len(text.lstrip(" "))
+        self._print(Text(" " * indent + _clean(text), "dim"))
+
     def interrupted(self) -> None:
         """Ctrl-C was pressed once."""
         self._print(

@@ -14,9 +14,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forebay.config import ConfigError, load_config
@@ -29,8 +30,13 @@ def saved_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of the run in `folder`, with `overrides`; the folder stays the run's own, even if moved.
 
     Raises:
-        ConfigError: `folder` holds no run, or an override does not fit.
+        ConfigError: `folder` holds no run, or an override does not fit or would move the run.
     """
+    for override in overrides:
+        if override.partition("=")[0].strip() in ("name", "output"):
+            raise ConfigError(
+                f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out"
+            )
     if not (folder / RUN_FILE).exists():
         raise ConfigError(f"no run in {str(folder)!r}: it has no {RUN_FILE}")
     config = load_config(RunConfig, folder / RUN_FILE, overrides)
@@ -43,27 +49,66 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
 
 
-def prepare(config: RunConfig, *, overwrite: bool) -> Path:
-    """Make the folder of a new run and write its run file there.
+@contextlib.contextmanager
+def new_folder(config: RunConfig, *, overwrite: bool) -> Iterator[Path]:
+    """The folder of a new run, with its run file, while the run's components are built.
+
+    What an earlier run left is put aside as ``NAME.old`` and deleted at the end of the block. If the block
+    raises, the earlier run is put back and nothing is left of the new one.
 
     Raises:
         ConfigError: the folder holds an earlier run and `overwrite` is not set, or something that is no run.
     """
     folder = config.folder
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / RUN_FILE).exists():
-            raise ConfigError(f"{str(folder)!r} holds files that are not a run's; choose another name=...")
-        if not overwrite:
-            steps = [path.name for path in list_checkpoints(folder)]
-            state = f"with checkpoint {steps[-1]}" if steps else "without a checkpoint"
-            raise ConfigError(
-                f"{str(folder)!r} already holds a run {state}: go on with it (--resume {folder}), "
-                f"replace it (--overwrite), or choose another name=..."
-            )
-        shutil.rmtree(folder)
+    aside = _make_free(folder, overwrite)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RUN_FILE).write_text(to_toml(config), encoding="utf-8")
-    return folder
+    write_run_file(config, folder)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder)
+        if aside is not None:
+            aside.rename(folder)
+        raise
+    if aside is not None:
+        shutil.rmtree(aside)
+
+
+def prepare(config: RunConfig, *, overwrite: bool) -> Path:
+    """`new_folder` for a caller to whom the earlier run does not matter: it is gone at once."""
+    with new_folder(config, overwrite=overwrite) as folder:
+        return folder
+
+
+def write_run_file(config: RunConfig, folder: Path) -> None:
+    """Write `config` as the run file of `folder`, whole or not at all."""
+    temporary = folder / f"{RUN_FILE}.tmp"
+    temporary.write_text(to_toml(config), encoding="utf-8")
+    temporary.replace(folder / RUN_FILE)
+
+
+def _make_free(folder: Path, overwrite: bool) -> Path | None:
+    """Where the earlier run in `folder` was put; None if there was none."""
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if not (folder / RUN_FILE).exists():
+        raise ConfigError(f"{str(folder)!r} holds files that are not a run's; choose another name=...")
+    checkpoints, metrics = list_checkpoints(folder), folder / "metrics.jsonl"
+    if not checkpoints and not (metrics.exists() and metrics.stat().st_size):
+        # A start that was cut off: nothing was trained, and its warm-up may have had other settings.
+        shutil.rmtree(folder)
+        return None
+    if not overwrite:
+        go_on = f"go on with it (--resume {folder}), " if checkpoints else ""
+        state = f"with checkpoint {checkpoints[-1].name}" if checkpoints else "without a checkpoint"
+        raise ConfigError(
+            f"{str(folder)!r} already holds a run {state}: {go_on}replace it (--overwrite), "
+            f"or choose another name=..."
+        )
+    aside = folder.with_name(f"{folder.name}.old")
+    if aside.exists():
+        raise ConfigError(f"{str(aside)!r} is in the way: an earlier run is put there; move or delete it")
+    return folder.rename(aside)
 
 
 def publish(temporary: Path, final: Path) -> None:

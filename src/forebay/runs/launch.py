@@ -1,23 +1,27 @@
-"""Starts a run from its config: folder, components, Ctrl-C, and then the loop."""
+"""Starts a run from its config: folder, components, log, signals, and then the loop."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import signal
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 import transformers
 
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
 from forebay.runs import steps
-from forebay.runs.build import Run, build_rollouts, build_run
+from forebay.runs.build import Run, build_rollouts, build_run, load_data
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
-from forebay.runs.folder import list_checkpoints, prepare
+from forebay.runs.folder import list_checkpoints, new_folder, write_run_file
 
 
 async def launch(
@@ -26,22 +30,23 @@ async def launch(
     """Run `config`, or go on with the run in the folder `resume`.
 
     Returns:
-        The accuracy line, if prompts were held out, and whether Ctrl-C ended the run early.
+        The accuracy line, if prompts were held out, and whether Ctrl-C or SIGTERM ended the run early.
 
     Raises:
         ConfigError: something in the config, or the folder, does not fit.
-        ProductionError: rollouts cannot be produced any more.
+        ProductionError, FloatingPointError: as `run_colocated`.
     """
     _silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
-    folder = config.folder if checkpoint is not None else prepare(config, overwrite=overwrite)
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
-    with RunDisplay() as display:
+    with RunDisplay() as display, _logs_shown(display):
         display.start(config.name, _facts(config), step=step, total=config.steps)
-        run = build_run(config, folder, display, resume_step=None if checkpoint is None else step)
-        if checkpoint is not None:
-            await steps.resume(run, checkpoint)
-        remove_handler = _stop_on_ctrl_c(run)
+        if checkpoint is None:
+            with new_folder(config, overwrite=overwrite) as folder:
+                run = build_run(config, folder, display)
+        else:
+            run = await _resumed(config, checkpoint, step, display)
+        remove_handler = _stop_on_signals(run)
         try:
             await run_colocated(run)
         finally:
@@ -49,18 +54,34 @@ async def launch(
     return steps.accuracy_line(run), run.stop_requested
 
 
-async def launch_evaluation(config: RunConfig, model_folder: Path) -> dict[str, float]:
-    """Try the model in `model_folder` on the run's held-out prompts and show the metrics.
+async def _resumed(config: RunConfig, checkpoint: Path, step: int, display: RunDisplay) -> Run:
+    run = build_run(config, config.folder, display, resume_step=step)
+    try:
+        await steps.resume(run, checkpoint)
+    except BaseException:
+        await steps.close(run)
+        raise
+    # Only now: overrides that do not fit must not spoil the run file.
+    write_run_file(config, config.folder)
+    return run
+
+
+async def launch_evaluation(config: RunConfig, model_folder: Path | None = None) -> dict[str, float]:
+    """Try a model on the run's held-out prompts and show the metrics.
+
+    Without a `model_folder`: the run's trained model, or that of its last checkpoint if it is unfinished.
 
     Raises:
         ConfigError: the run holds out no prompts, or the model does not load.
     """
     _silence_progress_bars()
-    rollouts = build_rollouts(config, model_folder, ledger_path=None)
+    torch.set_num_threads(config.threads)
+    model_folder = model_folder or _newest_model(config.folder)
+    rollouts = build_rollouts(config, model_folder, load_data(config), trains=False)
     try:
         if not rollouts.eval_sets:
             raise ConfigError(f"run {config.name!r} holds out no prompts: give a task eval_data")
-        with RunDisplay() as display:
+        with RunDisplay() as display, _logs_shown(display):
             display.start(f"eval {model_folder}", {})
             groups = await steps.evaluation_groups(rollouts.eval_sets)
             metrics = Evaluator().evaluate(groups)
@@ -83,6 +104,52 @@ def _last_checkpoint(folder: Path) -> Path:
     return checkpoints[-1]
 
 
+def _newest_model(folder: Path) -> Path:
+    if (folder / "model").is_dir():
+        return folder / "model"
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise ConfigError(
+            f"no model to try in {str(folder)!r}: neither model/ nor a checkpoint; give --model"
+        )
+    return checkpoints[-1] / "trainer" / "model"
+
+
+class _DisplayHandler(logging.Handler):
+    """Shows what the library logs, one line a record; of all tracebacks only the first."""
+
+    def __init__(self, display: RunDisplay) -> None:
+        super().__init__(logging.INFO)
+        self._display = display
+        self._traced = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if error is None else f"{record.getMessage()}: {error!r}"
+        if record.levelno < logging.WARNING:
+            self._display.message(text)
+            return
+        self._display.warning(text)
+        if error is not None and not self._traced:
+            self._traced = True
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                self._display.traceback_line(line)
+
+
+@contextlib.contextmanager
+def _logs_shown(display: RunDisplay) -> Iterator[None]:
+    """Show the log of the package on `display`, for as long as the run lasts."""
+    logger, handler = logging.getLogger("forebay"), _DisplayHandler(display)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
 def _facts(config: RunConfig) -> dict[str, object]:
     tasks = ", ".join(task.name for task in config.tasks)
     batch = f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts"
@@ -95,9 +162,10 @@ def _facts(config: RunConfig) -> dict[str, object]:
     }
 
 
-def _stop_on_ctrl_c(run: Run) -> Callable[[], None]:
-    """First Ctrl-C: stop after this step. Second: leave now, without saving."""
+def _stop_on_signals(run: Run) -> Callable[[], None]:
+    """First Ctrl-C, or SIGTERM: stop after this step. Second: leave now, without saving."""
     loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def leave(*_: object) -> None:
         run.display.close()
@@ -106,14 +174,16 @@ def _stop_on_ctrl_c(run: Run) -> Callable[[], None]:
     def stop() -> None:
         run.stop_requested = True
         run.display.interrupted()
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, leave)
+        for number in before:
+            loop.remove_signal_handler(number)
+            signal.signal(number, leave)
 
-    before = signal.getsignal(signal.SIGINT)
-    loop.add_signal_handler(signal.SIGINT, stop)
+    for number in before:
+        loop.add_signal_handler(number, stop)
 
     def remove() -> None:
-        loop.remove_signal_handler(signal.SIGINT)
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
     return remove

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay.config import ConfigError
 from forebay.produce import ProduceBatchResult
 from forebay.produce.results import LEFTOVER_STATUSES
 from forebay.runs.build import EvalSet, Run
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 ROLLOUTS_PER_RECORD = 8
 """Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
+
+STEP_PHASES = ("generate", "train", "sync")
 
 
 async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
@@ -48,16 +51,38 @@ async def sync_weights(run: Run) -> None:
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     """Generate, judge and take the batch of `train_step`."""
     run.display.phase("generate")
+    run.progress.start_step()
     with run.timer.phase("generate"):
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
 
 
 async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
-    """One train step on `groups`; its metrics."""
+    """One train step on `groups`; its metrics.
+
+    Raises:
+        ConfigError: the trainer refuses the batch.
+        FloatingPointError: the training diverged.
+    """
     run.display.phase("train")
-    with run.timer.phase("train"):
-        batch = await compute(run, run.trainer.fit, groups)
+    try:
+        with run.timer.phase("train"):
+            batch = await compute(run, run.trainer.fit, groups)
+    except ValueError as error:
+        raise ConfigError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
+    except FloatingPointError as error:
+        await _give_back(run, groups)
+        raise FloatingPointError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     return batch.metrics
+
+
+async def _give_back(run: Run, groups: list[list[RolloutState]]) -> None:
+    """Make the batch of a train step that did not happen live again, in the buffer and in the books."""
+    await run.manager.replay_buffer.restore(run.train_step)
+    for group in groups:
+        group_id, task_name = group[0].group_id, group[0].task_name
+        assert group_id is not None
+        assert task_name is not None
+        run.manager.ledger.record(group_id, task_name, "requeued")
 
 
 async def forget_consumed(run: Run, train_step: int) -> None:
@@ -106,7 +131,8 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     scores = [state.reward["score"] for group in groups for state in group if state.reward]
     tokens = sum(int(state.response_mask.sum()) for group in groups for state in group)
     phases = run.timer.consume()
-    wall_s = sum(wall for wall, _ in phases.values())
+    # An evaluation or a checkpoint since the last report is not part of the step.
+    wall_s = sum(phases[name].wall_s for name in STEP_PHASES if name in phases)
     values = {
         "reward": sum(scores) / len(scores),
         "response_tokens": tokens / len(scores),
@@ -168,14 +194,34 @@ async def checkpoint(run: Run) -> Path:
 
 
 async def resume(run: Run, path: Path) -> None:
-    """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`."""
+    """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`.
+
+    Raises:
+        ConfigError: the checkpoint is not one of this run as it is configured.
+    """
     state = json.loads((path / "run.json").read_text(encoding="utf-8"))
-    await compute(run, run.trainer.resume, path / "trainer")
-    await run.manager.resume(path / "manager")
+    try:
+        await compute(run, run.trainer.resume, path / "trainer")
+        await run.manager.resume(path / "manager")
+    except ValueError as error:
+        raise ConfigError(f"cannot go on from {str(path)!r}: {error}") from error
     run.train_step = state["train_step"]
     run.history = state["history"]
     run.evaluations = state["evaluations"]
     run.display.message(f"resumed after train step {run.train_step} from {path}")
+
+
+async def rescue(run: Run, error: Exception) -> None:
+    """Save the last finished step of a run that failed with `error`, if there is one to save."""
+    # After a diverged optimiser step that was not the step's first, the weights belong to no step.
+    between = isinstance(error, FloatingPointError) and (
+        run.config.train.optimiser_steps > 1 or run.config.train.uses_critic
+    )
+    if run.train_step > 0 and not between:
+        path = await checkpoint(run)
+        run.display.warning(
+            f"train step {run.train_step} was the last; saved in {path}, to go on with --resume"
+        )
 
 
 async def finish(run: Run) -> None:

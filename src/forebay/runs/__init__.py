@@ -7,15 +7,13 @@ if TYPE_CHECKING:
     from forebay.runs.build import Run, build_run
     from forebay.runs.colocated import run_colocated
     from forebay.runs.config import RunConfig
-    from forebay.runs.launch import launch
 
-__all__ = ["Run", "RunConfig", "build_run", "launch", "run_colocated", "steps"]
+__all__ = ["Run", "RunConfig", "build_run", "run_colocated", "steps"]
 
 _HOMES = {
     "Run": "build",
     "RunConfig": "config",
     "build_run": "build",
-    "launch": "launch",
     "run_colocated": "colocated",
 }
 

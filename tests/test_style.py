@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import forebay
 from forebay.config import StrictModel
@@ -156,7 +157,15 @@ def _subclasses(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
 
 def _own_fields(model: type[StrictModel]) -> set[str]:
     inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", {})}
-    return set(model.model_fields) - inherited
+    # The name of a table is a heading: what counts is what is under it.
+    tables = {name for name, field in model.model_fields.items() if _names_a_table(field.annotation)}
+    return set(model.model_fields) - inherited - tables
+
+
+def _names_a_table(annotation: object) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, StrictModel | SampleParams):
+        return True
+    return any(map(_names_a_table, get_args(annotation)))
 
 
 def test_constraints_pin_versions_and_name_no_place_to_download_from() -> None:

@@ -1,4 +1,5 @@
-"""What tests of programs and plug-ins need: engines without models, and what every replay store must do.
+"""What tests of programs and plug-ins need: engines without models, time that jumps, and what every replay
+store must do.
 
 `StorageConformance` needs pytest, which is loaded with it.
 """
@@ -6,11 +7,19 @@
 from typing import TYPE_CHECKING, Any
 
 from forebay.engines.scripted import ScriptedEngine
+from forebay.virtual_time import DeadlockError, VirtualTimeLoop
+from forebay.virtual_time import run as run_in_virtual_time
 
 if TYPE_CHECKING:
     from forebay.conformance import StorageConformance
 
-__all__ = ["ScriptedEngine", "StorageConformance"]
+__all__ = [
+    "DeadlockError",
+    "ScriptedEngine",
+    "StorageConformance",
+    "VirtualTimeLoop",
+    "run_in_virtual_time",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,11 +18,11 @@ can ask whether a group is already held somewhere and skip it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from forebay.durable import write_text
 from forebay.produce.prompts import Prompt
 from forebay.produce.sequences import Permutation
 from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
@@ -154,13 +154,7 @@ class Sampler:
         """Write the state as a small JSON file, whole or not at all."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f"{target.name}.tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            json.dump(self.state_dict(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
-        _sync_folder(target.parent)
+        write_text(target, json.dumps(self.state_dict()))
 
     def resume(self, path: str | Path) -> None:
         """Continue from the file that `save` wrote.
@@ -228,12 +222,3 @@ def _start_over(group: list[RolloutState]) -> None:
     for state in group:
         reset_rollout_response(state)
         state.status = Status.INIT
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the renaming of a file in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -15,12 +15,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forebay.config import ConfigError, load_config
+from forebay.durable import sync, write_text
 from forebay.runs.config import RunConfig, to_toml
 
 RUN_FILE = "run.toml"
@@ -82,9 +82,7 @@ def prepare(config: RunConfig, *, overwrite: bool) -> Path:
 
 def write_run_file(config: RunConfig, folder: Path) -> None:
     """Write `config` as the run file of `folder`, whole or not at all."""
-    temporary = folder / f"{RUN_FILE}.tmp"
-    temporary.write_text(to_toml(config), encoding="utf-8")
-    temporary.replace(folder / RUN_FILE)
+    write_text(folder / RUN_FILE, to_toml(config))
 
 
 def _make_free(folder: Path, overwrite: bool) -> Path | None:
@@ -114,14 +112,6 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
 def publish(temporary: Path, final: Path) -> None:
     """Make every file under `temporary` durable, then rename it: a crash leaves nothing or the whole."""
     for path in [*temporary.rglob("*"), temporary]:
-        _sync(path)
+        sync(path)
     temporary.rename(final)
-    _sync(final.parent)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(final.parent)

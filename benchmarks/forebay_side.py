@@ -57,8 +57,7 @@ def run_config(job: Job) -> RunConfig:
         train=TrainConfig(
             lr=job.lr,
             max_grad_norm=job.max_grad_norm,
-            clip_low=job.clip,
-            clip_high=job.clip,
+            clip=job.clip,
             token_budget=job.micro_batch,
             layout="shared_prompt",
         ),

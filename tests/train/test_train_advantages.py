@@ -104,7 +104,7 @@ def test_pass_at_k_by_hand():
 
 
 def test_pass_at_k_of_a_group_smaller_than_k_says_so():
-    with pytest.raises(ValueError, match="pass_k is 3 but a group has only 2 rollouts"):
+    with pytest.raises(ValueError, match="pass_at_3 needs 3 rollouts, but a group has only 2"):
         pass_at_k(*flat([[1.0, 0.0, 1.0], [1.0, 0.0]]), 3)
 
 

@@ -1,3 +1,4 @@
+import math
 import subprocess
 import sys
 
@@ -5,7 +6,8 @@ import pytest
 from pydantic import ValidationError
 
 from forebay.config import ConfigError, parse_config
-from forebay.train import TrainConfig, WarmupConfig
+from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
+from forebay.train.corrections import CORRECTIONS
 
 
 @pytest.mark.parametrize(
@@ -13,9 +15,19 @@ from forebay.train import TrainConfig, WarmupConfig
     [
         ({"advantage": "gae"}, "advantage 'gae' needs a critic: set critic_lr"),
         ({"critic_lr": 1e-4}, "trains a critic that advantage 'grpo' ignores"),
-        ({"advantage": "pass_at_k"}, "needs pass_k"),
-        ({"pass_k": 2}, "only read by advantage 'pass_at_k', not by 'grpo'"),
+        ({"advantage": "pass_at_k"}, "unknown advantage 'pass_at_k'; did you mean 'pass_at_8'?"),
+        ({"advantage": "pass_at_0"}, "did you mean 'pass_at_8'?"),
         ({"loss": "gspo", "dual_clip": 3.0}, "only read by loss 'clipped', not by 'gspo'"),
+        ({"clip": 1.5}, "the low clip is at most 1"),
+        ({"clip": [-0.1, 0.2]}, "'clip"),
+        ({"correction": "tis"}, "unknown correction 'tis'"),
+        ({"correction_band": [0.5, 2.0]}, "not read by correction 'none'"),
+        ({"correction": "ratio", "correction_band": [0.5, 2.0]}, "not read by correction 'ratio'"),
+        ({"correction": "token_mask", "correction_band": [1.5, 2.0]}, "0 <= low <= 1 <= high"),
+        ({"correction": "token_tis", "correction_band": [-1.0, 2.0]}, "0 <= low <= 1 <= high"),
+        ({"guard": "halt"}, "'guard'"),
+        ({"guard_bands": {"ess": 0.5}}, "'ess' is not watched; known: ess_token"),
+        ({"guard_bands": {"mismatch_kl": 0.0}}, "must be over 0"),
         ({"lora_alpha": 8.0}, "no effect without lora_rank"),
         ({"layout": "shared_prompt", "gradient_checkpointing": True}, "choose one"),
         ({"advantage": "grop"}, "unknown advantage 'grop'; did you mean 'grpo'?"),
@@ -35,8 +47,35 @@ def test_what_the_config_says_about_a_step():
     assert not TrainConfig().needs_old_logprobs
     assert TrainConfig(mini_batches=2).needs_old_logprobs
     assert TrainConfig(epochs=2, mini_batches=3).optimiser_steps == 6
-    assert TrainConfig(old_policy="rollout").needs_old_logprobs
+    assert TrainConfig(correction="ratio").needs_old_logprobs
     assert TrainConfig(advantage="gae", critic_lr=1e-4).uses_critic
+    config = TrainConfig(clip=0.1)
+    assert (config.clip_low, config.clip_high) == (0.1, 0.1)
+    config = TrainConfig(clip=(0.2, 0.28))
+    assert (config.clip_low, config.clip_high) == (0.2, 0.28)
+    assert TrainConfig(advantage="pass_at_12").pass_k == 12
+    assert TrainConfig().pass_k is None
+
+
+def test_only_truncated_weights_can_come_from_the_training_pass():
+    needs = {name: TrainConfig(correction=name).needs_old_logprobs for name in CORRECTIONS}
+    assert {name for name, needed in needs.items() if not needed} == {
+        "none",
+        "token_tis",
+        "sequence_tis",
+        "geometric_tis",
+    }
+    own = TrainConfig(correction="forebay.train.corrections:correct")
+    assert own.needs_old_logprobs
+    assert own.band == (0.0, math.inf)
+
+
+def test_the_rule_correct_asks_for_a_correction():
+    for rule in ("admit", "drop", "requeue", "mask"):
+        check_staleness_rule(rule, TrainConfig())
+    check_staleness_rule("correct", TrainConfig(correction="ratio"))
+    with pytest.raises(ConfigError, match=r"train\.correction = 'none' trains them as if they were fresh"):
+        check_staleness_rule("correct", TrainConfig())
 
 
 def test_a_number_is_the_fixed_length_normalisation():
@@ -46,7 +85,7 @@ def test_a_number_is_the_fixed_length_normalisation():
 
 
 def test_the_fields_stay_within_their_budget():
-    assert len(TrainConfig.model_fields) + len(WarmupConfig.model_fields) <= 30
+    assert len(TrainConfig.model_fields) + len(WarmupConfig.model_fields) <= 31
 
 
 def test_importing_the_package_loads_no_torch():

@@ -33,8 +33,10 @@ SETTINGS = [
     {"mini_batches": 2, "epochs": 2},
     {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01},
     {"advantage": "gae", "critic_lr": 1e-2, "mini_batches": 2},
-    {"advantage": "pass_at_k", "pass_k": 2, "loss": "gspo", "normalisation": "sequence-mean"},
-    {"advantage": "opo", "loss": "cispo", "old_policy": "rollout", "layout": "shared_prompt"},
+    {"advantage": "pass_at_2", "loss": "gspo", "normalisation": "sequence-mean"},
+    {"advantage": "opo", "loss": "cispo", "correction": "ratio", "layout": "shared_prompt"},
+    {"correction": "token_tis"},
+    {"correction": "sequence_mask", "correction_band": (0.01, 9.0), "mini_batches": 2},
     {"schedule": "cosine", "schedule_warmup_steps": 1, "lora_rank": 2, "kl_coef": 0.1},
 ]
 
@@ -127,7 +129,7 @@ def test_a_rollout_that_cannot_be_trained_on_changes_nothing(model, make_groups)
 
 def test_the_rollouts_own_logprobs_can_be_the_old_ones_but_must_be_known(model, make_groups):
     groups = make_groups(masked=True)
-    trainer = trainer_for(model, old_policy="rollout")
+    trainer = trainer_for(model, correction="ratio")
     batch = trainer.compute_old_logprobs(trainer.pack(groups))
     mask = batch.response_mask
     assert np.array_equal(batch.old_logprobs[mask], batch.rollout_logprobs[mask])
@@ -164,12 +166,14 @@ def test_no_mismatch_is_reported_where_the_engine_gave_no_logprobs(model, make_g
 def test_metrics_are_flat_numbers(model, make_groups):
     settings = {"advantage": "gae", "critic_lr": 1e-3, "kl_coef": 0.1, "mini_batches": 2}
     metrics = trainer_for(model, **settings).fit(make_groups()).metrics
-    expected = (
-        "loss policy_loss value_loss kl entropy clip_low clip_high value_clip ratio_mean ratio_min ratio_max "
-        "policy_kl grad_norm critic_grad_norm lr tokens trained_tokens sequences padding score_mean "
-        "score_std equal_score_groups advantage_mean advantage_abs_mean explained_variance mismatch_kl "
-        "mismatch_max mismatch_k1 old_logprobs_s ref_logprobs_s values_s advantages_s update_s"
-    )
+    expected = """
+        loss policy_loss value_loss kl entropy clip_low clip_high clip_share value_clip ratio_mean ratio_min
+        ratio_max policy_kl grad_norm critic_grad_norm lr skipped_updates tokens trained_tokens sequences
+        padding score_mean score_std equal_score_groups advantage_mean advantage_abs_mean explained_variance
+        mismatch_kl mismatch_max mismatch_k1 ess_token ess_sequence importance_mean importance_max
+        unknown_logprobs staleness_mean staleness_p95 staleness_max stale_masked
+        old_logprobs_s ref_logprobs_s values_s advantages_s update_s
+    """
     assert set(metrics) == {f"train/{name}" for name in expected.split()}
     assert all(type(value) is float for value in metrics.values())
 

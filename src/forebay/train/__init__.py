@@ -9,7 +9,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from forebay.train.batch import TrainBatch
-from forebay.train.config import TrainConfig, WarmupConfig
+from forebay.train.config import TrainConfig, WarmupConfig, check_staleness_rule
+from forebay.train.corrections import Correction
+from forebay.train.guard import GuardDecision, OffPolicyError, OffPolicyGuard
 from forebay.train.packing import Packer
 
 if TYPE_CHECKING:
@@ -20,7 +22,11 @@ if TYPE_CHECKING:
     from forebay.train.weight_sync import WeightReceiver
 
 __all__ = [
+    "Correction",
     "Critic",
+    "GuardDecision",
+    "OffPolicyError",
+    "OffPolicyGuard",
     "Packer",
     "PolicyInputs",
     "PolicyLoss",
@@ -29,6 +35,7 @@ __all__ = [
     "TrainController",
     "WarmupConfig",
     "WeightReceiver",
+    "check_staleness_rule",
     "supervised_warmup",
 ]
 

@@ -16,11 +16,14 @@ whose scores are all equal, exactly.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from forebay.config import look_up
 
 if TYPE_CHECKING:
     from forebay.train.batch import TrainBatch
@@ -115,7 +118,7 @@ def pass_at_k(scores_S: Floats, group_S: Ints, k: int) -> Floats:
     """
     sizes_G = np.bincount(group_S)
     if len(sizes_G) and sizes_G.min() < k:
-        raise ValueError(f"pass_k is {k} but a group has only {sizes_G.min()} rollouts; lower pass_k")
+        raise ValueError(f"pass_at_{k} needs {k} rollouts, but a group has only {sizes_G.min()}; lower k")
     solved_S = scores_S >= SOLVED_SCORE
     unsolved_G = np.bincount(group_S, ~solved_S).astype(int)
     pairs = [_pass_at_k_pair(int(n), int(bad), k) for n, bad in zip(sizes_G, unsolved_G, strict=True)]
@@ -189,20 +192,38 @@ def _gae_of_batch(batch: TrainBatch, config: TrainConfig) -> tuple[Floats, Float
     return advantages_R, returns_R
 
 
-def _pass_at_k_of_batch(batch: TrainBatch, config: TrainConfig) -> Floats:
-    assert config.pass_k is not None, "TrainConfig requires pass_k for this advantage"
-    return pass_at_k(batch.scores, batch.group_index, config.pass_k)
-
-
 ADVANTAGES: Mapping[str, AdvantageFunction] = {
     "grpo": lambda batch, config: grpo(batch.scores, batch.group_index),
     "dr_grpo": lambda batch, config: dr_grpo(batch.scores, batch.group_index),
     "rloo": lambda batch, config: rloo(batch.scores, batch.group_index),
     "opo": lambda batch, config: opo(batch.scores, batch.group_index, batch.generated_lengths),
     "reinforce_pp_baseline": lambda batch, config: reinforce_pp_baseline(batch.scores, batch.group_index),
-    "pass_at_k": _pass_at_k_of_batch,
     "gae": _gae_of_batch,
 }
+
+
+def pass_at(name: str) -> int | None:
+    """The k of the advantage ``pass_at_K`` (``pass_at_8``: 8); None for other names.
+
+    >>> pass_at("pass_at_8"), pass_at("grpo")
+    (8, None)
+    """
+    match = re.fullmatch(r"pass_at_([1-9][0-9]*)", name)
+    return int(match[1]) if match else None
+
+
+def find_advantage(name: str) -> AdvantageFunction:
+    """The estimator of a run file: a key of `ADVANTAGES`, ``pass_at_K``, or ``package.module:function``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    k = pass_at(name)
+    if k is not None:
+        return lambda batch, config: pass_at_k(batch.scores, batch.group_index, k)
+    # That entry is for the messages only: `pass_at` has read the name itself.
+    function: AdvantageFunction = look_up("advantage", name, {**ADVANTAGES, "pass_at_8": None})
+    return function
 
 
 def spread(advantages_S: Floats, batch: TrainBatch) -> Floats:

@@ -4,7 +4,7 @@ It holds no tensors and knows no model: `collate` turns parts of it into tensors
 
 ::
 
-    groups --from_groups--> TrainBatch --pack_pad_dispatch--> .packs
+    groups --from_groups--> TrainBatch --pack_pad_dispatch--> .packs --mask_stale--> .loss_weights
       --compute_old_logprobs--> .old_logprobs   --compute_ref_logprobs--> .ref_logprobs
       --compute_values--> .values               --compute_advantages--> .advantages   --train--> .metrics
 
@@ -13,7 +13,7 @@ Shapes: S sequences, T tokens of all sequences one after the other, R response t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.types import FloatArray, IntArray, RolloutState, Status, fill_token_fields
+from forebay.types import UNLABELLED, FloatArray, IntArray, RolloutState, Status, fill_token_fields
 
 Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
@@ -47,6 +47,8 @@ class TrainBatch:
 
     rollout_ids: list[str | int | None]
     """S names for messages."""
+    task_names: list[str | None]
+    """S: the task that each sequence is of."""
     input_ids: IntArray
     """int32, T: prompt and response of each sequence."""
     prompt_lengths: NDArray[np.int64]
@@ -58,7 +60,7 @@ class TrainBatch:
     rollout_logprobs: FloatArray
     """float32, R: the engine's; NaN where unknown."""
     model_steps: IntArray
-    """int32, R: the weights that made each token."""
+    """int32, R: the weights that made each token; -1 where nobody knows."""
     scores: NDArray[np.float64]
     """S rewards."""
     group_index: NDArray[np.int64]
@@ -69,6 +71,8 @@ class TrainBatch:
     packs: list[list[list[Pack]]] = field(default_factory=list)
     """By mini-batch, by rank, the micro-batches; empty until packed."""
     layout: Layout = "padded"
+    loss_weights: FloatArray | None = None
+    """float32, R: factor of each token's loss; a token with 0 takes no part in any mean. None: all 1."""
     old_logprobs: FloatArray | None = None
     """float32, R: of the policy that the ratio is taken against."""
     ref_logprobs: FloatArray | None = None
@@ -100,6 +104,7 @@ class TrainBatch:
             fill_token_fields(state)
         return cls(
             rollout_ids=[state.rollout_id for state in states],
+            task_names=[state.task_name for state in states],
             input_ids=np.concatenate(
                 list(chain.from_iterable((s.prompt_ids, s.response_ids) for s in states))
             ),
@@ -179,9 +184,43 @@ class TrainBatch:
         )
         return np.array([numbers.setdefault(prompt, len(numbers)) for prompt in prompts], np.int64)
 
+    @property
+    def in_loss(self) -> NDArray[np.bool_]:
+        """R: generated tokens whose loss weight is not 0."""
+        if self.loss_weights is None:
+            return self.response_mask
+        return np.asarray(self.response_mask & (self.loss_weights != 0))
+
+    def token_staleness(self, train_step: int) -> NDArray[np.int64]:
+        """R: staleness of each token trained at `train_step` (from 1); 0 where its weights are unknown."""
+        return np.where(self.model_steps == UNLABELLED, 0, train_step - 1 - self.model_steps.astype(np.int64))
+
+    def mask_stale(self, train_step: int, thresholds: int | Mapping[str, int]) -> None:
+        """Give loss weight 0 to the tokens whose staleness at `train_step` is at or over their threshold.
+
+        Each token counts by its own model step, so the fresh part of a continued rollout stays. `thresholds`
+        are by task name, or one for all.
+
+        Raises:
+            ValueError: a task has no threshold, or a threshold is not positive.
+        """
+        limits_S = np.array([_threshold(thresholds, name) for name in self.task_names])
+        stale_R = self.token_staleness(train_step) >= limits_S[self.response_rows]
+        weights_R = 1.0 if self.loss_weights is None else self.loss_weights
+        self.loss_weights = np.where(stale_R, 0.0, weights_R).astype(np.float32)
+
     def by_sequence(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array by response token as S views, one per sequence."""
         return np.split(values, self.response_starts[1:])
+
+
+def _threshold(thresholds: int | Mapping[str, int], task_name: str | None) -> int:
+    threshold = thresholds if isinstance(thresholds, int) else thresholds.get(task_name or "")
+    if threshold is None:
+        raise ValueError(f"task {task_name!r} has no stale threshold, only {thresholds}; give it one")
+    if threshold <= 0:
+        raise ValueError(f"the stale threshold of task {task_name!r} must be at least 1, got {threshold}")
+    return threshold
 
 
 def _canonical_key(group: Sequence[RolloutState]) -> tuple[str, bool, int, str]:

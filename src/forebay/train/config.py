@@ -1,20 +1,28 @@
 """How a model is trained, as the ``[train]`` and ``[warmup]`` tables of a run file; needs no torch.
 
-Names that choose code (`advantage`, `loss`) come from a literal table, or are ``package.module:function``.
+Names that choose code (`advantage`, `loss`, `correction`) come from a literal table, or are
+``package.module:function``.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
-from forebay.train.advantages import ADVANTAGES
+from forebay.train.advantages import find_advantage, pass_at
 from forebay.train.batch import Layout
+from forebay.train.corrections import CORRECTIONS, DEFAULT_BANDS, Band
+from forebay.train.guard import DEFAULT_BANDS as GUARD_BANDS
+from forebay.train.guard import GuardAction, check_bands
 
 LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `forebay.train.losses.POLICY_LOSSES`, here so that a run file is checked without torch."""
+
+
+NonNegative = Annotated[float, Field(ge=0)]
 
 
 class WarmupConfig(StrictModel):
@@ -38,8 +46,8 @@ class TrainConfig(StrictModel):
     Invariants: every combination that validates can be trained; a field that its companions would ignore is
     an error.
 
-    >>> TrainConfig(lr=1e-4, loss="gspo", clip_low=3e-4, clip_high=4e-4).normalisation
-    'token-mean'
+    >>> TrainConfig(lr=1e-4, loss="gspo", clip=(3e-4, 4e-4)).clip_high
+    0.0004
     """
 
     # Optimiser
@@ -70,16 +78,13 @@ class TrainConfig(StrictModel):
     """Recompute activations in the backward pass: less memory, about a third more time."""
     # Advantage and loss
     advantage: str = "grpo"
-    """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``reinforce_pp_baseline``, ``pass_at_k``, ``gae``, or
-    ``package.module:function``."""
-    pass_k: int | None = Field(default=None, ge=1)
-    """The k of ``pass_at_k``."""
+    """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``reinforce_pp_baseline``, ``gae``, ``pass_at_8`` (or any
+    other number), or ``package.module:function``."""
     loss: str = "clipped"
     """``clipped``, ``gspo``, ``cispo``, or ``package.module:function``."""
-    clip_low: float = Field(default=0.2, ge=0, le=1)
-    """The probability ratio counts down to ``1 - clip_low``."""
-    clip_high: float = Field(default=0.2, ge=0)
-    """The probability ratio counts up to ``1 + clip_high``; also the critic's clip range."""
+    clip: NonNegative | tuple[NonNegative, NonNegative] = 0.2
+    """The probability ratio counts from ``1 - clip`` to ``1 + clip``; a pair is (low, high). The high one is
+    also the critic's clip range."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound on the ratio of tokens with a negative advantage (``clipped`` only); None: no bound."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -90,9 +95,19 @@ class TrainConfig(StrictModel):
     normalisation: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
     """A number is the fixed-length normalisation: each sequence's token losses are summed and divided by it
     (Dr. GRPO: the generation budget in tokens)."""
-    old_policy: Literal["trainer", "rollout"] = "trainer"
-    """What the ratio is taken against: the trainer's weights at the start of the step, or the logprobs that
-    the engine sampled with (needed for a real off-policy correction of stale rollouts)."""
+    # Off-policy data (forebay.train.corrections, forebay.train.guard)
+    correction: str = "none"
+    """How the loss accounts for tokens that other weights, or an engine that computes otherwise, sampled:
+    ``none``; ``ratio`` takes the clipped ratio against the engine's logprobs; ``token_tis``,
+    ``sequence_tis``, ``geometric_tis``, ``token_mask``, ``sequence_mask``, ``geometric_mask`` or
+    ``package.module:function`` weigh the loss by trainer over engine (decoupled PPO)."""
+    correction_band: Band | None = None
+    """(low, high): importance weights outside are truncated to it, or masked; None: the correction's own."""
+    guard: GuardAction = "warn"
+    """What to do when the measures leave `guard_bands`: ``off``, ``warn``, ``lower_lag`` or ``stop``."""
+    guard_bands: dict[str, float] = GUARD_BANDS
+    """The least ``ess_token`` and ``ess_sequence`` and the most ``mismatch_kl`` and ``clip_share`` allowed;
+    what is left out is not watched."""
     # Critic (for advantage "gae")
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the critic, which exists if this is given."""
@@ -117,25 +132,54 @@ class TrainConfig(StrictModel):
         return self.critic_lr is not None
 
     @property
+    def pass_k(self) -> int | None:
+        """The k of advantage ``pass_at_K``."""
+        return pass_at(self.advantage)
+
+    @property
+    def clip_low(self) -> float:
+        """The ratio counts down to ``1 - clip_low``."""
+        return self.clip[0] if isinstance(self.clip, tuple) else self.clip
+
+    @property
+    def clip_high(self) -> float:
+        """The ratio counts up to ``1 + clip_high``."""
+        return self.clip[1] if isinstance(self.clip, tuple) else self.clip
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether the correction is an importance weight."""
+        return self.correction not in ("none", "ratio")
+
+    @property
+    def band(self) -> Band:
+        """The band of the importance weights; a function of the user's gets everything if none is set."""
+        return self.correction_band or DEFAULT_BANDS.get(self.correction, (0.0, math.inf))
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether the old logprobs must be computed before `train`.
 
         With a single optimiser step per batch the old policy is the trained one: the ratio is exactly 1, and
-        the logprobs of the training forward pass, without gradient, are the old ones.
+        the logprobs of the training forward pass, without gradient, are the old ones. Truncated weights can
+        be taken from that pass too; masks cannot, because how many tokens are left sets the normalisation.
         """
-        return self.old_policy == "rollout" or self.optimiser_steps > 1
+        may_mask = self.weighs_tokens and (":" in self.correction or self.correction.endswith("_mask"))
+        return may_mask or self.correction == "ratio" or self.optimiser_steps > 1
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        look_up("advantage", self.advantage, ADVANTAGES)
+        find_advantage(self.advantage)
         look_up("loss", self.loss, dict.fromkeys(LOSS_NAMES))
+        look_up("correction", self.correction, CORRECTIONS)
+        check_bands(self.guard_bands)
         for wrong, message in self._rules():
             if wrong:
                 raise ConfigError(message)
         return self
 
     def _rules(self) -> list[tuple[bool, str]]:
-        gae, pass_at_k = self.advantage == "gae", self.advantage == "pass_at_k"
+        gae = self.advantage == "gae"
         return [
             (gae and not self.uses_critic, "advantage 'gae' needs a critic: set critic_lr"),
             (
@@ -143,14 +187,23 @@ class TrainConfig(StrictModel):
                 f"critic_lr = {self.critic_lr} trains a critic that advantage {self.advantage!r} ignores; "
                 f"use advantage 'gae' or leave critic_lr out",
             ),
-            (pass_at_k and self.pass_k is None, "advantage 'pass_at_k' needs pass_k, the k to optimise"),
             (
-                self.pass_k is not None and not pass_at_k,
-                f"pass_k = {self.pass_k} is only read by advantage 'pass_at_k', not by {self.advantage!r}",
+                self.clip_low > 1,
+                f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1",
             ),
             (
                 self.dual_clip is not None and self.loss != "clipped",
                 f"dual_clip = {self.dual_clip} is only read by loss 'clipped', not by {self.loss!r}",
+            ),
+            (
+                self.correction_band is not None and not self.weighs_tokens,
+                f"correction_band = {self.correction_band} is not read by correction {self.correction!r}, "
+                f"which has no importance weights; use 'token_tis', for example, or leave the band out",
+            ),
+            (
+                not self.band[0] <= 1 <= self.band[1] or self.band[0] < 0,
+                f"correction_band = {self.correction_band} must be (low, high) with 0 <= low <= 1 <= high, "
+                f"because an on-policy token has weight 1 and must keep it",
             ),
             (
                 self.layout == "shared_prompt" and self.gradient_checkpointing,
@@ -161,3 +214,19 @@ class TrainConfig(StrictModel):
                 f"lora_alpha = {self.lora_alpha} has no effect without lora_rank",
             ),
         ]
+
+
+def check_staleness_rule(rule: str, config: TrainConfig) -> None:
+    """Check that the trainer does its part of a staleness rule.
+
+    Only ``correct`` asks something of the config: stale tokens stay in the batch, so the loss has to account
+    for them. For ``mask``, give the thresholds to `TrainController.fit`.
+
+    Raises:
+        ConfigError: `rule` is ``correct`` and the loss has no correction.
+    """
+    if rule == "correct" and config.correction == "none":
+        raise ConfigError(
+            "the staleness rule 'correct' keeps stale tokens, but train.correction = 'none' trains them as "
+            "if they were fresh; set train.correction to 'token_tis', for example, or choose another rule"
+        )

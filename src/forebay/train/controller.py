@@ -5,7 +5,8 @@ It knows rollouts only as a `TrainBatch` and engines only as something that take
 
 ::
 
-    groups -> pack -> compute_old_logprobs -> compute_ref_logprobs -> compute_values -> compute_advantages
+    groups -> pack -> mask_stale
+                -> compute_old_logprobs -> compute_ref_logprobs -> compute_values -> compute_advantages
                                                                                                |
               sync_weights(rollout_controller) <- train: mini-batches x epochs optimiser steps <-+
 
@@ -15,7 +16,8 @@ Every step takes the batch and returns it. `fit` is their composition, without t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,18 +29,21 @@ from torch import nn
 
 from forebay.config import look_up
 from forebay.train import checkpoint, lora, weight_sync
-from forebay.train.advantages import ADVANTAGES, AdvantageFunction, spread
+from forebay.train.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate
 from forebay.train.config import TrainConfig
 from forebay.train.critic import Critic
 from forebay.train.forward import checkpoint_activations, output_head, response_logprobs
 from forebay.train.losses import POLICY_LOSSES, PolicyInputs, PolicyLossFunction, kl_penalty, value_loss
-from forebay.train.measures import TokenRecords, batch_measures, mismatch_measures, timed
-from forebay.train.normalisation import token_weights
+from forebay.train.measures import TokenRecords, batch_measures, timed
+from forebay.train.normalisation import batch_token_weights
+from forebay.train.off_policy import Corrector, staleness_measures
 from forebay.train.optimisation import Optimiser
 from forebay.train.packing import Packer
 from forebay.types import FloatArray, RolloutState
+
+logger = logging.getLogger(__name__)
 
 Groups = Iterable[Sequence[RolloutState]]
 
@@ -101,8 +106,9 @@ class TrainController:
         self._temperature = temperature
         self._seed = seed
         self._tokenizer = tokenizer
-        self._advantages: AdvantageFunction = look_up("advantage", config.advantage, ADVANTAGES)
+        self._advantages: AdvantageFunction = find_advantage(config.advantage)
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
+        self._corrector = Corrector(config)
         self._packer = Packer(config.token_budget, layout=config.layout, mini_batches=config.mini_batches)
         self._optimiser = self._build_optimiser(model, config.lr, total_steps)
         self._critic_optimiser = (
@@ -155,14 +161,23 @@ class TrainController:
     def _batch(self, groups: Groups) -> TrainBatch:
         return TrainBatch.from_groups(groups, temperature=self._temperature)
 
+    def mask_stale(self, batch: TrainBatch, thresholds: int | Mapping[str, int]) -> TrainBatch:
+        """Leave out of the loss the tokens at or over their task's stale threshold in the next train step.
+
+        Raises:
+            ValueError: as `TrainBatch.mask_stale`.
+        """
+        batch.mask_stale(self.train_step + 1, thresholds)
+        return batch
+
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Fill ``old_logprobs``: by the current weights, or the engine's if ``old_policy = "rollout"``.
+        """Fill ``old_logprobs``: by the current weights, or the engine's if ``correction = "ratio"``.
 
         Raises:
             ValueError: the engine's are asked for and some are unknown.
         """
         with timed(batch, "old_logprobs"):
-            if self.config.old_policy == "rollout":
+            if self.config.correction == "ratio":
                 batch.old_logprobs = _known_rollout_logprobs(batch)
             else:
                 batch.old_logprobs = self._map_tokens(batch, self._logprobs_of(self.model))
@@ -226,25 +241,41 @@ class TrainController:
         self._check_ready(batch)
         self._set_modes()
         records, norms, critic_norms = TokenRecords(), [], []
+        importance_R = self._corrector.weights(batch)
         with timed(batch, "update"):
             for _ in range(self.config.epochs):
                 for ranks in batch.packs:
                     self._zero_grad()
-                    self._accumulate(batch, ranks[0], records)
+                    if not self._accumulate(batch, ranks[0], importance_R, records):
+                        continue
                     norms.append(self._optimiser.step(self.train_step))
                     if self._critic_optimiser is not None:
                         critic_norms.append(self._critic_optimiser.step(self.train_step))
-        batch.metrics |= records.reduce(len(norms)) | batch_measures(batch) | self._mismatch(records)
-        batch.metrics["train/grad_norm"] = float(np.mean(norms))
+        batch.metrics |= records.reduce(len(norms)) | batch_measures(batch) | self._off_policy(batch, records)
+        batch.metrics["train/grad_norm"] = float(np.mean(norms)) if norms else 0.0
         batch.metrics["train/lr"] = self._optimiser.learning_rate(self.train_step)
+        batch.metrics["train/skipped_updates"] = float(self.config.optimiser_steps - len(norms))
         if critic_norms:
             batch.metrics["train/critic_grad_norm"] = float(np.mean(critic_norms))
         self.train_step += 1
+        if not norms:
+            logger.warning(
+                "train step %d changed no weight: all of its tokens are masked (%s)",
+                self.train_step,
+                "stale" if not batch.in_loss.any() else f"by correction {self.config.correction!r}",
+            )
         return batch
 
-    def fit(self, groups: Groups | TrainBatch) -> TrainBatch:
-        """One whole train step on these groups; the steps above in order, without those not needed."""
+    def fit(
+        self, groups: Groups | TrainBatch, *, stale_thresholds: int | Mapping[str, int] | None = None
+    ) -> TrainBatch:
+        """One whole train step on these groups; the steps above in order, without those not needed.
+
+        With `stale_thresholds`, by task name or one for all, stale tokens are masked.
+        """
         batch = self.pack(groups)
+        if stale_thresholds is not None:
+            batch = self.mask_stale(batch, stale_thresholds)
         if self.config.needs_old_logprobs:
             batch = self.compute_old_logprobs(batch)
         if self.config.kl_coef > 0:
@@ -291,22 +322,32 @@ class TrainController:
         if self._critic_optimiser is not None:
             self._critic_optimiser.zero_grad()
 
-    def _accumulate(self, batch: TrainBatch, packs: Sequence[Pack], records: TokenRecords) -> None:
-        """Add the gradients of one mini-batch, micro-batch by micro-batch."""
+    def _accumulate(
+        self,
+        batch: TrainBatch,
+        packs: Sequence[Pack],
+        importance_R: FloatArray | None,
+        records: TokenRecords,
+    ) -> bool:
+        """Add the gradients of one mini-batch, micro-batch by micro-batch; whether any token has a weight."""
         sequences = np.concatenate(packs)
-        weights_S = np.zeros(batch.num_sequences, np.float32)
-        weights_S[sequences] = token_weights(self.config.normalisation, batch.generated_lengths[sequences])
-        weights_R = weights_S[batch.response_rows]
+        weights_R = batch_token_weights(self.config.normalisation, batch, sequences, importance_R)
         for pack in packs:
             micro = self._collate(batch, pack)
             weight_N = micro.gather(weights_R)
-            records.add(weight=weight_N, rollout_logprob=micro.gather(batch.rollout_logprobs))
-            self._policy_backward(batch, micro, weight_N, records)
+            records.add(weight=weight_N, token_index=torch.from_numpy(micro.token_index))
+            self._policy_backward(batch, micro, weight_N, importance_R, records)
             if self.critic is not None:
                 self._value_backward(self.critic, batch, micro, weight_N, records)
+        return bool(weights_R.any())
 
     def _policy_backward(
-        self, batch: TrainBatch, micro: MicroBatch, weight_N: torch.Tensor, records: TokenRecords
+        self,
+        batch: TrainBatch,
+        micro: MicroBatch,
+        weight_N: torch.Tensor,
+        importance_R: FloatArray | None,
+        records: TokenRecords,
     ) -> None:
         config = self.config
         with self._autocast():
@@ -328,6 +369,12 @@ class TrainController:
             ),
             config,
         )
+        if importance_R is not None:
+            policy = policy._replace(loss=policy.loss * micro.gather(importance_R))
+        elif self._corrector.weighs_tokens:
+            # One optimiser step: these logprobs are the proximal ones, and no mask needs them any sooner.
+            weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
+            policy = policy._replace(loss=policy.loss * torch.from_numpy(weights_N).to(old_N))
         loss_N, kl_N = policy.loss, None
         if batch.ref_logprobs is not None:
             kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)
@@ -405,12 +452,14 @@ class TrainController:
         if missing:
             raise ValueError(f"before train, the batch needs {', '.join(missing)}; or call fit")
 
-    def _mismatch(self, records: TokenRecords) -> dict[str, float]:
-        """Engine against trainer at the start of the step (old_policy rollout: over the first epoch)."""
-        trainer = "old_logprob" if self.config.old_policy == "trainer" else "logprob"
-        rollout_logprobs = records.column("rollout_logprob")
-        first_epoch = len(rollout_logprobs) // self.config.epochs
-        return mismatch_measures(rollout_logprobs[:first_epoch], records.column(trainer)[:first_epoch])
+    def _off_policy(self, batch: TrainBatch, records: TokenRecords) -> dict[str, float]:
+        """Engine against trainer at the start of the step (correction ratio: over the first epoch)."""
+        column = "logprob" if self.config.correction == "ratio" else "old_logprob"
+        tokens = records.column("token_index").astype(np.int64)
+        first_epoch = slice(len(tokens) // self.config.epochs)
+        proximal_N = records.column(column)[first_epoch].astype(np.float32)
+        measures = self._corrector.measures(batch, proximal_N, tokens[first_epoch])
+        return measures | staleness_measures(batch, self.train_step + 1)
 
 
 def _known_rollout_logprobs(batch: TrainBatch) -> FloatArray:
@@ -418,7 +467,7 @@ def _known_rollout_logprobs(batch: TrainBatch) -> FloatArray:
     if unknown_R.any():
         rollout_id = batch.rollout_ids[int(batch.response_rows[np.argmax(unknown_R)])]
         raise ValueError(
-            f"old_policy = 'rollout' needs the engine's logprobs, but {int(unknown_R.sum())} generated "
-            f"tokens have none, the first in rollout {rollout_id!r}; use one that returns them, or 'trainer'"
+            f"correction = 'ratio' needs the engine's logprobs, but {int(unknown_R.sum())} generated tokens "
+            f"have none, the first in rollout {rollout_id!r}; use an engine that returns them, or 'token_tis'"
         )
     return np.where(batch.response_mask, batch.rollout_logprobs, 0).astype(np.float32)

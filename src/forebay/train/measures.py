@@ -57,17 +57,19 @@ class TokenRecords:
         return torch.cat(self._columns[name]).double().cpu().numpy()
 
     def reduce(self, num_optimiser_steps: int) -> dict[str, float]:
-        """The metrics of a train step; losses are means over its optimiser steps."""
+        """The metrics of a train step; losses are means over its optimiser steps, others over kept tokens."""
         weights = self.column("weight")
-        log_ratio = self.column("logprob") - self.column("old_logprob")
+        kept = weights != 0
+        log_ratio = (self.column("logprob") - self.column("old_logprob"))[kept]
         metrics = {
-            name: float((self.column(name) * weights).sum()) / num_optimiser_steps
+            name: float((self.column(name) * weights).sum()) / max(1, num_optimiser_steps)
             for name in ("loss", "policy_loss", "value_loss")
             if name in self
         }
         for name in ("kl", "entropy", "clip_low", "clip_high", "value_clip"):
             if name in self:
-                metrics[name] = _mean(self.column(name))
+                metrics[name] = _mean(self.column(name)[kept])
+        metrics["clip_share"] = metrics["clip_low"] + metrics["clip_high"]
         ratio = np.exp(log_ratio)
         metrics["ratio_mean"] = _mean(ratio)
         metrics["ratio_min"] = float(ratio.min(initial=1.0))
@@ -82,14 +84,14 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
     metrics = {
         "tokens": float(batch.num_tokens),
         "sequences": float(batch.num_sequences),
-        "trained_tokens": float(batch.response_mask.sum()),
+        "trained_tokens": float(batch.in_loss.sum()),
         "score_mean": float(batch.scores.mean()),
         "score_std": float(batch.scores.std()),
         "equal_score_groups": _equal_score_share(batch),
         "padding": _padding_share(batch),
     }
     if batch.advantages is not None:
-        trained = batch.advantages[batch.response_mask]
+        trained = batch.advantages[batch.in_loss]
         metrics["advantage_mean"] = _mean(trained)
         metrics["advantage_abs_mean"] = _mean(np.abs(trained))
     if batch.values is not None and batch.returns is not None:
@@ -97,23 +99,6 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
             batch.values[batch.response_mask], batch.returns[batch.response_mask]
         )
     return {f"train/{name}": value for name, value in metrics.items()}
-
-
-def mismatch_measures(rollout_logprobs: Column, trainer_logprobs: Column) -> dict[str, float]:
-    """How far the engine's logprobs are from the trainer's for the same weights; nothing if none are known.
-
-    ``mismatch_kl`` (k3, never negative) and ``mismatch_k1`` (signed) estimate KL(engine || trainer), and
-    ``mismatch_max`` is the largest absolute difference of a logprob. All are 0 if both compute the same.
-    """
-    known = ~np.isnan(rollout_logprobs)
-    if not known.any():
-        return {}
-    difference = trainer_logprobs[known].astype(np.float64) - rollout_logprobs[known]
-    return {
-        "train/mismatch_k1": float(-difference.mean()),
-        "train/mismatch_kl": float((np.expm1(difference) - difference).mean()),
-        "train/mismatch_max": float(np.abs(difference).max()),
-    }
 
 
 def explained_variance(values: NDArray[np.float32], returns: NDArray[np.float32]) -> float:

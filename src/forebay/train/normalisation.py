@@ -5,13 +5,16 @@ the micro-batches then gives the exact loss and gradient, however the mini-batch
 
     loss = sum over micro-batches of sum over tokens of weight x token loss
 
-Shapes: S sequences of the mini-batch.
+Shapes: S sequences of the mini-batch; R response tokens of the batch.
 """
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
+
+from forebay.train.batch import Pack, TrainBatch
+from forebay.types import FloatArray
 
 
 def token_weights(normalisation: str | int, lengths_S: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -39,3 +42,22 @@ def token_weights(normalisation: str | int, lengths_S: NDArray[np.int64]) -> NDA
     raise ValueError(
         f"normalisation must be 'token-mean', 'sequence-mean' or a number of tokens, got {normalisation!r}"
     )
+
+
+def batch_token_weights(
+    normalisation: str | int, batch: TrainBatch, sequences: Pack, importance_R: FloatArray | None = None
+) -> FloatArray:
+    """The weight of each response token (float32, R) where `sequences` are one mini-batch of the batch.
+
+    Tokens that a mask leaves out (loss weight 0, importance weight 0) have weight 0 and are not counted, and
+    a sequence that lost all its tokens so is none: otherwise a mask would also shrink the step.
+    """
+    kept_R = batch.in_loss if importance_R is None else batch.in_loss & (importance_R != 0)
+    rows_R = batch.response_rows
+    lengths_S = np.bincount(rows_R[kept_R], minlength=batch.num_sequences)[sequences]
+    # One that generated nothing counts as ever.
+    counted_S = (lengths_S > 0) | (batch.generated_lengths[sequences] == 0)
+    by_sequence = np.zeros(batch.num_sequences, np.float32)
+    by_sequence[sequences[counted_S]] = token_weights(normalisation, lengths_S[counted_S])
+    weights_R = np.where(kept_R, by_sequence[rows_R], np.float32(0))
+    return weights_R if batch.loss_weights is None else weights_R * batch.loss_weights

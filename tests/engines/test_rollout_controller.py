@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from forebay.engines import Completion, RolloutController, TransformersEngine
+from forebay.engines import Completion, RolloutController
 from forebay.engines.controller import request_seed
 from forebay.testing import ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status
@@ -32,7 +32,7 @@ async def test_an_engine_error_makes_the_rollout_failed_with_its_message():
     controller = RolloutController(ScriptedEngine(lambda request: RuntimeError("lost the device")))
     state = await controller.generate(rollout())
     assert (state.status, state.finish_reason) == (Status.FAILED, "error")
-    assert state.error_msg == "RuntimeError: lost the device"
+    assert state.error_msg == "rollout r: RuntimeError: lost the device"
 
 
 async def test_without_sample_params_the_defaults_hold():
@@ -87,27 +87,25 @@ async def seeds(*states: RolloutState, seed: int = 0) -> list[int]:
     return [request.seed for request in engine.requests]
 
 
-async def test_seeds_follow_from_run_rollout_try_and_length():
+async def test_seeds_follow_from_run_rollout_and_try():
     continued = rollout()
     continued.append([1])
+    same = await seeds(rollout(), continued)
     different = [
-        *await seeds(rollout(), rollout(rollout_id="s"), rollout(num_tries=1), continued),
+        *await seeds(rollout(), rollout(rollout_id="s"), rollout(num_tries=1)),
         *await seeds(rollout(), seed=1),
     ]
-    assert len(set(different)) == 5
-    assert await seeds(rollout()) == different[:1]
+    assert same == different[:1] * 2
+    assert len(set(different)) == 4
     # Fixed for good: a change would make every recorded run irreproducible.
     assert request_seed(0, "r", 0, 0) == different[0] == 4333521470203729365
 
 
-async def test_a_seed_of_ones_own_is_used_and_still_moves_on():
-    fixed = SampleParams(max_tokens=8, seed=3)
-    continued = rollout(sample_params=fixed)
-    continued.append([1])
-    one, same, later = await seeds(
-        rollout(sample_params=fixed), rollout(sample_params=fixed, rollout_id="s"), continued
+async def test_a_seed_of_ones_own_is_used():
+    one, same, other = await seeds(
+        *(rollout(sample_params=SampleParams(seed=seed), rollout_id=seed) for seed in (3, 3, 4))
     )
-    assert one == same != later
+    assert one == same != other
 
 
 async def test_rollouts_without_an_id_do_not_all_draw_alike():
@@ -159,30 +157,6 @@ async def test_weights_and_health_cover_all_engines():
     await engines[1].close()
     health = await controller.health()
     assert (health.ok, health.num_running, health.model_step) == (False, 0, 5)
-
-
-async def test_an_aborted_rollout_continues_to_the_same_total(llama):
-    engine = TransformersEngine(llama)
-    controller = RolloutController(engine, seed=1)
-    greedy = SampleParams(max_tokens=30, temperature=0.0)
-    whole = await controller.generate_sample(rollout(sample_params=greedy))
-    state = rollout(sample_params=greedy)
-    parts = 0
-    while state.status is not Status.COMPLETED:
-        parts += 1
-        running = asyncio.create_task(controller.generate_sample(state))
-        while not (await controller.health()).num_running and not running.done():
-            await asyncio.sleep(0)
-        await controller.pause_generation()
-        await running
-        await controller.continue_generation()
-        if parts == 3:
-            await controller.generate_sample(state)
-    assert parts > 1
-    assert state.response_ids.tolist() == whole.response_ids.tolist()
-    assert len(state.response_model_steps) == len(state.logprobs) == 30
-    np.testing.assert_allclose(state.logprobs, whole.logprobs, atol=1e-4)
-    await controller.close()
 
 
 async def test_steps_are_kept_token_by_token():

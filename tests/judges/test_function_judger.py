@@ -78,7 +78,7 @@ async def test_a_raising_judge_fails_its_rollout_and_no_other(function) -> None:
     await FunctionJudger(function).judge(group)
     assert [state.status for state in group] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
     assert group[1].reward is None
-    assert group[1].error_msg == f"judger {function.__name__}: KeyError: 'no such thing'"
+    assert group[1].error_msg == f"rollout None: judger {function.__name__}: KeyError: 'no such thing'"
     assert group[0].reward == {"score": 1.0}
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.types import IntArray, Message, RolloutState, SampleParams
 
@@ -75,6 +76,7 @@ class SingleTurnAgentLoop(AgentLoop):
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none.
         max_prompt_tokens: a longer prompt makes its rollouts FAILED; None leaves the limit to the engine.
+        activities: where to note what is being done; None: nobody looks.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class SingleTurnAgentLoop(AgentLoop):
         *,
         sample_params: SampleParams,
         max_prompt_tokens: int | None = None,
+        activities: Activities | None = None,
     ) -> None:
-        super().__init__(rollout_controller, judger)
+        super().__init__(rollout_controller, judger, activities=activities)
         require_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self.sample_params = sample_params

@@ -18,9 +18,17 @@ Contract:
 * Every token carries the model step of the weights that made it.
 * `pause` ends all running and queued requests with ``"abort"`` and returns once none runs. While paused, new
   requests return ``"abort"`` at once with no tokens. `resume` lifts it.
+* A request with a time limit ends with ``"abort"`` and its tokens so far that long after it began to run;
+  ``error_msg`` says so. Time in the queue does not count: a busy engine is no reason to start over.
 * `load_weights` replaces the weights between two forward passes; tokens made after it carry `model_step`.
+  Requests may be running: they go on over the new weights, with the keys and values that the old weights
+  made of the earlier tokens. So a rollout may hold tokens of several model steps, each with the log
+  probability that it was drawn with. (An aborted request that is continued later is computed anew, all of it
+  by the weights of then.)
 * The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
-  beside it.
+  beside it. The numbers are counted over the whole rollout: a continuation goes on where the earlier calls
+  stopped, so that an interrupted rollout draws what an uninterrupted one would have. An engine that can only
+  be given a seed must mix ``num_earlier`` into it, or a continuation repeats the first numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +56,15 @@ class GenerateRequest:
     max_tokens: int
     """Tokens this call may add: what is left of ``params.max_tokens``."""
     seed: int
+    """The rollout's: all calls for one try of it have the same."""
     session_id: str | None = None
+    time_limit_s: float | None = None
+    """Seconds it may run before the engine aborts it; None: no limit."""
+
+    @property
+    def num_earlier(self) -> int:
+        """Tokens that earlier calls of the same rollout made."""
+        return self.params.max_tokens - self.max_tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -104,6 +120,10 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Take requests again."""
+        ...
+
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
         ...
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:

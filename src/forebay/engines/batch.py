@@ -49,6 +49,7 @@ _ROW_FIELDS = np.dtype(
         ("num_made", np.int64),
         ("limit", np.int64),  # of num_made
         ("stream", np.uint64),  # of random numbers
+        ("num_earlier", np.int64),  # of them used by earlier calls
         ("temperature", np.float32),
         ("top_k", np.int64),
         ("top_p", np.float32),
@@ -98,6 +99,13 @@ class DecodeBatch:
     def size(self) -> int:
         """How many rows run."""
         return len(self._requests)
+
+    def num_made(self, request_id: str) -> int:
+        """Tokens of a running request, else 0; from another thread it may be a step behind."""
+        for place, row in enumerate(list(self._requests)):
+            if row.request.request_id == request_id:
+                return int(self._rows["num_made"][place])
+        return 0
 
     def release(self) -> None:
         """Free the cache's memory; no row may run."""
@@ -169,7 +177,6 @@ class DecodeBatch:
 
     def _enter(self, rows: Sequence[Row]) -> None:
         first = self.size
-        self._requests.extend(rows)
         stop_ids = [(*self._eos_token_ids, *row.request.params.stop_token_ids) for row in rows]
         self._make_room(max(len(ids) for ids in stop_ids))
         for place, (row, stops) in enumerate(zip(rows, stop_ids, strict=True), start=first):
@@ -181,12 +188,15 @@ class DecodeBatch:
                 0,
                 min(request.max_tokens, self.max_context_tokens - length),
                 sampling.seed_state(request.seed),
+                request.num_earlier,
                 request.params.temperature,
                 request.params.top_k,
                 request.params.top_p,
             )
             self._stop_ids[place] = _NO_STOP_ID
             self._stop_ids[place, : len(stops)] = stops
+        # Last, so that another thread never sees a request before its row.
+        self._requests.extend(rows)
 
     def _make_room(self, num_stop_ids: int) -> None:
         """Let the per-row arrays have the cache's number of rows and room for these stop ids."""
@@ -203,7 +213,8 @@ class DecodeBatch:
         logits_BV = self._forward()
         rows = self._rows[: self.size]
         how = sampling.Sampling(rows["temperature"].copy(), rows["top_k"].copy(), rows["top_p"].copy())
-        ids, logprobs = sampling.draw(logits_BV, how, sampling.uniforms(rows["stream"], rows["num_made"]))
+        drawn = sampling.uniforms(rows["stream"], rows["num_earlier"] + rows["num_made"])
+        ids, logprobs = sampling.draw(logits_BV, how, drawn)
         made = int(rows["num_made"].max()) + 1
         if made > self._made.shape[1]:
             self._made = _grown(self._made, len(self._made), 2 * made)
@@ -284,7 +295,7 @@ class DecodeBatch:
         """The last tokens of the response, with those that earlier calls of the same rollout made."""
         num_made = int(self._rows["num_made"][place])
         tail: list[int] = self._made["id"][place, max(0, num_made - count) : num_made].tolist()
-        earlier = min(request.params.max_tokens - request.max_tokens, count - len(tail))
+        earlier = min(request.num_earlier, count - len(tail))
         return (request.input_ids[-earlier:].tolist() if earlier > 0 else []) + tail
 
     def _take_out(self, reasons: dict[int, str], error_msg: str | None = None) -> list[Ended]:

@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from forebay.activity import Activity
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
 from forebay.types import (
     RolloutState,
@@ -35,8 +36,12 @@ class RolloutController:
     """Continues rollouts on one engine or several.
 
     Invariants: a rollout never gets more policy tokens than its ``sample_params.max_tokens``, over all its
-    calls; what it draws depends on the run's seed, its ids and its length so far, not on the engine, the
-    time or other rollouts; every call ends with a status and a finish reason.
+    calls; what it draws depends on the run's seed, its ids, its try and its length so far, not on the engine,
+    the time or other rollouts; every call ends with a status and a finish reason.
+
+    A rollout that was aborted (a pause, its time limit) keeps its tokens and goes on with the next call, as
+    if it had not been interrupted: the same budget, the same random numbers. `update_weights` needs no pause:
+    what runs goes on over the new weights, and every token keeps the model step that made it.
 
     >>> controller = RolloutController(ScriptedEngine(lambda request: [7, 8]))
     >>> state = RolloutState([], rollout_id=1, prompt_ids=[5])
@@ -45,23 +50,34 @@ class RolloutController:
     """
 
     def __init__(
-        self, engines: Engine | Sequence[Engine], *, seed: int = 0, concurrency: int | None = None
+        self,
+        engines: Engine | Sequence[Engine],
+        *,
+        seed: int = 0,
+        concurrency: int | None = None,
+        time_limit_s: float | None = None,
     ) -> None:
         """`concurrency` limits the rollouts that engines see at once, over all engines; None: no limit.
 
+        `time_limit_s` is what one call may run: a straggler ends ABORTED with its tokens, others go on.
+
         Raises:
-            ValueError: no engine, or a concurrency below 1.
+            ValueError: no engine, a concurrency below 1, or a time limit that is not positive.
         """
         self.engines: tuple[Engine, ...] = tuple(engines) if isinstance(engines, Sequence) else (engines,)
         if not self.engines:
             raise ValueError("a rollout controller needs at least one engine, got none")
         if concurrency is not None and concurrency < 1:
             raise ValueError(f"concurrency must be at least 1 or None, got {concurrency}")
+        if time_limit_s is not None and time_limit_s <= 0:
+            raise ValueError(f"time_limit_s must be positive or None, got {time_limit_s}")
+        self._time_limit_s = time_limit_s
         self._seed = seed
         self._places = None if concurrency is None else asyncio.Semaphore(concurrency)
         self._num_in_flight = [0] * len(self.engines)
         self._engine_of_session: dict[str, int] = {}
         self._num_unnamed = 0
+        self._at_engine: dict[str | int | None, tuple[Engine, GenerateRequest]] = {}
 
     @property
     def model_step(self) -> int:
@@ -91,14 +107,26 @@ class RolloutController:
             if budget <= 0 or context_used_up:
                 completion = Completion(finish_reason="length")
             else:
-                completion = await engine.generate(self._request(state, params, budget))
+                completion = await self._generate(engine, state, self._request(state, params, budget))
         state.append(completion.response_ids, logprobs=completion.logprobs, model_step=completion.model_steps)
         state.finish_reason = completion.finish_reason
         state.status = status_from_finish_reason(completion.finish_reason)
-        state.error_msg = completion.error_msg
+        state.error_msg = None
+        if completion.error_msg is not None:
+            state.error_msg = f"rollout {state.rollout_id}: {completion.error_msg}"
         return state
 
     generate = generate_sample
+
+    def describe(self, activity: Activity) -> str:
+        """How far the rollout that `activity` is named after is ("412 tokens"); empty if it is at no engine.
+
+        For `forebay.stalls.StallWatch`.
+        """
+        if activity.name not in self._at_engine:
+            return ""
+        engine, request = self._at_engine[activity.name]
+        return f"{request.num_earlier + engine.num_made(request.request_id)} tokens"
 
     async def pause_generation(self) -> None:
         """End what runs and waits as aborted, and take nothing new until `continue_generation`."""
@@ -142,6 +170,13 @@ class RolloutController:
             finally:
                 self._num_in_flight[index] -= 1
 
+    async def _generate(self, engine: Engine, state: RolloutState, request: GenerateRequest) -> Completion:
+        self._at_engine[state.rollout_id] = engine, request
+        try:
+            return await engine.generate(request)
+        finally:
+            self._at_engine.pop(state.rollout_id, None)
+
     def _remember(self, session_id: str, index: int) -> None:
         self._engine_of_session.pop(session_id, None)
         self._engine_of_session[session_id] = index
@@ -161,10 +196,11 @@ class RolloutController:
             input_ids=state.tokens,
             params=params,
             max_tokens=budget,
-            seed=request_seed(self._seed, name, state.num_tries, length)
+            seed=request_seed(self._seed, name, state.num_tries, 0)
             if params.seed is None
-            else request_seed(params.seed, length),
+            else request_seed(params.seed, 0),
             session_id=_session_name(state),
+            time_limit_s=self._time_limit_s,
         )
 
 
@@ -173,6 +209,9 @@ def _session_name(state: RolloutState) -> str | None:
 
 
 def request_seed(*parts: str | int) -> int:
-    """A seed of 63 bits that depends on all of `parts` and is the same in every process and version."""
+    """A seed of 63 bits that depends on all of `parts` and is the same in every process and version.
+
+    Rollouts' seeds end in a 0, which recorded runs have; without it they could not be repeated.
+    """
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

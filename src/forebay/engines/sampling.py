@@ -5,7 +5,7 @@
     logits_BV -> / temperature -> top-k -> top-p -> exp, cumulative sum -> first token whose sum exceeds u
     (seed, position) -> SplitMix64 -> u                                   its log probability
 
-The number depends only on the request's seed and on how many tokens the request has made, never on the
+The number depends only on the rollout's seed and on how many tokens the rollout has made, never on the
 batch, on other requests or on a generator's state. The log probability returned is that of the distribution
 the token was drawn from. A greedy row (temperature 0) draws from no distribution; it reports log-softmax at
 temperature 1, which is what a trainer compares with.

@@ -45,7 +45,7 @@ class _Entry:
     answer: Completion = field(default_factory=lambda: Completion(finish_reason="abort"))
     first_token_s: float = 0.0
     """When the first token starts to be made, on the loop's clock."""
-    timer: asyncio.TimerHandle | None = None
+    timers: list[asyncio.TimerHandle] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
     """The model steps while it runs: from when, and which."""
 
@@ -151,6 +151,10 @@ class ScriptedEngine:
         """Take requests again."""
         self._paused = False
 
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request has by now; else 0."""
+        return sum(self._num_made(entry) for entry in self._running if entry.request.request_id == request_id)
+
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         """Label the tokens from now on with `model_step`; the weights are read and forgotten."""
         for _ in weights:
@@ -190,7 +194,9 @@ class ScriptedEngine:
         entry.first_token_s = loop.time() + (latency(entry.request) if callable(latency) else latency)
         end_s = entry.first_token_s + len(entry.answer.response_ids) * self._token_latency_s
         if end_s < math.inf:
-            entry.timer = loop.call_at(end_s, self._end, entry)
+            entry.timers.append(loop.call_at(end_s, self._end, entry))
+        if (limit_s := entry.request.time_limit_s) is not None:
+            entry.timers.append(loop.call_later(limit_s, self._end_overdue, entry, limit_s))
 
     def _answer(self, request: GenerateRequest) -> Completion:
         try:
@@ -210,20 +216,25 @@ class ScriptedEngine:
             response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length"
         )
 
-    def _end(self, entry: _Entry, aborted: bool = False) -> None:
+    def _end(self, entry: _Entry, aborted: bool = False, why: str | None = None) -> None:
         """Resolve the request with what it has by now."""
         count = len(entry.answer.response_ids)
         if aborted:
-            count = min(count, self._num_made(entry)) if entry in self._running else 0
+            count = self._num_made(entry) if entry in self._running else 0
         completion = self._completion(entry, count, aborted)
+        if why is not None:
+            completion = replace(completion, error_msg=why)
         self._leave(entry)
         # A caller that was cancelled this very turn has cancelled the future with it.
         if not entry.ended.done():
             entry.ended.set_result(completion)
 
+    def _end_overdue(self, entry: _Entry, limit_s: float) -> None:
+        self._end(entry, aborted=True, why=f"aborted after its time limit of {limit_s} s")
+
     def _leave(self, entry: _Entry) -> None:
-        if entry.timer is not None:
-            entry.timer.cancel()
+        for timer in entry.timers:
+            timer.cancel()
         self._waiting.pop(entry, None)
         if entry in self._running:
             del self._running[entry]
@@ -233,7 +244,8 @@ class ScriptedEngine:
         elapsed_s = asyncio.get_running_loop().time() - entry.first_token_s
         if elapsed_s < 0 or not self._token_latency_s:
             return 0
-        return int(elapsed_s / self._token_latency_s + _CLOCK_ROUNDING)
+        made = int(elapsed_s / self._token_latency_s + _CLOCK_ROUNDING)
+        return min(made, len(entry.answer.response_ids))
 
     def _completion(self, entry: _Entry, count: int, aborted: bool) -> Completion:
         answer = entry.answer

@@ -24,6 +24,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,6 +89,8 @@ class TransformersEngine:
         self._waiting: dict[Row, asyncio.Future[Completion]] = {}
         self._running: dict[Row, asyncio.Future[Completion]] = {}
         self._aborting: set[Row] = set()
+        self._time_limits: dict[Row, asyncio.TimerHandle] = {}
+        self._overdue: set[Row] = set()
         self._paused = False
         self._closed = False
         self._num_arrivals = 0
@@ -148,6 +151,10 @@ class TransformersEngine:
     async def resume(self) -> None:
         """Take requests again."""
         self._paused = False
+
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
+        return 0 if self._closed else self._batch.num_made(request_id)
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         """Copy these parameters between two forward passes; running requests keep their caches.
@@ -232,6 +239,7 @@ class TransformersEngine:
                     await self._settle()
                 admitted = list(self._waiting)[: self._config.max_batch - len(self._running)]
                 self._running |= {row: self._waiting.pop(row) for row in admitted}
+                self._start_time_limits(admitted)
                 aborting, self._aborting = self._aborting, set()
                 self._news.clear()
                 self._deliver(
@@ -260,16 +268,34 @@ class TransformersEngine:
             await asyncio.sleep(0)
             quiet = quiet + 1 if self._num_arrivals == seen else 0
 
+    def _start_time_limits(self, rows: Iterable[Row]) -> None:
+        loop = asyncio.get_running_loop()
+        for row in rows:
+            if row.request.time_limit_s is not None:
+                self._time_limits[row] = loop.call_later(row.request.time_limit_s, self._end_overdue, row)
+
+    def _end_overdue(self, row: Row) -> None:
+        self._overdue.add(row)
+        self._end([row])
+
     def _deliver(self, ended: Sequence[Ended]) -> None:
         for row, completion in ended:
+            if (timer := self._time_limits.pop(row, None)) is not None:
+                timer.cancel()
+            if row in self._overdue:
+                self._overdue.remove(row)
+                if completion.finish_reason == "abort":
+                    why = f"aborted after its time limit of {row.request.time_limit_s} s"
+                    completion = replace(completion, error_msg=why)
             self._running.pop(row).set_result(completion)
 
     def _fail_all(self, error: Exception) -> None:
         for future in (*self._waiting.values(), *self._running.values()):
             future.set_result(Completion(finish_reason="error", error_msg=_describe(error)))
-        self._waiting.clear()
-        self._running.clear()
-        self._aborting.clear()
+        for timer in self._time_limits.values():
+            timer.cancel()
+        for rows in (self._waiting, self._running, self._aborting, self._time_limits, self._overdue):
+            rows.clear()
 
     # The worker thread's side
 

@@ -5,7 +5,7 @@
     judge(state | group) -> score(state) --> reward = {"score": ..., ...}, status kept
                                 | raises, or takes longer than timeout_s
                                 v
-                            status FAILED, error_msg says which judger and why; reward stays None
+                            status FAILED, error_msg says which rollout, judger and why; reward stays None
 
 A failure is never a zero reward: a rollout without a verdict must not be trained on.
 """
@@ -74,7 +74,7 @@ class Judger(ABC):
                 if limit.expired()
                 else f"{type(error).__name__}: {error}"
             )
-            state.error_msg = f"judger {self.name}: {reason}"
+            state.error_msg = f"rollout {state.rollout_id}: judger {self.name}: {reason}"
 
 
 def _checked_reward(verdict: float | Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""The stall watch: when it warns, when it fails, whom, and what it says. All on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.activity import Activities
+from forebay.stalls import StallError, StallWatch
+from forebay.virtual_time import run
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_a_wait_without_progress_is_warned_of_once_then_fails_with_the_report(caplog) -> None:
+    async def main() -> None:
+        activities = Activities()
+        watch = StallWatch(
+            activities, warn_after_s=60, fail_after_s=600, describe=lambda activity: f"{activity.task} tokens"
+        )
+
+        async def rollout() -> None:
+            with activities.span("generate", "math/0/17/3", task="412"):
+                await asyncio.sleep(10_000)
+
+        stuck = asyncio.create_task(rollout())
+        await asyncio.sleep(1)
+        with activities.span("wait_batch", "step 4"), pytest.raises(StallError) as caught:
+            await watch.wait(asyncio.Event().wait())
+        assert asyncio.get_running_loop().time() == 601
+        assert str(caught.value) == (
+            "no progress for 600 s; 2 in flight: rollout math/0/17/3 generating for 601 s (412 tokens), "
+            "the trainer waiting for step 4 for 600 s (None tokens)"
+        )
+        stuck.cancel()
+        await asyncio.wait([stuck])
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    first, second = messages(caplog)
+    assert first.startswith("no progress for 60 s; 2 in flight: rollout math/0/17/3 generating for 61 s (412")
+    assert second.startswith("no progress for 600 s")
+
+
+def test_many_hang_few_are_named_and_nothing_hanging_is_said_too() -> None:
+    async def main() -> None:
+        activities = Activities()
+        watch = StallWatch(activities)
+        assert watch.report() == "no progress for 0 s; nothing is in flight"
+        spans = [activities.span("probe", i) for i in range(9)]
+        for span in spans:
+            span.__enter__()
+        assert watch.report().startswith("no progress for 0 s; 9 in flight: 0 in stage probe for 0 s, 1 in")
+        assert watch.report().endswith("4 in stage probe for 0 s and 4 more")
+
+    run(main())
+
+
+def test_progress_starts_the_count_again_and_ends_a_stall_aloud(caplog) -> None:
+    async def main() -> None:
+        watch = StallWatch(Activities(), warn_after_s=10, fail_after_s=30)
+        done = asyncio.Event()
+        waiting = asyncio.create_task(watch.wait(done.wait()))
+        for pause_s in (9, 9, 25, 12, 9):
+            await asyncio.sleep(pause_s)
+            watch.progressed()
+        done.set()
+        assert await waiting is True
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    assert messages(caplog) == [
+        "no progress for 10 s; nothing is in flight",
+        "progress again after 25 s",
+        "no progress for 10 s; nothing is in flight",
+        "progress again after 12 s",
+    ]
+
+
+def test_time_in_which_nobody_waits_does_not_count_and_leaves_no_timer(caplog) -> None:
+    async def main() -> None:
+        watch = StallWatch(Activities(), warn_after_s=10, fail_after_s=20)
+        for _ in range(3):
+            await watch.wait(asyncio.sleep(9))
+            await asyncio.sleep(1000)
+        assert watch.stalled_s == 0
+
+    run(main())
+    assert messages(caplog) == []
+
+
+def test_all_who_wait_fail_and_the_watch_can_be_used_again() -> None:
+    async def main() -> None:
+        watch = StallWatch(Activities(), warn_after_s=10, fail_after_s=20)
+
+        async def wait(start_s: float) -> float:
+            await asyncio.sleep(start_s)
+            with pytest.raises(StallError):
+                await watch.wait(asyncio.Event().wait())
+            return asyncio.get_running_loop().time()
+
+        # The last comes when the others have just failed.
+        assert await asyncio.gather(wait(0), wait(15), wait(20)) == [20, 20, 40]
+        async with watch.guard():
+            await asyncio.sleep(9)
+
+    run(main())
+
+
+def test_what_the_guarded_code_raises_passes_through() -> None:
+    async def main() -> None:
+        watch = StallWatch(Activities(), warn_after_s=10, fail_after_s=None)
+        with pytest.raises(TimeoutError):
+            async with watch.guard(), asyncio.timeout(5):
+                await asyncio.Event().wait()
+        with pytest.raises(KeyError):
+            async with watch.guard():
+                raise KeyError
+        waiting = asyncio.create_task(watch.wait(asyncio.Event().wait()))
+        # Without a limit it only warns.
+        await asyncio.sleep(10_000)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    run(main())
+
+
+@given(st.integers(0, 10_000))
+def test_it_fails_exactly_when_no_progress_came_for_the_limit(seed: int) -> None:
+    """Odd times, so that sums of seconds round; a timer set again for its own moment would never end."""
+    rng = random.Random(seed)
+    gaps = [rng.uniform(0.1, 12.0) for _ in range(20)]
+    limit_s = rng.uniform(8.0, 12.0)
+
+    async def main() -> float | None:
+        loop = asyncio.get_running_loop()
+        watch = StallWatch(Activities(), warn_after_s=limit_s / 3, fail_after_s=limit_s)
+        done = asyncio.Event()
+
+        async def progress() -> None:
+            for gap in gaps:
+                await asyncio.sleep(gap)
+                watch.progressed()
+            done.set()
+
+        background = asyncio.create_task(progress())
+        try:
+            await watch.wait(done.wait())
+        except StallError:
+            return loop.time()
+        finally:
+            background.cancel()
+            await asyncio.wait([background])
+        return None
+
+    expected, now_s = None, 0.0
+    for gap in gaps:
+        if gap > limit_s:
+            expected = pytest.approx(now_s + limit_s)
+            break
+        now_s += gap
+    assert run(main()) == expected
+
+
+@pytest.mark.parametrize("limits", [(0, 10), (-1, None), (10, 10), (float("nan"), 3)])
+def test_limits_that_make_no_sense_are_refused(limits) -> None:
+    with pytest.raises(ValueError, match="warn_after_s must be positive and fail_after_s longer, got"):
+        StallWatch(Activities(), warn_after_s=limits[0], fail_after_s=limits[1])

@@ -8,6 +8,8 @@ SEED ?= 0
 
 .PHONY: demo test check soak bench clean
 
+REPLAY_BENCHMARKS := scan_design scaling memory snapshot put_take peers report
+
 RECIPE_tiny := recipes/demo_tiny.toml
 RECIPE_smollm2 := recipes/smollm2_addition.toml
 RECIPE = $(or $(RECIPE_$(MODEL)),$(error MODEL must be tiny or smollm2, got '$(MODEL)'))
@@ -33,6 +35,7 @@ check: $(VENV)/.installed
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine_batching.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_vs_trl.py
+	for name in $(REPLAY_BENCHMARKS); do OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay/$$name.py || exit 1; done
 
 # torch comes first and by its pin: resolved later, pip would choose the CUDA build (several GB).
 $(VENV)/.installed: pyproject.toml constraints.txt

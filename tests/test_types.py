@@ -23,6 +23,7 @@ from forebay.types import (
     get_group_status,
     maybe_expire_group,
     oldest_model_step,
+    oldest_step_of,
     refresh_seq_staleness,
     reset_rollout_response,
     status_from_finish_reason,
@@ -284,6 +285,37 @@ def test_a_rollout_is_as_stale_as_its_oldest_labelled_token(steps: list[list[int
         train_step - min(known) - 1 if known else 0 for known in labelled
     ]
     assert oldest_model_step(group) == min((step for known in labelled for step in known), default=None)
+
+
+@given(st.lists(st.tuples(st.integers(UNLABELLED, 4), st.integers(0, 2)), max_size=8), st.booleans())
+def test_the_oldest_step_is_that_of_generated_and_labelled_tokens(
+    tokens: list[tuple[int, int]], has_mask: bool
+) -> None:
+    state = with_steps(*(step for step, _ in tokens))
+    if has_mask:
+        state.response_mask = [mask for _, mask in tokens]  # type: ignore[assignment]
+    counted = [step for step, mask in tokens if step != UNLABELLED and (mask or not has_mask)]
+    assert oldest_step_of(state) == min(counted, default=None)
+    fill_token_fields(state)
+    assert oldest_step_of(state) == min(counted, default=None)
+
+
+def test_what_is_filled_in_belongs_to_one_rollout() -> None:
+    one, other = rollout(response_ids=[1, 2]), rollout(response_ids=[1, 2])
+    for state in (one, other):
+        update_sample_version(state, 3)
+        fill_token_fields(state)
+    for name in ("logprobs", "response_mask", "response_model_steps"):
+        getattr(one, name)[0] = 9
+        assert getattr(other, name)[0] != 9
+
+
+def test_labelling_does_not_write_into_the_caller_s_array() -> None:
+    steps = np.array([2, UNLABELLED], np.int32)
+    state = rollout(response_ids=[1, 2], response_model_steps=steps)
+    update_sample_version(state, 3)
+    assert state.response_model_steps.tolist() == [2, 3]
+    assert steps.tolist() == [2, UNLABELLED]
 
 
 def test_a_tool_s_tokens_do_not_make_a_rollout_stale() -> None:

@@ -104,10 +104,12 @@ def _guarded(action: Callable[[], Any]) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     from forebay.produce import ProductionError
+    from forebay.stalls import StallError
+    from forebay.train import OffPolicyError
 
     try:
         action()
-    except (ConfigError, ProductionError, FloatingPointError) as error:
+    except (ConfigError, ProductionError, StallError, OffPolicyError, FloatingPointError) as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except KeyboardInterrupt:

@@ -20,15 +20,13 @@ import functools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-import numpy as np
 import pytest
 
+from forebay.conformance_rows import EVERYTHING, QUERIES, fill, make_row, put_all, uids
 from forebay.replay.naive import NaiveStorage
-from forebay.replay.query import ARCHIVED, StorageIndices, parse_query, plain_value
-from forebay.replay.storage import StorageBackend, StorageItem, TagValue
+from forebay.replay.query import ARCHIVED, plain_value
+from forebay.replay.storage import StorageBackend, TagValue, revive_row
 from forebay.types import Status
-
-EVERYTHING = {"status": {"$in": [status.value for status in Status]}}
 
 
 def _runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -37,112 +35,6 @@ def _runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]
         asyncio.run(test(*args, **kwargs))
 
     return run
-
-
-def make_row(
-    payload: Any = "payload",
-    task: str = "math",
-    status: Any = "completed",
-    *,
-    staleness: int = 0,
-    step: int | None = None,
-    tags: dict[str, TagValue] | None = None,
-    priority: float = 1.0,
-) -> StorageItem:
-    """A row to put."""
-    return StorageItem(
-        payload, -1, -1, task, status, staleness, dict(tags or {}), priority, oldest_model_step=step
-    )
-
-
-def uids(rows: list[StorageItem]) -> list[int]:
-    """The uids, in order."""
-    return [row.uid for row in rows]
-
-
-async def put_all(storage: StorageBackend, *rows: StorageItem) -> list[int]:
-    """Put the rows one after another."""
-    return [await storage.put(row) for row in rows]
-
-
-async def _fill(storage: StorageBackend) -> None:
-    """Six rows named by their uids, of all kinds; the last is archived."""
-    await storage.set_train_step("math", 5)
-    await put_all(
-        storage,
-        make_row(0, "math", step=1, tags={"level": 3, "kind": "add"}),
-        make_row(1, "math", step=4, tags={"level": 1.5, "ok": True}),
-        make_row(2, "math", "aborted", staleness=2, tags={"level": True}),
-        make_row(3, "code", staleness=0, priority=0.5, tags={"level": "3"}),
-        make_row(4, "code", "failed", staleness=4),
-        make_row(5, "code", staleness=1, step=9),
-    )
-    await storage.take([5], train_step=7)
-
-
-QUERIES: list[tuple[Any, list[int]]] = [
-    ({}, [0, 1, 2, 3, 4]),
-    ({"$and": []}, [0, 1, 2, 3, 4]),
-    ({"$or": []}, []),
-    ({"task_name": "math"}, [0, 1, 2]),
-    ({"task_name": "math", "status": "completed"}, [0, 1]),
-    ({"status": Status.FAILED}, [4]),
-    ({"status": {"$in": [Status.FAILED, "aborted"]}}, [2, 4]),
-    ({"status": {"$not_in": ["completed"]}}, [2, 4]),
-    ({"status": {"$ne": "completed"}}, [2, 4]),
-    ({"staleness": {"$gte": 2}}, [0, 2, 4]),
-    ({"staleness": {"$gt": 2, "$lte": 4}}, [0, 4]),
-    ({"staleness": {"$between": [2, 3]}}, [0, 2]),
-    ({"staleness": 0}, [1, 3]),
-    ({"staleness": 0.0}, [1, 3]),
-    ({"staleness": False}, []),
-    ({"staleness": {"$lt": "5"}}, []),
-    ({"staleness": {"$lt": 2.5}}, [1, 2, 3]),
-    ({"staleness": {"$lt": float("inf")}}, [0, 1, 2, 3, 4]),
-    ({"staleness": {"$gt": -(10**30)}}, [0, 1, 2, 3, 4]),
-    ({"staleness": {"$ne": "5"}}, [0, 1, 2, 3, 4]),
-    ({"staleness": {}}, [0, 1, 2, 3, 4]),
-    ({"priority": {"$lt": 1}}, [3]),
-    ({"oldest_model_step": None}, [2, 3, 4]),
-    ({"oldest_model_step": {"$lte": 4}}, [0, 1]),
-    ({"oldest_model_step": {"$ne": 1}}, [1, 2, 3, 4]),
-    ({"uid": {"$in": [4, 1, 77, 10**30]}}, [1, 4]),
-    ({"uid": {"$in": [True, 1.0]}}, [1]),
-    ({"uid": True}, []),
-    ({"timestamp_id": {"$between": (1, 2)}}, [1, 2]),
-    ({"staleness": {"$gte": np.int64(4)}}, [4]),
-    ({"task_name": {"$in": ["code", "none"]}, "$or": [{"status": "failed"}]}, [4]),
-    ({"uid": {"$in": list(range(0, 40_000, 2))}}, [0, 2, 4]),
-    ({"$or": [{"uid": 3, "priority": n} for n in range(1500)] + [{"uid": 1}]}, [1]),
-    ({"tags.level": 3}, [0]),
-    ({"tags.level": {"$gte": 1}}, [0, 1]),
-    ({"tags.level": "3"}, [3]),
-    ({"tags.level": True}, [2]),
-    ({"tags.level": {"$ne": 3}}, [1, 2, 3, 4]),
-    ({"tags.level": {"$not_in": [3, "3"]}}, [1, 2, 4]),
-    ({"tags.level": {"$not_in": [3, True]}}, [1, 3, 4]),
-    ({"tags.level": {"$lt": "a"}}, [3]),
-    ({"tags.level": None}, []),
-    ({"tags.nobody": {"$lte": 3}}, []),
-    ({"tags.kind": {"$gt": "aaa"}}, [0]),
-    ({"task_name": "x' OR '1'='1"}, []),
-    ({"tags.x' OR '1'='1": {"$ne": 1}}, [0, 1, 2, 3, 4]),
-    ({"task_name": {"$lt": "d\0\ud800"}}, [3, 4]),
-    ({"$or": [{"task_name": "code", "staleness": {"$lt": 4}}, {"uid": 0}]}, [0, 3]),
-    ({"$and": [{"task_name": "math"}, {"$or": [{"staleness": 2}, {"tags.ok": True}]}]}, [1, 2]),
-    ({"train_step": {"$gte": 0}}, []),
-    ({"uid": 5}, []),
-    ({"status": "archived"}, [5]),
-    ({"status": {"$in": ["archived", "failed"]}}, [4, 5]),
-    ({"status": Status.ARCHIVED, "train_step": {"$lte": 7}}, [5]),
-    ({"status": Status.ARCHIVED, "train_step": {"$gt": 7}}, []),
-    ({"status": {"$gte": "archived"}}, [0, 1, 3, 4]),
-    ({"status": {"$ne": "archived"}}, [0, 1, 2, 3, 4]),
-    ({"status_before": "completed", "status": "archived"}, [5]),
-    (StorageIndices("math", Status.COMPLETED), [0, 1]),
-    (parse_query(StorageIndices("math", tags={"ok": True})), [1]),
-]
-"""Queries on what `_fill` puts, and the payloads they find."""
 
 
 class StorageConformance:
@@ -360,10 +252,59 @@ class StorageConformance:
         assert await storage.count({"status": "archived", "train_step": 6}) == 2
 
     @_runs
+    async def test_drawn_rows_are_those_at_their_share_of_the_sum(self, storage: StorageBackend) -> None:
+        """Priorities 1 2 0 5 in order of arrival make the steps 1, 3, 3, 8 of the running sum."""
+        query = {"task_name": "math", "status": "completed"}
+        for name, priority in {"a": 1.0, "b": 2.0, "zero": 0.0, "c": 5.0}.items():
+            await storage.put(make_row(name, priority=priority))
+        await put_all(storage, make_row("other", "code", priority=9.0), make_row("d", status="failed"))
+        # 0.375 of 8 is where "b" ends; of what is left, 0.999 of 3 lies in "b".
+        numbers = iter([0.375, 0.999, 0.999]).__next__
+        drawn = await storage.take_drawn(2, query, numbers, train_step=3)
+        assert [(row.item, row.status, row.train_step) for row in drawn] == [
+            ("c", "completed", None),
+            ("b", "completed", None),
+        ]
+        assert uids(await storage.get({"status": "archived", "train_step": 3})) == [1, 3]
+        assert [row.item for row in await storage.take_drawn(9, query, numbers)] == ["a", "zero"]
+        assert await storage.take_drawn(1, query, numbers) == []
+        assert await storage.take_drawn(0, {}, numbers) == []
+        assert len(storage) == 2
+
+    @_runs
+    async def test_draws_follow_every_change(self, storage: StorageBackend) -> None:
+        """Rows that are put, given another priority, taken, brought back or removed after the first draw."""
+        query = {"task_name": "math", "status": "completed"}
+
+        async def draw(number: float) -> Any:
+            """What `number` draws, which then comes back to its place."""
+            (row,) = await storage.take_drawn(1, query, lambda: number, train_step=1)
+            (archived,) = await storage.get({"status": "archived", "uid": row.uid}, rows_only=True)
+            await storage.update([revive_row(archived)])
+            return row.item
+
+        ids = await put_all(storage, *(make_row(name) for name in "abc"))
+        assert [await draw(number) for number in (0.0, 0.4, 0.7)] == ["a", "b", "c"]
+        ids += await put_all(storage, make_row("d", priority=3.0))
+        assert [await draw(number) for number in (0.2, 0.5, 0.9)] == ["b", "d", "d"]
+        assert await storage.update_priorities({ids[0]: 5.0, ids[3]: 0.0, 99: 1.0}) == 2
+        assert [await draw(number) for number in (0.7, 0.8, 0.9)] == ["a", "b", "c"]
+        assert [row.priority for row in await storage.get({}, order="-priority")] == [5.0, 1.0, 1.0, 0.0]
+        await storage.delete([ids[0]])
+        (row,) = await storage.get({"uid": ids[1]}, rows_only=True)
+        row.status = "failed"
+        await storage.update([row])
+        assert [await draw(number) for number in (0.0, 0.9)] == ["c", "c"]
+        await storage.take([ids[2]], train_step=1)
+        assert await storage.update_priorities({ids[2]: 7.0}) == 0
+        assert await draw(0.9) == "d"
+
+    @_runs
     async def test_takers_at_the_same_time_get_each_row_once(self, storage: StorageBackend) -> None:
         await asyncio.gather(*(storage.put(make_row(number)) for number in range(30)))
         batches = await asyncio.gather(
-            *(storage.take_first(4, {"status": "completed"}, train_step=1) for _ in range(6)),
+            *(storage.take_first(4, {"status": "completed"}, train_step=1) for _ in range(4)),
+            *(storage.take_drawn(4, {"status": "completed"}, lambda: 0.5, train_step=1) for _ in range(3)),
             storage.take(range(28), query={"status": "completed"}),
             storage.take(range(28), query={"status": "completed"}),
         )
@@ -471,7 +412,7 @@ class StorageConformance:
 
     @_runs
     async def test_what_queries_match(self, storage: StorageBackend) -> None:
-        await _fill(storage)
+        await fill(storage)
         for query, expected in QUERIES:
             assert [row.item for row in await storage.get(query)] == expected, query
             assert await storage.count(query) == len(expected), query

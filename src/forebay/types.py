@@ -113,16 +113,27 @@ _ARRAY_DTYPES: Mapping[str, type[np.generic]] = {
 }
 
 
+# One empty array for all rollouts: nothing can be written into it, and millions of them would fill memory.
+_NO_IDS: IntArray = np.empty(0, np.int32)
+_NO_LOGPROBS: FloatArray = np.empty(0, np.float32)
+_NO_MASK: ByteArray = np.empty(0, np.uint8)
+_EMPTY: Mapping[type[np.generic], NDArray[Any]] = {
+    np.int32: _NO_IDS,
+    np.float32: _NO_LOGPROBS,
+    np.uint8: _NO_MASK,
+}
+
+
 def _no_ids() -> IntArray:
-    return np.empty(0, np.int32)
+    return _NO_IDS
 
 
 def _no_logprobs() -> FloatArray:
-    return np.empty(0, np.float32)
+    return _NO_LOGPROBS
 
 
 def _no_mask() -> ByteArray:
-    return np.empty(0, np.uint8)
+    return _NO_MASK
 
 
 @dataclass(slots=True, eq=False)
@@ -186,12 +197,6 @@ class RolloutState:
     error_msg: str | None = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        dtype = _ARRAY_DTYPES.get(name)
-        if dtype is not None:
-            value = _as_array(name, value, dtype)
-        object.__setattr__(self, name, value)
-
     def append(
         self,
         ids: Sequence[int] | IntArray,
@@ -233,11 +238,32 @@ TOKEN_FIELDS = ("response_ids", "logprobs", "response_mask", "response_model_ste
 
 ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutState))
 
+ROLLOUT_SLOTS: dict[str, Any] = {name: RolloutState.__dict__[name] for name in ROLLOUT_FIELDS}
+"""The fields' descriptors. Writing through one skips the conversion: for values that are right by origin."""
+
+_write_steps = ROLLOUT_SLOTS["response_model_steps"].__set__
+
+
+def _converting(name: str, dtype: type[np.generic]) -> property:
+    """The slot `name` as an attribute that converts what is assigned; the other fields stay plain slots."""
+    write = ROLLOUT_SLOTS[name].__set__
+
+    def assign(state: RolloutState, value: Any) -> None:
+        write(state, _as_array(name, value, dtype))
+
+    return property(ROLLOUT_SLOTS[name].__get__, assign)
+
+
+for _name, _dtype in _ARRAY_DTYPES.items():
+    setattr(RolloutState, _name, _converting(_name, _dtype))
+
 
 def _as_array(name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
     """`value` as a contiguous 1-D array; a copy only if dtype or layout differ."""
+    if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1 and value.flags.c_contiguous:
+        return value
     if value is None:
-        return np.empty(0, dtype)
+        return _EMPTY[dtype]
     if not isinstance(value, np.ndarray):
         value = list(value)
         if dtype is np.float32:
@@ -262,8 +288,7 @@ def fill_token_fields(state: RolloutState) -> None:
         ValueError: a field is neither empty nor as long as ``response_ids``.
     """
     length = len(state.response_ids)
-    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELLED}
-    for name, default in defaults.items():
+    for name, default, dtype, write in _FILLED:
         have = len(getattr(state, name))
         if have == length:
             continue
@@ -272,7 +297,20 @@ def fill_token_fields(state: RolloutState) -> None:
                 f"rollout {state.rollout_id!r}: {name} has {have} entries but response_ids has {length}; "
                 f"give one per response token, or none"
             )
-        setattr(state, name, np.full(length, default, _ARRAY_DTYPES[name]))
+        write(state, _constant(length, default, dtype))
+
+
+_FILLED = tuple(
+    (name, default, _ARRAY_DTYPES[name], ROLLOUT_SLOTS[name].__set__)
+    for name, default in {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELLED}.items()
+)
+
+
+def _constant(length: int, value: float, dtype: type[np.generic]) -> NDArray[Any]:
+    # Half the time of `np.full`; a put makes up to 24 of these.
+    array = np.empty(length, dtype)
+    array.fill(value)
+    return array
 
 
 def status_from_finish_reason(finish_reason: str | None) -> Status:
@@ -290,8 +328,9 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
     """
     if not group:
         raise ValueError("an empty group has no status; a group holds at least one rollout")
-    statuses = {state.status for state in group}
-    if statuses == {Status.COMPLETED}:
+    # A list, because comparing members of an enum is far cheaper than hashing them.
+    statuses = [state.status for state in group]
+    if statuses.count(Status.COMPLETED) == len(statuses):
         return Status.COMPLETED
     return next(status for status in _GROUP_PRECEDENCE if status in statuses)
 
@@ -303,32 +342,48 @@ def calculate_seq_staleness(model_step: int, current_train_step: int) -> int:
 
 def update_sample_version(state: RolloutState, model_step: int) -> None:
     """Label with `model_step` the response tokens that have no model step yet; never relabel."""
-    missing = len(state.response_ids) - len(state.response_model_steps)
     steps = state.response_model_steps
+    missing = len(state.response_ids) - len(steps)
+    if not len(steps):
+        _write_steps(state, _constant(missing, model_step, np.int32))
+        return
     if missing > 0:
-        steps = np.concatenate([steps, np.full(missing, UNLABELLED, np.int32)])
-    state.response_model_steps = np.where(steps == UNLABELLED, np.int32(model_step), steps)
+        labelled = np.concatenate([steps, _constant(missing, UNLABELLED, np.int32)])
+    elif steps[steps.argmin()] > UNLABELLED:
+        # Labelled throughout, as engines deliver it.
+        return
+    else:
+        labelled = steps.copy()
+    np.copyto(labelled, model_step, where=labelled == UNLABELLED)
+    _write_steps(state, labelled)
 
 
 def oldest_model_step(group: Sequence[RolloutState]) -> int | None:
     """The oldest labelled model step of any generated token in the group; None without labels."""
-    oldest = [step for state in group if (step := _oldest_step(state)) is not None]
-    return min(oldest) if oldest else None
+    return min((step for step in map(oldest_step_of, group) if step is not None), default=None)
 
 
-def _oldest_step(state: RolloutState) -> int | None:
-    steps = state.response_model_steps
+def oldest_step_of(state: RolloutState) -> int | None:
+    """The oldest labelled model step of any generated token of the rollout; None without labels."""
+    steps, mask = state.response_model_steps, state.response_mask
+    if not len(steps):
+        return None
+    has_mask = len(mask) == len(steps)
+    # `argmin` takes a fifth of the time of `min`, and where it points decides nearly always.
+    at = steps.argmin()
+    if (smallest := steps[at]) > UNLABELLED and (not has_mask or mask[at]):
+        return int(smallest)
     labelled = steps != UNLABELLED
-    if len(state.response_mask) == len(steps):
+    if has_mask:
         # Tokens of a tool or an environment were made by no weights.
-        labelled &= state.response_mask != 0
+        labelled &= mask != 0
     return int(steps[labelled].min()) if labelled.any() else None
 
 
 def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:
     """Write each rollout's staleness at `current_train_step`, from its oldest label; 0 without labels."""
     for state in group:
-        step = _oldest_step(state)
+        step = oldest_step_of(state)
         state.seq_staleness = 0 if step is None else calculate_seq_staleness(step, current_train_step)
 
 

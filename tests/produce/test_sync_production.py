@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +20,6 @@ from forebay.produce import (
     TaskRunner,
     has_reward_variance,
 )
-from forebay.produce.pending import PendingGroups
 from forebay.replay import SyncReplayBufferConfig
 from forebay.types import RolloutState, Status
 
@@ -52,11 +52,11 @@ class CountingSampler:
         self.position += 1
         return make_group(task_name, self.position - 1)
 
-    def state_dict(self):
-        return {"position": self.position}
+    def save(self, path):
+        Path(path).write_text(str(self.position))
 
-    def load_state_dict(self, state):
-        self.position = state["position"]
+    def resume(self, path):
+        self.position = int(Path(path).read_text())
 
 
 class ScriptedLoop:
@@ -311,30 +311,6 @@ def test_duplicate_task_names_are_refused():
     runner = make_manager({"t": ScriptedLoop()}).task_runners[0]
     with pytest.raises(ValueError, match="unique"):
         AgentLoopManager(task_runners=[runner, runner], replay_buffer=SyncReplayBufferConfig().build())
-
-
-async def test_pending_groups_keep_each_group_until_it_is_stored():
-    pending = PendingGroups()
-    release = [asyncio.Event() for _ in range(4)]
-
-    async def generate(group):
-        await release[int(group[0].prompt_ids[0])].wait()
-        return group
-
-    for i in range(4):
-        pending.start(make_group("t", i), generate)
-    release[2].set()
-    generation, group = await pending.next_finished()
-    assert indices([group]) == [2]
-    pending.remove(generation)
-    for i in (1, 3):
-        release[i].set()
-    taken = indices([(await pending.next_finished())[1]])
-    finished, interrupted = await pending.cancel()
-    assert set(taken) < set(indices(finished)) == {1, 3}
-    assert indices(interrupted) == [0]
-    assert interrupted[0][0].status is Status.ABORTED
-    assert len(pending) == 0
 
 
 async def test_an_agent_that_cancels_itself_fails_its_group():

@@ -1,8 +1,5 @@
-import itertools
-
 import pytest
-import sqlalchemy as sa
-from postgres_server import running_server
+from postgres_server import empty_place, running_server
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, NaiveStorage, PandasStorage, ReplayBuffer
 
@@ -29,15 +26,8 @@ def postgres_server():
         yield url
 
 
-_numbers = itertools.count()
-
-
 @pytest.fixture
 def postgres_url(postgres_server):
     """An empty place of its own in the server's database."""
-    name = f"place_{next(_numbers)}"
-    engine = sa.create_engine(postgres_server.replace("postgresql:", "postgresql+psycopg:"))
-    with engine.begin() as connection:
-        connection.execute(sa.schema.CreateSchema(name))
-    engine.dispose()
-    return f"{postgres_server}&options=-csearch_path%3D{name}"
+    with empty_place(postgres_server) as url:
+        yield url

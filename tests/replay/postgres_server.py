@@ -1,5 +1,6 @@
 """A PostgreSQL server of our own, from the system's binaries, on a socket in a temporary directory."""
 
+import itertools
 import os
 import pwd
 import shutil
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 BINARIES = sorted(Path("/usr/lib/postgresql").glob("*/bin"))
 
@@ -47,3 +49,19 @@ def running_server():
             run("pg_ctl", "--wait", "--mode=immediate", "stop")
     finally:
         shutil.rmtree(folder)
+
+
+_numbers = itertools.count()
+
+
+@contextmanager
+def empty_place(server_url):
+    """Yield the URL of a new place of its own in the server's database; it is dropped afterwards."""
+    name = f"place_{next(_numbers)}"
+    # No pool: tests wait until nobody else is connected.
+    engine = sa.create_engine(server_url.replace("postgresql:", "postgresql+psycopg:"), poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.execute(sa.schema.CreateSchema(name))
+    yield f"{server_url}&options=-csearch_path%3D{name}"
+    with engine.begin() as connection:
+        connection.execute(sa.schema.DropSchema(name, cascade=True))

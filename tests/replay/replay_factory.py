@@ -65,3 +65,15 @@ def same(a, b):
     if isinstance(a, RolloutState):
         return all(same(getattr(a, name), getattr(b, name)) for name in ROLLOUT_FIELDS)
     return a == b or (a != a and b != b)
+
+
+async def refusal(call):
+    """The text of the ValueError that `call` ends with; None if it ends well."""
+    try:
+        await call
+    except ValueError as error:
+        message = str(error)
+    else:
+        return None
+    assert 0 < len(message) < 1000
+    return message

@@ -16,6 +16,7 @@ from forebay.replay import (
     StorageIndices,
     SyncReplayBufferConfig,
 )
+from forebay.replay import buffer as buffer_module
 from forebay.types import Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -325,6 +326,29 @@ async def test_refresh_of_many_lets_the_loop_turn(buffer):
     assert await buffer.refresh_staleness({"math": 2}, 5) == {"math": 200}
     counting.cancel()
     assert turns > 2
+
+
+@pytest.mark.parametrize("train_step", [None, 3])
+async def test_a_large_batch_lets_the_loop_turn_and_can_be_cancelled(buffer, monkeypatch, train_step):
+    monkeypatch.setattr(buffer_module, "COPY_AT_ONCE", 2)
+    await put_named(buffer, "abcdef")
+    handing_out = asyncio.Event()
+    original = buffer_module.hand_out
+
+    def note(*args, **options):
+        handing_out.set()
+        return original(*args, **options)
+
+    monkeypatch.setattr(buffer_module, "hand_out", note)
+    taking = asyncio.create_task(buffer.take_batch({"math": 6}, train_step=train_step))
+    await handing_out.wait()
+    assert not taking.done()
+    taking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await taking
+    assert len(buffer) == 6
+    groups, _ = await buffer.take_batch({"math": 6}, train_step=train_step)
+    assert names(groups["math"]) == list("abcdef")
 
 
 async def test_a_bad_threshold_changes_nothing(buffer):

@@ -1,13 +1,16 @@
 """Random operations on a buffer over any store, against the same buffer over NaiveStorage."""
 
 import asyncio
+import contextlib
 import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from postgres_server import empty_place
 from replay_factory import make_state, same
 
 from forebay.replay import (
@@ -35,10 +38,12 @@ class Replay(RuleBasedStateMachine):
     """Both buffers must give the same answers, hold the same rows, and lose or double nothing."""
 
     kinds = ("indexed",)
+    postgres_server = None
 
     def __init__(self):
         super().__init__()
-        self.folder = tempfile.TemporaryDirectory()
+        self.places = contextlib.ExitStack()
+        self.folder = self.places.enter_context(tempfile.TemporaryDirectory())
         self.buffers, self.num_stores = [], 0
         self.runner = asyncio.Runner()
         self.num_put = 0
@@ -60,7 +65,8 @@ class Replay(RuleBasedStateMachine):
             "naive": NaiveStorage,
             "indexed": IndexedStorage,
             "pandas": PandasStorage,
-            "sql": lambda: SQLStorage(Path(self.folder.name) / f"{self.num_stores}.db"),
+            "sqlite": lambda: SQLStorage(Path(self.folder) / f"{self.num_stores}.db"),
+            "postgres": lambda: SQLStorage(self.places.enter_context(empty_place(self.postgres_server))),
         }[kind]()
         return ReplayBuffer(self.policy(), store, **self.options)
 
@@ -198,7 +204,7 @@ class Replay(RuleBasedStateMachine):
         for buffer in self.buffers:
             self.runner.run(buffer.close())
         self.runner.close()
-        self.folder.cleanup()
+        self.places.close()
 
 
 async def light_rows(storage, query, order):
@@ -231,10 +237,22 @@ TestReplay = Replay.TestCase
 TestReplay.settings = settings(stateful_step_count=30)
 
 
-class ReplayOnSQL(Replay):
-    kinds = ("sql", "pandas", "indexed")
+class ReplayOnSQLite(Replay):
+    kinds = ("sqlite", "pandas", "indexed")
 
 
-TestReplayOnSQL = ReplayOnSQL.TestCase
+class ReplayOnPostgres(Replay):
+    kinds = ("postgres", "sqlite")
+
+
 # Each step asks a database some thirty times, so fewer examples are tried.
-TestReplayOnSQL.settings = settings(stateful_step_count=30, max_examples=settings().max_examples // 5)
+TestReplayOnSQLite = ReplayOnSQLite.TestCase
+TestReplayOnSQLite.settings = settings(stateful_step_count=30, max_examples=settings().max_examples // 5)
+
+
+class TestReplayOnPostgres(ReplayOnPostgres.TestCase):
+    settings = settings(stateful_step_count=20, max_examples=settings().max_examples // 10)
+
+    @pytest.fixture(autouse=True)
+    def _server(self, postgres_server):
+        ReplayOnPostgres.postgres_server = postgres_server

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import threading
+import zlib
 
 import numpy as np
 import pandas as pd
@@ -93,6 +94,26 @@ async def test_everything_comes_back_on_every_store(make_store, target, tmp_path
         await one.put(make_group("new"), "math")
         await one.restore(0)
     assert same_content(await content(buffer), await content(resumed))
+
+
+async def test_tables_in_many_pieces_come_back(tmp_path, monkeypatch):
+    from forebay.replay import tables
+
+    monkeypatch.setattr(tables, "BATCH_GROUPS", 3)
+    monkeypatch.setattr(tables, "BATCH_ROLLOUTS", 2)
+    buffer = await filled_buffer()
+    await buffer.save(tmp_path)
+    resumed = fifo()
+    await resumed.resume(tmp_path)
+    assert same_content(await content(buffer), await content(resumed))
+
+
+async def test_the_checksum_in_the_manifest_is_the_crc_32_of_the_file(tmp_path):
+    await (await filled_buffer()).save(tmp_path)
+    files = json.loads((tmp_path / "manifest.json").read_text())["files"]
+    for entry in files.values():
+        data = (tmp_path / entry["name"]).read_bytes()
+        assert (entry["bytes"], entry["crc32"]) == (len(data), zlib.crc32(data))
 
 
 async def test_restored_arrays_can_be_written_to(tmp_path):

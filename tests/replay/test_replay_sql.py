@@ -3,12 +3,24 @@
 import asyncio
 import sqlite3
 import threading
+from collections import Counter
+from random import Random
 
 import pytest
 import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
 
-from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
+from forebay.replay import (
+    FIFOReplayPolicy,
+    IndexedStorage,
+    NaiveStorage,
+    PrioritizedReplayPolicy,
+    ReplayBuffer,
+    SQLStorage,
+    sql,
+    sql_shared,
+)
+from forebay.replay.sql_worker import SETTLED_AT_ONCE
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -86,18 +98,91 @@ async def test_rivals_in_two_stores_get_each_row_once(open_store):
     assert sorted(taken) == list(range(40))
 
 
+async def test_rivals_that_draw_from_two_stores_get_each_row_once(open_store):
+    stores = [open_store() for _ in range(3)]
+    for number in range(40):
+        await stores[0].put(make_row(number, priority=float(number % 4)))
+
+    async def take(store, random):
+        taken = []
+        while rows := await store.take_drawn(3, {"status": "completed"}, random.random, train_step=1):
+            taken += rows
+        return taken
+
+    takers = [take(store, Random(seed)) for seed, store in enumerate(stores)]
+    taken = [row.item for rows in await asyncio.gather(*takers) for row in rows]
+    assert sorted(taken) == list(range(40))
+
+
+async def test_priorities_are_written_to_live_rows_only(store):
+    for number in range(4):
+        await store.put(make_row(number))
+    await store.take([1], train_step=1)
+    assert await store.update_priorities({0: 2.5, 1: 9.0, 3: 0.0, 77: 1.0, 2**70: 1.0}) == 2
+    rows = await store.get({"status": {"$in": ["completed", "archived"]}})
+    assert [row.priority for row in rows] == [2.5, 1.0, 1.0, 0.0]
+    assert await store.update_priorities({}) == 0
+
+
+def count_commits(store):
+    commits = []
+    sa.event.listen(store._engine, "commit", commits.append)
+    return commits
+
+
 async def test_puts_that_wait_together_share_a_commit(store):
-    commits = 0
-
-    def count(_):
-        nonlocal commits
-        commits += 1
-
-    sa.event.listen(store._engine, "commit", count)
+    commits = count_commits(store)
     ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
     assert sorted(ids) == list(range(60))
     assert [row.item for row in await store.get({})] == list(range(60))
-    assert commits < 10
+    assert len(commits) < 5
+
+
+async def test_callers_that_shared_a_commit_go_on_a_few_at_a_time(store):
+    turn, went_on = 0, Counter()
+
+    async def put(number):
+        await store.put(make_row(number))
+        went_on[turn] += 1
+
+    putting = asyncio.gather(*map(put, range(60)))
+    while not putting.done():
+        await asyncio.sleep(0)
+        turn += 1
+    assert went_on.total() == 60
+    assert max(went_on.values()) <= SETTLED_AT_ONCE
+
+
+async def test_a_train_step_is_written_when_it_is_new(open_store):
+    store, rival = open_store(), open_store()
+    commits = count_commits(store)
+    for step in (3, 3, 4, 4, 3, 3):
+        await store.set_train_step("math", step)
+    assert len(commits) == 3
+    await rival.set_train_step("math", 9)
+    await store.set_train_step("math", 3)
+    assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
+    await asyncio.gather(*(store.set_train_step("math", step) for step in (5, 6, 5)))
+    assert await rival.get_train_step("math") == 5
+    store.load_state_dict(NaiveStorage().state_dict())
+    await store.set_train_step("math", 5)
+    assert await store.get_train_step("math") == 5
+
+
+async def test_what_matches_is_deleted_with_its_payload_and_tags(store):
+    await store.set_train_step("math", 9)
+    for number in range(6):
+        await store.put(make_row(number, step=number, tags={"x": number}))
+    await store.take([0, 1, 2], train_step=4)
+    assert await store.delete_where({"status": "archived", "train_step": {"$lte": 3}}) == 0
+    assert await store.delete_where({"status": "archived", "train_step": {"$lte": 4}}) == 3
+    assert await store.delete_where({"staleness": {"$gt": 4}}) == 1
+    assert [row.item for row in await store.get({})] == [4, 5]
+    too_many = {"uid": {"$in": list(range(20_000))}}
+    assert await store.delete_where(too_many) == 2
+    with store._engine.connect() as connection:
+        for table in ("groups", "payloads", "tags"):
+            assert connection.scalar(sa.text(f"SELECT count(*) FROM forebay_{table}")) == 0
 
 
 async def test_a_put_that_fails_does_not_fail_its_neighbours(store):
@@ -131,14 +216,14 @@ async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatc
     go_on = threading.Event()
     loop = asyncio.get_running_loop()
     working = asyncio.Event()
-    write = store._worker._write
+    write = sql_shared.insert_rows
 
-    def wait_for_the_test(contents):
+    def wait_for_the_test(*args):
         loop.call_soon_threadsafe(working.set)
         assert go_on.wait(timeout=20)
-        return write(contents)
+        return write(*args)
 
-    monkeypatch.setattr(store._worker, "_write", wait_for_the_test)
+    monkeypatch.setattr(sql_shared, "insert_rows", wait_for_the_test)
     putting = asyncio.create_task(store.put(make_row("a")))
     await working.wait()
     go_on.set()
@@ -188,14 +273,14 @@ async def test_a_take_that_is_cancelled_too_late_is_undone(store, train_step, mo
     await store.put(make_row("a", status="aborted", tags={"x": 1}))
     before = await store.get({})
     go_on, taking = threading.Event(), threading.Event()
-    ranked = store._ranked
+    ranked = sql.ranked_rows
 
     def wait_for_the_test(*args, **options):
         taking.set()
         assert go_on.wait(timeout=20)
         return ranked(*args, **options)
 
-    monkeypatch.setattr(store, "_ranked", wait_for_the_test)
+    monkeypatch.setattr(sql, "ranked_rows", wait_for_the_test)
     take = asyncio.create_task(store.take_first(1, {}, train_step=train_step))
     await asyncio.to_thread(taking.wait)
     take.cancel()
@@ -289,6 +374,61 @@ async def test_concurrent_puts_of_a_buffer_keep_its_limit(open_store):
     assert buffer.num_evicted == {"math": 16}
 
 
+async def test_buffers_on_one_database_share_a_limit(open_store):
+    evicted = []
+    buffers = [
+        ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=5, on_evict=evicted.append) for _ in range(3)
+    ]
+    await asyncio.gather(*(buffers[i % 3].put(make_group(i), "math") for i in range(30)))
+    assert len(buffers[0]) == 5
+    assert buffers[1].num_evicted == {"math": 25}
+    left = names(await buffers[2].get(9, "math", COMPLETED))
+    assert sorted(left + names([row.item for row in evicted])) == list(range(30))
+
+
+async def test_an_eviction_that_is_cancelled_too_late_is_undone(store, monkeypatch):
+    for name in "abc":
+        await store.put(make_row(name))
+    go_on, evicting = threading.Event(), threading.Event()
+    ranked = sql_shared.ranked_rows
+
+    def wait_for_the_test(*args, **options):
+        evicting.set()
+        assert go_on.wait(timeout=20)
+        return ranked(*args, **options)
+
+    monkeypatch.setattr(sql_shared, "ranked_rows", wait_for_the_test)
+    evict = asyncio.create_task(store.evict(1))
+    await asyncio.to_thread(evicting.wait)
+    evict.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await evict
+    monkeypatch.undo()
+    assert [row.item for row in await store.get({})] == ["a", "b", "c"]
+    assert store.num_evicted == {}
+
+
+async def test_an_eviction_waits_for_a_taker_of_the_same_rows(postgres_url):
+    """Else it would remove others, and leave fewer than the limit."""
+    store = SQLStorage(postgres_url)
+    for number in range(5):
+        await store.put(make_row(number))
+    taking = store._engine.connect()
+    taking.begin()
+    taking.execute(sa.text("DELETE FROM forebay_groups WHERE uid < 2"))
+    evicting = asyncio.create_task(store.evict(3))
+    waiting = sa.text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    with store._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while not connection.scalar(waiting):
+            await asyncio.sleep(0)
+    taking.commit()
+    taking.close()
+    assert await evicting == []
+    assert [row.item for row in await store.get({})] == [2, 3, 4]
+    store.close()
+
+
 async def test_groups_come_back_as_they_were(open_store):
     group = [
         make_state("g", 0, steps=[1, 2], extra_fields={"deep": {"tuple": (1, None)}}),
@@ -317,6 +457,21 @@ async def test_takes_over_a_snapshot_and_gives_one(open_store, tmp_path):
     await other.resume(tmp_path / "two")
     await other.restore(0)
     assert names(await other.get(9, "math", COMPLETED)) == ["b", "c", "d"]
+
+
+@pytest.mark.parametrize("kind", ["a file", "an empty file", "an empty place"])
+def test_nothing_is_created_unless_asked(tmp_path, request, kind):
+    url = request.getfixturevalue("postgres_url") if kind == "an empty place" else tmp_path / "new" / "x.db"
+    if kind == "an empty file":
+        url.parent.mkdir()
+        url.touch()
+    with pytest.raises(
+        FileNotFoundError if kind == "a file" else ValueError, match=r"no file|no replay store"
+    ):
+        SQLStorage(url, create=False)
+    assert kind != "a file" or not url.parent.exists()
+    SQLStorage(url).close()
+    SQLStorage(url, create=False).close()
 
 
 def test_other_databases_are_refused(tmp_path):
@@ -372,13 +527,17 @@ async def test_the_common_questions_use_an_index(tmp_path):
     await store.get({}, limit=5, rows_only=True)
     await store.count(of_task)
     len(store)
+    await store.evict(5)
+    assert len(statements) == 9
+    await store.delete_where({"status": "archived", "train_step": {"$lte": 3}})
     store.close()
-    assert len(statements) == 8
+    assert len(statements) == 10
     database = sqlite3.connect(tmp_path / "buffer.db")
     for statement, parameters in statements:
         plan = " ".join(line[3] for line in database.execute(f"EXPLAIN QUERY PLAN {statement}", parameters))
         assert "INDEX forebay_" in plan, statement
-        assert "TEMP B-TREE" not in plan, (statement, plan)
+        # What a commit deletes is found by its train step and then locked by uid.
+        assert ("TEMP B-TREE" in plan) == ("INDEX forebay_by_train_step" in plan), (statement, plan)
     database.close()
 
 

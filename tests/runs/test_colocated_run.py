@@ -201,11 +201,11 @@ def bad_runs():
     long_prompt = {**task, "sample": {"max_tokens": 512}}
     missing = {**task, "data": {"source": "no/such/file.jsonl"}}
     greedy = {**task, "sample": {"max_tokens": 5, "temperature": 0.0}}
-    grouped = {"lr": 1e-3, "advantage": "pass_at_k", "pass_k": 5}
+    grouped = {"lr": 1e-3, "advantage": "pass_at_5"}
     return [
         ({"tasks": [no_judge]}, "task 'sorting'.*no judger"),
         ({"tasks": [task, {**greedy, "name": "b"}]}, r"tasks\.1\.sample\.temperature is 0"),
-        ({"train": grouped}, "pass_k = 5 is more than rollouts_per_prompt = 4"),
+        ({"train": grouped}, "rollouts_per_prompt = 4 is too few for train.advantage = 'pass_at_5'"),
         ({"rollouts_per_prompt": 1}, "rollouts_per_prompt = 1 gives advantage 'grpo' nothing"),
         ({"train": {"lr": 1e-3, "mini_batches": 17}}, "mini_batches = 17 is more than the 16 rollouts"),
         ({"train": {"lr": 1e-3, "token_budget": 8}}, "token_budget = 8 is less than"),

@@ -45,6 +45,7 @@ from forebay.ledger import Ledger, compare_dropped
 from forebay.replay import policies
 from forebay.replay.analysis import JOINED_SCHEMA
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
+from forebay.replay.query import show_value
 from forebay.replay.snapshot import Snapshot, open_snapshot, read_snapshot, write_snapshot
 from forebay.replay.storage import StorageItem
 
@@ -292,8 +293,13 @@ def parse_json_query(text: str) -> dict[str, Any]:
         query = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"the query is no JSON: {error.msg} at character {error.pos + 1} of {text!r}"
+            f"the query is no JSON: {error.msg} at character {error.pos + 1} of {show_value(text)}"
         ) from None
+    except (RecursionError, ValueError) as error:
+        # Nested deeper, or with a longer number, than Python reads.
+        raise ValueError(f"the query cannot be read: {error}, in {show_value(text)}") from None
     if not isinstance(query, dict):
-        raise ValueError(f'a query is a JSON object such as {{"status": "completed"}}, got {text!r}')
+        raise ValueError(
+            f'a query is a JSON object such as {{"status": "completed"}}, got {show_value(text)}'
+        )
     return query

@@ -11,6 +11,7 @@ asked for. Nothing here changes what it reads.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -197,8 +198,6 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
         FileNotFoundError: there is no such file, and it is not to be created.
         ValueError: SQLAlchemy is not installed, or the database is not a replay store.
     """
-    if "://" not in url and not create and not Path(url).exists():
-        raise FileNotFoundError(f"there is no file {url!r}")
     try:
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -206,7 +205,7 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
     except ImportError as error:
         raise ValueError(f"a SQL store needs {error.name}: pip install 'forebay[sql]'") from None
     try:
-        return SQLStorage(url, codec=GroupCodec())
+        return SQLStorage(url, codec=GroupCodec(), create=create)
     except (SQLAlchemyError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"cannot open the database {hide_password(url)!r}: {reason}") from None
@@ -215,8 +214,11 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
 def hide_password(url: str) -> str:
     """`url` as it may be shown."""
     scheme, found, rest = url.partition("://")
+    if not found:
+        return url
+    rest = re.sub(r"(?<=[?&]password=)[^&]*", "***", rest)
     user, at, host = rest.rpartition("@")
-    return f"{scheme}://{user.partition(':')[0]}@{host}" if found and at else url
+    return f"{scheme}://{user.partition(':')[0]}@{host}" if at else f"{scheme}://{rest}"
 
 
 def find_snapshot(path: Path) -> Path:

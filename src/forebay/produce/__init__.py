@@ -1,5 +1,8 @@
 """Producing rollouts: prompts, sampler, strategies and the manager that runs them."""
 
+from forebay.produce.asynchronous import AsyncProduceStrategy, AsyncProduceStrategyConfig
+from forebay.produce.background import ProductionStopped
+from forebay.produce.budget import ProductionError
 from forebay.produce.context import (
     GROUP_GENERATE_TIME_KEY,
     IsValidSampleFn,
@@ -9,26 +12,37 @@ from forebay.produce.context import (
     default_should_continue_fn,
     has_reward_variance,
 )
-from forebay.produce.manager import AgentLoopManager, TaskRunner, split_batch
+from forebay.produce.manager import AgentLoopManager
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.prompts import DataConfig, Prompt, load_prompts
 from forebay.produce.results import ProduceBatchResult, TaskResult
 from forebay.produce.sampler import Sampler
+from forebay.produce.staleness import (
+    STALENESS_RULES,
+    AdmitRule,
+    Outlook,
+    StalenessRule,
+    calculate_stale_threshold,
+)
 from forebay.produce.strategies import (
     ProduceBatchStatus,
     ProduceStrategy,
     ProduceStrategyConfig,
-    ProductionError,
     SyncProduceStrategy,
     SyncProduceStrategyConfig,
-    calculate_stale_threshold,
 )
+from forebay.produce.tasks import TaskRunner, split_batch
 
 __all__ = [
     "GROUP_GENERATE_TIME_KEY",
+    "STALENESS_RULES",
+    "AdmitRule",
     "AgentLoopManager",
+    "AsyncProduceStrategy",
+    "AsyncProduceStrategyConfig",
     "DataConfig",
     "IsValidSampleFn",
+    "Outlook",
     "ProduceBatchResult",
     "ProduceBatchStatus",
     "ProduceContext",
@@ -36,9 +50,11 @@ __all__ = [
     "ProduceStrategy",
     "ProduceStrategyConfig",
     "ProductionError",
+    "ProductionStopped",
     "Prompt",
     "Sampler",
     "ShouldContinueFn",
+    "StalenessRule",
     "SyncProduceStrategy",
     "SyncProduceStrategyConfig",
     "TaskResult",

@@ -3,9 +3,11 @@
 ::
 
     sample_group -> generate_group -> put_generated_group
-                    stamps wall time   COMPLETED: count rewards, then the validity function
-                                       (rejected: FILTERED, response wiped)
-                                       buffer.put with model step, consumer step and threshold
+                 |  stamps wall time   count new tokens
+                 |  checks members     COMPLETED: count rewards, then the validity function
+                 |                     (rejected: FILTERED, response wiped)
+                 |                     buffer.put with model step, consumer step and threshold
+                 '-> put_back          as it was taken, or without its response: ABORTED
 
 A group counts as completed only if it still is after the put: the put may find it too stale.
 """
@@ -21,10 +23,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from forebay.activity import PUT, Activities
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
 from forebay.replay import ReplayBuffer
 from forebay.types import (
+    TOKEN_FIELDS,
+    UNLABELLED,
     RolloutState,
     Status,
     fill_token_fields,
@@ -36,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 GROUP_GENERATE_TIME_KEY = "group_generate_time_s"
 """Key in ``extra_fields``: seconds from the start of a group's generation to its last verdict."""
+
+COUNTED_TOKENS_KEY = "counted_tokens"
+"""Key in ``extra_fields`` of an interrupted rollout: how many of its tokens are in the statistics already."""
 
 
 @runtime_checkable
@@ -131,6 +139,7 @@ class ProduceContext:
     stale_threshold: int | None = None
     ledger: Ledger | None = None
     on_group: GroupCallback | None = None
+    activities: Activities | None = None
 
     @property
     def consumer_step(self) -> int:
@@ -176,52 +185,86 @@ class ProduceContext:
         """Generate and judge a group; whatever the agent loop raises makes it FAILED with the reason."""
         clock = asyncio.get_running_loop().time
         started = clock()
+        lengths = [len(state.response_ids) for state in rollout_state]
+        for state in rollout_state:
+            if not (enable_partial_rollout or state.status is Status.COMPLETED):
+                # It starts over: whatever it will hold is new.
+                state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
         try:
-            group = _well_formed(
-                await self.agent_loop.generate_group(
-                    rollout_state, enable_partial_rollout=enable_partial_rollout
-                )
+            returned = await self.agent_loop.generate_group(
+                rollout_state, enable_partial_rollout=enable_partial_rollout
             )
+            group = _well_formed(returned, rollout_state, lengths)
         # Agent loops are user code; this is the one place where what they raise becomes a FAILED group.
         except Exception as error:
             logger.exception("task %s: group %s failed", self.task_name, rollout_state[0].group_id)
             group = rollout_state
             fail_group(group, f"{type(error).__name__}: {error}")
+        elapsed_s = clock() - started
         for state in group:
-            state.extra_fields[GROUP_GENERATE_TIME_KEY] = clock() - started
+            state.extra_fields[GROUP_GENERATE_TIME_KEY] = elapsed_s
         return group
 
-    async def put_generated_group(self, group: list[RolloutState]) -> bool:
-        """Count, filter and store a generated group; return whether it may be trained on."""
-        tokens = sum(len(state.response_ids) for state in group)
+    async def put_generated_group(
+        self, group: list[RolloutState], *, before_put: Callable[[list[RolloutState]], None] | None = None
+    ) -> bool:
+        """Count, filter and store a generated group; return whether it may be trained on.
+
+        `before_put` may change what is stored of a group that did not complete, or was rejected.
+        """
+        is_completed = get_group_status(group) is Status.COMPLETED
+        tokens = _count_new_tokens(group, may_come_again=not is_completed)
         # Read before the validity function and the put, which wipe what they reject.
         score, latency_s = _mean_score(group), group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
-        if get_group_status(group) is Status.COMPLETED:
+        length = sum(len(state.response_ids) for state in group)
+        if is_completed:
             self._count_rewards(group)
-            self._filter(group)
+            is_completed = self._filter(group)
+        if not is_completed and before_put is not None:
+            before_put(group)
         # Before the put: once stored, another put may evict the group, and that is entered at once.
         if self.ledger is not None:
             self.ledger.record(
                 name_group(group),
                 self.task_name,
                 "produced",
-                num_tokens=tokens,
+                num_tokens=length,
                 latency_s=latency_s,
                 score=score,
             )
-        await self.replay_buffer.put(
+        await self._put(group)
+        self.progress.add_produced(self.task_name, samples=len(group), tokens=tokens)
+        if self.on_group is not None:
+            self.on_group(self.task_name, group)
+        # A put that finds it too stale expires every member.
+        return is_completed and group[0].status is Status.COMPLETED
+
+    async def _put(self, group: list[RolloutState]) -> None:
+        stored = self.replay_buffer.put(
             group,
             self.task_name,
             model_step=self.model_step,
             current_train_step=self.consumer_step,
             stale_threshold=self.stale_threshold,
         )
-        self.progress.add_produced(self.task_name, samples=len(group), tokens=tokens)
-        if self.on_group is not None:
-            self.on_group(self.task_name, group)
-        return get_group_status(group) is Status.COMPLETED
+        if self.activities is None:
+            await stored
+        else:
+            with self.activities.span(PUT, group[0].group_id, task=self.task_name, group=group[0].group_id):
+                await stored
 
-    def _filter(self, group: list[RolloutState]) -> None:
+    async def put_back(self, group: list[RolloutState], *, wipe: bool = False) -> None:
+        """Store a group that was taken but not generated, ABORTED; with `wipe`, only its prompt."""
+        for state in group:
+            if wipe:
+                reset_rollout_response(state)
+                state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
+            if wipe or state.status is Status.INIT:
+                state.status = Status.ABORTED
+        await self.replay_buffer.put(group, self.task_name)
+
+    def _filter(self, group: list[RolloutState]) -> bool:
+        """Whether the validity function accepts the group."""
         try:
             valid = self.is_valid_sample_fn(group)
         # User code, as an agent loop is.
@@ -229,11 +272,12 @@ class ProduceContext:
             name = getattr(self.is_valid_sample_fn, "__name__", repr(self.is_valid_sample_fn))
             logger.exception("task %s: validity function %s failed", self.task_name, name)
             fail_group(group, f"validity function {name}: {type(error).__name__}: {error}")
-            return
+            return False
         if not valid:
             for state in group:
                 reset_rollout_response(state)
                 state.status = Status.FILTERED
+        return bool(valid)
 
     def _count_rewards(self, group: list[RolloutState]) -> None:
         scores = []
@@ -258,18 +302,60 @@ def fail_group(group: Sequence[RolloutState], reason: str) -> None:
         state.error_msg = reason_of_its_own or reason
 
 
-def _well_formed(group: list[RolloutState]) -> list[RolloutState]:
-    """`group`, if it can be stored.
+def _well_formed(
+    group: list[RolloutState], given: Sequence[RolloutState], lengths: Sequence[int]
+) -> list[RolloutState]:
+    """`group`, if it can be stored; `given` is what the agent loop got, with responses of these `lengths`.
 
     Raises:
         TypeError: an agent loop returned something else than a list of rollouts.
-        ValueError: token-level fields of different lengths.
+        ValueError: other rollouts than the given ones, or token-level fields of different lengths.
     """
     if not isinstance(group, list) or not group or not all(isinstance(s, RolloutState) for s in group):
         raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {group!r:.80}")
-    for state in group:
+    if group is not given:
+        _check_members(group, given)
+    for state, length in zip(group, lengths, strict=True):
+        if 0 < length < len(state.response_ids):
+            _extend_token_fields(state, length)
         fill_token_fields(state)
     return group
+
+
+def _check_members(group: Sequence[RolloutState], given: Sequence[RolloutState]) -> None:
+    if len(group) != len(given):
+        raise ValueError(f"the agent loop returned {len(group)} rollouts for a group of {len(given)}")
+    for state, original in zip(group, given, strict=True):
+        if state is not original and (state.rollout_id, state.group_id) != (
+            original.rollout_id,
+            original.group_id,
+        ):
+            raise ValueError(
+                f"the agent loop returned rollout {state.rollout_id!r} of group {state.group_id!r} in place "
+                f"of {original.rollout_id!r} of {original.group_id!r}; return the given ones, in their order"
+            )
+
+
+def _extend_token_fields(state: RolloutState, length: int) -> None:
+    """Where a continuation extended ``response_ids`` only, fill the other fields as for a new response."""
+    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELLED}
+    for name in TOKEN_FIELDS:
+        array = getattr(state, name)
+        if name in defaults and len(array) == length:
+            rest = np.full(len(state.response_ids) - length, defaults[name], array.dtype)
+            setattr(state, name, np.concatenate([array, rest]))
+
+
+def _count_new_tokens(group: Sequence[RolloutState], *, may_come_again: bool) -> int:
+    """The response tokens that no earlier put has counted."""
+    total = 0
+    for state in group:
+        length, counted = len(state.response_ids), state.extra_fields.pop(COUNTED_TOKENS_KEY, 0)
+        # Shorter than before: the agent loop started over where it could have continued.
+        total += length - counted if counted <= length else length
+        if may_come_again and length:
+            state.extra_fields[COUNTED_TOKENS_KEY] = length
+    return total
 
 
 def _mean_score(group: Sequence[RolloutState]) -> float | None:

@@ -1,4 +1,4 @@
-"""Runs several tasks: splits the batch, drives the strategies, takes the batch, keeps the accounts.
+"""Runs several tasks: splits the batch, drives the strategies, takes the batch, reports what was done.
 
 One colocated step::
 
@@ -6,139 +6,146 @@ One colocated step::
         continue engines -> every task's strategy, concurrently -> pause -> take the batch (archived under
         train_step) -> dropped groups leave the buffer and enter the ledger -> ProduceBatchResult
 
-The manager owns no device and starts no engine; it is the one writer of progress and ledger.
+A separate run, where `produce_loop` goes on beside the trainer (`forebay.produce.background`)::
+
+    get_batch(batch_size, train_step)
+        age the groups -> wait until the buffer has the batch -> take it -> age for the next step -> result
+    pause_produce -> synchronise weights, evaluate, save -> continue_produce(model_step)
+
+The manager owns no device and starts no engine; it is the one writer of progress and ledger. Evaluation has
+priority over production by being done between `pause_produce` and `continue_produce`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import logging
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from fractions import Fraction
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+from urllib.parse import quote
 
+from forebay.activity import WAIT_BATCH, Activities
 from forebay.ledger import Ledger
-from forebay.produce.context import GroupCallback, GroupGenerator, GroupSampler, ProduceContext, name_group
+from forebay.produce.accounts import Accounts, GroupsByTask
+from forebay.produce.background import (
+    BackgroundProducer,
+    Generation,
+    ProductionStopped,
+    produce_tasks,
+    worst_status,
+)
+from forebay.produce.budget import ProductionError
+from forebay.produce.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.results import LEFTOVER_STATUSES, ProduceBatchResult, TaskResult, summarise
-from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy, ProductionError
-from forebay.replay import ReplayBuffer, StorageItem
+from forebay.produce.results import ProduceBatchResult, TaskResult, summarise
+from forebay.produce.starvation import HeldUpBatch, StarvationAlarm
+from forebay.produce.strategies import ProduceBatchStatus
+from forebay.produce.tasks import TaskRunner, count_pending, name_pending, split_batch
+from forebay.produce.waiting import Awaited, relayed, whole_or_undone
+from forebay.replay import ReplayBuffer
+from forebay.stalls import StallWatch
 from forebay.types import RolloutState, Status
 
-logger = logging.getLogger(__name__)
 
-_TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
-_STATUS_PRECEDENCE = (ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT, ProduceBatchStatus.EXPIRED_BATCH)
-
-
-class Generation(Protocol):
-    """What the manager needs of a rollout controller."""
-
-    async def pause_generation(self) -> None:
-        """End what is running as aborted."""
-        ...
-
-    async def continue_generation(self) -> None:
-        """Take requests again."""
-        ...
-
-
-class CheckpointedSampler(GroupSampler, Protocol):
-    """A sampler whose position can be saved."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Position, epoch and seed."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to that position."""
-        ...
-
-
-@dataclass(kw_only=True)
-class TaskRunner:
-    """One task: where its prompts come from, who rolls them out, and by which strategy."""
-
-    task_name: str
-    agent_loop: GroupGenerator
-    produce_strategy: ProduceStrategy
-    sampler: CheckpointedSampler
-    weight: float = 1.0
-    """Share of the batch, relative to the other tasks; 0 disables the task."""
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.weight) and self.weight >= 0):
-            raise ValueError(f"task {self.task_name!r}: weight must not be negative, got {self.weight}")
-
-
-def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Split `batch_size` groups by weight: floor, then largest remainder, ties in order; the sum is exact.
-
-    Raises:
-        ValueError: no weight is positive.
-
-    >>> split_batch(7, {"a": 1, "b": 2, "c": 0})
-    {'a': 2, 'b': 5, 'c': 0}
-    """
-    # As written, not as binary fractions: equal remainders must come out equal.
-    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
-    total = sum(exact.values())
-    if total <= 0:
-        raise ValueError(f"at least one task needs a positive weight, got {dict(weights)}")
-    shares = {name: batch_size * weight / total for name, weight in exact.items()}
-    sizes = {name: math.floor(share) for name, share in shares.items()}
-    # sorted() is stable: equal remainders stay in task order.
-    by_remainder = sorted(
-        (name for name in weights if weights[name] > 0), key=lambda name: sizes[name] - shares[name]
-    )
-    for name in by_remainder[: batch_size - sum(sizes.values())]:
-        sizes[name] += 1
-    return sizes
-
-
-@dataclass
-class _Production:
-    """What came of one task in one call."""
-
-    status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
-    pause_time_s: float = 0.0
-
-
-@dataclass(kw_only=True)
 class AgentLoopManager:
-    """Produces training batches from weighted tasks.
+    """Runs several tasks over one replay buffer.
 
-    Invariants: task names are unique; every group that leaves the buffer is in the ledger as trained or
-    dropped with a reason. Override `get_task_batch_sizes` for another split of the batch.
+    Invariants: a batch comes back whole or not at all, with its groups in task order; what leaves the buffer
+    is in the ledger; a group that was taken for a train step is ARCHIVED until that step is committed; a
+    cancelled call has taken nothing.
+
+    >>> manager = AgentLoopManager(task_runners=[runner], replay_buffer=buffer, rollout_controller=controller)
+    >>> result = await manager.produce_batch(batch_size=16, train_step=1, model_step=0)      # colocated
+    >>> producing = asyncio.create_task(manager.produce_loop(batch_size=16))                 # separate
+    >>> result = await manager.get_batch(batch_size=16, train_step=1)
+
+    Args:
+        task_runners: the tasks.
+        replay_buffer: theirs together.
+        rollout_controller: told to pause and to go on; None if nothing has to be told.
+        ledger: a new one if None.
+        on_group: told of every stored group; for displays, never for decisions.
+        stall_watch: ends waits for production in which nothing has progressed for too long.
+        activities: where waits and puts are noted.
     """
 
-    task_runners: Sequence[TaskRunner]
-    replay_buffer: ReplayBuffer
-    rollout_controller: Generation | None = None
-    ledger: Ledger = field(default_factory=Ledger)
-    on_group: GroupCallback | None = None
-
-    def __post_init__(self) -> None:
-        names = [runner.task_name for runner in self.task_runners]
+    def __init__(
+        self,
+        *,
+        task_runners: Sequence[TaskRunner],
+        replay_buffer: ReplayBuffer,
+        rollout_controller: Generation | None = None,
+        ledger: Ledger | None = None,
+        on_group: GroupCallback | None = None,
+        stall_watch: StallWatch | None = None,
+        activities: Activities | None = None,
+    ) -> None:
+        names = [runner.task_name for runner in task_runners]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"tasks need unique names and there must be at least one, got {names}")
-        self._runners = {runner.task_name: runner for runner in self.task_runners}
-        self._update_event = asyncio.Event()
-        self._on_evict = self.replay_buffer.on_evict
-        self.replay_buffer.on_evict = self._enter_eviction
+        self.task_runners = task_runners
+        self.replay_buffer = replay_buffer
+        self.rollout_controller = rollout_controller
+        self.on_group = on_group
+        self.stall_watch = stall_watch
+        self.activities = activities
+        self.progress = ProduceProgress.build(names)
+        """Of the separate run; one object for producer and consumer."""
+        self._runners = {runner.task_name: runner for runner in task_runners}
+        self._accounts = Accounts(self._runners, replay_buffer, Ledger() if ledger is None else ledger)
+        self._background = BackgroundProducer(
+            self._runners,
+            self.progress,
+            # Looked up when called, so that a subclass or a test may replace it.
+            allocate=lambda batch_size, step: self.get_task_batch_sizes(batch_size, step),
+            make_context=self._background_context,
+            controller=rollout_controller,
+        )
+        self._starvation = StarvationAlarm({runner.task_name: runner.weight for runner in task_runners})
+        self._pause_times_s = dict.fromkeys(names, 0.0)
+        self._taken: dict[int, dict[str, int]] = {}
+        """Groups of each task that `get_batch` took last, by its train step."""
+
+    @property
+    def ledger(self) -> Ledger:
+        """What became of every group."""
+        return self._accounts.ledger
+
+    @ledger.setter
+    def ledger(self, ledger: Ledger) -> None:
+        self._accounts.ledger = ledger
 
     @property
     def task_names(self) -> list[str]:
         """In configured order."""
         return list(self._runners)
 
+    @property
+    def status(self) -> ProduceBatchStatus:
+        """Of the background producer: NORMAL; UPDATE_WEIGHT_AND_ABORT: paused; EXPIRED_BATCH: standing still,
+        because its weights are too old for the next step."""
+        return self._background.status
+
+    @property
+    def model_step(self) -> int:
+        """Of the weights that the background producer generates with."""
+        return self._background.model_step
+
     def get_task_batch_sizes(self, global_batch_size: int, train_step: int) -> dict[str, int]:
         """Groups per task in the batch of `train_step`."""
         return split_batch(global_batch_size, {name: r.weight for name, r in self._runners.items()})
+
+    def pending_task_count(self) -> dict[str, int]:
+        """Groups of each task that are in flight."""
+        return {name: count_pending(runner) for name, runner in self._runners.items()}
+
+    async def count_live(self) -> dict[str, int]:
+        """Groups of each task in the buffer and in flight: what `ledger.balance` takes."""
+        return await self._accounts.count_live()
+
+    # -- Colocated
 
     async def produce_batch(self, batch_size: int, train_step: int, model_step: int) -> ProduceBatchResult:
         """One batch of `batch_size` groups for `train_step`, made by the weights of `model_step`.
@@ -147,24 +154,214 @@ class AgentLoopManager:
             ValueError: `batch_size` is less than 1.
             ProductionError: production cannot go on, or a task came back short; nothing was taken then.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
+        _check_batch_size(batch_size)
         clock = asyncio.get_running_loop().time
-        started = clock()
+        started_s = clock()
         sizes = self.get_task_batch_sizes(batch_size, train_step)
+        self._starvation.count_batch(sizes, train_step)
         progress = ProduceProgress.build_local(self.task_names, sizes, train_step)
+        # What was left over may have grown too old: it would be counted now and expire when it is taken.
+        await self._accounts.age(train_step)
+        statuses, pauses_s = await self._produce_colocated(sizes, train_step, model_step, progress)
+        await self._accounts.age(train_step)
+        progress.add_produce_time(clock() - started_s)
+
+        async def take() -> ProduceBatchResult:
+            groups_by_task = await self._accounts.take(sizes, train_step)
+            if groups_by_task is None:
+                raise ProductionError(f"no whole batch: {await self._describe(sizes, train_step)}")
+            return await self._result(sizes, groups_by_task, statuses, pauses_s, progress)
+
+        return await whole_or_undone(take(), lambda result: self._undo(result, train_step))
+
+    async def _produce_colocated(
+        self, sizes: Mapping[str, int], train_step: int, model_step: int, progress: ProduceProgress
+    ) -> tuple[dict[str, ProduceBatchStatus], dict[str, float]]:
+        """Continue, produce every task at once, pause. Engines are paused also when a task raises."""
+        update_event = asyncio.Event()
         contexts = {
-            name: self._context(self._runners[name], size, train_step, model_step, progress)
+            name: self._context(self._runners[name], size, train_step, model_step, progress, update_event)
             for name, size in sizes.items()
             if size > 0
         }
-        productions = await self._produce(contexts)
-        groups_by_task = await self._take(sizes, train_step)
-        progress.add_produce_time(clock() - started)
-        return await self._result(sizes, groups_by_task, productions, progress)
+        pauses_s: dict[str, float] = {}
+        if self.rollout_controller is not None:
+            await self.rollout_controller.continue_generation()
+        try:
+            async with self._watched():
+                statuses = await produce_tasks(self._runners, contexts)
+        finally:
+            update_event.set()
+            for name, ctx in contexts.items():
+                pauses_s[name] = await self._runners[name].produce_strategy.pause_produce(ctx)
+            if self.rollout_controller is not None:
+                await self.rollout_controller.pause_generation()
+        return statuses, pauses_s
+
+    # -- Separate
+
+    async def produce_loop(self, batch_size: int) -> None:
+        """Produce in the background until `shutdown`; start it once, as a task.
+
+        However it ends, everything that was in flight is in the buffer first.
+
+        Raises:
+            ValueError: `batch_size` is less than 1.
+            RuntimeError: it is running already.
+            ProductionError: production cannot go on; `get_batch` raises one, too.
+        """
+        _check_batch_size(batch_size)
+        await self._background.run(batch_size)
+
+    async def get_batch(self, batch_size: int, train_step: int) -> ProduceBatchResult:
+        """Wait for the batch of `train_step` and take it.
+
+        Empty, with EXPIRED_BATCH, if newer weights than the producer's exist and only they can help:
+        synchronise, `continue_produce`, and ask again for the same step.
+
+        Raises:
+            ValueError: `batch_size` is less than 1.
+            ProductionError: no batch will come; the message states the counters.
+            StallError: nothing has progressed for too long.
+        """
+        _check_batch_size(batch_size)
+        sizes = self.get_task_batch_sizes(batch_size, train_step)
+        self.progress.begin_consume(train_step)
+        await self._accounts.age(train_step)
+        self._background.reconsider()
+        result = None
+        while result is None:
+            with self._span(train_step):
+                async with self._watched():
+                    if not await self._wait_until_ready(sizes, train_step):
+                        return ProduceBatchResult(
+                            status=ProduceBatchStatus.EXPIRED_BATCH, task_batch_sizes=sizes
+                        )
+            result = await whole_or_undone(
+                self._take(sizes, train_step), lambda result: self._undo(result, train_step)
+            )
+        return result
+
+    async def pause_produce(self) -> float:
+        """Stop: afterwards nothing is in flight, and nothing starts before `continue_produce`.
+
+        Returns the seconds it took, summed over the tasks. Cancelled, it has still stopped new work; call it
+        again to wait for what was in flight.
+        """
+        async with self._watched():
+            seconds = await self._background.pause()
+        for name, second in seconds.items():
+            self._pause_times_s[name] += second
+        return sum(seconds.values())
+
+    async def continue_produce(self, model_step: int) -> None:
+        """Go on with the weights of `model_step`.
+
+        Without a pause before, for weights that were replaced under running generations, what is in flight
+        goes on as well.
+        """
+        await self._background.resume(model_step)
+
+    def shutdown(self) -> Awaitable[None]:
+        """End `produce_loop` and everyone who waits in `get_batch`.
+
+        It takes effect at once; awaiting what it returns waits until the loop has ended.
+        """
+        self._background.shutdown()
+        return Awaited(self._background.wait_for_end)
+
+    async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
+        """Undo `get_batch` or `produce_batch` of `train_step`: its groups are live again."""
+        groups_by_task: dict[str, list[Sequence[RolloutState]]] = {}
+        for group in groups:
+            task_name = group[0].task_name
+            assert task_name is not None, f"group {group[0].group_id!r} names no task"
+            groups_by_task.setdefault(task_name, []).append(group)
+        await self._accounts.give_back(groups_by_task, train_step)
+        taken = self._taken.pop(train_step, None)
+        if taken is not None:
+            self.progress.mark_consumed({name: -count for name, count in taken.items()})
+            self.progress.begin_consume(train_step)
+
+    async def _wait_until_ready(self, sizes: Mapping[str, int], train_step: int) -> bool:
+        """True once the buffer has the batch; False if only newer weights, which exist, can help.
+
+        waits for: puts, and the producer's state; woken by: both; produces: nothing.
+        """
+        producer, buffer, news = self._background, self.replay_buffer, asyncio.Event()
+        sources = (producer.changes.wait, producer.changes.version), (buffer.wait_for_change, buffer.version)
+        async with relayed(news, *sources):
+            with HeldUpBatch(sizes, train_step) as held_up:
+                while True:
+                    news.clear()
+                    counts = await buffer.count_statuses(sizes, [Status.COMPLETED])
+                    held_up.ready = {name: cells[Status.COMPLETED] for name, cells in counts.items()}
+                    lacking = [name for name, size in sizes.items() if held_up.ready[name] < size]
+                    if not lacking:
+                        return True
+                    if producer.is_shut_down or producer.has_ended:
+                        await self._raise_end(sizes, train_step)
+                    if producer.is_waiting_for_weights and not self._may_still_come(lacking):
+                        if train_step - 1 > producer.model_step:
+                            return False
+                        raise ProductionError(
+                            f"production stands still, and there are no newer weights to help it: "
+                            f"{await self._describe(sizes, train_step)}"
+                        )
+                    await news.wait()
+
+    def _may_still_come(self, lacking: Sequence[str]) -> bool:
+        """Whether what is in flight can complete the batch: where nothing expires, old groups count."""
+        return any(
+            count_pending(self._runners[name]) > 0
+            and getattr(self._runners[name].produce_strategy, "stale_threshold", None) is None
+            for name in lacking
+        )
+
+    async def _raise_end(self, sizes: Mapping[str, int], train_step: int) -> None:
+        counters = await self._describe(sizes, train_step)
+        failure = self._background.failure
+        if failure is not None and not self._background.is_shut_down:
+            reason = str(failure) or type(failure).__name__
+            raise ProductionError(f"production has failed: {reason}; {counters}") from failure
+        raise ProductionStopped(f"production was shut down; {counters}")
+
+    async def _take(self, sizes: dict[str, int], train_step: int) -> ProduceBatchResult | None:
+        groups_by_task = await self._accounts.take(sizes, train_step)
+        if groups_by_task is None:
+            return None
+        progress, counts = self.progress, {name: len(groups) for name, groups in groups_by_task.items()}
+        progress.mark_consumed(counts)
+        progress.finish_consume(train_step)
+        self._taken = {train_step: counts}
+        self._starvation.count_batch(sizes, train_step)
+        pauses_s, self._pause_times_s = self._pause_times_s, dict.fromkeys(self._runners, 0.0)
+        result = await self._result(sizes, groups_by_task, {}, pauses_s, progress)
+        # Now rather than with the next call: what expires can be replaced while the trainer trains.
+        await self._accounts.age(train_step + 1)
+        self._background.reconsider()
+        return result
+
+    async def _undo(self, result: ProduceBatchResult | None, train_step: int) -> None:
+        if result is not None:
+            await self.give_back(result.rollout_states, train_step)
+
+    # -- Both
+
+    def _background_context(self, runner: TaskRunner, size: int, train_step: int) -> ProduceContext:
+        producer = self._background
+        return self._context(
+            runner, size, train_step, producer.model_step, self.progress, producer.update_event
+        )
 
     def _context(
-        self, runner: TaskRunner, size: int, train_step: int, model_step: int, progress: ProduceProgress
+        self,
+        runner: TaskRunner,
+        size: int,
+        train_step: int,
+        model_step: int,
+        progress: ProduceProgress,
+        update_event: asyncio.Event,
     ) -> ProduceContext:
         strategy = runner.produce_strategy
         return ProduceContext(
@@ -174,136 +371,126 @@ class AgentLoopManager:
             task_batch_size=size,
             task_name=runner.task_name,
             train_step=train_step,
-            update_event=self._update_event,
+            update_event=update_event,
             model_step=model_step,
             progress=progress,
-            is_valid_sample_fn=strategy.is_valid_sample_fn,
-            stale_threshold=strategy.stale_threshold,
+            # A strategy of someone else's may have no more than the methods.
+            is_valid_sample_fn=getattr(strategy, "is_valid_sample_fn", default_is_valid_sample_fn),
+            stale_threshold=getattr(strategy, "stale_threshold", None),
             ledger=self.ledger,
-            on_group=self.on_group,
+            on_group=self._note_group,
+            activities=self.activities,
         )
 
-    async def _produce(self, contexts: Mapping[str, ProduceContext]) -> dict[str, _Production]:
-        """Continue, produce every task at once, pause. Engines are paused also when a task raises."""
-        productions = {name: _Production() for name in contexts}
+    def _note_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
+        if self.stall_watch is not None:
+            self.stall_watch.progressed()
+        if self.on_group is not None:
+            self.on_group(task_name, group)
 
-        async def produce(name: str, ctx: ProduceContext) -> None:
-            productions[name].status = await self._runners[name].produce_strategy.produce_batch(ctx)
+    def _watched(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self.stall_watch is None else self.stall_watch.guard()
 
-        if self.rollout_controller is not None:
-            await self.rollout_controller.continue_generation()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for name, ctx in contexts.items():
-                    tasks.create_task(produce(name, ctx))
-        except BaseExceptionGroup as group:
-            # One of the tasks ended the others: its reason is the one to show.
-            reasons = [error for error in group.exceptions if isinstance(error, ProductionError)]
-            raise (reasons or group.exceptions)[0] from None
-        finally:
-            for name, ctx in contexts.items():
-                strategy = self._runners[name].produce_strategy
-                productions[name].pause_time_s = await strategy.pause_produce(ctx)
-            if self.rollout_controller is not None:
-                await self.rollout_controller.pause_generation()
-        return productions
-
-    async def _take(self, sizes: Mapping[str, int], train_step: int) -> dict[str, list[list[RolloutState]]]:
-        thresholds = {
-            name: threshold
-            for name, runner in self._runners.items()
-            if (threshold := runner.produce_strategy.stale_threshold) is not None
-        }
-        if thresholds:
-            await self.replay_buffer.refresh_staleness(
-                task_stale_thresholds=thresholds, current_train_step=train_step
-            )
-        if not await self.replay_buffer.is_ready(dict(sizes)):
-            counts = await self.replay_buffer.count_statuses(self.task_names, list(Status))
-            held = {n: {s.value: c for s, c in cells.items() if c} for n, cells in counts.items()}
-            raise ProductionError(
-                f"train step {train_step} needs {dict(sizes)} groups but the buffer holds {held}"
-            )
-        groups_by_task, _ = await self.replay_buffer.take_batch(dict(sizes), train_step=train_step)
-        for name, groups in groups_by_task.items():
-            for group in groups:
-                self.ledger.record(name_group(group), name, "trained", train_step=train_step)
-        return groups_by_task
+    def _span(self, train_step: int) -> contextlib.AbstractContextManager[Any]:
+        if self.activities is None:
+            return contextlib.nullcontext()
+        return self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}")
 
     async def _result(
         self,
         sizes: dict[str, int],
-        groups_by_task: Mapping[str, list[list[RolloutState]]],
-        productions: Mapping[str, _Production],
+        groups_by_task: GroupsByTask,
+        statuses: Mapping[str, ProduceBatchStatus],
+        pauses_s: Mapping[str, float],
         progress: ProduceProgress,
     ) -> ProduceBatchResult:
-        leftovers = await self.replay_buffer.count_statuses(self.task_names, list(LEFTOVER_STATUSES))
-        await self._drop_terminal_groups()
+        leftovers = await self._accounts.count_leftovers()
+        await self._accounts.drop_terminal()
         results = {
             name: TaskResult.build(
                 groups=groups_by_task.get(name, []),
                 leftovers=leftovers[name],
-                status=productions.get(name, _Production()).status,
-                pause_time_s=productions.get(name, _Production()).pause_time_s,
+                status=statuses.get(name, ProduceBatchStatus.NORMAL),
+                pause_time_s=pauses_s.get(name, 0.0),
                 produced=progress.consume_produced(name),
                 raw_rewards=progress.consume_raw_rewards(name),
             )
             for name in self.task_names
         }
-        statuses = {production.status for production in productions.values()}
-        status = next((s for s in _STATUS_PRECEDENCE if s in statuses), ProduceBatchStatus.NORMAL)
-        return summarise(results, sizes, status, progress.consume_produce_time())
+        return summarise(results, sizes, worst_status(statuses.values()), progress.consume_produce_time())
 
-    async def _drop_terminal_groups(self) -> None:
-        """Nothing will ever train or retry these: out of the buffer, into the ledger."""
-        for name, runner in self._runners.items():
-            keeps_expired = getattr(runner.produce_strategy, "tail_batch_trigger_size", 0) > 0
-            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
-                count = await self.replay_buffer.count(name, status)
-                for group in await self.replay_buffer.get(count, name, status):
-                    self.ledger.record(name_group(group), name, "dropped", reason=status.value)
+    async def _describe(self, sizes: Mapping[str, int], train_step: int) -> str:
+        """Every counter that may explain why a batch does not come."""
+        leftovers = await self._accounts.count_leftovers()
+        held = {name: {s.value: n for s, n in cells.items() if n} for name, cells in leftovers.items()}
+        producer, progress = self._background, self.progress
+        dropped = self.ledger.balance({}).dropped
+        return (
+            f"train step {train_step} needs {dict(sizes)} groups; the buffer holds {held}; in flight "
+            f"{self.pending_task_count()}; consumed {progress.consumed_samples} of targets "
+            f"{progress.target_samples} up to step {progress.target_upto_future_step}; "
+            f"dropped {dropped}; the producer works for step {progress.producer_future_step} with weights of "
+            f"step {producer.model_step}, status {producer.status.name}, running: {producer.is_running}"
+        )
 
-    def _enter_eviction(self, evicted: StorageItem) -> None:
-        self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
-        if self._on_evict is not None:
-            self._on_evict(evicted)
+    async def save(self, path: Path | str, *, model_step: int | None = None) -> None:
+        """Samplers, buffer, progress and ledger into the folder `path`.
 
-    async def save(self, path: Path | str) -> None:
-        """Samplers, buffer and ledger into the folder `path`.
+        `model_step` is that of the weights that a resumed run starts with; the present one if None.
 
         Raises:
-            RuntimeError: groups are in flight; pause production first.
+            RuntimeError: groups are in flight, or production is going on; pause it first.
         """
-        path = Path(path)
-        pending = {n: c for n, r in self._runners.items() if (c := r.produce_strategy.pending_task_count())}
+        pending = {
+            name: name_pending(runner) for name, runner in self._runners.items() if count_pending(runner)
+        }
         if pending:
             raise RuntimeError(f"cannot save while groups are in flight: {pending}; pause production first")
+        if self._background.is_in_round:
+            raise RuntimeError("cannot save while production is going on; pause it first")
+        path = Path(path)
         await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
         await self.replay_buffer.save(path / "buffer")
+        for name, runner in self._runners.items():
+            await asyncio.to_thread(runner.sampler.save, _sampler_path(path, name))
         state = {
-            "samplers": {name: runner.sampler.state_dict() for name, runner in self._runners.items()},
+            "tasks": self.task_names,
+            "progress": self.progress.state_dict(),
+            "model_step": self.model_step if model_step is None else model_step,
             "ledger": self.ledger.state_dict(),
         }
-        await asyncio.to_thread(_write_json, path / "manager.json", state)
+        await asyncio.to_thread((path / "manager.json").write_text, json.dumps(state), "utf-8")
 
-    async def resume(self, path: Path | str) -> None:
-        """Go back to what `save` wrote.
+    async def resume(self, path: Path | str) -> int:
+        """Go back to what `save` wrote; return the model step. Production is paused afterwards.
 
         Raises:
+            RuntimeError: production is running, or the buffer holds groups.
             ValueError: the checkpoint has other tasks, or a part of it does not fit.
         """
         path = Path(path)
+        if self._background.is_running and not self._background.is_paused:
+            raise RuntimeError("cannot resume while production is going on; pause it first")
         state = json.loads(await asyncio.to_thread((path / "manager.json").read_text, "utf-8"))
-        if set(state["samplers"]) != set(self._runners):
+        if set(state["tasks"]) != set(self._runners):
             raise ValueError(
-                f"the checkpoint at {str(path)!r} has tasks {sorted(state['samplers'])}, "
+                f"the checkpoint at {str(path)!r} has tasks {sorted(state['tasks'])}, "
                 f"the run has {sorted(self._runners)}"
             )
         await self.replay_buffer.resume(path / "buffer")
         for name, runner in self._runners.items():
-            runner.sampler.load_state_dict(state["samplers"][name])
+            await asyncio.to_thread(runner.sampler.resume, _sampler_path(path, name))
+        self.progress.load_state_dict(state["progress"])
         self.ledger.load_state_dict(state["ledger"])
+        self._background.start_paused(state["model_step"])
+        return self.model_step
 
 
-def _write_json(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
+def _sampler_path(path: Path, task_name: str) -> Path:
+    # Task names are free text; those of files are not.
+    return path / f"sampler-{quote(task_name, safe='')}.json"
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")

@@ -1,28 +1,29 @@
-"""When to start groups, and when to stop: the production strategies.
+"""When to start groups, and when to stop: the contract of a production strategy, and the synchronous one.
 
 A strategy sees one task through a `ProduceContext` and decides; sampling, generating and storing are the
-context's. This file has the contract and the synchronous strategy::
+context's::
 
     COMPLETED in the buffer < batch?  --> start what is missing --> store each as it finishes
               ^                                                        |
               +------- replace those that did not complete <-----------+
 
 An interrupted call leaves no task behind: what was in flight goes back to the buffer as ABORTED and is
-sampled first by the next call.
+sampled first by the next call. `forebay.produce.asynchronous` has the strategy whose groups outlive the call.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
-import logging
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from forebay.produce.budget import ProductionBudget
 from forebay.produce.context import (
     IsValidSampleFn,
     ProduceContext,
@@ -30,18 +31,8 @@ from forebay.produce.context import (
     default_is_valid_sample_fn,
     default_should_continue_fn,
 )
-from forebay.produce.pending import Generation, PendingGroups
-from forebay.types import RolloutState, Status, get_group_status
-
-logger = logging.getLogger(__name__)
-
-MAX_FAILED_PER_GROUP = 2
-"""Failed groups allowed per group asked for, before production gives up: more is a fault, not bad luck."""
-MIN_FAILED = 8
-"""Small batches may have a few failures in a row before that says anything."""
-MAX_STARTED_PER_GROUP = 64
-"""Groups started per group asked for. With fewer than 1 in 64 accepted, the task is far too hard, far too
-easy, or the validity function is wrong; waiting longer would look like a hang."""
+from forebay.produce.pending import Ended, Group, PendingGroups
+from forebay.types import Status, get_group_status
 
 
 class ProduceBatchStatus(enum.Enum):
@@ -52,25 +43,6 @@ class ProduceBatchStatus(enum.Enum):
     """A pause was requested."""
     EXPIRED_BATCH = enum.auto()
     """The rollout weights are too old for this train step: only a weight sync can help."""
-
-
-class ProductionError(RuntimeError):
-    """Production cannot go on; the message states the counters and the last reason."""
-
-
-def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
-    """The staleness at which a rollout is expired: ``(max_staleness + 1) * sync_weights_interval``.
-
-    `max_staleness` counts sync periods beyond the current one, whose lag cannot be avoided.
-
-    Raises:
-        ValueError: a negative `max_staleness` or a non-positive interval.
-    """
-    if max_staleness < 0:
-        raise ValueError(f"max_staleness must not be negative, got {max_staleness}")
-    if sync_weights_interval <= 0:
-        raise ValueError(f"sync_weights_interval must be positive, got {sync_weights_interval}")
-    return (max_staleness + 1) * sync_weights_interval
 
 
 class ProduceStrategyConfig(BaseModel, ABC):
@@ -90,6 +62,15 @@ class ProduceStrategy(ABC):
     """Decides what to generate for one task."""
 
     stale_threshold: int | None = None
+    """Groups this stale expire in the buffer; None: never."""
+    max_lag: int | None = None
+    """Weights that are so many train steps behind the step they produce for are too old; None: never."""
+    keeps_expired = False
+    """Expired groups stay in the buffer, because this strategy generates them again."""
+    works_ahead = False
+    """Can produce for train steps after the one that the trainer waits for."""
+    num_expired = 0
+    """Groups of the task that expired so far, in the buffer or on their way into it."""
 
     def __init__(self, is_valid_sample_fn: IsValidSampleFn, should_continue_fn: ShouldContinueFn) -> None:
         self.is_valid_sample_fn = is_valid_sample_fn
@@ -107,9 +88,28 @@ class ProduceStrategy(ABC):
         """Whether weights of `model_step` are too old for `train_step`."""
         return False
 
+    def limit_lag(self, train_steps: int) -> None:  # noqa: B027
+        """Let weights, and rollouts that can expire, be at most `train_steps` behind from now on."""
+
     def pending_task_count(self) -> int:
-        """Groups in flight between calls."""
+        """Groups in flight."""
         return 0
+
+    def pending_groups(self) -> list[Group]:
+        """Those of them that have their prompt already."""
+        return []
+
+
+@asynccontextmanager
+async def woken_by(event: asyncio.Event, pending: PendingGroups) -> AsyncIterator[None]:
+    """In here, who waits for `pending` is woken when `event` is set too; one task, however many waits."""
+    watcher = asyncio.create_task(event.wait(), name="watch for a pause")
+    watcher.add_done_callback(pending.wake)
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
 
 
 class SyncProduceStrategyConfig(ProduceStrategyConfig):
@@ -126,8 +126,13 @@ class SyncProduceStrategy(ProduceStrategy):
     Invariants: at most ``task_batch_size`` groups are in flight; nothing is in flight after the call; which
     prompts end up in the batch does not depend on which generation finishes first.
 
-    consumes: prompts; waits for: the next group to finish; woken by: its task; produces: stored groups.
+    consumes: prompts; waits for: the next group to finish, or a pause; woken by: the group's task, the
+    update event; produces: stored groups.
     """
+
+    def __init__(self, is_valid_sample_fn: IsValidSampleFn, should_continue_fn: ShouldContinueFn) -> None:
+        super().__init__(is_valid_sample_fn, should_continue_fn)
+        self._pending = PendingGroups()
 
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         """Start what is missing and replace what does not complete, until `should_continue_fn` says stop.
@@ -135,75 +140,58 @@ class SyncProduceStrategy(ProduceStrategy):
         Raises:
             ProductionError: too many groups failed, or almost none was accepted.
         """
-        completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
-        pending = PendingGroups()
-        budget = _Budget(ctx)
+        if ctx.should_abort():
+            return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+        batch = _SyncBatch(ctx, self._pending)
+        batch.completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
         try:
-            while self.should_continue_fn(completed, ctx.task_batch_size):
-                budget.check()
-                while len(pending) < max(1, ctx.task_batch_size - completed):
-                    group = await ctx.sample_group(from_expired_pool=False)
-                    pending.start(group, ctx.generate_group)
-                generation, group = await pending.next_finished()
-                completed += await _uninterrupted(_store(ctx, pending, generation, group))
-                budget.count(group)
+            async with woken_by(ctx.update_event, self._pending):
+                while self.should_continue_fn(batch.completed, ctx.task_batch_size):
+                    if ctx.should_abort():
+                        return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+                    seen = self._pending.version
+                    batch.fill()
+                    await self._pending.wait(seen)
         finally:
-            finished, interrupted = await pending.cancel()
-            for group in finished:
-                await ctx.put_generated_group(group)
-            for group in interrupted:
-                await ctx.replay_buffer.put(group, ctx.task_name)
+            await self._pending.cancel()
+            self._pending.raise_error()
         return ProduceBatchStatus.NORMAL
 
+    def pending_task_count(self) -> int:
+        """See `ProduceStrategy.pending_task_count`."""
+        return len(self._pending)
 
-async def _store(
-    ctx: ProduceContext, pending: PendingGroups, generation: Generation, group: list[RolloutState]
-) -> bool:
-    completed = await ctx.put_generated_group(group)
-    pending.remove(generation)
-    return completed
-
-
-async def _uninterrupted(work: Coroutine[Any, Any, bool]) -> bool:
-    """Wait for `work`; if cancelled meanwhile, let it end first: a group is stored once, or not at all."""
-    task = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    def pending_groups(self) -> list[Group]:
+        """See `ProduceStrategy.pending_groups`."""
+        return self._pending.groups
 
 
-class _Budget:
-    """Ends a call in which production only spins."""
+class _SyncBatch:
+    """The groups of one call."""
 
-    def __init__(self, ctx: ProduceContext) -> None:
+    def __init__(self, ctx: ProduceContext, pending: PendingGroups) -> None:
         self.ctx = ctx
-        self.outcomes: Counter[Status] = Counter()
-        self.last_error: str | None = None
+        self.pending = pending
+        self.completed = 0
+        self.budget = ProductionBudget()
 
-    def count(self, group: list[RolloutState]) -> None:
-        """Enter how one group ended."""
-        self.outcomes[get_group_status(group)] += 1
-        self.last_error = next((state.error_msg for state in group if state.error_msg), self.last_error)
-
-    def check(self) -> None:
-        """Raise if going on makes no sense."""
-        size = max(1, self.ctx.task_batch_size)
-        started = (
-            f"task {self.ctx.task_name!r}, train step {self.ctx.train_step}: {self._counts()} groups, "
-            f"{size} are needed"
-        )
-        allowed = max(MIN_FAILED, MAX_FAILED_PER_GROUP * size)
-        if self.outcomes[Status.FAILED] >= allowed:
-            raise ProductionError(f"{started}; the last failure: {self.last_error or 'no reason given'}")
-        if self.outcomes[Status.ABORTED] >= allowed and not self.outcomes[Status.COMPLETED]:
-            raise ProductionError(f"{started}; the engine aborts everything: is it paused or closed?")
-        if self.outcomes.total() >= MAX_STARTED_PER_GROUP * size:
-            raise ProductionError(
-                f"{started}; if they were filtered, nearly all prompts are too hard or too easy for the "
-                f"model: use other prompts, more rollouts per prompt, or no filter"
+    def fill(self) -> None:
+        """Start what is missing."""
+        ctx = self.ctx
+        self.pending.raise_error()
+        self.budget.check(ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size)
+        while len(self.pending) < max(1, ctx.task_batch_size - self.completed):
+            self.pending.start(
+                partial(ctx.sample_group, from_expired_pool=False),
+                ctx.generate_group,
+                self.store,
+                is_stopped=ctx.should_abort,
             )
 
-    def _counts(self) -> str:
-        return ", ".join(f"{count} {status.value}" for status, count in self.outcomes.items())
+    async def store(self, group: Group, ended: Ended) -> None:
+        """Count and store one group."""
+        if ended is Ended.RETURNED:
+            self.completed += await self.ctx.put_generated_group(group)
+            self.budget.count(get_group_status(group), group)
+        else:
+            await self.ctx.put_back(group, wipe=ended is Ended.INTERRUPTED)

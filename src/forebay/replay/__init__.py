@@ -16,31 +16,48 @@ from forebay.replay.query import StorageIndices, parse_query
 from forebay.replay.storage import StorageBackend, StorageItem
 
 if TYPE_CHECKING:
+    from forebay.replay.client import RemoteReplayBuffer
+    from forebay.replay.server import BufferServer, serve
+    from forebay.replay.server_messages import ConnectionLost, ServerClosed
     from forebay.replay.sql import SQLStorage
 
 __all__ = [
     "AsyncReplayBufferConfig",
+    "BufferServer",
+    "ConnectionLost",
     "FIFOReplayPolicy",
     "IndexedStorage",
     "NaiveStorage",
     "PandasStorage",
     "PrioritizedReplayPolicy",
+    "RemoteReplayBuffer",
     "ReplayBuffer",
     "ReplayPolicy",
     "SQLStorage",
+    "ServerClosed",
     "StalenessReplayPolicy",
     "StorageBackend",
     "StorageIndices",
     "StorageItem",
     "SyncReplayBufferConfig",
     "parse_query",
+    "serve",
 ]
+
+# SQLAlchemy and msgspec are loaded only where a SQL store or a server is used.
+_LAZY = {
+    "BufferServer": "server",
+    "ConnectionLost": "server_messages",
+    "RemoteReplayBuffer": "client",
+    "SQLStorage": "sql",
+    "ServerClosed": "server_messages",
+    "serve": "server",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # SQLAlchemy is loaded only where a SQL store is used.
-    if name == "SQLStorage":
-        from forebay.replay.sql import SQLStorage
+    if name in _LAZY:
+        from importlib import import_module
 
-        return SQLStorage
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

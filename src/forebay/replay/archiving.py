@@ -8,7 +8,7 @@ or fails half way is given back.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -66,6 +66,19 @@ class ArchivingStorage(StorageBackend):
         self.taken += taken
         return taken
 
+    async def take_drawn(
+        self,
+        count: int,
+        query: QueryLike,
+        random: Callable[[], float],
+        *,
+        train_step: int | None = None,
+    ) -> list[StorageItem]:
+        """Archive or remove drawn rows and return them as they were."""
+        taken = await self._storage.take_drawn(count, query, random, train_step=self._train_step)
+        self.taken += taken
+        return taken
+
     async def delete(self, uids: Iterable[int]) -> None:
         """Archive or remove these rows."""
         await self.take(uids)
@@ -73,6 +86,10 @@ class ArchivingStorage(StorageBackend):
     async def update(self, items: Iterable[StorageItem]) -> None:
         """As the store."""
         await self._storage.update(items)
+
+    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
+        """As the store."""
+        return await self._storage.update_priorities(priorities)
 
     async def get_train_step(self, task_name: str) -> int | None:
         """As the store."""

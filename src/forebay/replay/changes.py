@@ -14,16 +14,20 @@ class Changes:
 
     def __init__(self) -> None:
         self.version = 0
-        self._next = asyncio.Event()
+        self._next: asyncio.Event | None = None
+        """Made when someone waits: most changes are not waited for."""
 
     def note(self) -> None:
         """Something changed."""
         self.version += 1
-        self._next.set()
-        self._next = asyncio.Event()
+        if self._next is not None:
+            self._next.set()
+            self._next = None
 
     async def wait(self, version: int) -> int:
         """Return the present version as soon as it is not `version` any more."""
         while self.version == version:
+            if self._next is None:
+                self._next = asyncio.Event()
             await self._next.wait()
         return self.version

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.replay.groups import StoredGroup
-from forebay.replay.payload import Decoder, Encoder
+from forebay.replay.payload import Decoder, Encoder, damage_named
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
 MAGIC = b"FBG1"
@@ -81,20 +81,24 @@ class GroupCodec:
         Raises:
             ValueError: the bytes are not those of a group.
         """
-        if data[:4] != MAGIC:
+        if data[:4] != MAGIC or len(data) < 8:
             raise ValueError(f"the payload is not that of a group of rollouts: it starts with {data[:8]!r}")
+        with damage_named("the payload"):
+            return self._decode(data)
+
+    def _decode(self, data: bytes) -> StoredGroup:
         start = 8 + _LENGTH.unpack_from(data, 4)[0]
         header = json.loads(data[8:start])
         ends = list(accumulate(header["blobs"], initial=start))
         if ends[-1] != len(data):
-            raise ValueError(f"the payload is damaged: it has {len(data)} bytes, its header says {ends[-1]}")
+            raise ValueError(f"it has {len(data)} bytes, its header says {ends[-1]}")
         view = memoryview(data)
         blobs = [view[low:high] for low, high in pairwise(ends)]
         decoder = Decoder(blobs[header["num_arrays"] :])
         group = StoredGroup(())
         for values, places in header["members"]:
             group.append(_decode_member(values, places, decoder, blobs, group))
-        group.steps = header["steps"]
+        group.steps = tuple(header["steps"])
         return group
 
     def status(self, value: str) -> Status:
@@ -130,8 +134,9 @@ def _place_arrays(state: RolloutState, first: RolloutState, chunks: list[bytes])
     if state is not first and data.get("prompt_ids") == _as_bytes(first.prompt_ids, _ARRAYS["prompt_ids"]):
         places["prompt_ids"] = _SAME
     for name in ("response_mask", "response_model_steps"):
-        if name in data and _is_constant(data[name], _ARRAYS[name].itemsize):
-            array = getattr(state, name)
+        array = getattr(state, name)
+        # As long as the response only: no reader should believe a length that no bytes bear out.
+        if 0 < len(array) == len(state.response_ids) and _is_constant(data[name], _ARRAYS[name].itemsize):
             places[name] = [len(array), int(array[0])]
     for name, part in data.items():
         if name not in places:
@@ -164,6 +169,8 @@ def _decode_member(
         if isinstance(place, int):
             fields[name] = np.frombuffer(blobs[place], dtype).copy()
         elif isinstance(place, list):
+            if place[0] != len(fields["response_ids"]):
+                raise ValueError(f"{name} has another length than the response")
             fields[name] = np.full(place[0], place[1], dtype)
         elif name == "prompt_ids":
             fields[name] = before[0].prompt_ids.copy()

@@ -11,7 +11,13 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from forebay.types import ROLLOUT_FIELDS, RolloutState, calculate_seq_staleness, oldest_model_step
+from forebay.types import (
+    ROLLOUT_FIELDS,
+    ROLLOUT_SLOTS,
+    RolloutState,
+    calculate_seq_staleness,
+    oldest_step_of,
+)
 
 
 class StoredGroup(list[RolloutState]):
@@ -20,14 +26,15 @@ class StoredGroup(list[RolloutState]):
     The steps are found once, when the group is stored, so that reading it need not scan its tokens.
 
     >>> StoredGroup([state]).steps
-    [3]
+    (3,)
     """
 
     __slots__ = ("steps",)
 
     def __init__(self, states: Iterable[RolloutState]) -> None:
         super().__init__(states)
-        self.steps: list[int | None] = [oldest_model_step([state]) for state in self]
+        # A tuple of numbers, because the garbage collector does not visit those.
+        self.steps: tuple[int | None, ...] = tuple([oldest_step_of(state) for state in self])
 
     @property
     def oldest_step(self) -> int | None:
@@ -65,8 +72,8 @@ def copy_group(group: StoredGroup) -> StoredGroup:
 
 
 _read_fields = attrgetter(*ROLLOUT_FIELDS)
-# The slots themselves: the values need no second conversion, and a batch is copied while others wait.
-_FIELD_WRITERS = tuple(getattr(RolloutState, name).__set__ for name in ROLLOUT_FIELDS)
+# The values need no second conversion, and a batch is copied while others wait.
+_FIELD_WRITERS = tuple(slot.__set__ for slot in ROLLOUT_SLOTS.values())
 
 
 def _copy_rollout(state: RolloutState) -> RolloutState:

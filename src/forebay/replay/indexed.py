@@ -14,13 +14,17 @@ upkeep: a train step moves the staleness of all labelled buckets of its task at 
 is a merge of buckets, so labelled rows (whose staleness moves) and others (whose staleness stands) are ranked
 together exactly. Cost: `count` by task and status is O(1), `put` and `take` O(log n) at worst, `get` with a
 limit reads about as many rows as it returns. Orders by priority sort what matches.
+
+Draws by priority from one task and status use a sum tree of that cell, made at the first draw and kept from
+then on: who never draws pays nothing, who does pays O(log n) for each draw, put and take. Other queries read
+the rows they match.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from operator import itemgetter
 from typing import Any
@@ -31,9 +35,11 @@ from forebay.replay.storage import (
     StorageBackend,
     StorageItem,
     archive_row,
+    copy_row,
     parse_order,
     replace_row,
 )
+from forebay.replay.sum_tree import SumTree
 
 MAX_RUNS = 8
 """A bucket with more runs merges its two shortest: reads stay cheap, and a row moves O(log n) times."""
@@ -80,18 +86,23 @@ class _Bucket:
 class _Cell:
     """The rows of one task and status, in buckets of one staleness each."""
 
-    __slots__ = ("by_given", "by_step", "loose", "size")
+    __slots__ = ("by_given", "by_step", "loose", "priorities", "size")
 
     def __init__(self) -> None:
         self.size = 0
         self.by_step: dict[int, _Bucket] = {}
         self.by_given: dict[int, _Bucket] = {}
         self.loose: dict[int, _Bucket] = {}
+        self.priorities: SumTree | None = None
 
     def add(self, row: StorageItem, train_step: int | None) -> None:
         self.size += 1
         for buckets, key in self._places(row, has_train_step=train_step is not None):
-            buckets.setdefault(key, _Bucket()).add(row)
+            if (bucket := buckets.get(key)) is None:
+                bucket = buckets[key] = _Bucket()
+            bucket.add(row)
+        if self.priorities is not None:
+            self.priorities.add(row.timestamp_id, row.uid, row.priority)
 
     def remove(self, row: StorageItem, train_step: int | None) -> None:
         self.size -= 1
@@ -99,6 +110,8 @@ class _Cell:
             buckets[key].discard(row)
             if not buckets[key].runs:
                 del buckets[key]
+        if self.priorities is not None:
+            self.priorities.discard(row.timestamp_id)
 
     def buckets(self, train_step: int | None) -> Iterator[tuple[dict[str, Any], _Bucket]]:
         """Each bucket that ranks rows at `train_step`, with the field values that all its rows share."""
@@ -110,6 +123,12 @@ class _Cell:
         else:
             for step, bucket in self.by_step.items():
                 yield {"staleness": train_step - 1 - step, "oldest_model_step": step}, bucket
+
+    def uids(self) -> Iterator[int]:
+        """The uids of all rows, in no order."""
+        for bucket in (*self.by_given.values(), *self.by_step.values()):
+            for run in bucket.runs:
+                yield from run.values()
 
     def _places(self, row: StorageItem, *, has_train_step: bool) -> Iterator[tuple[dict[int, _Bucket], int]]:
         if row.oldest_model_step is None:
@@ -181,6 +200,34 @@ class IndexedStorage(StorageBackend):
                     self._insert(archive_row(row, train_step))
         return taken
 
+    async def take_drawn(
+        self,
+        count: int,
+        query: QueryLike,
+        random: Callable[[], float],
+        *,
+        train_step: int | None = None,
+    ) -> list[StorageItem]:
+        """See `StorageBackend.take_drawn`."""
+        parsed = parse_query(query)
+        taken: list[StorageItem] = []
+        while len(taken) < count and (uids := self._priorities(parsed).draw(count - len(taken), random)):
+            taken += await self.take(uids, query=parsed, train_step=train_step)
+        return taken
+
+    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
+        """See `StorageBackend.update_priorities`."""
+        rows = [self._rows[uid] for uid in priorities if uid in self._rows]
+        live = [row for row in rows if not row.is_archived]
+        for row in live:
+            # Another object, because a snapshot that is being written reads this one.
+            changed = self._rows[row.uid] = copy_row(row, priority=priorities[row.uid])
+            tree = self._cells[row.task_name][plain_value(row.status)].priorities
+            if tree is not None:
+                tree.discard(row.timestamp_id)
+                tree.add(row.timestamp_id, row.uid, changed.priority)
+        return len(live)
+
     async def delete(self, uids: Iterable[int]) -> None:
         """See `StorageBackend.delete`."""
         for uid in uids:
@@ -223,7 +270,9 @@ class IndexedStorage(StorageBackend):
         self._rows[row.uid] = row
         self._num_archived += row.is_archived
         cells = self._cells.setdefault(row.task_name, {})
-        cell = cells.setdefault(plain_value(row.status), _Cell())
+        status = plain_value(row.status)
+        if (cell := cells.get(status)) is None:
+            cell = cells[status] = _Cell()
         cell.add(row, self._book.train_steps.get(row.task_name))
 
     def _remove(self, row: StorageItem) -> None:
@@ -231,6 +280,23 @@ class IndexedStorage(StorageBackend):
         self._num_archived -= row.is_archived
         cell = self._cells[row.task_name][plain_value(row.status)]
         cell.remove(row, self._book.train_steps.get(row.task_name))
+
+    def _priorities(self, query: Query) -> SumTree:
+        """The priorities of the rows that match; drawing from it must be followed by taking the rows."""
+        cells = list(self._cells_for(query))
+        cell = cells[0][0] if len(cells) == 1 and cells[0][2] is True else None
+        if cell is not None and cell.priorities is not None:
+            return cell.priorities
+        if cell is not None:
+            rows = [self._rows[uid] for uid in cell.uids()]
+        else:
+            rows = list(self._ranked(query, "timestamp_id", descending=False))
+        tree = SumTree(
+            [row.timestamp_id for row in rows], [row.uid for row in rows], [row.priority for row in rows]
+        )
+        if cell is not None:
+            cell.priorities = tree
+        return tree
 
     def _cells_for(self, query: Query) -> Iterator[tuple[_Cell, int | None, Query | bool]]:
         """The cells that may hold matching rows: ``(cell, its task's train step, rest of the query)``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 
 class SharedLock:
@@ -23,25 +21,13 @@ class SharedLock:
         self._is_taken = False
         self._waiting: deque[tuple[asyncio.Future[None], bool]] = deque()
 
-    @asynccontextmanager
-    async def shared(self) -> AsyncIterator[None]:
+    def shared(self) -> _Holding:
         """Hold it together with other sharers."""
-        await self._acquire(alone=False)
-        try:
-            yield
-        finally:
-            self._release(alone=False)
-            self._wake()
+        return _Holding(self, alone=False)
 
-    @asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    def alone(self) -> _Holding:
         """Hold it with nobody else."""
-        await self._acquire(alone=True)
-        try:
-            yield
-        finally:
-            self._release(alone=True)
-            self._wake()
+        return _Holding(self, alone=True)
 
     async def _acquire(self, *, alone: bool) -> None:
         if not self._waiting and self._is_free(alone):
@@ -54,7 +40,7 @@ class SharedLock:
         except asyncio.CancelledError:
             if not turn.cancelled():
                 # It was granted in the same moment: pass it on.
-                self._release(alone=alone)
+                self._give_up(alone=alone)
             elif (turn, alone) in self._waiting:
                 self._waiting.remove((turn, alone))
             self._wake()
@@ -69,11 +55,16 @@ class SharedLock:
         else:
             self._num_sharers += 1
 
-    def _release(self, *, alone: bool) -> None:
+    def _give_up(self, *, alone: bool) -> None:
         if alone:
             self._is_taken = False
         else:
             self._num_sharers -= 1
+
+    def _release(self, *, alone: bool) -> None:
+        self._give_up(alone=alone)
+        if self._waiting:
+            self._wake()
 
     def _wake(self) -> None:
         while self._waiting and self._is_free(self._waiting[0][1]):
@@ -81,3 +72,19 @@ class SharedLock:
             if not turn.cancelled():
                 self._grant(alone)
                 turn.set_result(None)
+
+
+class _Holding:
+    """The lock held for one block; written out, because a generator costs every put some microseconds."""
+
+    __slots__ = ("_is_alone", "_lock")
+
+    def __init__(self, lock: SharedLock, *, alone: bool) -> None:
+        self._lock = lock
+        self._is_alone = alone
+
+    async def __aenter__(self) -> None:
+        await self._lock._acquire(alone=self._is_alone)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock._release(alone=self._is_alone)

@@ -30,7 +30,8 @@ import ast
 import base64
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any
@@ -39,6 +40,9 @@ import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from forebay.types import SampleParams, Status
+
+MAX_DEPTH = 100
+"""Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
 
 
 class Encoder:
@@ -53,6 +57,7 @@ class Encoder:
         self.blobs: list[bytes] = []
         self._arrays: dict[int, dict[str, Any]] = {}
         self._refs: dict[Any, int] = {}
+        self._depth = 0
 
     def encode(self, value: Any, where: str) -> Any:
         """The tree of `value`; `where` names it in error messages.
@@ -65,6 +70,17 @@ class Encoder:
             return value
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ValueError(
+                f"{where[:200]} nests deeper than {MAX_DEPTH}, or holds itself; store it flatter"
+            )
+        tree = self._encode_object(value, where)
+        self._depth -= 1
+        return tree
+
+    def _encode_object(self, value: Any, where: str) -> Any:
+        kind = type(value)
         if kind is dict:
             return self._encode_dict(value, where)
         if kind is list or kind is tuple:
@@ -169,7 +185,7 @@ class Decoder:
             case "$objects":
                 return self._decode_objects(*content)
             case "$scalar":
-                return np.ndarray((), _dtype(content[0]), base64.b64decode(content[1]))[()]
+                return np.ndarray((), _plain_dtype(content[0]), base64.b64decode(content[1]))[()]
             case "$status":
                 return Status(content)
             case "$sample_params":
@@ -181,7 +197,7 @@ class Decoder:
     def _decode_array(self, dtype: str, shape: list[int], position: int) -> np.ndarray[Any, Any]:
         if position not in self._arrays:
             # A copy, so that the array can be written to and does not keep the whole file in memory.
-            view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), self._blobs[position])
+            view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _plain_dtype(dtype), self._blobs[position])
             self._arrays[position] = view.copy()
         return self._arrays[position]
 
@@ -202,6 +218,27 @@ class Decoder:
         return self._refs[number]
 
 
+@contextmanager
+def damage_named(what: str) -> Iterator[None]:
+    """Turn whatever foreign content does to the code within into one ValueError that begins with `what`."""
+    try:
+        yield
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        MemoryError,
+        NotImplementedError,
+        OSError,
+        RecursionError,
+        SyntaxError,
+        TypeError,
+        ValueError,
+    ) as error:
+        reason = str(error)[:200] or type(error).__name__
+        raise ValueError(f"{what} is damaged, or was made by another program: {reason}") from error
+
+
 def _is_ref(value: Any) -> bool:
     """Whether `value` is a Ray object reference; if Ray was never imported there are none."""
     ray: Any = sys.modules.get("ray")
@@ -220,3 +257,11 @@ def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
 @lru_cache(maxsize=256)
 def _dtype(text: str) -> np.dtype[Any]:
     return descr_to_dtype(ast.literal_eval(text))
+
+
+def _plain_dtype(text: str) -> np.dtype[Any]:
+    """The dtype of raw bytes: they must not be taken for pointers to objects."""
+    dtype = _dtype(text)
+    if dtype.hasobject:
+        raise ValueError(f"an array of dtype {text} cannot be made of bytes")
+    return dtype

@@ -2,8 +2,8 @@
 
 ::
 
-    get(count, query, store): store.take_first(count, query, order) -> payloads
-                              or: store.get(query, rows_only) -> draw -> store.take -> payloads
+    get(count, query, store): store.take_first(count, query, order)   -> payloads
+                          or: store.take_drawn(count, query, random)  -> payloads
 
 A policy keeps no copy of the content, so nothing has to be told to it when rows expire, are evicted or come
 back. It may have a state of its own (`PrioritizedReplayPolicy` has its random numbers), which is saved with
@@ -89,11 +89,12 @@ class StalenessReplayPolicy(ReplayPolicy):
 class PrioritizedReplayPolicy(ReplayPolicy):
     """Draws groups without replacement with probability proportional to their priority.
 
-    The same seed and the same sequence of calls draw the same groups. A priority of 0 is drawn only when
-    nothing else is left. The draw reads all matching rows (their priorities, no payloads).
+    The same seed and the same sequence of calls draw the same groups, on every store; for the limits of
+    floating point see `SumTree`. A priority of 0 is drawn only when nothing else is left. A draw is the
+    store's work (`StorageBackend.take_drawn`): O(log n) of a task and a status on `IndexedStorage`.
 
     >>> policy = PrioritizedReplayPolicy(seed=7)
-    >>> groups = await policy.get(8, {"status": "completed"}, store)
+    >>> groups = await policy.get(8, {"task_name": "math", "status": "completed"}, store)
     """
 
     def __init__(self, *, seed: int = 0) -> None:
@@ -101,13 +102,7 @@ class PrioritizedReplayPolicy(ReplayPolicy):
 
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
         """See `ReplayPolicy.get`."""
-        taken: list[StorageItem] = []
-        while len(taken) < count:
-            rows = await storage_backend.get(query, rows_only=True)
-            if not rows:
-                break
-            ranks = self._draw([row.priority for row in rows], count - len(taken))
-            taken += await storage_backend.take([rows[i].uid for i in ranks], query=query)
+        taken = await storage_backend.take_drawn(count, query, self._random.random)
         return [item.item for item in taken]
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,16 +111,9 @@ class PrioritizedReplayPolicy(ReplayPolicy):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `ReplayPolicy.load_state_dict`."""
-        self._random.bit_generator.state = state["random"]
-
-    def _draw(self, priorities: list[float], count: int) -> list[int]:
-        """Positions of a weighted draw without replacement, in the order drawn.
-
-        Each item waits an exponential time with its priority as rate, and the first `count` to arrive are
-        drawn: the sequence of arrivals is that of drawing one after another (Efraimidis and Spirakis,
-        "Weighted random sampling with a reservoir", 2006, in logarithmic form).
-        """
-        weights = np.asarray(priorities, np.float64)
-        waits = np.full(len(weights), np.inf)
-        np.divide(self._random.standard_exponential(len(weights)), weights, out=waits, where=weights > 0)
-        return [int(i) for i in np.argsort(waits, kind="stable")[:count]]
+        fresh = np.random.PCG64()
+        try:
+            fresh.state = state["random"]
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"the state of the random numbers is damaged: {error!r}") from None
+        self._random = np.random.Generator(fresh)

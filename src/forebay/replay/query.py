@@ -19,8 +19,10 @@ from __future__ import annotations
 import math
 import numbers
 import operator
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from enum import Enum
 from typing import Any
 
@@ -66,6 +68,13 @@ class Condition:
     """``$eq $ne $gt $gte $lt $lte $in $not_in``; ``$between`` is parsed into two conditions."""
     value: Scalar | tuple[Scalar, ...]
     """A tuple for ``$in`` and ``$not_in``, else one value."""
+    choices: frozenset[tuple[type, Scalar]] | None = dataclass_field(init=False, repr=False, compare=False)
+    """The tuple as a set: a row is compared with thousands of values as quickly as with one."""
+
+    def __post_init__(self) -> None:
+        several = self.value if isinstance(self.value, tuple) else None
+        choices = None if several is None else frozenset((_kind(value), value) for value in several)
+        object.__setattr__(self, "choices", choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +136,7 @@ def parse_query(query: QueryLike) -> Query:
 def matches(query: Query, row: Any) -> bool:
     """Whether `row`, a `StorageItem` or anything with its attributes, fulfils `query`."""
     if isinstance(query, Condition):
-        return holds(query, _read_field(row, query.field))
+        return holds(query, read_field(row, query.field))
     if isinstance(query, All):
         return all(matches(part, row) for part in query.parts)
     return any(matches(part, row) for part in query.parts)
@@ -169,15 +178,40 @@ def plain_value(value: Any) -> Any:
     return value.value if isinstance(value, Enum) else value
 
 
-def holds(condition: Condition, value: Any) -> bool:
-    """Whether a field with `value` fulfils `condition`."""
-    return _OPERATORS[condition.op](value, condition.value)
-
-
-def _read_field(row: Any, field: str) -> Any:
+def read_field(row: Any, field: str) -> Any:
+    """The value that conditions on `field` compare; for a tag that `row` lacks one that equals nothing."""
     if field.startswith(TAG_PREFIX):
         return row.tags.get(field[len(TAG_PREFIX) :], _Missing.TAG)
     return plain_value(getattr(row, field))
+
+
+def holds(condition: Condition, value: Any) -> bool:
+    """Whether a field with `value` fulfils `condition`."""
+    if condition.choices is not None:
+        return ((_kind(value), value) in condition.choices) is (condition.op == "$in")
+    return _OPERATORS[condition.op](value, condition.value)
+
+
+def to_float(value: Any) -> float:
+    """The float nearest to a number; infinity beyond the largest."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def show_value(value: Any) -> str:
+    """`value` for an error message: like repr, but short, whatever it is and however deep it nests."""
+    try:
+        return _shortener.repr(value)
+    except ValueError:
+        # Python writes no integer of more than some thousand digits.
+        return f"{type(value).__name__} too large to show"
+
+
+_shortener = reprlib.Repr()
+_shortener.maxstring = _shortener.maxother = _shortener.maxlong = 100
+_shortener.maxlevel = 4
 
 
 def _kind(value: Any) -> type:
@@ -196,10 +230,6 @@ def _ordered(compare: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
     return check
 
 
-def _is_in(value: Any, choices: tuple[Any, ...]) -> bool:
-    return any(_equal(value, choice) for choice in choices)
-
-
 _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "$eq": _equal,
     "$ne": lambda a, b: not _equal(a, b),
@@ -207,21 +237,21 @@ _OPERATORS: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gte": _ordered(operator.ge),
     "$lt": _ordered(operator.lt),
     "$lte": _ordered(operator.le),
-    "$in": _is_in,
-    "$not_in": lambda a, b: not _is_in(a, b),
 }
+
+_MEMBERSHIP = ("$in", "$not_in")
 
 
 def _parse_dict(query: Any, depth: int = 0) -> Query:
     if not isinstance(query, Mapping):
-        raise ValueError(f"a query is a dict like {{'status': 'completed'}}, got {query!r}")
+        raise ValueError(f"a query is a dict like {{'status': 'completed'}}, got {show_value(query)}")
     if depth > MAX_DEPTH:
         raise ValueError(f"the query nests $and / $or deeper than {MAX_DEPTH}; write it flatter")
     parts: list[Query] = []
     for key, value in query.items():
         if key in ("$and", "$or"):
             if not isinstance(value, list):
-                raise ValueError(f"{key} takes a list of queries, got {value!r}")
+                raise ValueError(f"{key} takes a list of queries, got {show_value(value)}")
             parsed = tuple(_parse_dict(part, depth + 1) for part in value)
             parts.append(All(parsed) if key == "$and" else AnyOf(parsed))
         else:
@@ -231,52 +261,58 @@ def _parse_dict(query: Any, depth: int = 0) -> Query:
 
 def _parse_field(field: Any, value: Any) -> Query:
     if isinstance(field, str) and field.startswith("$"):
-        raise ValueError(f"unknown operator {field!r} in place of a field; only $and and $or stand there")
+        raise ValueError(
+            f"unknown operator {show_value(field)} in place of a field; only $and and $or stand there"
+        )
     is_tag = isinstance(field, str) and field.startswith(TAG_PREFIX) and field != TAG_PREFIX
     if not is_tag and field not in QUERY_FIELDS:
-        raise ValueError(f"unknown field {field!r}; known: {', '.join(QUERY_FIELDS)}, tags.<name>")
+        raise ValueError(f"unknown field {show_value(field)}; known: {', '.join(QUERY_FIELDS)}, tags.<name>")
     if not isinstance(value, Mapping):
-        return Condition(field, "$eq", _scalar(field, value))
+        return Condition(field, "$eq", _scalar(_short(field), value))
     parts = [part for op, operand in value.items() for part in _parse_operator(field, op, operand)]
     return parts[0] if len(parts) == 1 else All(tuple(parts))
 
 
 def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
-    where = f"{field} {op}"
+    if op not in (*_OPERATORS, *_MEMBERSHIP, "$between"):
+        known = " ".join((*_OPERATORS, *_MEMBERSHIP, "$between"))
+        raise ValueError(f"unknown operator {show_value(op)} for field {show_value(field)}; known: {known}")
+    where = f"{_short(field)} {op}"
     if op == "$between":
         low, high = _bounds(where, operand)
         return [Condition(field, "$gte", low), Condition(field, "$lte", high)]
-    if op not in _OPERATORS:
-        known = " ".join((*_OPERATORS, "$between"))
-        raise ValueError(f"unknown operator {op!r} for field {field!r}; known: {known}")
-    if op not in ("$in", "$not_in"):
+    if op not in _MEMBERSHIP:
         return [Condition(field, op, _scalar(where, operand))]
     if not isinstance(operand, list):
-        raise ValueError(f"{where} takes a list, got {operand!r}")
+        raise ValueError(f"{where} takes a list, got {show_value(operand)}")
     return [Condition(field, op, tuple(_scalar(where, item) for item in operand))]
+
+
+def _short(field: str) -> str:
+    return field if len(field) <= 100 else show_value(field)
 
 
 def _bounds(where: str, operand: Any) -> tuple[Scalar, Scalar]:
     if not isinstance(operand, list | tuple) or len(operand) != 2:
-        raise ValueError(f"{where} takes two values [low, high], got {operand!r}")
+        raise ValueError(f"{where} takes two values [low, high], got {show_value(operand)}")
     low, high = (_scalar(where, bound) for bound in operand)
     if not _OPERATORS["$lte"](low, high):
-        raise ValueError(f"{where} takes [low, high] of one kind with low <= high, got {operand!r}")
+        raise ValueError(f"{where} takes [low, high] of one kind with low <= high, got {show_value(operand)}")
     return low, high
 
 
 def _scalar(where: str, value: Any) -> Scalar:
     """`value` as a plain Python scalar (numpy numbers and Enum members become one)."""
     value = plain_value(value)
-    if value is None or isinstance(value, bool):
-        return value
+    if value is None or type(value) in (bool, int):
+        return value  # type: ignore[no-any-return]
     if isinstance(value, str):
         return str(value)
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, numbers.Real) and not math.isnan(value):
-        return float(value)
-    raise ValueError(f"{where} takes text, a number, a bool or None, got {value!r}")
+    if isinstance(value, numbers.Real) and not math.isnan(number := to_float(value)):
+        return number
+    raise ValueError(f"{where} takes text, a number, a bool or None, got {show_value(value)}")
 
 
 def _asks_for_archived(query: Query) -> bool:

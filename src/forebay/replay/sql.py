@@ -24,47 +24,51 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
-from forebay.replay.sql_ids import next_ids, raise_ids, reserve_ids
-from forebay.replay.sql_query import is_too_large, plan_arms
+from forebay.replay.sql_ids import next_ids, raise_ids
+from forebay.replay.sql_ranking import (
+    Ranking,
+    count_live,
+    count_rows,
+    lock_drawn,
+    lock_matching,
+    ranked_rows,
+    read_priorities,
+    train_steps,
+)
 from forebay.replay.sql_rows import (
-    PreparedRow,
     archive_rows,
     attach_payloads,
     delete_rows,
     insert_rows,
+    insert_tasks,
     lock_rows,
     prepare,
     read_rows,
     replace_rows,
     select_rows,
     storable_uids,
+    write_priorities,
 )
-from forebay.replay.sql_schema import (
-    EVICT_LOCK,
-    LIVE,
-    groups,
-    insert_or_update,
-    open_engine,
-    payloads,
-    tags,
-    tasks,
+from forebay.replay.sql_schema import groups, insert_or_update, open_engine, payloads, tags, tasks
+from forebay.replay.sql_shared import (
+    Content,
+    Evicted,
+    GetTrainStep,
+    RowWriter,
+    SetTrainStep,
+    count_evicted,
+    evict_together,
 )
-from forebay.replay.sql_worker import Worker
-from forebay.replay.storage import (
-    STATE_VERSION,
-    Codec,
-    StorageBackend,
-    StorageItem,
-    check_state,
-    parse_order,
-)
+from forebay.replay.sql_turns import turns_of
+from forebay.replay.sql_worker import Sharing, Worker
+from forebay.replay.storage import STATE_VERSION, Codec, StorageBackend, StorageItem, check_state
+from forebay.replay.sum_tree import SumTree
 
 Result = TypeVar("Result")
 
@@ -98,12 +102,6 @@ class JsonCodec:
         return value
 
 
-@dataclass(frozen=True, slots=True)
-class _TrainStep:
-    task_name: str
-    train_step: int
-
-
 class SQLStorage(StorageBackend):
     """Rows and payloads in a SQLite file or a PostgreSQL database, shared by any number of processes.
 
@@ -116,16 +114,24 @@ class SQLStorage(StorageBackend):
     >>> store.close()
     """
 
-    def __init__(self, url: str | os.PathLike[str], *, codec: Codec | None = None) -> None:
-        """Open the database, and make its tables if it has none.
+    def __init__(
+        self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True
+    ) -> None:
+        """Open the database, and make its tables if it has none and `create` says so.
 
         Raises:
+            FileNotFoundError: there is no such file, and it is not to be created.
             ValueError: it is not a replay store of this version, or of another kind of database.
         """
-        self._engine = open_engine(url)
+        self._engine = open_engine(url, create=create)
         self._codec: Codec = JsonCodec() if codec is None else codec
         self._is_codec_fixed = codec is not None
-        self._worker = Worker("forebay-sql", prepare=self._prepare, write=self._write_together)
+        self._my_turn = turns_of(self._engine.url)
+        self._worker = Worker("forebay-sql")
+        self._writer = RowWriter(self._reading, self._writing)
+        self._step_wanted: dict[str, int] = {}
+        self._rows = Sharing(self._prepare, self._writer.write)
+        self._evictions = Sharing(int, lambda limits: evict_together(self._writing, limits, self._codec))
 
     def use_codec(self, codec: Codec) -> None:
         """Payloads are what `codec` says, unless the store was built with a codec."""
@@ -139,18 +145,18 @@ class SQLStorage(StorageBackend):
 
     async def put(self, item: StorageItem) -> int:
         """See `StorageBackend.put`."""
-        uid: int = await self._worker.share(item)
+        uid: int = await self._worker.share(self._rows, item)
         return uid
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
         """See `StorageBackend.get`."""
-        ranking = _Ranking(parse_query(query), *parse_order(order), limit)
+        ranking = Ranking.of(query, order, limit)
 
         def work() -> list[StorageItem]:
             with self._reading() as connection:
-                rows = self._ranked(connection, ranking)
+                rows = ranked_rows(connection, ranking, self._codec)
                 if not rows_only:
                     attach_payloads(connection, rows, self._codec)
             return rows
@@ -163,11 +169,7 @@ class SQLStorage(StorageBackend):
 
         def work() -> int:
             with self._reading() as connection:
-                if is_too_large(parsed):
-                    return len(self._scan(connection, parsed))
-                count = sa.select(sa.func.count()).select_from(groups)
-                arms = plan_arms(parsed, _train_steps(connection), by_age=False)
-                return sum(connection.scalar(count.where(arm.where)) or 0 for arm in arms)
+                return count_rows(connection, parsed, self._codec)
 
         return await self._worker.call(work)
 
@@ -179,7 +181,7 @@ class SQLStorage(StorageBackend):
         wanted = storable_uids(uids)
 
         def choose(connection: sa.Connection) -> list[StorageItem]:
-            found = lock_rows(connection, wanted, self._codec, _train_steps(connection))
+            found = lock_rows(connection, wanted, self._codec, train_steps(connection))
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
 
@@ -189,30 +191,48 @@ class SQLStorage(StorageBackend):
         self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
         """See `StorageBackend.take_first`."""
-        ranking = _Ranking(parse_query(query), *parse_order(order), count)
-        return await self._take(partial(self._ranked, ranking=ranking, lock=True), train_step)
+        ranking = Ranking.of(query, order, count)
+        return await self._take(
+            partial(ranked_rows, ranking=ranking, codec=self._codec, lock="skip"), train_step
+        )
+
+    async def take_drawn(
+        self,
+        count: int,
+        query: QueryLike,
+        random: Callable[[], float],
+        *,
+        train_step: int | None = None,
+    ) -> list[StorageItem]:
+        """See `StorageBackend.take_drawn`; of the rows that match, only ids and priorities are read."""
+        parsed = parse_query(query)
+
+        def read() -> SumTree:
+            # Before the transaction that writes: it takes long where many rows match.
+            with self._reading() as connection:
+                return read_priorities(connection, parsed, self._codec)
+
+        tree = await self._worker.call(read)
+        drawing = partial(lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
+        return await self._take(drawing, train_step)
+
+    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
+        """See `StorageBackend.update_priorities`."""
+        wanted = dict(priorities)
+
+        def work() -> int:
+            with self._writing() as connection:
+                return write_priorities(connection, wanted)
+
+        return await self._worker.call(work)
 
     async def evict(self, limit: int) -> list[StorageItem]:
         """See `StorageBackend.evict`."""
-
-        def choose(connection: sa.Connection) -> list[StorageItem]:
-            if connection.dialect.name == "postgresql":
-                # Two that count at once would both remove the excess.
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(EVICT_LOCK)))
-            excess = _count_live(connection) - limit
-            rows = self._ranked(
-                connection, _Ranking(parse_query({}), "timestamp_id", False, excess), lock=True
-            )
-            for name in sorted({row.task_name for row in rows}):
-                number = sum(row.task_name == name for row in rows)
-                connection.execute(
-                    tasks.update()
-                    .where(tasks.c.task_name == name)
-                    .values(num_evicted=tasks.c.num_evicted + number)
-                )
-            return rows
-
-        return await self._take(choose, None)
+        evicted: Evicted = await self._worker.share(self._evictions, limit, undo=self._give_back_evicted)
+        if evicted.rows:
+            # Only now: they are gone, whether their payloads can be read or not.
+            await self._worker.call(partial(evicted.decode, self._codec))
+        return evicted.rows
 
     async def delete(self, uids: Iterable[int]) -> None:
         """See `StorageBackend.delete`."""
@@ -224,6 +244,18 @@ class SQLStorage(StorageBackend):
                 delete_rows(connection, found)
 
         await self._worker.call(work)
+
+    async def delete_where(self, query: QueryLike) -> int:
+        """See `StorageBackend.delete_where`."""
+        parsed = parse_query(query)
+
+        def work() -> int:
+            with self._writing() as connection:
+                uids = lock_matching(connection, parsed, self._codec)
+                delete_rows(connection, uids)
+            return len(uids)
+
+        return await self._worker.call(work)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
         """See `StorageBackend.update`."""
@@ -240,7 +272,7 @@ class SQLStorage(StorageBackend):
             rows = [prepare(item, self._codec, keep_payload=True) for item in listed]
             uids = storable_uids(row.uid for row in rows)
             with self._writing() as connection:
-                found = lock_rows(connection, uids, self._codec, _train_steps(connection))
+                found = lock_rows(connection, uids, self._codec, train_steps(connection))
                 known = {uid for uid, row in found.items() if query is None or matches(query, row)}
                 replace_rows(connection, [row for row in rows if row.uid in known])
             return len(known)
@@ -249,20 +281,20 @@ class SQLStorage(StorageBackend):
 
     async def get_train_step(self, task_name: str) -> int | None:
         """See `StorageBackend.get_train_step`."""
-
-        def work() -> int | None:
-            with self._reading() as connection:
-                return _train_steps(connection).get(task_name)
-
-        return await self._worker.call(work)
+        step: int | None = await self._worker.share(self._rows, GetTrainStep(task_name))
+        return step
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """See `StorageBackend.set_train_step`."""
-        await self._worker.share(_TrainStep(task_name, train_step))
+        """See `StorageBackend.set_train_step`; what this store has written last is not written again."""
+        step = SetTrainStep(task_name, train_step)
+        if self._step_wanted.get(task_name) == train_step and self._writer.has_written(step):
+            return
+        self._step_wanted[task_name] = train_step
+        await self._worker.share(self._rows, step)
 
     def __len__(self) -> int:
         with self._reading() as connection:
-            return _count_live(connection)
+            return count_live(connection)
 
     @property
     def num_evicted(self) -> dict[str, int]:
@@ -282,7 +314,7 @@ class SQLStorage(StorageBackend):
     def state_dict(self) -> dict[str, Any]:
         """See `StorageBackend.state_dict`; here it reads everything into memory."""
         with self._reading() as connection:
-            train_steps = _train_steps(connection)
+            steps = train_steps(connection)
             # As given, and not as stale as now: whoever loads it knows the train steps, too.
             lines = connection.execute(select_rows().order_by(groups.c.timestamp_id))
             items = list(read_rows(lines, self._codec, {}))
@@ -293,7 +325,7 @@ class SQLStorage(StorageBackend):
             "items": items,
             "next_uid": following["uid"],
             "next_timestamp_id": following["timestamp_id"],
-            "train_steps": {name: step for name, step in train_steps.items() if step is not None},
+            "train_steps": {name: step for name, step in steps.items() if step is not None},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -307,9 +339,11 @@ class SQLStorage(StorageBackend):
                 connection.execute(table.delete())
             connection.execute(tasks.update().values(train_step=None))
             raise_ids(connection, {name: state[f"next_{name}"] for name in ("uid", "timestamp_id")})
+            insert_tasks(connection, (row.columns["task_name"] for row in rows))
             insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
             if steps:
                 insert_or_update(connection, tasks, steps, "train_step")
+        self._writer.forget()
 
     async def _take(
         self, choose: Callable[[sa.Connection], list[StorageItem]], train_step: int | None
@@ -331,50 +365,24 @@ class SQLStorage(StorageBackend):
 
     def _give_back(self, items: list[StorageItem]) -> None:
         """Undo a take whose caller was cancelled."""
+        with self._writing() as connection:
+            self._put_back(connection, items)
+
+    def _give_back_evicted(self, evicted: Evicted) -> None:
+        """Undo an eviction whose caller was cancelled."""
+        evicted.decode(self._codec)
+        with self._writing() as connection:
+            for row in evicted.rows:
+                count_evicted(connection, row.task_name, -1)
+            self._put_back(connection, evicted.rows)
+
+    def _put_back(self, connection: sa.Connection, items: list[StorageItem]) -> None:
         rows = [prepare(item, self._codec) for item in items]
-        with self._writing() as connection:
-            delete_rows(connection, [row.uid for row in rows])
-            insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
+        delete_rows(connection, [row.uid for row in rows])
+        insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
 
-    def _prepare(self, content: StorageItem | _TrainStep) -> PreparedRow | _TrainStep:
-        return content if isinstance(content, _TrainStep) else prepare(content, self._codec)
-
-    def _write_together(self, contents: list[PreparedRow | _TrainStep]) -> list[int | None]:
-        rows = [content for content in contents if isinstance(content, PreparedRow)]
-        steps = {step.task_name: step.train_step for step in contents if isinstance(step, _TrainStep)}
-        with self._writing() as connection:
-            ids = reserve_ids(connection, [(row.uid, row.timestamp_id) for row in rows]) if rows else []
-            insert_rows(connection, rows, ids)
-            if steps:
-                lines = [{"task_name": name, "train_step": steps[name]} for name in sorted(steps)]
-                insert_or_update(connection, tasks, lines, "train_step")
-        uids = iter([uid for uid, _ in ids])
-        return [next(uids) if isinstance(content, PreparedRow) else None for content in contents]
-
-    def _ranked(
-        self, connection: sa.Connection, ranking: _Ranking, *, lock: bool = False
-    ) -> list[StorageItem]:
-        """The rows of a ranking, without payload; with `lock`, rows that others have locked are left out."""
-        if ranking.limit is not None and ranking.limit <= 0:
-            return []
-        if is_too_large(ranking.query):
-            rows = self._scan(connection, ranking.query, lock=lock)
-            return ranking.cut(rows)
-        train_steps = _train_steps(connection)
-        rows = []
-        for arm in plan_arms(ranking.query, train_steps, by_age=ranking.field == "staleness"):
-            statement = select_rows().where(arm.where).limit(ranking.limit)
-            statement = statement.order_by(*arm.order_by(ranking.field, ranking.descending))
-            if lock:
-                statement = statement.with_for_update(skip_locked=True)
-            rows += read_rows(connection.execute(statement), self._codec, train_steps)
-        return ranking.cut(rows)
-
-    def _scan(self, connection: sa.Connection, query: Query, *, lock: bool = False) -> list[StorageItem]:
-        statement = select_rows().with_for_update(skip_locked=True) if lock else select_rows()
-        lines = connection.execute(statement)
-        rows = read_rows(lines, self._codec, _train_steps(connection))
-        return [row for row in rows if matches(query, row)]
+    def _prepare(self, content: StorageItem | Content) -> Content:
+        return prepare(content, self._codec) if isinstance(content, StorageItem) else content
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:
@@ -388,32 +396,9 @@ class SQLStorage(StorageBackend):
     @contextmanager
     def _writing(self) -> Iterator[sa.Connection]:
         """A transaction that is committed at the end, or rolled back by an error."""
-        with self._engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+        with (
+            self._my_turn(),
+            self._engine.connect().execution_options(forebay_write=True) as connection,
+            connection.begin(),
+        ):
             yield connection
-
-
-@dataclass(frozen=True, slots=True)
-class _Ranking:
-    """What `get` was asked for."""
-
-    query: Query
-    field: str
-    descending: bool
-    limit: int | None
-
-    def cut(self, rows: list[StorageItem]) -> list[StorageItem]:
-        """The first of these rows, which come from several arms."""
-        rows.sort(key=lambda row: row.timestamp_id)
-        # Sorting keeps ties in arrival order, also with reverse=True.
-        rows.sort(key=lambda row: getattr(row, self.field), reverse=self.descending)
-        return rows if self.limit is None else rows[: self.limit]
-
-
-def _train_steps(connection: sa.Connection) -> dict[str, int | None]:
-    """Every task of the store, with its train step."""
-    lines = connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step))
-    return {line.task_name: line.train_step for line in lines}
-
-
-def _count_live(connection: sa.Connection) -> int:
-    return connection.scalar(sa.select(sa.func.count()).select_from(groups).where(LIVE)) or 0

@@ -26,6 +26,10 @@ _SET = sa.text(
     "SELECT setval('forebay_uid', :uid, false), setval('forebay_timestamp_id', :timestamp_id, false)"
 )
 
+_SET_COUNTERS = counters.update().values(
+    next=sa.case({name: sa.bindparam(name) for name in ID_NAMES}, value=counters.c.name)
+)
+
 
 def reserve_ids(connection: sa.Connection, brought: Sequence[Ids]) -> list[Ids]:
     """New ids for that many rows, in order; an id that is brought is used if it is above all before."""
@@ -68,10 +72,7 @@ def raise_ids(connection: sa.Connection, to: Mapping[str, int]) -> None:
 
 
 def _set_counters(connection: sa.Connection, following: Mapping[str, int]) -> None:
-    connection.execute(
-        counters.update().where(counters.c.name == sa.bindparam("key")),
-        [{"key": name, "next": value} for name, value in following.items()],
-    )
+    connection.execute(_SET_COUNTERS, dict(following))
 
 
 def _reserve_from_sequences(connection: sa.Connection, brought: Sequence[Ids]) -> list[Ids]:

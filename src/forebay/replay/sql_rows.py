@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from forebay.replay.query import ARCHIVED, plain_value
 from forebay.replay.sql_query import INT_MAX, INT_MIN, encode_text, is_storable_text
-from forebay.replay.sql_schema import groups, insert_missing, payloads, tags, tasks
+from forebay.replay.sql_schema import LIVE, groups, insert_missing, payloads, tags, tasks
 from forebay.replay.storage import Codec, StorageItem, TagValue, staleness_at
 
 CHUNK = 500
@@ -80,10 +80,9 @@ def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> P
 def insert_rows(
     connection: sa.Connection, rows: Sequence[PreparedRow], ids: Sequence[tuple[int, int]]
 ) -> None:
-    """Insert the rows under these ``(uid, timestamp_id)``."""
+    """Insert the rows, whose tasks are known, under these ``(uid, timestamp_id)``."""
     if not rows:
         return
-    insert_tasks(connection, (row.columns["task_name"] for row in rows))
     connection.execute(
         groups.insert(),
         [
@@ -100,7 +99,9 @@ def insert_rows(
 def insert_tasks(connection: sa.Connection, names: Iterable[str]) -> None:
     """Make sure that the tasks are known; the queries of a store go task by task."""
     # In one order everywhere, so that two processes never wait for each other.
-    insert_missing(connection, tasks, [{"task_name": name} for name in sorted(set(names))])
+    missing = [{"task_name": name} for name in sorted(set(names))]
+    if missing:
+        insert_missing(connection, tasks, missing)
 
 
 def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
@@ -160,16 +161,31 @@ def archive_rows(connection: sa.Connection, uids: Iterable[int], train_step: int
 
 
 def lock_rows(
-    connection: sa.Connection, uids: Iterable[int], codec: Codec, train_steps: Mapping[str, int | None]
+    connection: sa.Connection,
+    uids: Iterable[int],
+    codec: Codec,
+    train_steps: Mapping[str, int | None],
+    *,
+    skip_locked: bool = False,
 ) -> dict[int, StorageItem]:
     """The rows of these uids that exist, without payload; nobody else changes them before the commit."""
     found = {}
     # By uid, so that two processes that lock the same rows do not wait for each other.
     for chunk in chunks(sorted(set(uids))):
-        statement = _ROW.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid).with_for_update()
-        for item in read_rows(connection.execute(statement), codec, train_steps):
+        statement = _ROW.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid)
+        lines = connection.execute(statement.with_for_update(skip_locked=skip_locked))
+        for item in read_rows(lines, codec, train_steps):
             found[item.uid] = item
     return found
+
+
+def write_priorities(connection: sa.Connection, priorities: Mapping[int, float]) -> int:
+    """Give the live rows of these uids these priorities; return how many there are."""
+    uids = sorted(storable_uids(priorities))
+    if not uids:
+        return 0
+    lines = [{"key": uid, "priority": float(priorities[uid])} for uid in uids]
+    return connection.execute(_UPDATE.where(LIVE), lines).rowcount
 
 
 def read_rows(
@@ -202,10 +218,19 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
         ValueError: a payload is damaged or of another codec.
     """
     for chunk in chunks(items):
-        by_uid = {item.uid: item for item in chunk}
-        statement = sa.select(payloads.c.uid, payloads.c.data).where(payloads.c.uid.in_(list(by_uid)))
-        for uid, data in connection.execute(statement):
-            by_uid[uid].item = codec.decode(data)
+        data = read_payloads(connection, [item.uid for item in chunk])
+        for item in chunk:
+            # Each is let go when it is decoded.
+            item.item = codec.decode(data.pop(item.uid))
+
+
+def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, bytes]:
+    """The bytes of the payloads of these rows."""
+    found: dict[int, bytes] = {}
+    for chunk in chunks(uids):
+        statement = sa.select(payloads.c.uid, payloads.c.data).where(payloads.c.uid.in_(chunk))
+        found.update((uid, data) for uid, data in connection.execute(statement))
+    return found
 
 
 def select_rows() -> sa.Select[Any]:

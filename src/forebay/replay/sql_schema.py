@@ -56,7 +56,7 @@ groups = sa.Table(
     "forebay_groups",
     metadata,
     sa.Column("uid", _int, primary_key=True, autoincrement=False),
-    sa.Column("timestamp_id", _int, nullable=False, unique=True),
+    sa.Column("timestamp_id", _int, nullable=False),
     sa.Column("task_name", _text, nullable=False),
     sa.Column("status", _text, nullable=False),
     sa.Column("staleness", _int, nullable=False),
@@ -120,23 +120,28 @@ _partial_index(
     _c.timestamp_id,
     where=_c.oldest_model_step.is_(None),
 )
-_partial_index("forebay_by_train_step", _c.train_step, where=_c.train_step.is_not(None))
+_partial_index("forebay_by_train_step", _c.status, _c.train_step, where=_c.train_step.is_not(None))
 
 
-def open_engine(url: str | os.PathLike[str]) -> sa.Engine:
-    """An engine for the database at `url`, with its tables.
+def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engine:
+    """An engine for the database at `url`, whose tables are made if there are none; not without `create`.
 
     Raises:
+        FileNotFoundError: there is no such file, and it is not to be created.
         ValueError: `url` is neither a path nor of SQLite or PostgreSQL, or the database is not a replay store
             of this version.
     """
-    engine = _engine(_parse_url(url))
+    parsed = _parse_url(url)
+    is_file = parsed.get_backend_name() == "sqlite"
+    if is_file and not create and not Path(str(parsed.database)).exists():
+        raise FileNotFoundError(f"there is no file {parsed.database!r}")
+    engine = _engine(parsed)
     try:
         with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
             if engine.dialect.name == "postgresql":
                 # Two processes that create the tables at once: one waits for the other.
                 connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
-            _create_or_check(connection)
+            _create_or_check(connection, create=create)
     except sa.exc.DatabaseError as error:
         engine.dispose()
         if "not a database" in str(error):
@@ -214,9 +219,10 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
 
-def _create_or_check(connection: sa.Connection) -> None:
+def _create_or_check(connection: sa.Connection, *, create: bool) -> None:
     found = set(sa.inspect(connection).get_table_names())
-    where = connection.engine.url.render_as_string(hide_password=True)
+    # A password may also be among the options.
+    where = connection.engine.url.difference_update_query(["password"]).render_as_string(hide_password=True)
     if meta.name in found:
         about = {line.name: line.value for line in connection.execute(meta.select())}
         version = about.get("version")
@@ -232,6 +238,8 @@ def _create_or_check(connection: sa.Connection) -> None:
             f"{where} holds the table {sorted(ours or found)[0]!r}, which is not of a replay store; "
             f"name another database"
         )
+    if not create:
+        raise ValueError(f"{where} holds no replay store")
     metadata.create_all(connection)
     if connection.dialect.name == "postgresql":
         for sequence in sequences.values():

@@ -7,6 +7,10 @@
 
 The event loop never waits for the database: every call is a job in the queue, done in order of arrival.
 Shared jobs that wait next to each other are done in one transaction, so that many callers pay for one commit.
+The thread is woken when the event loop has run everybody who was ready, and takes up what arrives while it
+prepares: a commit for one group costs as much time as ten groups more.
+
+The results of many jobs are handed out in slices, with a turn of the event loop for others between them.
 
 Consumes jobs, waits for the next one, is woken by the queue, produces the results. `close` ends it after the
 jobs that are already there; later calls are a `RuntimeError`.
@@ -20,22 +24,35 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 MAX_SHARED = 64
 """Jobs in one transaction at most: large groups make it some 8 MB, and others wait about 30 ms for it."""
+SETTLED_AT_ONCE = 8
+"""Callers that go on in one turn of the event loop: what they do next may take each of them a millisecond."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """One way to do shared jobs, for `Worker.share`."""
+
+    prepare: Callable[[Any], Any]
+    """What is written for a content; what it raises fails that job alone."""
+    write: Callable[[list[Any]], Sequence[Any]]
+    """A result for each of these; what it raises fails all of them."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    work: Callable[[], Any] | None
-    """None: a shared job, which `content` describes."""
+    work: Callable[[], Any] | Sharing
     content: Any
+    """Of a shared job."""
     future: asyncio.Future[Any]
     """Where the caller waits; it belongs to the caller's event loop."""
     state: str = "waiting"
@@ -54,19 +71,13 @@ class _Job:
 class Worker:
     """One thread, doing jobs in order; shared jobs that wait together are done together.
 
-    `prepare` turns the content of a shared job into what is written (what it raises fails that job alone);
-    `write` gets a list of these and returns a result for each (what it raises fails all of them).
-
-    >>> worker = Worker("store", prepare=encode, write=insert_all)
-    >>> uid = await worker.share(item)
+    >>> worker = Worker("store")
+    >>> puts = Sharing(prepare=encode, write=insert_all)
+    >>> uid = await worker.share(puts, item)
     >>> rows = await worker.call(lambda: select(query))
     """
 
-    def __init__(
-        self, name: str, *, prepare: Callable[[Any], Any], write: Callable[[list[Any]], list[Any]]
-    ) -> None:
-        self._prepare = prepare
-        self._write = write
+    def __init__(self, name: str) -> None:
         self._jobs: deque[_Job] = deque()
         self._is_closed = False
         self._changed = threading.Condition()
@@ -77,18 +88,14 @@ class Worker:
         self, work: Callable[[], Result], *, undo: Callable[[Result], None] | None = None
     ) -> Result:
         """The result of `work()`, done in the thread; if cancelled too late, `undo` gets that result."""
-        job = self._submit(work, None)
-        try:
-            result: Result = await self._outcome(job)
-        except asyncio.CancelledError:
-            if undo is not None and job.state == "begun" and job.error is None:
-                await _outlast(self._submit(lambda: undo(job.result), None).future)
-            raise
+        result: Result = await self._outcome(self._submit(work, None), undo)
         return result
 
-    async def share(self, content: Any) -> Any:
-        """The result for `content`, written together with what else waits."""
-        return await self._outcome(self._submit(None, content))
+    async def share(
+        self, sharing: Sharing, content: Any, *, undo: Callable[[Any], None] | None = None
+    ) -> Any:
+        """The result for `content`, written together with what else waits; `undo` as for `call`."""
+        return await self._outcome(self._submit(sharing, content), undo)
 
     def close(self) -> None:
         """Do what is in the queue and end the thread."""
@@ -97,16 +104,22 @@ class Worker:
             self._changed.notify()
         self._thread.join()
 
-    def _submit(self, work: Callable[[], Any] | None, content: Any) -> _Job:
-        job = _Job(work, content, asyncio.get_running_loop().create_future())
+    def _submit(self, work: Callable[[], Any] | Sharing, content: Any) -> _Job:
+        loop = asyncio.get_running_loop()
+        job = _Job(work, content, loop.create_future())
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("the store is closed")
             self._jobs.append(job)
-            self._changed.notify()
+        # Not at once: others that are ready to run may have a job for the same commit.
+        loop.call_soon(self._wake)
         return job
 
-    async def _outcome(self, job: _Job) -> Any:
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify()
+
+    async def _outcome(self, job: _Job, undo: Callable[[Any], None] | None) -> Any:
         try:
             return await asyncio.shield(job.future)
         except asyncio.CancelledError:
@@ -116,11 +129,13 @@ class Worker:
                     self._jobs.remove(job)
             if job.state == "begun":
                 await _outlast(job.future)
+                if undo is not None and job.error is None:
+                    await _outlast(self._submit(lambda: undo(job.result), None).future)
             raise
 
     def _run(self) -> None:
         while jobs := self._next_jobs():
-            if jobs[0].work is None:
+            if isinstance(jobs[0].work, Sharing):
                 self._share(jobs)
             else:
                 _do(jobs[0], jobs[0].work)
@@ -129,7 +144,7 @@ class Worker:
                 of_loop = [job for job in jobs if job.future.get_loop() is loop]
                 # A loop that was closed meanwhile has nobody left who waits.
                 with suppress(RuntimeError):
-                    loop.call_soon_threadsafe(_settle, of_loop)
+                    loop.call_soon_threadsafe(_settle, loop, of_loop)
                 del of_loop
             # Results must not live on here while the thread waits.
             del jobs
@@ -138,31 +153,44 @@ class Worker:
         """One job, or the shared ones that wait next to each other; none after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._jobs or self._is_closed)
-            jobs: list[_Job] = []
-            while self._jobs and len(jobs) < MAX_SHARED and (not jobs or _are_shared(jobs[0], self._jobs[0])):
-                jobs.append(self._jobs.popleft())
-                jobs[-1].state = "begun"
-            return jobs
+            return self._begin_shared(MAX_SHARED) or self._begin(min(1, len(self._jobs)))
+
+    def _begin_shared(self, limit: int) -> list[_Job]:
+        """The shared jobs at the head of the queue."""
+        shared = takewhile(lambda job: isinstance(job.work, Sharing), islice(self._jobs, limit))
+        return self._begin(sum(1 for _ in shared))
+
+    def _begin(self, number: int) -> list[_Job]:
+        jobs = [self._jobs.popleft() for _ in range(number)]
+        for job in jobs:
+            job.state = "begun"
+        return jobs
 
     def _share(self, jobs: list[_Job]) -> None:
-        prepared = []
+        """Do these jobs and the shared ones that arrive while these are prepared; `jobs` grows by those."""
+        prepared: dict[Sharing, list[tuple[_Job, Any]]] = {}
         for job in jobs:
+            assert isinstance(job.work, Sharing)
             try:
-                prepared.append((job, self._prepare(job.content)))
+                prepared.setdefault(job.work, []).append((job, job.work.prepare(job.content)))
             except BaseException as error:  # whatever it is, it belongs to the caller and not to this thread
                 job.error = error
-        try:
-            results = self._write([content for _, content in prepared]) if prepared else []
-        except BaseException as error:
-            for job, _ in prepared:
-                job.error = error
-        else:
-            for (job, _), result in zip(prepared, results, strict=True):
-                job.result = result
+            if job is jobs[-1]:
+                with self._changed:
+                    jobs += self._begin_shared(MAX_SHARED - len(jobs))
+        for sharing, together in prepared.items():
+            _write(sharing, together)
 
 
-def _are_shared(*jobs: _Job) -> bool:
-    return all(job.work is None for job in jobs)
+def _write(sharing: Sharing, together: list[tuple[_Job, Any]]) -> None:
+    try:
+        results = sharing.write([content for _, content in together])
+    except BaseException as error:  # as above
+        for job, _ in together:
+            job.error = error
+    else:
+        for (job, _), result in zip(together, results, strict=True):
+            job.result = result
 
 
 def _do(job: _Job, work: Callable[[], Any]) -> None:
@@ -172,9 +200,11 @@ def _do(job: _Job, work: Callable[[], Any]) -> None:
         job.error = error
 
 
-def _settle(jobs: list[_Job]) -> None:
-    for job in jobs:
+def _settle(loop: asyncio.AbstractEventLoop, jobs: list[_Job]) -> None:
+    for job in jobs[:SETTLED_AT_ONCE]:
         job.settle()
+    if len(jobs) > SETTLED_AT_ONCE:
+        loop.call_soon(_settle, loop, jobs[SETTLED_AT_ONCE:])
 
 
 async def _outlast(future: asyncio.Future[Any]) -> None:

@@ -23,7 +23,7 @@ What signatures cannot say:
 * **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
 * **Order.** Rows come in the order asked for, ties in arrival order. Where several processes put into one
   store, arrival order is that in which the ids were given.
-* **Competing takers.** A row is returned by at most one `take` or `take_first`, whichever process calls.
+* **Competing takers.** A row is returned by at most one `take`, `take_first` or `take_drawn`, whoever calls.
   Between `get` and `take` another taker may have been faster: `take` returns only the rows that are still
   there and still match. `take_first` ranks and takes in one step and passes over rows that another process
   is taking at this moment; nobody waits for longer than one call of another takes.
@@ -38,13 +38,25 @@ What signatures cannot say:
 from __future__ import annotations
 
 import math
+import numbers
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from forebay.replay.query import ARCHIVED, All, Condition, QueryLike, parse_query, plain_value
+from forebay.replay.query import (
+    ARCHIVED,
+    All,
+    Condition,
+    QueryLike,
+    parse_query,
+    plain_value,
+    show_value,
+    to_float,
+)
+from forebay.replay.sum_tree import SumTree
 
 ARRIVAL = "timestamp_id"
 """First come, first; the default order."""
@@ -56,6 +68,9 @@ _ORDERS = ("timestamp_id", "staleness", "priority")
 TagValue = str | int | float | bool
 
 STATE_VERSION = 1
+
+MAX_PRIORITY = 1e300
+"""Far beyond use, and still the sum of a hundred million of them is finite."""
 
 
 class Codec(Protocol):
@@ -94,7 +109,7 @@ class StorageItem:
     """As given, or as of the latest train step: see the module docstring."""
     tags: dict[str, TagValue] = field(default_factory=dict)
     priority: float = 1.0
-    """Weight of a proportional draw; not negative."""
+    """Weight of a proportional draw, from 0 to `MAX_PRIORITY`."""
     oldest_model_step: int | None = None
     """The oldest weights that made a token of the group; None if no token is labelled."""
     train_step: int | None = None
@@ -164,6 +179,49 @@ class StorageBackend(ABC):
             taken += await self.take([row.uid for row in rows], query=query, train_step=train_step)
         return taken
 
+    async def take_drawn(
+        self,
+        count: int,
+        query: QueryLike,
+        random: Callable[[], float],
+        *,
+        train_step: int | None = None,
+    ) -> list[StorageItem]:
+        """`take` `count` matching rows drawn in proportion to priority; fewer only if there are fewer.
+
+        They are drawn one after another, without replacement: of the rows that are left, in order of
+        arrival, the first at which the running sum of priorities exceeds ``random() * sum``. Rows of
+        priority 0 follow when no other is left, in order of arrival and without a number. So the same
+        numbers draw the same rows from every store, as exactly as `SumTree` says; where another taker was
+        faster, the next numbers draw instead. `random` gives numbers of [0, 1) and is called by one thread
+        at a time, not necessarily that of the event loop.
+
+        Here all matching rows are read, without payload. A database overrides this: it reads timestamp_id,
+        uid and priority alone into a `SumTree`, locks what that draws, and draws again for what a rival has.
+        """
+        taken: list[StorageItem] = []
+        while len(taken) < count:
+            rows = await self.get(query, rows_only=True)
+            if not rows:
+                break
+            ids, priorities = [row.timestamp_id for row in rows], [row.priority for row in rows]
+            tree = SumTree(ids, [row.uid for row in rows], priorities)
+            drawn = tree.draw(count - len(taken), random)
+            taken += await self.take(drawn, query=query, train_step=train_step)
+        return taken
+
+    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
+        """Give the live rows with these uids these priorities, and return how many there are.
+
+        ARCHIVED rows stay as they were consumed, and unknown uids are ignored. Here a row is read and
+        `update`d: a store that several processes share changes the one field instead.
+        """
+        rows = await self.get({"uid": {"$in": list(priorities)}}, rows_only=True)
+        for row in rows:
+            row.priority = priorities[row.uid]
+        await self.update(rows)
+        return len(rows)
+
     async def update_if(self, items: Iterable[StorageItem], query: QueryLike) -> int:
         """`update` those whose rows still match `query`, in one step; return how many.
 
@@ -197,6 +255,12 @@ class StorageBackend(ABC):
     @abstractmethod
     async def delete(self, uids: Iterable[int]) -> None:
         """Remove these rows."""
+
+    async def delete_where(self, query: QueryLike) -> int:
+        """Remove the rows that match, and return how many there were."""
+        rows = await self.get(query, rows_only=True)
+        await self.delete([row.uid for row in rows])
+        return len(rows)
 
     @abstractmethod
     async def update(self, items: Iterable[StorageItem]) -> None:
@@ -318,7 +382,8 @@ def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
     """The rows of a store's state, in arrival order.
 
     Raises:
-        ValueError: another version, or ids that are doubled or not below the counters.
+        ValueError: another version, ids that are doubled or not below the counters, or a consumed row that
+            could not be brought back.
     """
     if state.get("version") != STATE_VERSION:
         raise ValueError(f"a store's state has version {STATE_VERSION}, got {state.get('version')!r}")
@@ -328,6 +393,13 @@ def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
         limit = state[f"next_{name}"]
         if len(ids) != len(rows) or any(not 0 <= id_ < limit for id_ in ids):
             raise ValueError(f"the state holds a {name} twice, or one that is not in 0..{limit - 1}")
+    for row in rows:
+        if (
+            row.is_archived
+            and row.train_step is not None
+            and plain_value(row.status_before) in (None, ARCHIVED)
+        ):
+            raise ValueError(f"the state does not say what the consumed row {row.uid} was before")
     return rows
 
 
@@ -341,6 +413,12 @@ def archive_row(row: StorageItem, train_step: int) -> StorageItem:
     status = type(row.status)(ARCHIVED) if isinstance(row.status, Enum) else ARCHIVED
     before = row.status_before if row.is_archived else row.status
     return copy_row(row, status=status, status_before=before, train_step=train_step)
+
+
+def revive_row(row: StorageItem) -> StorageItem:
+    """An ARCHIVED row as it was before it was consumed."""
+    assert row.status_before is not None, f"archived row {row.uid} does not say what it was before"
+    return copy_row(row, status=row.status_before, status_before=None, train_step=None)
 
 
 def replace_row(stored: StorageItem, item: StorageItem) -> StorageItem:
@@ -357,7 +435,9 @@ def parse_order(order: str | None) -> tuple[str, bool]:
     """
     name = ARRIVAL if order is None else order
     if name.removeprefix("-") not in _ORDERS:
-        raise ValueError(f"unknown order {order!r}; known: {', '.join(_ORDERS)}, with - in front: descending")
+        raise ValueError(
+            f"unknown order {show_value(order)}; known: {', '.join(_ORDERS)}, with - in front: descending"
+        )
     return name.removeprefix("-"), name.startswith("-")
 
 
@@ -368,28 +448,40 @@ def check_tags(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue]:
         ValueError: a name is not text, or a value is not text, a bool, a finite float or a 64-bit int.
     """
     for name, value in (tags or {}).items():
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"a tag's name is text that is not empty, got {name!r}")
+        if not isinstance(name, str) or not name or not _is_whole(name):
+            raise ValueError(f"a tag's name is text that is not empty, got {show_value(name)}")
         ok = (
-            type(value) in (str, bool)
+            type(value) is bool
+            or (type(value) is str and _is_whole(value))
             or (type(value) is int and -(2**63) <= value < 2**63)
             or (type(value) is float and math.isfinite(value))
         )
         if not ok:
             raise ValueError(
-                f"tag {name!r} takes text, a bool, a finite float or a 64-bit int, got {value!r}"
+                f"tag {show_value(name)} takes text, a bool, a finite float or a 64-bit int, "
+                f"got {show_value(value)}"
             )
     return dict(tags or {})
+
+
+def _is_whole(text: str) -> bool:
+    """Whether no character lies in two halves, which JSON, and so a store, would join."""
+    return text.isascii() or _TWO_HALVES.search(text) is None
+
+
+_TWO_HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 
 def check_priority(priority: float | None) -> float:
     """`priority` as a float; None is 1.
 
     Raises:
-        ValueError: it is negative or not finite.
+        ValueError: it is not a number from 0 to `MAX_PRIORITY`.
     """
     if priority is None:
         return 1.0
-    if isinstance(priority, bool) or not math.isfinite(priority) or priority < 0:
-        raise ValueError(f"priority must be a finite number that is not negative, got {priority!r}")
-    return float(priority)
+    is_number = not isinstance(priority, bool) and isinstance(priority, numbers.Real | float)
+    number = to_float(priority) if is_number else math.nan
+    if not 0 <= number <= MAX_PRIORITY:
+        raise ValueError(f"priority must be a number from 0 to {MAX_PRIORITY:g}, got {show_value(priority)}")
+    return number

@@ -16,17 +16,17 @@ import json
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from forebay.replay.groups import StoredGroup
-from forebay.replay.payload import Decoder, Encoder
+from forebay.replay.payload import Decoder, Encoder, damage_named
 from forebay.replay.query import plain_value
-from forebay.replay.storage import StorageItem, staleness_at
-from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
+from forebay.replay.storage import StorageItem, check_priority, check_tags, staleness_at
+from forebay.types import ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, Status
 
 TEXT_FIELDS = ("rollout_id", "group_id", "session_id", "task_name", "response", "finish_reason", "error_msg")
 INT_FIELDS = ("num_tries", "seq_staleness")
@@ -71,9 +71,17 @@ ROLLOUTS_SCHEMA = pa.schema(
     }
 )
 
-BATCH_TOKENS = 2_000_000
-"""About 34 MB of token arrays: enough to write fast, little enough to hold twice."""
+OPTIONAL_COLUMNS = {
+    "groups": ("oldest_model_step", "train_step", "status_before"),
+    "rollouts": ("score", *TEXT_FIELDS, *INT_FIELDS),
+}
+"""Those of each table that may have empty places."""
+
+BATCH_TOKENS = 500_000
+"""About 4 MB of token arrays: the memory of one piece is used again for the next, and stays in the cache."""
 BATCH_ROLLOUTS = 4096
+BATCH_GROUPS = 8192
+"""Arrow turns a piece into columns without letting other threads run; this takes about 10 ms."""
 
 
 def group_batch(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> pa.RecordBatch:
@@ -95,6 +103,12 @@ def group_batch(items: Sequence[StorageItem], train_steps: Mapping[str, int]) ->
         for row in items
     ]
     return pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
+
+
+def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
+    """The groups table in pieces of bounded size."""
+    for start in range(0, len(items), BATCH_GROUPS):
+        yield group_batch(items[start : start + BATCH_GROUPS], train_steps)
 
 
 def rollout_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
@@ -139,25 +153,34 @@ def _rollout_batch(items: Sequence[StorageItem]) -> pa.RecordBatch:
 
 
 def _encode_nested(group: Sequence[RolloutState]) -> Iterator[tuple[str, list[bytes]]]:
-    """For each member: its JSON text, and the blobs that no member before it had."""
+    """For each member: its JSON text, and the blobs that no member before it had.
+
+    The text has what is not None and that no column says exactly.
+    """
     encoder = Encoder()
     for state in group:
         num_before = len(encoder.blobs)
+        odd = [pair for pair in zip(TEXT_FIELDS, _read_texts(state), strict=True) if not _is_plain(pair[1])]
+        odd += [
+            (name, number) for name in INT_FIELDS if _storable_int(number := getattr(state, name)) is None
+        ]
+        odd += zip(NESTED_FIELDS, _read_nested(state), strict=True)
         tree = {
             name: encoder.encode(value, f"rollout {state.rollout_id!r}: {name}")
-            for name in (*TEXT_FIELDS, *INT_FIELDS, *NESTED_FIELDS)
-            if not _fits_its_column(name, value := getattr(state, name))
+            for name, value in odd
+            if value is not None
         }
-        yield json.dumps(tree, separators=(",", ":")), encoder.blobs[num_before:]
+        yield _to_json(tree), encoder.blobs[num_before:]
 
 
-def _fits_its_column(name: str, value: Any) -> bool:
-    """Whether the column alone says it; None is an empty place, for nested fields the only column value."""
-    if value is None:
-        return True
-    if name in TEXT_FIELDS:
-        return type(value) is str and _readable_text(value) == value
-    return name in INT_FIELDS and _storable_int(value) is not None
+_read_texts = attrgetter(*TEXT_FIELDS)
+_read_nested = attrgetter(*NESTED_FIELDS)
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a text column says it."""
+    return value is None or (type(value) is str and (value.isascii() or _readable_text(value) == value))
 
 
 def _readable_text(value: Any) -> str | None:
@@ -192,28 +215,32 @@ def read_items(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> list[Sto
     payloads: dict[int, StoredGroup] = {}
     for index in range(rollouts.num_record_batches):
         payloads.update(read_groups(rollouts.get_batch(index)))
-    items = []
-    for line in groups.to_pylist():
-        group = payloads.get(line["uid"])
-        if group is None or len(group) != line["num_rollouts"]:
-            raise ValueError(f"group {line['uid']} does not have all its rollouts in the rollouts table")
-        items.append(_read_row(line, group))
+    items = read_rows(groups)
+    for item, size in zip(items, groups.column("num_rollouts").to_pylist(), strict=True):
+        item.item = payloads.get(item.uid)
+        if item.item is None or len(item.item) != size:
+            raise ValueError(f"group {item.uid} does not have all its rollouts in the rollouts table")
     if len(payloads) != len(items):
         raise ValueError(f"the rollouts table holds {len(payloads)} groups, the groups table {len(items)}")
     return items
 
 
-def _read_row(line: dict[str, Any], group: StoredGroup | None = None) -> StorageItem:
+def _lines(groups: pa.Table) -> Iterator[dict[str, Any]]:
+    for batch in groups.to_batches():
+        yield from batch.to_pylist()
+
+
+def _read_row(line: dict[str, Any]) -> StorageItem:
     before = line["status_before"]
     return StorageItem(
-        item=group,
+        item=None,
         uid=line["uid"],
         timestamp_id=line["timestamp_id"],
         task_name=line["task_name"],
         status=Status(line["status"]),
         staleness=line["staleness"],
-        tags=json.loads(line["tags"]),
-        priority=line["priority"],
+        tags=check_tags(json.loads(line["tags"])),
+        priority=check_priority(line["priority"]),
         oldest_model_step=line["oldest_model_step"],
         train_step=line["train_step"],
         status_before=None if before is None else Status(before),
@@ -221,30 +248,57 @@ def _read_row(line: dict[str, Any], group: StoredGroup | None = None) -> Storage
 
 
 def read_rows(groups: pa.Table) -> list[StorageItem]:
-    """The rows of the groups table, without their rollouts."""
-    return [_read_row(line) for line in groups.to_pylist()]
+    """The rows of the groups table, without their rollouts.
+
+    Raises:
+        ValueError: a place holds what no row has there.
+    """
+    with damage_named("the table of groups"):
+        return [_read_row(line) for line in _lines(groups)]
 
 
 def read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
-    """The groups in a piece of the rollouts table, each with its uid."""
-    columns = {
-        name: batch.column(name).to_pylist()
-        for name in ("uid", "status", "fields", *TEXT_FIELDS, *INT_FIELDS)
-    }
-    arrays = {name: _split_list(batch.column(name)) for name in ARRAY_FIELDS}
+    """The groups in a piece of the rollouts table, each with its uid.
+
+    Raises:
+        ValueError: a place holds what no rollout has there.
+    """
+    with damage_named("the table of rollouts"):
+        yield from _read_groups(batch)
+
+
+def _read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
+    columns = [batch.column(name).to_pylist() for name in _PLAIN_COLUMNS]
+    columns += [_split_list(batch.column(name)) for name in ARRAY_FIELDS]
+    # One tuple per rollout, in the order of `_WRITERS`.
+    plain = list(zip(*columns, strict=True))
+    nested = batch.column("fields").to_pylist()
     blobs = batch.column("blobs")
-    for uid, lines in groupby(enumerate(columns.pop("uid")), key=itemgetter(1)):
+    has_blobs = len(blobs.values) > 0
+    for uid, lines in groupby(enumerate(batch.column("uid").to_pylist()), key=itemgetter(1)):
         indices = [index for index, _ in lines]
-        decoder = Decoder([blob.as_buffer() for i in indices for blob in blobs[i].values])
-        states = []
-        for i in indices:
-            values = {name: column[i] for name, column in columns.items()}
-            nested = json.loads(values.pop("fields"))
-            values["status"] = Status(values["status"])
-            values |= dict.fromkeys(NESTED_FIELDS) | {name: column[i] for name, column in arrays.items()}
-            values |= {name: decoder.decode(tree) for name, tree in nested.items()}
-            states.append(RolloutState(**values))
-        yield uid, StoredGroup(states)
+        own = [blob.as_buffer() for i in indices for blob in blobs[i].values] if has_blobs else []
+        decoder = Decoder(own)
+        yield uid, StoredGroup([_read_rollout(plain[i], json.loads(nested[i]), decoder) for i in indices])
+
+
+def _read_rollout(plain: tuple[Any, ...], nested: dict[str, Any], decoder: Decoder) -> RolloutState:
+    state = RolloutState.__new__(RolloutState)
+    for write, value in zip(_WRITERS, plain, strict=True):
+        write(state, value)
+    state.status = _STATUSES[plain[0]]
+    for name in NESTED_FIELDS:
+        if name not in nested:
+            _JSON_WRITERS[name](state, None)
+    for name, tree in nested.items():
+        _JSON_WRITERS[name](state, decoder.decode(tree))
+    return state
+
+
+_PLAIN_COLUMNS = ("status", *TEXT_FIELDS, *INT_FIELDS)
+_WRITERS = tuple(ROLLOUT_SLOTS[name].__set__ for name in (*_PLAIN_COLUMNS, *ARRAY_FIELDS))
+_JSON_WRITERS = {name: ROLLOUT_SLOTS[name].__set__ for name in (*TEXT_FIELDS, *INT_FIELDS, *NESTED_FIELDS)}
+_STATUSES = {status.value: status for status in Status}
 
 
 def _split_list(column: pa.LargeListArray) -> list[np.ndarray[Any, Any]]:

@@ -12,6 +12,7 @@ Nothing here runs: `forebay.runs.steps` has the verbs.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from forebay.activity import Activities
 from forebay.agents import SingleTurnAgentLoop
+from forebay.busy import BusyShare
 from forebay.config import ConfigError, look_up
 from forebay.engines import RolloutController, TransformersEngine
 from forebay.evaluate import Evaluator
@@ -30,20 +33,27 @@ from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import load_model, load_tokenizer, resolve_model
 from forebay.produce import (
+    STALENESS_RULES,
     AgentLoopManager,
+    AsyncProduceStrategyConfig,
+    ProduceStrategy,
     Prompt,
     Sampler,
     SyncProduceStrategyConfig,
     TaskRunner,
 )
 from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts
-from forebay.replay import ReplayBuffer
+from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer
 from forebay.runs.config import FILTERS, RunConfig, TaskConfig
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
-from forebay.train import TrainController, WarmupConfig, supervised_warmup
+from forebay.stalls import StallWatch
+from forebay.tracing import TraceWriter
+from forebay.train import OffPolicyGuard, TrainController, WarmupConfig, supervised_warmup
 from forebay.types import RolloutState, Status, get_group_status
 
+WARN_AFTER_S = 60.0
+"""Seconds without progress after which a run says what it waits for: longer than a usual generation."""
 EVAL_SEED = -1
 """Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
 
@@ -87,6 +97,7 @@ class Rollouts:
     controller: RolloutController
     eval_sets: list[EvalSet]
     manager: AgentLoopManager
+    activities: Activities
 
 
 @dataclass(kw_only=True)
@@ -104,6 +115,12 @@ class Run:
     display: RunDisplay
     metrics: MetricsLogger
     progress: ProductionProgress
+    activities: Activities
+    busy: BusyShare
+    trace: TraceWriter | None
+    guard: OffPolicyGuard
+    sync_interval: int
+    """Train steps between weight syncs; the guard may lower it."""
     compute_thread: ThreadPoolExecutor = field(
         # One thread: torch keeps a pool of workers for every thread that computes.
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -113,8 +130,15 @@ class Run:
     """Finished train steps."""
     history: list[dict[str, float]] = field(default_factory=list)
     evaluations: list[dict[str, float]] = field(default_factory=list)
-    stop_requested: bool = False
-    """Finish this step, save and leave."""
+    lag_limit: int | None = None
+    """Train steps that rollouts may be behind since the guard lowered it; None: as configured."""
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: finish this step, save and leave."""
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run should end early."""
+        return self.stop.is_set()
 
 
 def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_step: int | None = None) -> Run:
@@ -135,6 +159,8 @@ def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_st
     rollouts = build_rollouts(config, model_folder, data)
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
     rollouts.manager.ledger = Ledger(folder / "ledger.jsonl")
+    activities = rollouts.activities
+    trace_name = "trace.json" if resume_step is None else f"trace_from_step_{resume_step}.json"
     run = Run(
         config=config,
         folder=folder,
@@ -147,6 +173,11 @@ def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_st
         display=display,
         metrics=metrics,
         progress=ProductionProgress(display, config.batch_size),
+        activities=activities,
+        busy=BusyShare(activities),
+        guard=OffPolicyGuard(config.train.guard, config.train.guard_bands),
+        sync_interval=config.produce.sync_weights_interval,
+        trace=TraceWriter(folder / trace_name, activities) if config.trace else None,
     )
     run.manager.on_group = run.progress
     return run
@@ -189,10 +220,10 @@ def build_rollouts(
     Raises:
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
     """
-    tokenizer = load_tokenizer(model_folder)
+    tokenizer, activities = load_tokenizer(model_folder), Activities()
     engine = _engine(config, model_folder, tokenizer)
     controller = RolloutController(engine, seed=config.seed)
-    buffer = config.replay.build()
+    buffer = _buffer(config)
     eval_sets: list[EvalSet] = []
     runners = []
     for task, part in zip(config.tasks, data, strict=True):
@@ -204,9 +235,13 @@ def build_rollouts(
             TaskRunner(
                 task_name=task.name,
                 agent_loop=SingleTurnAgentLoop(
-                    controller, build_judger(task.judge), tokenizer, sample_params=task.sample
+                    controller,
+                    build_judger(task.judge),
+                    tokenizer,
+                    sample_params=task.sample,
+                    activities=activities,
                 ),
-                produce_strategy=_strategy(config),
+                produce_strategy=_strategy(config, task, controller),
                 sampler=Sampler(
                     prompts,
                     buffer,
@@ -222,8 +257,26 @@ def build_rollouts(
         task_runners=runners,
         replay_buffer=buffer,
         rollout_controller=controller,
+        stall_watch=_watch(config, activities, controller),
+        activities=activities,
     )
-    return Rollouts(tokenizer=tokenizer, controller=controller, eval_sets=eval_sets, manager=manager)
+    return Rollouts(
+        tokenizer=tokenizer,
+        controller=controller,
+        eval_sets=eval_sets,
+        manager=manager,
+        activities=activities,
+    )
+
+
+def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:
+    limit_s = config.produce.stall_after_s
+    return StallWatch(
+        activities,
+        warn_after_s=min(WARN_AFTER_S, limit_s / 2),
+        fail_after_s=limit_s,
+        describe=controller.describe,
+    )
 
 
 def _load(folder: Path, config: RunConfig) -> Any:
@@ -255,9 +308,28 @@ def _checked(
     return prompts
 
 
-def _strategy(config: RunConfig) -> Any:
-    accept = look_up("filter", config.produce.filter, FILTERS)
-    return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build()
+def _strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
+    produce = config.produce
+    accept = look_up("filter", produce.filter, FILTERS)
+    if not produce.is_async:
+        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build()
+    own, rule = task.max_staleness, look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
+    return AsyncProduceStrategyConfig(
+        is_valid_sample_fn=accept,
+        over_sample_threshold=produce.over_sample_threshold,
+        enable_partial_rollout=produce.enable_partial_rollout,
+        max_staleness=produce.max_staleness if own is None else own,
+        tail_batch_trigger_size=produce.tail_batch_trigger_size,
+        tail_batch_max_tries=produce.tail_batch_max_tries,
+        staleness_rule=rule() if isinstance(rule, type) else rule,
+    ).build(sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller)
+
+
+def _buffer(config: RunConfig) -> ReplayBuffer:
+    """In order of arrival where nothing can be stale, else the most stale first."""
+    if not config.produce.is_async:
+        return config.replay.build()
+    return AsyncReplayBufferConfig(**config.replay.model_dump()).build()
 
 
 def _eval_set(

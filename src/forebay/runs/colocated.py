@@ -7,8 +7,9 @@
       +---------------------------------------------------------------------------------------+
     evaluate -> save -> summary
 
-The rollouts of train step i are made by the weights of model step i - 1: staleness 0, on-policy. To change
-the loop, copy this page; ``examples/low_level_loop.py`` does the same from smaller steps.
+The rollouts of train step i are made by the weights of model step i - 1: staleness 0, on-policy, as long as
+weights are synced after every step. To change the loop, copy this page; ``examples/low_level_loop.py`` does
+the same from smaller steps.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from __future__ import annotations
 from forebay.produce import ProductionError
 from forebay.runs import steps
 from forebay.runs.build import Run
+from forebay.stalls import StallError
+from forebay.train import OffPolicyError
 
 
 async def run_colocated(run: Run) -> None:
@@ -23,6 +26,8 @@ async def run_colocated(run: Run) -> None:
 
     Raises:
         ProductionError: rollouts cannot be produced any more; the last finished step is saved.
+        StallError: nothing has moved for ``produce.stall_after_s``; the last finished step is saved.
+        OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
         FloatingPointError: the training diverged; the last finished step is saved where it still exists.
         ConfigError: the trainer refuses a batch.
     """
@@ -36,8 +41,10 @@ async def run_colocated(run: Run) -> None:
             batch = await steps.produce(run, train_step)
             metrics = await steps.fit(run, batch.rollout_states)
             await steps.forget_consumed(run, train_step)
-            await steps.sync_weights(run)
+            if steps.is_due(train_step, run.sync_interval):
+                await steps.sync_weights(run)
             steps.report(run, train_step, batch, metrics)
+            steps.guard(run, train_step, metrics)
             if steps.is_due(train_step, config.evaluate.every) and train_step < config.steps:
                 await steps.evaluate(run, f"step {train_step}")
             if steps.is_due(train_step, config.checkpoint_every):
@@ -45,7 +52,7 @@ async def run_colocated(run: Run) -> None:
         if run.train_step == config.steps and not steps.is_evaluated(run):
             await steps.evaluate(run, "after")
         await steps.finish(run)
-    except (ProductionError, FloatingPointError) as error:
+    except (ProductionError, StallError, OffPolicyError, FloatingPointError) as error:
         await steps.rescue(run, error)
         raise
     finally:

@@ -13,9 +13,9 @@ from forebay.engines import EngineConfig
 from forebay.judges import JudgeConfig, build_judger
 from forebay.metrics import MetricsConfig
 from forebay.models import ModelConfig
-from forebay.produce import DataConfig, default_is_valid_sample_fn, has_reward_variance
+from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.replay import SyncReplayBufferConfig
-from forebay.train import TrainConfig, WarmupConfig
+from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
 
 FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
@@ -33,14 +33,67 @@ class TaskConfig(StrictModel):
     sample: SampleParams = SampleParams()
     weight: float = Field(default=1.0, ge=0)
     overlong_prompts: Literal["error", "drop"] = "error"
+    max_staleness: int | None = Field(default=None, ge=0)
+    """This task's own; None: ``produce.max_staleness``."""
 
 
 class ProduceConfig(StrictModel):
-    """How rollouts are produced."""
+    """How rollouts are produced. What only the asynchronous strategy reads is an error without it."""
 
-    strategy: Literal["sync"] = "sync"
+    mode: Literal["colocated", "separate"] = "colocated"
+    """``colocated``: generation and training take turns. ``separate``: both work at the same time."""
+    strategy: Literal["sync", "async"] | None = None
+    """None: ``sync`` where colocated, ``async`` where separate (which needs it)."""
     filter: str = "none"
     """``none``, ``reward_variance`` (dynamic sampling), or ``package.module:function``."""
+    sync_weights_interval: int = Field(default=1, ge=1)
+    """Train steps between two hand-overs of the weights to the engines."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Sync intervals that a group may wait beyond its own; 0: on-policy if weights are synced every step."""
+    staleness_rule: str = "drop"
+    """What happens to groups that got too old: ``drop``, ``requeue``, ``admit``, ``mask``, ``correct``, or
+    ``package.module:Class``."""
+    over_sample_threshold: float = Field(default=0.0, ge=0)
+    """Share of a batch that is kept in flight beyond what the batch needs."""
+    enable_partial_rollout: bool = False
+    """Interrupted rollouts go on from their tokens; otherwise they start over."""
+    tail_batch_trigger_size: int = Field(default=0, ge=0)
+    """So many expired groups are generated again in a round of their own; 0: never."""
+    tail_batch_max_tries: int = Field(default=0, ge=0)
+    """Interruptions after which a group joins the tail batch; 0: it never does."""
+    in_flight_update: bool = False
+    """Hand weights over while rollouts run; they go on over the new weights instead of being interrupted."""
+    stall_after_s: float = Field(default=900.0, gt=0)
+    """Seconds without any progress after which the run ends with a report of what hangs."""
+
+    @property
+    def is_async(self) -> bool:
+        """Whether groups may be in flight between batches."""
+        return self.mode == "separate" if self.strategy is None else self.strategy == "async"
+
+    @model_validator(mode="after")
+    def _check(self) -> ProduceConfig:
+        look_up("filter", self.filter, FILTERS)
+        look_up("staleness_rule", self.staleness_rule, STALENESS_RULES)
+        if self.mode == "separate" and not self.is_async:
+            raise ConfigError("mode 'separate' needs strategy 'async': groups outlive the batch they are for")
+        if self.mode == "colocated" and self.in_flight_update:
+            raise ConfigError("in_flight_update needs mode 'separate': colocated engines rest while training")
+        if not self.is_async and (unread := self.model_fields_set & _ASYNC_ONLY):
+            raise ConfigError(
+                f"{', '.join(sorted(unread))}: only read by strategy 'async'; set it, or leave them out"
+            )
+        return self
+
+
+_ASYNC_ONLY = {
+    "max_staleness",
+    "staleness_rule",
+    "over_sample_threshold",
+    "enable_partial_rollout",
+    "tail_batch_trigger_size",
+    "tail_batch_max_tries",
+}
 
 
 class EvalConfig(StrictModel):
@@ -72,6 +125,8 @@ class RunConfig(StrictModel):
     keep_checkpoints: int = Field(default=2, ge=1)
     show_every: int = Field(default=10, ge=0)
     """Train steps between tables of sampled rollouts; 0: never."""
+    trace: bool = False
+    """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     tasks: list[TaskConfig] = Field(min_length=1)
@@ -96,7 +151,7 @@ class RunConfig(StrictModel):
             raise ValueError("at least one task needs a positive weight")
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
-        look_up("filter", self.produce.filter, FILTERS)
+        check_staleness_rule(self.produce.staleness_rule, self.train)
         for wrong, message in self._rules():
             if wrong:
                 raise ConfigError(message)
@@ -114,7 +169,7 @@ class RunConfig(StrictModel):
             ),
             (
                 train.pass_k is not None and train.pass_k > group_size,
-                f"train.pass_k = {train.pass_k} is more than rollouts_per_prompt = {group_size}; lower it",
+                f"rollouts_per_prompt = {group_size} is too few for train.advantage = {train.advantage!r}",
             ),
             (
                 train.mini_batches > sequences,

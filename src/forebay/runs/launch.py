@@ -22,6 +22,9 @@ from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints, new_folder, write_run_file
+from forebay.runs.separate import run_separate
+
+_LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 
 async def launch(
@@ -34,7 +37,7 @@ async def launch(
 
     Raises:
         ConfigError: something in the config, or the folder, does not fit.
-        ProductionError, FloatingPointError: as `run_colocated`.
+        ProductionError, StallError, FloatingPointError: as `run_colocated` and `run_separate`.
     """
     _silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
@@ -48,7 +51,7 @@ async def launch(
             run = await _resumed(config, checkpoint, step, display)
         remove_handler = _stop_on_signals(run)
         try:
-            await run_colocated(run)
+            await _LOOPS[config.produce.mode](run)
         finally:
             remove_handler()
     return steps.accuracy_line(run), run.stop_requested
@@ -172,7 +175,7 @@ def _stop_on_signals(run: Run) -> Callable[[], None]:
         os._exit(130)
 
     def stop() -> None:
-        run.stop_requested = True
+        run.stop.set()
         run.display.interrupted()
         for number in before:
             loop.remove_signal_handler(number)

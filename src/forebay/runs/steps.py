@@ -3,8 +3,10 @@
 ::
 
     sync_weights -> evaluate
-    repeat: produce -> fit -> forget_consumed -> sync_weights -> report
-            -> evaluate when due -> checkpoint when due
+    repeat, colocated: produce -> fit -> forget_consumed -> sync_weights -> report
+                       -> evaluate, checkpoint when due
+    repeat, separate:  next_batch -> fit -> forget_consumed -> report
+                       -> when due, with production_paused: sync_weights, evaluate, checkpoint
     finish
 
 CPU-heavy work runs in the run's compute thread, so that the event loop stays free.
@@ -13,16 +15,18 @@ CPU-heavy work runs in the run's compute thread, so that the event loop stays fr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.config import ConfigError
 from forebay.produce import ProduceBatchResult
-from forebay.produce.results import LEFTOVER_STATUSES
 from forebay.runs.build import EvalSet, Run
 from forebay.runs.folder import list_checkpoints, publish
 from forebay.runs.pictures import learning_curve
@@ -33,7 +37,7 @@ T = TypeVar("T")
 ROLLOUTS_PER_RECORD = 8
 """Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
 
-STEP_PHASES = ("generate", "train", "sync")
+STEP_PHASES = ("generate", "wait", "train", "pause", "sync")
 
 
 async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
@@ -41,19 +45,65 @@ async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
     return await asyncio.get_running_loop().run_in_executor(run.compute_thread, function, *args)
 
 
+@contextlib.contextmanager
+def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
+    """Show that the run now does `name`, count its time, and register it as an activity of that stage."""
+    run.display.phase(name)
+    span = run.activities.span(stage, f"step {run.train_step + 1}") if stage else contextlib.nullcontext()
+    with run.timer.phase(name), span:
+        yield
+
+
 async def sync_weights(run: Run) -> None:
     """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
-    run.display.phase("sync")
-    with run.timer.phase("sync"):
+    with phase(run, "sync", SYNC):
         await run.trainer.sync_weights(run.controller)
 
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     """Generate, judge and take the batch of `train_step`."""
-    run.display.phase("generate")
     run.progress.start_step()
-    with run.timer.phase("generate"):
+    with phase(run, "generate"):
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
+
+
+async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
+    """Wait for the batch of `train_step` from the background producer; None if a stop was requested first.
+
+    Where only newer weights can help (all that is there, or can be made, is too old), they are handed over.
+
+    Raises:
+        ProductionError: the producer has ended, or nothing can make progress.
+        StallError: nothing has moved for ``produce.stall_after_s``.
+    """
+    while True:
+        with phase(run, "wait", WAIT_BATCH):
+            batch = await _unless_stopped(run, run.manager.get_batch(run.config.batch_size, train_step))
+        if batch is None or batch.rollout_states:
+            return batch
+        async with production_paused(run):
+            await sync_weights(run)
+
+
+async def _unless_stopped(run: Run, waiting: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `waiting`; None, and `waiting` cancelled, if a stop is requested before."""
+    stop, work = asyncio.create_task(run.stop.wait()), asyncio.create_task(waiting)
+    try:
+        await asyncio.wait([stop, work], return_when=asyncio.FIRST_COMPLETED)
+        return work.result() if work.done() else None
+    finally:
+        for task in (stop, work):
+            task.cancel()
+        await asyncio.gather(stop, work, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def production_paused(run: Run) -> AsyncIterator[None]:
+    """Let the background producer rest: what is in flight waits in the buffer and goes on afterwards."""
+    with phase(run, "pause"):
+        await run.manager.pause_produce()
+    yield
+    await run.manager.continue_produce(run.controller.model_step)
 
 
 async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
@@ -63,16 +113,50 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         ConfigError: the trainer refuses the batch.
         FloatingPointError: the training diverged.
     """
-    run.display.phase("train")
     try:
-        with run.timer.phase("train"):
-            batch = await compute(run, run.trainer.fit, groups)
+        with phase(run, "train", TRAIN):
+            fit_step = partial(run.trainer.fit, stale_thresholds=_masked_from(run))
+            batch = await compute(run, fit_step, groups)
     except ValueError as error:
         raise ConfigError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     except FloatingPointError as error:
         await _give_back(run, groups)
         raise FloatingPointError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     return batch.metrics
+
+
+def _masked_from(run: Run) -> dict[str, int] | None:
+    """The staleness, by task, from which tokens are left out of the loss; None: none are."""
+    if run.config.produce.staleness_rule != "mask":
+        return None
+    strategies = {runner.task_name: runner.produce_strategy for runner in run.manager.task_runners}
+    return {name: strategy.max_lag for name, strategy in strategies.items() if strategy.max_lag is not None}
+
+
+def guard(run: Run, train_step: int, metrics: dict[str, float]) -> None:
+    """Look at how far the rollouts were from the policy, and do what ``train.guard`` says.
+
+    To lower the lag, what may be stale is halved, and weights are synced at least that often.
+
+    Raises:
+        OffPolicyError: a measure left its band, and the guard stops the run.
+    """
+    action, message = run.guard.check(train_step, metrics)
+    if action == "none":
+        return
+    if action == "lower_lag":
+        lag = max(runner.produce_strategy.max_lag or 1 for runner in run.manager.task_runners)
+        limit_lag(run, max(1, lag // 2))
+        message += f"; rollouts may now be {max(1, lag // 2)} train steps behind, before: {lag}"
+    run.display.warning(message)
+
+
+def limit_lag(run: Run, train_steps: int) -> None:
+    """Let weights and rollouts be at most `train_steps` behind, where more was allowed."""
+    run.lag_limit = train_steps
+    run.sync_interval = min(run.sync_interval, train_steps)
+    for runner in run.manager.task_runners:
+        runner.produce_strategy.limit_lag(train_steps)
 
 
 async def _give_back(run: Run, groups: list[list[RolloutState]]) -> None:
@@ -95,11 +179,15 @@ async def forget_consumed(run: Run, train_step: int) -> None:
 
 
 async def evaluate(run: Run, label: str) -> dict[str, float]:
-    """Try the held-out prompts with the current weights; {} without any."""
+    """Try the held-out prompts with the weights of the latest train step; {} without any.
+
+    Nothing else may be generated meanwhile: a background producer is paused first.
+    """
     if not run.eval_sets:
         return {}
-    run.display.phase("evaluate")
-    with run.timer.phase("evaluate"):
+    if run.controller.model_step != run.trainer.model_step:
+        await sync_weights(run)
+    with phase(run, "evaluate", EVALUATE):
         await run.controller.continue_generation()
         try:
             groups = await evaluation_groups(run.eval_sets)
@@ -137,6 +225,8 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         "reward": sum(scores) / len(scores),
         "response_tokens": tokens / len(scores),
         "samples": float(len(scores)),
+        "busy/producer": run.busy.share("producer"),
+        "busy/trainer": run.busy.share("trainer"),
         "staleness": max(state.seq_staleness for group in groups for state in group),
         "tokens_per_s": batch.produced_tokens / wall_s if wall_s > 0 else 0.0,
         "step_s": wall_s,
@@ -175,17 +265,22 @@ def is_due(step: int, every: int) -> bool:
 
 async def checkpoint(run: Run) -> Path:
     """Save everything a resumed run needs; the folder appears under its name only when it is complete."""
-    run.display.phase("checkpoint")
     final = run.folder / "checkpoints" / f"step_{run.train_step:06d}"
     if final.exists():
         return final
     temporary = final.with_name(final.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    with run.timer.phase("checkpoint"):
+    with phase(run, "checkpoint", CHECKPOINT):
         await compute(run, run.trainer.save, temporary / "trainer")
         await run.manager.save(temporary / "manager")
-        state = {"train_step": run.train_step, "history": run.history, "evaluations": run.evaluations}
+        state = {
+            "train_step": run.train_step,
+            "history": run.history,
+            "evaluations": run.evaluations,
+            "guard": run.guard.state_dict(),
+            "lag_limit": run.lag_limit,
+        }
         (temporary / "run.json").write_text(json.dumps(state), encoding="utf-8")
         await compute(run, publish, temporary, final)
     for old in list_checkpoints(run.folder)[: -run.config.keep_checkpoints]:
@@ -208,6 +303,9 @@ async def resume(run: Run, path: Path) -> None:
     run.train_step = state["train_step"]
     run.history = state["history"]
     run.evaluations = state["evaluations"]
+    run.guard.load_state_dict(state["guard"])
+    if state["lag_limit"] is not None:
+        limit_lag(run, state["lag_limit"])
     run.display.message(f"resumed after train step {run.train_step} from {path}")
 
 
@@ -243,9 +341,7 @@ def _publish_model(source: Path, target: Path) -> None:
 
 async def group_counts(run: Run) -> dict[str, dict[str, int]]:
     """What became of the groups of each task: trained, live, dropped by reason."""
-    names = run.manager.task_names
-    cells = await run.manager.replay_buffer.count_statuses(names, list(LEFTOVER_STATUSES))
-    balance = run.manager.ledger.balance({name: sum(cells[name].values()) for name in names})
+    balance = run.manager.ledger.balance(await run.manager.count_live())
     return {
         name: {"generated": part.generated, "trained": part.trained, "live": part.live, **part.dropped}
         for name, part in balance.by_task.items()
@@ -254,6 +350,8 @@ async def group_counts(run: Run) -> dict[str, dict[str, int]]:
 
 async def close(run: Run) -> None:
     """Free engines, sinks and the compute thread."""
+    if run.trace is not None:
+        run.trace.close()
     await run.controller.close()
     run.metrics.close()
     run.manager.ledger.close()

@@ -1,0 +1,122 @@
+"""Takes batches out of the buffer, whole or not at all, and keeps the books of what becomes of groups.
+
+::
+
+    age --> take (ARCHIVED) --> ledger: trained      --undo--> restore, ledger: requeued
+                |
+                '--> FILTERED, FAILED, SKIPPED, EXPIRED that nobody regenerates: out, ledger: dropped
+
+It decides nothing about production and waits for nothing but the buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from forebay.ledger import Ledger
+from forebay.produce.context import name_group
+from forebay.produce.results import LEFTOVER_STATUSES
+from forebay.produce.strategies import ProduceStrategy
+from forebay.produce.tasks import TaskRunner, in_flight
+from forebay.replay import ReplayBuffer, StorageItem
+from forebay.types import RolloutState, Status
+
+GroupsByTask = dict[str, list[list[RolloutState]]]
+
+_TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
+
+_NEVER_STALE = 2**31 - 1
+"""A threshold that nothing reaches: the groups of a task without one are aged all the same."""
+
+_ERROR_LENGTH = 200
+"""Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
+
+
+class Accounts:
+    """The books of several tasks over one buffer.
+
+    Invariant: between two calls, every group that was ever taken up is live (in the buffer or in flight),
+    trained or dropped in the ledger.
+
+    >>> accounts = Accounts(runners, buffer, Ledger())
+    >>> groups_by_task = await accounts.take({"math": 16}, train_step=3)
+    """
+
+    def __init__(
+        self, runners: Mapping[str, TaskRunner], replay_buffer: ReplayBuffer, ledger: Ledger
+    ) -> None:
+        self.ledger = ledger
+        self._runners = runners
+        self._buffer = replay_buffer
+        self._on_evict = replay_buffer.on_evict
+        replay_buffer.on_evict = self._enter_eviction
+
+    async def age(self, train_step: int) -> None:
+        """Give every group its staleness at `train_step`; what is too stale for its task expires."""
+        thresholds = {
+            name: getattr(runner.produce_strategy, "stale_threshold", None) or _NEVER_STALE
+            for name, runner in self._runners.items()
+        }
+        expired = await self._buffer.refresh_staleness(
+            task_stale_thresholds=thresholds, current_train_step=train_step
+        )
+        for name, count in expired.items():
+            strategy = self._runners[name].produce_strategy
+            if isinstance(strategy, ProduceStrategy):
+                strategy.num_expired += count
+
+    async def take(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
+        """The batch of `train_step`, entered as trained; None, and nothing is taken, if it is not whole."""
+        if not await self._buffer.is_ready(sizes):
+            return None
+        groups_by_task, counts = await self._buffer.take_batch(dict(sizes), train_step=train_step)
+        if any(counts[name] < size for name, size in sizes.items()):
+            # Something expired or was evicted between the look and the grasp.
+            await self._buffer.restore(train_step - 1)
+            return None
+        for name, groups in groups_by_task.items():
+            for group in groups:
+                self.ledger.record(name_group(group), name, "trained", train_step=train_step)
+        return groups_by_task
+
+    async def give_back(
+        self, groups_by_task: Mapping[str, Sequence[Sequence[RolloutState]]], train_step: int
+    ) -> None:
+        """Undo `take`: the groups are live again, as they were."""
+        await self._buffer.restore(train_step - 1)
+        for name, groups in groups_by_task.items():
+            for group in groups:
+                self.ledger.record(name_group(group), name, "requeued")
+
+    async def drop_terminal(self) -> None:
+        """Nothing will ever train or retry these: out of the buffer, into the ledger."""
+        for name, runner in self._runners.items():
+            keeps_expired = getattr(runner.produce_strategy, "keeps_expired", False)
+            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
+                count = await self._buffer.count(name, status)
+                for group in await self._buffer.get(count, name, status):
+                    error = next((state.error_msg for state in group if state.error_msg), None)
+                    self.ledger.record(
+                        name_group(group),
+                        name,
+                        "dropped",
+                        reason=status.value,
+                        error=error and error[:_ERROR_LENGTH],
+                    )
+
+    async def count_leftovers(self) -> dict[str, dict[Status, int]]:
+        """The groups of each task in the buffer, by status."""
+        return await self._buffer.count_statuses(self._runners, LEFTOVER_STATUSES)
+
+    async def count_live(self) -> dict[str, int]:
+        """The groups of each task in the buffer and in flight."""
+        cells = await self.count_leftovers()
+        # Nothing may be awaited from here on: a group must not move between the two counts.
+        return {
+            name: sum(cells[name].values()) + len(in_flight(runner)) for name, runner in self._runners.items()
+        }
+
+    def _enter_eviction(self, evicted: StorageItem) -> None:
+        self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
+        if self._on_evict is not None:
+            self._on_evict(evicted)

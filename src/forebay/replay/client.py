@@ -1,0 +1,322 @@
+"""`RemoteReplayBuffer`: a replay buffer in another process, with the methods of `ReplayBuffer`.
+
+::
+
+    connect --> Link --lost--> the next call connects again
+                 |
+    put, get, count, ... --> one message there, one answer back; any number of calls at a time
+
+It holds no groups and decides nothing; what it can rely on is said in `forebay.replay.server`.
+
+When the connection breaks. Calls that only look (and `wait_for_change`) are made again on a new connection.
+So are puts, and the confirmations of takes, if the same server is still there: it knows them by their keys.
+Every other call raises `ConnectionLost`, because it may have happened; one that takes for a train step is
+settled by `restore`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.replay import server_messages as messages
+from forebay.replay.buffer import Group
+from forebay.replay.client_link import Link, new_key
+from forebay.replay.server_address import Address
+from forebay.replay.server_groups import PackedGroup, pack_group
+from forebay.replay.server_messages import ConnectionLost
+from forebay.replay.storage import TagValue, check_priority, check_tags
+from forebay.types import (
+    RolloutState,
+    Status,
+    expire_group,
+    fill_token_fields,
+    update_sample_version,
+)
+
+
+class RemoteReplayBuffer:
+    """The buffer of a server, for one event loop of this process.
+
+    Methods, results and errors are those of `ReplayBuffer`; groups come and go by value. After a `put` the
+    caller's rollouts are labelled, aged and, if they expired, wiped, as they are there. ``len(buffer)``,
+    `version` and `num_evicted` are as of the last answer that this client got.
+
+    >>> async with await RemoteReplayBuffer.connect("run/buffer.sock") as buffer:
+    ...     await buffer.put(group, "math", model_step=3)
+    ...     groups, counts = await buffer.take_batch({"math": 64}, train_step=4)
+    """
+
+    def __init__(self, address: Address, token: str | None, link: Link) -> None:
+        self.address = str(address)
+        self._address = address
+        self._token = token
+        self._link = link
+        self._connecting = asyncio.Lock()
+        self._is_closed = False
+
+    @classmethod
+    async def connect(cls, address: str | os.PathLike[str], token: str | None = None) -> RemoteReplayBuffer:
+        """Connect to the server at `address`.
+
+        Raises:
+            ValueError: the address is not one.
+            ConnectionLost: nobody listens there, or the server refuses; a `ConnectionError`.
+        """
+        found = Address.parse(address)
+        return cls(found, token, await Link.open(found, token))
+
+    async def __aenter__(self) -> RemoteReplayBuffer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection; the buffer itself stays with the server."""
+        self._is_closed = True
+        await self._link.close()
+
+    def __len__(self) -> int:
+        return self._link.num_live
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the content."""
+        return self._link.version
+
+    @property
+    def num_evicted(self) -> dict[str, int]:
+        """Groups evicted so far, by task."""
+        return dict(self._link.num_evicted)
+
+    async def put(
+        self,
+        items: Sequence[RolloutState],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        tags: Mapping[str, TagValue] | None = None,
+        priority: float | None = None,
+    ) -> None:
+        """See `ReplayBuffer.put`; returns when the group is stored, which may take until there is room.
+
+        Raises:
+            ValueError: as there; nothing is stored.
+            ServerClosed: the server closed before there was room; nothing is stored.
+            ConnectionLost: the connection broke and the server was started anew or is gone, so that nobody
+                knows whether the group is stored.
+        """
+        if stale_threshold is not None and stale_threshold <= 0:
+            raise ValueError(
+                f"the stale threshold of task {task_name!r} must be positive, got {stale_threshold}"
+            )
+        checked_tags, checked_priority = check_tags(tags), check_priority(priority)
+        if not items:
+            return
+        for state in items:
+            if model_step is not None:
+                update_sample_version(state, model_step)
+            fill_token_fields(state)
+        arguments = messages.PutArguments(
+            new_key(), task_name, current_train_step, stale_threshold, checked_tags, checked_priority
+        )
+        (has_expired, staleness), _ = await self._call("put", arguments, [pack_group(items)], again="same")
+        for state, value in zip(items, staleness, strict=True):
+            state.seq_staleness = value
+        if has_expired:
+            expire_group(items)
+
+    async def get(
+        self,
+        batch_size: int,
+        task_name: str,
+        group_status: Status,
+        *,
+        tags: Mapping[str, TagValue] | None = None,
+    ) -> list[Group]:
+        """See `ReplayBuffer.get`; what did not arrive here is in the buffer again."""
+        if batch_size <= 0:
+            return []
+        arguments = messages.GetArguments(new_key(), batch_size, task_name, group_status, _checked(tags))
+        _, groups = await self._take("get", arguments, arguments.key)
+        return groups
+
+    async def count(
+        self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
+    ) -> int:
+        """See `ReplayBuffer.count`."""
+        number, _ = await self._call(
+            "count", messages.CountArguments(task_name, group_status, _checked(tags)), again="any"
+        )
+        return int(number)
+
+    async def count_statuses(
+        self, task_names: Iterable[str], statuses: Iterable[Status]
+    ) -> dict[str, dict[Status, int]]:
+        """See `ReplayBuffer.count_statuses`."""
+        statuses = list(statuses)
+        cells, _ = await self._call(
+            "count_statuses", messages.CountStatusesArguments(list(task_names), statuses), again="any"
+        )
+        return {task: dict(zip(statuses, numbers, strict=True)) for task, numbers in cells.items()}
+
+    async def is_ready(
+        self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
+    ) -> bool:
+        """See `ReplayBuffer.is_ready`."""
+        counts = await self.count_statuses(task_batch_sizes, [group_status])
+        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
+
+    async def take_batch(
+        self,
+        task_batch_sizes: Mapping[str, int],
+        *,
+        group_status: Status = Status.COMPLETED,
+        train_step: int | None = None,
+    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
+        """See `ReplayBuffer.take_batch`.
+
+        If the connection breaks, groups taken for a train step may be ARCHIVED though they did not arrive:
+        `restore` to the step before brings them back. Without a train step they are in the buffer again.
+        """
+        arguments = messages.TakeArguments(new_key(), dict(task_batch_sizes), group_status, train_step)
+        if train_step is None:
+            counts, groups = await self._take("take_batch", arguments, arguments.key)
+        else:
+            counts, groups = await self._call("take_batch", arguments)
+        following = iter(groups)
+        return {task: [next(following) for _ in range(number)] for task, number in counts.items()}, counts
+
+    async def commit(self, train_step: int) -> None:
+        """See `ReplayBuffer.commit`."""
+        await self._call("commit", messages.StepArguments(train_step))
+
+    async def restore(self, train_step: int) -> None:
+        """See `ReplayBuffer.restore`."""
+        await self._call("restore", messages.StepArguments(train_step))
+
+    async def refresh_staleness(
+        self,
+        task_stale_thresholds: Mapping[str, int],
+        current_train_step: int,
+        statuses: Iterable[Status] | None = None,
+    ) -> dict[str, int]:
+        """See `ReplayBuffer.refresh_staleness`."""
+        asked = None if statuses is None else list(statuses)
+        arguments = messages.RefreshArguments(dict(task_stale_thresholds), current_train_step, asked)
+        expired, _ = await self._call("refresh_staleness", arguments)
+        return dict(expired)
+
+    async def update_priorities(
+        self, priorities: Mapping[Any, float], *, by: str = "uid", task_name: str | None = None
+    ) -> int:
+        """See `ReplayBuffer.update_priorities`."""
+        pairs = [(value, check_priority(priority)) for value, priority in priorities.items()]
+        number, _ = await self._call("update_priorities", messages.PrioritiesArguments(pairs, by, task_name))
+        return int(number)
+
+    async def save(self, path: str | Path) -> None:
+        """See `ReplayBuffer.save`; the server writes, on its machine."""
+        await self._call("save", messages.PathArguments(_absolute(path)))
+
+    async def resume(self, path: str | Path) -> None:
+        """See `ReplayBuffer.resume`; the server reads, on its machine."""
+        await self._call("resume", messages.PathArguments(_absolute(path)))
+
+    async def wait_for_change(self, version: int) -> int:
+        """See `ReplayBuffer.wait_for_change`; also returns when another server has taken over."""
+        link = await self._linked()
+        try:
+            found, _ = await link.call("wait_for_change", messages.VersionArguments(version))
+        except ConnectionLost:
+            if link.lost is None or (await self._linked()).instance != link.instance:
+                return self.version
+            return await self.wait_for_change(version)
+        return int(found)
+
+    async def _call(
+        self,
+        method: str,
+        arguments: msgspec.Struct,
+        groups: Sequence[PackedGroup] = (),
+        *,
+        again: str = "never",
+    ) -> tuple[Any, list[Group]]:
+        """Call; `again` if the connection breaks: "never", on the "same" server, or on "any"."""
+        first = link = await self._linked()
+        while True:
+            try:
+                return await link.call(method, arguments, groups)
+            except ConnectionLost as error:
+                if link.lost is None:
+                    # The connection is up: it is what the server says.
+                    raise
+                unknown = ConnectionLost(f"{error}; whether {method} has happened is not known")
+            if again == "never":
+                raise unknown
+            try:
+                link = await self._linked()
+            except ConnectionLost:
+                raise unknown from None
+            if again == "same" and link.instance != first.instance:
+                raise unknown
+
+    async def _take(self, method: str, arguments: msgspec.Struct, key: bytes) -> tuple[Any, list[Group]]:
+        """Call a method that takes, and confirm what came."""
+        link = await self._linked()
+        confirmation = messages.KeyArguments(key)
+        try:
+            counts, groups = await link.call(method, arguments)
+        except asyncio.CancelledError:
+            # The answer may be on its way already.
+            link.forget("release", confirmation)
+            raise
+        if groups:
+            keeping = asyncio.ensure_future(self._call("keep", confirmation, again="same"))
+            try:
+                await asyncio.shield(keeping)
+            except asyncio.CancelledError:
+                # In this moment they belong to nobody: they go back before the caller goes on.
+                await _outlast(keeping)
+                await _outlast(asyncio.ensure_future(self._call("release", confirmation)))
+                raise
+            link.post(messages.Done(key))
+        return counts, groups
+
+    async def _linked(self) -> Link:
+        """The connection, made anew if it was lost."""
+        async with self._connecting:
+            if self._is_closed:
+                raise ConnectionLost("this client was closed")
+            if self._link.lost is not None:
+                await self._link.close()
+                self._link = await Link.open(self._address, self._token)
+            return self._link
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.abspath(path)
+
+
+def _checked(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue] | None:
+    return None if tags is None else check_tags(tags)
+
+
+async def _outlast(future: asyncio.Future[Any]) -> None:
+    """Wait for the end of `future`, however often the waiting is cancelled."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
+    if not future.cancelled():
+        # Retrieved, so that nobody warns of it: the caller is told of the cancellation instead.
+        future.exception()

@@ -1,0 +1,282 @@
+"""One connection of a client to a buffer server: calls by number, any number at a time.
+
+::
+
+    call --> outbox --> writing task --> socket --> server
+    call <-- its future <-- reading task <-- socket <--'
+
+Writing consumes the outbox, waits for the next message, is woken by `call`, produces bytes. Reading consumes
+bytes, waits for the next message, is woken by the socket, produces answers. Both end with the connection;
+then every call that waits raises why.
+
+What waits for answers is bounded: puts by their bytes, other calls by their number. Further calls wait here,
+in order, before anything of them is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from forebay.replay import server_messages as messages
+from forebay.replay.server_address import Address, dial, prove
+from forebay.replay.server_channel import Channel
+from forebay.replay.server_groups import PackedGroup, unpack_group
+from forebay.replay.server_messages import Answer, Call, ConnectionLost, FrameError, Goodbye, Greeting, Hello
+from forebay.types import ROLLOUT_FIELDS, RolloutState
+
+
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A call that waits for its answer."""
+
+    future: asyncio.Future[Any]
+    groups: list[list[RolloutState]] = field(default_factory=list)
+
+
+class Window:
+    """Lets in as much as `size` at a time, first come, first served; what is larger goes alone.
+
+    >>> await window.enter(100)
+    >>> window.leave(100)
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._used = 0
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+
+    async def enter(self, amount: int) -> None:
+        """Wait until there is room for `amount`, and occupy it."""
+        if not self._waiting and self._fits(amount):
+            self._used += amount
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((turn, amount))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                # It was granted in the same moment.
+                self._used -= amount
+            elif (turn, amount) in self._waiting:
+                self._waiting.remove((turn, amount))
+            self._wake()
+            raise
+
+    def leave(self, amount: int) -> None:
+        """Make room again."""
+        self._used -= amount
+        self._wake()
+
+    def _fits(self, amount: int) -> bool:
+        return not self._used or self._used + amount <= self._size
+
+    def _wake(self) -> None:
+        while self._waiting and self._fits(self._waiting[0][1]):
+            turn, amount = self._waiting.popleft()
+            if not turn.done():
+                self._used += amount
+                turn.set_result(None)
+
+
+class Link:
+    """A connection that is up until it is lost or closed; it does not come back.
+
+    >>> link = await Link.open(Address.parse("run/buffer.sock"), token=None)
+    >>> value, groups = await link.call("count", CountArguments("math", Status.COMPLETED, None))
+    """
+
+    def __init__(self, channel: Channel[messages.FromServer], greeting: Greeting) -> None:
+        self.instance = greeting.instance
+        self.num_live = 0
+        self.version = 0
+        self.num_evicted: dict[str, int] = {}
+        self.lost: ConnectionLost | None = None
+        """Why the connection is over; None while it is up."""
+        self._channel = channel
+        self._pending: dict[int, _Pending] = {}
+        self._next_number = 0
+        self._outbox: deque[tuple[msgspec.Struct, Sequence[PackedGroup]]] = deque()
+        self._has_mail = asyncio.Event()
+        self._puts = Window(messages.PUT_WINDOW_BYTES)
+        self._calls = Window(messages.MAX_CALLS)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def open(cls, address: Address, token: str | None) -> Link:
+        """Connect and be admitted.
+
+        Raises:
+            ConnectionLost: nobody listens there, it is no buffer server of this version, or it refuses.
+        """
+        try:
+            sock = await dial(address)
+        except OSError as error:
+            raise ConnectionLost(f"no buffer server answers at {address}: {error}") from None
+        channel: Channel[messages.FromServer] = Channel(
+            sock, decode=messages.decode_from_server, max_frame_bytes=messages.MAX_FRAME_BYTES
+        )
+        try:
+            greeting = await _greet(channel, token)
+            link = cls(channel, greeting)
+            link._note(await _expect(channel, Answer))
+        except BaseException as error:
+            channel.close()
+            if isinstance(error, OSError | FrameError):
+                raise ConnectionLost(f"the server at {address} did not let us in: {error}") from None
+            raise
+        channel.max_frame_bytes = greeting.max_frame_bytes
+        link._tasks = [asyncio.create_task(link._read()), asyncio.create_task(link._write())]
+        return link
+
+    async def close(self) -> None:
+        """End the connection; calls that wait raise `ConnectionLost`."""
+        self._lose(ConnectionLost("the connection was closed on this side"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._channel.close()
+
+    async def call(
+        self, method: str, arguments: msgspec.Struct, groups: Sequence[PackedGroup] = ()
+    ) -> tuple[Any, list[list[RolloutState]]]:
+        """What the method returned: a plain value, and groups.
+
+        Raises:
+            ConnectionLost: the connection broke before the answer came.
+            ValueError, RuntimeError, ...: what the method raised.
+        """
+        sizes = [packed.size for packed in groups]
+        encoded = msgspec.Raw(messages.encode(arguments))
+        num_bytes = sum(map(sum, sizes))
+        if num_bytes > self._channel.max_frame_bytes:
+            raise ValueError(
+                f"the group has {num_bytes} bytes, and the server takes at most "
+                f"{self._channel.max_frame_bytes}; serve the buffer with larger max_frame_bytes"
+            )
+        window, amount = self._calls, 1
+        if groups:
+            window, amount = self._puts, max(num_bytes, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS)
+        await window.enter(amount)
+        try:
+            with self._numbered() as (number, pending):
+                self._post(Call(number, method, encoded, sizes), groups)
+                return await pending.future, pending.groups
+        finally:
+            window.leave(amount)
+
+    def post(self, message: msgspec.Struct) -> None:
+        """Send a message that has no answer."""
+        self._post(message, ())
+
+    def forget(self, method: str, arguments: msgspec.Struct) -> None:
+        """Call a method whose answer nobody waits for."""
+        self._next_number += 1
+        self._post(Call(self._next_number, method, msgspec.Raw(messages.encode(arguments))), ())
+
+    @contextmanager
+    def _numbered(self) -> Iterator[tuple[int, _Pending]]:
+        """A number of a call for the time until its answer; if cancelled, the server is told."""
+        if self.lost is not None:
+            raise ConnectionLost(str(self.lost))
+        self._next_number += 1
+        number = self._next_number
+        pending = self._pending[number] = _Pending(asyncio.get_running_loop().create_future())
+        try:
+            yield number, pending
+        except asyncio.CancelledError:
+            self._post(messages.Cancel(number), ())
+            raise
+        finally:
+            del self._pending[number]
+
+    def _post(self, message: msgspec.Struct, groups: Sequence[PackedGroup]) -> None:
+        self._outbox.append((message, groups))
+        self._has_mail.set()
+
+    async def _write(self) -> None:
+        try:
+            while True:
+                while self._outbox:
+                    await self._channel.send(*self._outbox.popleft())
+                self._has_mail.clear()
+                await self._has_mail.wait()
+        except OSError:
+            # The reading side finds the end, after the server's last words.
+            return
+
+    async def _read(self) -> None:
+        reason: BaseException | str = "it ended the connection"
+        try:
+            while (received := await self._channel.receive()) is not None:
+                message, groups = received
+                if isinstance(message, Goodbye):
+                    reason = message.message
+                    break
+                self._deliver(message, groups)
+        except (OSError, FrameError) as error:
+            reason = error
+        self._lose(ConnectionLost(f"the buffer server is gone: {reason}"))
+        self._channel.end()
+
+    def _deliver(self, message: messages.FromServer, groups: list[tuple[bytes, Any]]) -> None:
+        if isinstance(message, Answer):
+            self._note(message)
+        number = getattr(message, "number", None)
+        # One that was cancelled is not waited for any more.
+        if number is None or (pending := self._pending.get(number)) is None or pending.future.done():
+            return
+        match message:
+            case messages.Part():
+                pending.groups += [unpack_group(*group) for group in groups]
+            case Answer():
+                pending.future.set_result(message.result)
+            case messages.Failure():
+                pending.future.set_exception(messages.error_of(message))
+
+    def _note(self, answer: Answer) -> None:
+        self.num_live, self.version = answer.num_live, answer.version
+        if answer.num_evicted is not None:
+            self.num_evicted = answer.num_evicted
+
+    def _lose(self, reason: ConnectionLost) -> None:
+        if self.lost is None:
+            self.lost = reason
+        for pending in self._pending.values():
+            if not pending.future.done():
+                pending.future.set_exception(ConnectionLost(str(self.lost)))
+
+
+async def _greet(channel: Channel[messages.FromServer], token: str | None) -> Greeting:
+    greeting: Greeting = await _expect(channel, Greeting)
+    if greeting.protocol != messages.PROTOCOL or greeting.fields != ROLLOUT_FIELDS:
+        raise FrameError("it speaks for another version of forebay")
+    if greeting.needs_token and token is None:
+        raise FrameError("it asks for a token")
+    await channel.send(Hello(messages.PROTOCOL, prove(token, greeting.nonce)))
+    return greeting
+
+
+async def _expect(channel: Channel[messages.FromServer], kind: type[Any]) -> Any:
+    received = await channel.receive()
+    if received is None:
+        raise FrameError("it ended the connection")
+    message, _ = received
+    if isinstance(message, Goodbye):
+        raise FrameError(message.message)
+    if not isinstance(message, kind):
+        raise FrameError(f"it said {type(message).__name__} instead of {kind.__name__}")
+    return message
+
+
+def new_key() -> bytes:
+    """A key by which the server knows a put or a take again."""
+    return secrets.token_bytes(messages.KEY_BYTES)

@@ -1,0 +1,282 @@
+"""What a buffer server does for each method that a client may call.
+
+::
+
+    Call --arguments--> their type --> the method here --> result, and groups to send
+                          '-- do not fit: ValueError for the caller
+
+The methods are those of `ReplayBuffer`, on one buffer that all connections share; and ``keep`` and
+``release``, which settle a take (`server_handover`). Everything that outlives one connection is here: the
+buffer, the gate, and the puts and takes whose answer may have been lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from forebay.replay import server_messages as messages
+from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.server_gate import Census, Gate
+from forebay.replay.server_handover import Handover, recover, take_over
+from forebay.replay.storage import StorageItem
+from forebay.types import Status, get_group_status
+
+Value = TypeVar("Value")
+
+MAX_REMEMBERED = 16_384
+"""Puts and takes whose outcome is remembered: many times what clients have under way at once."""
+
+
+class Memory(Generic[Value]):
+    """The latest outcomes by key; the oldest are forgotten.
+
+    >>> memory.remember(key, 7)
+    >>> memory.get(key)
+    7
+    """
+
+    def __init__(self, size: int = MAX_REMEMBERED) -> None:
+        self._values: OrderedDict[bytes, Value] = OrderedDict()
+        self._size = size
+
+    def get(self, key: bytes) -> Value | None:
+        """What was remembered; None if nothing is."""
+        return self._values.get(key)
+
+    def remember(self, key: bytes, value: Value) -> None:
+        """Keep `value`."""
+        self._values[key] = value
+        if len(self._values) > self._size:
+            self._values.popitem(last=False)
+
+
+@dataclass
+class Result:
+    """What a method returned: a plain value, and groups that follow it."""
+
+    value: Any = None
+    groups: list[Group] = field(default_factory=list)
+    handover: Handover | None = None
+    """If the groups must be confirmed."""
+
+
+class Served:
+    """One buffer, as all connections share it.
+
+    >>> served = Served(buffer, max_live=1000)
+    >>> await served.open()
+    """
+
+    def __init__(self, buffer: ReplayBuffer, max_live: int | None) -> None:
+        self.buffer = buffer
+        self.census = Census(buffer.storage, buffer.limit)
+        self.gate = Gate(self.census, max_live)
+        self.num_evicted: dict[str, int] = {}
+        self.evictions = 0
+        """Grows when `num_evicted` changes."""
+        self._storing: dict[bytes, asyncio.Task[Result]] = {}
+        self._stored: Memory[Result] = Memory()
+        self._kept: Memory[bool] = Memory()
+        self._on_evict = buffer.on_evict
+        self._watching: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Recover what an earlier server left, count, and begin to watch the buffer."""
+        await recover(self.buffer)
+        await self._look()
+        self.buffer.on_evict = self._note_eviction
+        self._watching = asyncio.create_task(self._watch(self.buffer.version))
+
+    async def close(self) -> None:
+        """End what `open` began, after the puts that are being stored."""
+        if self._storing:
+            await asyncio.wait(self._storing.values())
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
+        self.buffer.on_evict = self._on_evict
+
+    async def _look(self) -> None:
+        await self.census.measure()
+        # In a thread, because a store on disk asks its database.
+        self.num_evicted = await asyncio.to_thread(lambda: dict(self.buffer.num_evicted))
+        self.evictions += 1
+
+    async def _watch(self, seen: int) -> None:
+        """Consumes nothing, waits for changes, is woken by the buffer, produces wake-ups of the gate."""
+        while True:
+            seen = await self.buffer.wait_for_change(seen)
+            self.gate.note_change()
+
+    def _note_eviction(self, item: StorageItem) -> None:
+        self.num_evicted[item.task_name] = self.num_evicted.get(item.task_name, 0) + 1
+        self.evictions += 1
+        if self._on_evict is not None:
+            self._on_evict(item)
+
+    async def admit(self, key: bytes) -> None:
+        """Wait for room for a put, unless it is stored or being stored already; then `put` at once."""
+        if not self._is_known(key):
+            await self.gate.admit()
+            # While this one waited, the same put may have come on another connection.
+            if self._is_known(key):
+                self.gate.leave()
+
+    async def put(self, arguments: messages.PutArguments, group: Group) -> Result:
+        """Store the group, which was admitted, unless it was stored under this key before."""
+        key = arguments.key
+        if (stored := self._stored.get(key)) is not None:
+            return stored
+        if key not in self._storing:
+            # Its own task: once begun, it is not given up when the connection ends.
+            self._storing[key] = asyncio.create_task(self._store(arguments, group))
+            self._storing[key].add_done_callback(lambda task: self._note_stored(key, task))
+        return await asyncio.shield(self._storing[key])
+
+    def _is_known(self, key: bytes) -> bool:
+        return key in self._storing or self._stored.get(key) is not None
+
+    def _note_stored(self, key: bytes, task: asyncio.Task[Result]) -> None:
+        del self._storing[key]
+        # A put that failed has stored nothing, so it may be tried again.
+        if not task.cancelled() and task.exception() is None:
+            self._stored.remember(key, task.result())
+
+    async def _store(self, arguments: messages.PutArguments, group: Group) -> Result:
+        try:
+            before = get_group_status(group)
+            async with self.census.within():
+                await self.buffer.put(
+                    group,
+                    arguments.task_name,
+                    current_train_step=arguments.current_train_step,
+                    stale_threshold=arguments.stale_threshold,
+                    tags=arguments.tags,
+                    priority=arguments.priority,
+                )
+                self.census.add(1)
+        finally:
+            self.gate.leave()
+        has_expired = before is not Status.EXPIRED and get_group_status(group) is Status.EXPIRED
+        return Result([has_expired, [state.seq_staleness for state in group]])
+
+    async def get(self, arguments: messages.GetArguments) -> Result:
+        """See `ReplayBuffer.get`; the groups are parked until they are kept."""
+        sizes = {arguments.task_name: arguments.batch_size}
+        return await self._take_over(sizes, arguments.group_status, arguments.tags)
+
+    async def take_batch(self, arguments: messages.TakeArguments) -> Result:
+        """See `ReplayBuffer.take_batch`; without a train step the groups are parked until they are kept."""
+        sizes, step = arguments.task_batch_sizes, arguments.train_step
+        if step is None:
+            return await self._take_over(sizes, arguments.group_status, None)
+        async with self.census.within():
+            groups, counts = await self.buffer.take_batch(
+                sizes, group_status=arguments.group_status, train_step=step
+            )
+            if arguments.group_status is not Status.ARCHIVED:
+                self.census.add(-sum(counts.values()))
+        return Result(counts, [group for of_task in groups.values() for group in of_task])
+
+    async def _take_over(
+        self, sizes: dict[str, int], status: Status, tags: dict[str, str | int | float | bool] | None
+    ) -> Result:
+        async with self.census.within():
+            handover = await take_over(self.buffer, sizes, status, tags)
+            if status is not Status.ARCHIVED:
+                self.census.add(-len(handover.rows))
+        groups = [group for of_task in handover.groups.values() for group in of_task]
+        counts = {task: len(of_task) for task, of_task in handover.groups.items()}
+        return Result(counts, groups, handover)
+
+    async def keep(self, key: bytes, handover: Handover | None) -> Result:
+        """The groups of `handover` are with the client; without it, say whether they were kept before."""
+        if handover is not None:
+            await handover.keep()
+            self._kept.remember(key, True)
+        elif self._kept.get(key) is None:
+            raise messages.ConnectionLost(
+                "the connection broke while groups were handed over; they are in the buffer again"
+            )
+        return Result()
+
+    async def release(self, handover: Handover | None) -> Result:
+        """Nobody has the groups of `handover`."""
+        if handover is not None:
+            async with self.census.within():
+                self.census.add(await handover.release())
+        return Result()
+
+    async def count(self, arguments: messages.CountArguments) -> Result:
+        """See `ReplayBuffer.count`."""
+        return Result(
+            await self.buffer.count(arguments.task_name, arguments.group_status, tags=arguments.tags)
+        )
+
+    async def count_statuses(self, arguments: messages.CountStatusesArguments) -> Result:
+        """See `ReplayBuffer.count_statuses`; a list of numbers for each task."""
+        cells = await self.buffer.count_statuses(arguments.task_names, arguments.statuses)
+        return Result({task: [of[status] for status in arguments.statuses] for task, of in cells.items()})
+
+    async def commit(self, arguments: messages.StepArguments) -> Result:
+        """See `ReplayBuffer.commit`."""
+        await self.buffer.commit(arguments.train_step)
+        return Result()
+
+    async def restore(self, arguments: messages.StepArguments) -> Result:
+        """See `ReplayBuffer.restore`."""
+        await self.buffer.restore(arguments.train_step)
+        await self.census.measure()
+        return Result()
+
+    async def refresh_staleness(self, arguments: messages.RefreshArguments) -> Result:
+        """See `ReplayBuffer.refresh_staleness`."""
+        return Result(
+            await self.buffer.refresh_staleness(
+                arguments.task_stale_thresholds, arguments.current_train_step, arguments.statuses
+            )
+        )
+
+    async def update_priorities(self, arguments: messages.PrioritiesArguments) -> Result:
+        """See `ReplayBuffer.update_priorities`."""
+        number = await self.buffer.update_priorities(
+            dict(arguments.priorities), by=arguments.by, task_name=arguments.task_name
+        )
+        return Result(number)
+
+    async def save(self, arguments: messages.PathArguments) -> Result:
+        """See `ReplayBuffer.save`; the path is on the server's machine."""
+        await self.buffer.save(arguments.path)
+        return Result()
+
+    async def resume(self, arguments: messages.PathArguments) -> Result:
+        """See `ReplayBuffer.resume`; the path is on the server's machine."""
+        await self.buffer.resume(arguments.path)
+        await recover(self.buffer)
+        await self._look()
+        return Result()
+
+    async def wait_for_change(self, arguments: messages.VersionArguments) -> Result:
+        """See `ReplayBuffer.wait_for_change`."""
+        return Result(await self.buffer.wait_for_change(arguments.version))
+
+
+ARGUMENTS: dict[str, type[Any]] = {
+    "put": messages.PutArguments,
+    "get": messages.GetArguments,
+    "take_batch": messages.TakeArguments,
+    "keep": messages.KeyArguments,
+    "release": messages.KeyArguments,
+    "count": messages.CountArguments,
+    "count_statuses": messages.CountStatusesArguments,
+    "commit": messages.StepArguments,
+    "restore": messages.StepArguments,
+    "refresh_staleness": messages.RefreshArguments,
+    "update_priorities": messages.PrioritiesArguments,
+    "save": messages.PathArguments,
+    "resume": messages.PathArguments,
+    "wait_for_change": messages.VersionArguments,
+}

@@ -1,0 +1,313 @@
+"""One client of a buffer server, from its first words to its last.
+
+::
+
+    accepted -> greeting -> proof -> reading --Call--> a task each --> Part ..., Answer | Failure
+                              |         |-- Cancel --> that task is cancelled
+                              |         |-- Done ----> the take is settled
+                              v         v
+                           refused    ended: tasks cancelled, what was taken and not kept is live again
+
+Reading consumes messages, waits for the next one, is woken by the socket, produces tasks. A call that waits
+(for room, for a change) holds up no other call. Groups go out one call after another, and the next call that
+takes begins when those of the last one are sent: a client that does not read has one batch on its way, and
+no more. Nothing here waits for another connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from forebay.replay import server_messages as messages
+from forebay.replay.server_address import is_proof
+from forebay.replay.server_calls import ARGUMENTS, Result, Served
+from forebay.replay.server_channel import STALL_S, Channel, Received
+from forebay.replay.server_groups import group_parts, unpack_group
+from forebay.replay.server_handover import Handover
+from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed
+
+HELLO_S = 10.0
+"""For a client's first words; any client needs milliseconds."""
+
+HELLO_BYTES = 4096
+"""A client that has not shown its token makes the server read no more than this."""
+
+PART_BYTES = 1 << 20
+"""Groups packed and sent between two turns of the event loop: about a millisecond's work."""
+
+SLACK = 2
+"""A client counts what it has under way by its own clock, and the server by the work that is left."""
+
+_log = logging.getLogger(__name__)
+
+
+class Connection:
+    """Serves one client until it leaves, breaks the rules, or the server closes.
+
+    >>> await Connection(sock, served, token=None, instance=b"...", max_frame_bytes=1 << 28).run()
+    """
+
+    def __init__(
+        self, sock: socket.socket, served: Served, *, token: str | None, instance: bytes, max_frame_bytes: int
+    ) -> None:
+        self._served = served
+        self._token = token
+        self._instance = instance
+        self._channel = Channel(sock, decode=messages.decode_from_client, max_frame_bytes=max_frame_bytes)
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._waiting: set[asyncio.Task[None]] = set()
+        """Of the calls, those that the server ends when it closes."""
+        self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle]] = {}
+        self._output = asyncio.Lock()
+        self._put_bytes = 0
+        self._evictions_sent = -1
+        self._is_closing = False
+        self._settled = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve; returns when the connection is over and nothing of it is left."""
+        try:
+            try:
+                if await self._admit():
+                    await self._read()
+            finally:
+                self._channel.end()
+                await self._clean_up()
+        except (OSError, FrameError) as error:
+            _log.info("a buffer client's connection ended: %s", error)
+        except Exception:  # a fault in serving one client must not reach the others
+            _log.exception("serving a buffer client failed")
+        finally:
+            self._channel.close()
+
+    async def close(self) -> None:
+        """End what waits, let what runs come to its end, and say goodbye."""
+        self._is_closing = True
+        for task in self._waiting:
+            task.cancel()
+        while self._calls or self._handovers:
+            self._settled.clear()
+            await self._settled.wait()
+        await self._channel.send(Goodbye("the server is closing"))
+        self._channel.end()
+
+    def abort(self) -> None:
+        """End the connection as it is."""
+        self._channel.end()
+
+    async def _admit(self) -> bool:
+        nonce = secrets.token_bytes(32)
+        token = self._token
+        await self._channel.send(
+            messages.Greeting(
+                messages.PROTOCOL, self._instance, nonce, token is not None, self._channel.max_frame_bytes
+            )
+        )
+        header_bytes, frame_bytes = self._channel.max_header_bytes, self._channel.max_frame_bytes
+        self._channel.max_header_bytes, self._channel.max_frame_bytes = HELLO_BYTES, 0
+        async with asyncio.timeout(HELLO_S):
+            received = await self._receive()
+        if received is None:
+            return False
+        hello, _ = received
+        if not isinstance(hello, messages.Hello) or hello.protocol != messages.PROTOCOL:
+            await self._refuse(f"the first message is a hello of protocol {messages.PROTOCOL}")
+        elif token is not None and not is_proof(hello.proof, token, nonce):
+            await self._refuse("the token is missing or wrong")
+        else:
+            self._channel.max_header_bytes, self._channel.max_frame_bytes = header_bytes, frame_bytes
+            await self._served.census.measure()
+            await self._answer(0, None)
+            return True
+        return False
+
+    async def _refuse(self, reason: str) -> None:
+        await self._channel.send(Goodbye(f"refused: {reason}"))
+
+    async def _receive(self) -> tuple[messages.FromClient, list[Received]] | None:
+        try:
+            return await self._channel.receive()
+        except FrameError as error:
+            await self._refuse(str(error))
+            raise
+
+    async def _read(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while (received := await self._receive()) is not None:
+                    try:
+                        self._dispatch(*received, tasks)
+                    except FrameError as error:
+                        await self._refuse(str(error))
+                        raise
+                for task in self._calls.values():
+                    task.cancel()
+        except BaseExceptionGroup as errors:
+            # The others are of the same broken connection.
+            raise errors.exceptions[0] from None
+
+    def _dispatch(
+        self, message: messages.FromClient, groups: list[Received], tasks: asyncio.TaskGroup
+    ) -> None:
+        match message:
+            case Call():
+                self._begin(message, groups, tasks)
+            case messages.Cancel(number=number):
+                if (task := self._calls.get(number)) is not None:
+                    task.cancel()
+            case messages.Done(key=key):
+                self._settle(key)
+            case _:
+                raise FrameError("there is one hello only")
+
+    def _begin(self, call: Call, groups: list[Received], tasks: asyncio.TaskGroup) -> None:
+        num_bytes = sum(map(sum, call.sizes))
+        limit = SLACK * messages.PUT_WINDOW_BYTES
+        if call.number in self._calls or call.number == 0:
+            raise FrameError(f"there is a call {call.number} already")
+        if len(self._calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
+            raise FrameError(f"{len(self._calls)} calls wait for their answers already")
+        if self._put_bytes and self._put_bytes + num_bytes > limit:
+            raise FrameError(f"puts of {self._put_bytes} bytes wait for their answers already")
+        self._put_bytes += num_bytes
+        task = tasks.create_task(self._serve(call, groups))
+        self._calls[call.number] = task
+        task.add_done_callback(lambda _: self._note_end(call.number, num_bytes))
+
+    def _note_end(self, number: int, num_bytes: int) -> None:
+        self._put_bytes -= num_bytes
+        del self._calls[number]
+        self._settled.set()
+
+    async def _serve(self, call: Call, groups: list[Received]) -> None:
+        try:
+            await self._run_call(call, groups)
+        except asyncio.CancelledError:
+            if not self._is_closing:
+                raise
+            await self._fail(call.number, ServerClosed("the server is closing; the call has not happened"))
+        except FrameError as error:
+            await self._refuse(str(error))
+            raise
+        except Exception as error:  # whatever it is, it belongs to the caller
+            await self._fail(call.number, error)
+
+    async def _fail(self, number: int, error: BaseException) -> None:
+        await self._channel.send(messages.failure_of(number, error))
+
+    async def _run_call(self, call: Call, groups: list[Received]) -> None:
+        if (kind := ARGUMENTS.get(call.method)) is None:
+            raise ValueError(f"the server has no method {call.method!r}; is it of another version?")
+        try:
+            arguments = msgspec.msgpack.decode(call.arguments, type=kind)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"{call.method}: {error}") from None
+        if self._is_closing and call.method not in ("keep", "release"):
+            raise ServerClosed("the server is closing; the call has not happened")
+        match call.method:
+            case "put":
+                await self._put(call.number, arguments, groups)
+            case "get" | "take_batch":
+                await self._hand_over(call, arguments)
+            case "keep":
+                await self._keep(call.number, arguments.key)
+            case "release":
+                await self._release(arguments.key)
+                await self._answer(call.number, None)
+            case _:
+                async with self._waits(call.method == "wait_for_change"):
+                    result = await getattr(self._served, call.method)(arguments)
+                await self._answer(call.number, result.value)
+
+    async def _put(self, number: int, arguments: messages.PutArguments, groups: list[Received]) -> None:
+        if len(groups) != 1:
+            raise FrameError(f"a put brings one group, not {len(groups)}")
+        group = unpack_group(*groups[0])
+        async with self._waits(True):
+            await self._served.admit(arguments.key)
+        result = await self._served.put(arguments, group)
+        await self._answer(number, result.value)
+
+    async def _hand_over(self, call: Call, arguments: messages.GetArguments | messages.TakeArguments) -> None:
+        """Take and send, when all groups of earlier calls are sent."""
+        async with self._waits(True):
+            await self._output.acquire()
+        try:
+            if isinstance(arguments, messages.GetArguments):
+                result = await self._served.get(arguments)
+            else:
+                result = await self._served.take_batch(arguments)
+            try:
+                await self._send_groups(call.number, result)
+            except BaseException:
+                if result.handover is not None:
+                    await asyncio.shield(self._served.release(result.handover))
+                raise
+            if result.handover is not None and result.groups:
+                # A client that does not confirm is stuck; others should have the groups.
+                timer = asyncio.get_running_loop().call_later(STALL_S, self._channel.end)
+                self._handovers[arguments.key] = (result.handover, timer)
+            await self._answer(call.number, result.value)
+        finally:
+            self._output.release()
+
+    async def _send_groups(self, number: int, result: Result) -> None:
+        for part in group_parts(result.groups, PART_BYTES):
+            for packed in part:
+                if sum(packed.size) > self._channel.max_frame_bytes:
+                    raise ValueError(
+                        f"a group has {sum(packed.size)} bytes, and a message at most "
+                        f"{self._channel.max_frame_bytes}; serve the buffer with larger max_frame_bytes"
+                    )
+                await self._channel.send(messages.Part(number, [packed.size]), [packed])
+
+    async def _keep(self, number: int, key: bytes) -> None:
+        handover, timer = self._handovers.get(key, (None, None))
+        if timer is not None:
+            timer.cancel()
+        await self._served.keep(key, handover)
+        await self._answer(number, None)
+
+    async def _release(self, key: bytes) -> None:
+        handover = self._settle(key)
+        await self._served.release(handover)
+
+    def _settle(self, key: bytes) -> Handover | None:
+        handover, timer = self._handovers.pop(key, (None, None))
+        if timer is not None:
+            timer.cancel()
+        self._settled.set()
+        return handover
+
+    async def _answer(self, number: int, value: object) -> None:
+        served = self._served
+        news = None
+        if self._evictions_sent != served.evictions:
+            news, self._evictions_sent = dict(served.num_evicted), served.evictions
+        await self._channel.send(Answer(number, value, served.census.num_live, served.buffer.version, news))
+
+    @asynccontextmanager
+    async def _waits(self, may_be_ended: bool) -> AsyncIterator[None]:
+        """The time in which a call may be ended by the server's closing."""
+        task = asyncio.current_task()
+        assert task is not None
+        if may_be_ended:
+            self._waiting.add(task)
+        try:
+            yield
+        finally:
+            self._waiting.discard(task)
+
+    async def _clean_up(self) -> None:
+        """Make live again what was taken and not kept."""
+        for key in list(self._handovers):
+            handover = self._settle(key)
+            if handover is not None and not handover.is_kept:
+                await self._served.release(handover)

@@ -1,0 +1,105 @@
+"""The separate run: a background producer and the trainer work at the same time.
+
+::
+
+    produce_loop (background)   groups --> replay buffer --> next_batch
+                                                                |
+    sync -> evaluate --+-> next_batch -> fit -> forget_consumed +-> report --+
+                       |      ^ waits for the deciding put                   |
+                       |   production pauses only when due: sync, evaluate, checkpoint
+                       +-----------------------------------------------------+
+    evaluate -> save -> summary -> shutdown
+
+    consumes: batches                   waits for: a batch, or a weight sync it makes itself
+    woken by: the put that completes the batch, the end of the producer, a stop, the stall watch
+    produces: train steps
+
+A pause leaves every unfinished group in the buffer, ABORTED with its tokens; nothing is thrown away. While
+the held-out prompts are tried the producer rests and the weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from forebay.produce import ProductionError
+from forebay.runs import steps
+from forebay.runs.build import Run
+from forebay.stalls import StallError
+from forebay.train import OffPolicyError
+
+
+async def run_separate(run: Run) -> None:
+    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise.
+
+    Raises:
+        ProductionError: rollouts cannot be produced any more; the last finished step is saved.
+        StallError: nothing has moved for ``produce.stall_after_s``; the last finished step is saved.
+        OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
+        FloatingPointError: the training diverged; the last finished step is saved where it still exists.
+        ConfigError: the trainer refuses a batch.
+    """
+    try:
+        await steps.sync_weights(run)
+        if not run.evaluations:
+            await steps.evaluate(run, "before")
+        async with _producer(run):
+            try:
+                await _train(run)
+            except (ProductionError, StallError, OffPolicyError, FloatingPointError) as error:
+                await run.manager.pause_produce()
+                await steps.rescue(run, error)
+                raise
+            if run.train_step == run.config.steps and not steps.is_evaluated(run):
+                await steps.evaluate(run, "after")
+            await steps.finish(run)
+    finally:
+        await steps.close(run)
+
+
+async def _train(run: Run) -> None:
+    config = run.config
+    await run.manager.continue_produce(run.controller.model_step)
+    while run.train_step < config.steps and not run.stop_requested:
+        train_step = run.train_step + 1
+        batch = await steps.next_batch(run, train_step)
+        if batch is None:
+            break
+        metrics = await steps.fit(run, batch.rollout_states)
+        await steps.forget_consumed(run, train_step)
+        steps.report(run, train_step, batch, metrics)
+        steps.guard(run, train_step, metrics)
+        await _after_step(run, train_step)
+    await run.manager.pause_produce()
+
+
+async def _after_step(run: Run, train_step: int) -> None:
+    """What is due after a step; production rests meanwhile, except where weights are updated in flight."""
+    config = run.config
+    sync = steps.is_due(train_step, run.sync_interval)
+    evaluate = steps.is_due(train_step, config.evaluate.every) and train_step < config.steps
+    save = steps.is_due(train_step, config.checkpoint_every)
+    if sync and config.produce.in_flight_update and not (evaluate or save):
+        await steps.sync_weights(run)
+        await run.manager.continue_produce(run.controller.model_step)
+    elif sync or evaluate or save:
+        async with steps.production_paused(run):
+            if sync:
+                await steps.sync_weights(run)
+            if evaluate:
+                await steps.evaluate(run, f"step {train_step}")
+            if save:
+                await steps.checkpoint(run)
+
+
+@contextlib.asynccontextmanager
+async def _producer(run: Run) -> AsyncIterator[None]:
+    """The background producer, for as long as the block lasts; what ends it shows in `get_batch`."""
+    producer = asyncio.create_task(run.manager.produce_loop(run.config.batch_size), name="producer")
+    try:
+        yield
+    finally:
+        await run.manager.shutdown()
+        await asyncio.gather(producer, return_exceptions=True)

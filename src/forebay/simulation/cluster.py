@@ -1,0 +1,192 @@
+"""The cluster and the workload that a simulation is for: a small TOML file, or what a real run measured.
+
+::
+
+    engines x slots, tokens/s by running requests --> how long a response takes
+    lengths: log-normal | constant | measured     --> how many tokens it has
+    seconds to train, sync and judge              --> everything else
+
+What a run file says (batch, group size, staleness, over-sampling, tasks) is not repeated here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
+
+_Z_99 = NormalDist().inv_cdf(0.99)
+
+
+class _Description(BaseModel):
+    """Strict as a run file's tables are, but no part of one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LengthConfig(_Description):
+    """How long responses are, in tokens: one of three ways to say it.
+
+    >>> LengthConfig(p50=500, p99=4000).quantile(0.99)
+    4000
+    >>> LengthConfig(values=[30, 10, 20]).quantile(0.5)
+    20
+    """
+
+    p50: float | None = Field(default=None, ge=1)
+    """Log-normal: half of the responses are shorter."""
+    p99: float | None = Field(default=None, ge=1)
+    """Log-normal: one in a hundred is longer."""
+    constant: int | None = Field(default=None, ge=1)
+    values: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Measured lengths, each as likely as the others."""
+
+    @field_validator("values")
+    @classmethod
+    def _sorted(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if values is not None and min(values) < 1:
+            raise ValueError(f"a response has at least one token, got a length of {min(values)}")
+        return None if values is None else tuple(sorted(values))
+
+    @model_validator(mode="after")
+    def _check(self) -> LengthConfig:
+        is_log_normal = self.p50 is not None or self.p99 is not None
+        if is_log_normal + (self.constant is not None) + (self.values is not None) != 1:
+            raise ValueError("say the lengths in one way: p50 and p99, or constant, or values")
+        if is_log_normal and (self.p50 is None or self.p99 is None or self.p99 < self.p50):
+            raise ValueError(f"a log-normal needs p50 <= p99, got p50 = {self.p50}, p99 = {self.p99}")
+        return self
+
+    def quantile(self, share: float) -> int:
+        """The length that this share of the responses, in (0, 1), is not longer than."""
+        if self.constant is not None:
+            return self.constant
+        if self.values is not None:
+            return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+        assert self.p50 is not None
+        assert self.p99 is not None
+        sigma = math.log(self.p99 / self.p50) / _Z_99
+        return max(1, round(self.p50 * math.exp(sigma * NormalDist().inv_cdf(share))))
+
+
+class ClusterConfig(_Description):
+    """What a simulation needs to know of engines, trainer and responses.
+
+    >>> cluster = ClusterConfig(slots=64, tokens_per_s=2000, train_s=30, lengths={"constant": 100})
+    >>> cluster.decode_rate(32), cluster.generation_s(num_tokens=60_000)
+    (1000.0, 30.0)
+    """
+
+    engines: int = Field(default=1, ge=1)
+    slots: int = Field(ge=1)
+    """Requests that one engine decodes together; the rest wait."""
+    tokens_per_s: float | tuple[tuple[int, float], ...]
+    """Of one engine: with all slots running; or measured, as pairs (running requests, tokens/s)."""
+    slot_tokens_per_s: float | None = Field(default=None, gt=0)
+    """The most that one request gets, when few run. None: as many as with all slots running."""
+    prompt_tokens: int = Field(default=256, ge=1)
+    prefill_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Input tokens that a request gets through before its first token. None: prefill takes no time."""
+    lengths: LengthConfig
+    task_lengths: dict[str, LengthConfig] = Field(default_factory=dict)
+    """For tasks, by name, whose responses have other lengths."""
+    judge_s: float = Field(default=0.0, ge=0)
+    """From the end of a group's last response to its reward."""
+    filtered_share: float = Field(default=0.0, ge=0, lt=1)
+    """Groups that the run's filter rejects."""
+    trainers: int = Field(default=1, ge=1)
+    """Devices that train, so that `split` can give some of them to the engines."""
+    train_s: float = Field(default=0.0, ge=0)
+    """Seconds of a train step that do not depend on its tokens."""
+    train_tokens_per_s: float | None = Field(default=None, gt=0)
+    """Response tokens that all trainers together train in a second, besides."""
+    sync_s: float = Field(default=0.0, ge=0)
+    """To hand the weights to the engines."""
+
+    @field_validator("tokens_per_s")
+    @classmethod
+    def _check_rates(
+        cls, rates: float | tuple[tuple[int, float], ...]
+    ) -> float | tuple[tuple[int, float], ...]:
+        pairs = rates if isinstance(rates, tuple) else ((1, rates),)
+        if not pairs or any(number < 1 or rate <= 0 for number, rate in pairs):
+            raise ValueError("rates must be positive, and measured pairs be (running requests >= 1, tokens/s)")
+        if any(low[0] >= high[0] for low, high in pairwise(pairs)):
+            raise ValueError("measured pairs must be in rising order of running requests")
+        return rates
+
+    @model_validator(mode="after")
+    def _check(self) -> ClusterConfig:
+        if isinstance(self.tokens_per_s, tuple) and self.slot_tokens_per_s is not None:
+            raise ValueError("slot_tokens_per_s: the measured pairs of tokens_per_s say it already; leave it out")
+        if self.train_s == 0 and self.train_tokens_per_s is None:
+            raise ValueError("training takes no time: set train_s, train_tokens_per_s or both")
+        return self
+
+    def decode_rate(self, running: int) -> float:
+        """Tokens per second that one engine makes with so many requests running.
+
+        Pairs are joined by straight lines, the first with (0, 0). A single rate grows with the requests, each
+        getting `slot_tokens_per_s`, up to that rate.
+        """
+        if isinstance(self.tokens_per_s, tuple):
+            numbers, rates = zip((0, 0.0), *self.tokens_per_s, strict=True)
+            return float(np.interp(running, numbers, rates))
+        each = self.tokens_per_s / self.slots if self.slot_tokens_per_s is None else self.slot_tokens_per_s
+        return min(self.tokens_per_s, each * running)
+
+    @property
+    def full_rate(self) -> float:
+        """Tokens per second of all engines together, all slots running."""
+        return self.engines * self.decode_rate(self.slots)
+
+    def generation_s(self, num_tokens: float) -> float:
+        """Seconds that the engines need for so many tokens if no slot is ever empty."""
+        return num_tokens / self.full_rate
+
+    def training_s(self, num_tokens: float) -> float:
+        """Seconds of a train step over so many response tokens."""
+        rate = self.train_tokens_per_s
+        return self.train_s + (0.0 if rate is None else num_tokens / rate)
+
+    def lengths_of(self, task_name: str) -> LengthConfig:
+        """The response lengths of a task."""
+        return self.task_lengths.get(task_name, self.lengths)
+
+    def split(self, engines: int, trainers: int) -> ClusterConfig:
+        """The same devices shared out otherwise; training time falls in proportion to its devices.
+
+        Raises:
+            ValueError: fewer than one of either.
+        """
+        if engines < 1 or trainers < 1:
+            raise ValueError(f"a split needs at least one engine and one trainer, got {engines}:{trainers}")
+        share, rate = self.trainers / trainers, self.train_tokens_per_s
+        return self.model_copy(
+            update={
+                "engines": engines,
+                "trainers": trainers,
+                "train_s": self.train_s * share,
+                "train_tokens_per_s": None if rate is None else rate / share,
+            }
+        )
+
+
+def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
+    """Read a cluster file and apply ``key=value`` overrides.
+
+    Raises:
+        ConfigError: the file is missing or not TOML, or a key or value does not fit.
+    """
+    try:
+        table = read_toml(path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("no run file", "no cluster file")) from None
+    return parse_config(ClusterConfig, apply_overrides(table, overrides), source=str(path))

@@ -1,0 +1,144 @@
+"""Groups in flight: each is stored once, by its own task, whatever interrupts it."""
+
+import asyncio
+
+import pytest
+
+from forebay import virtual_time
+from forebay.produce.pending import Ended, PendingGroups
+from forebay.types import RolloutState, Status
+
+
+def make_group(index):
+    return [RolloutState([], group_id=index, rollout_id=f"{index}/{j}") for j in range(2)]
+
+
+class Bench:
+    """Takes groups 0, 1, 2, ... each of which is generated for as long as `seconds` says."""
+
+    def __init__(self, seconds=lambda index: 1.0, store_s=0.0, take_s=0.0):
+        self.seconds, self.store_s, self.take_s = seconds, store_s, take_s
+        self.pending = PendingGroups()
+        self.num_taken = 0
+        self.stored = []
+        self.stopped = False
+
+    async def take(self):
+        self.num_taken += 1
+        group = make_group(self.num_taken - 1)
+        await asyncio.sleep(self.take_s)
+        return group
+
+    async def generate(self, group):
+        await asyncio.sleep(self.seconds(group[0].group_id))
+        return group
+
+    async def store(self, group, ended):
+        await asyncio.sleep(self.store_s)
+        self.stored.append((group[0].group_id, ended))
+
+    def start(self, number, **options):
+        for _ in range(number):
+            self.pending.start(
+                self.take, self.generate, self.store, is_stopped=lambda: self.stopped, **options
+            )
+
+
+def test_groups_are_stored_as_they_finish_and_wake_who_waits():
+    async def main():
+        bench = Bench(lambda index: 3.0 - index)
+        bench.start(3)
+        seen = bench.pending.version
+        await bench.pending.wait(seen)
+        assert bench.stored == [(2, Ended.RETURNED)]
+        assert len(bench.pending) == 2
+        assert [group[0].group_id for group in bench.pending.groups] == [0, 1]
+        while len(bench.pending):
+            await bench.pending.wait(bench.pending.version)
+        assert [index for index, _ in bench.stored] == [2, 1, 0]
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("at_s", [None, 0.0, 0.25, 0.75, 1.25, 1.75, 2.25])
+def test_cancel_stores_everything_once_whatever_it_strikes(at_s):
+    """Taking lasts until 0.5 s, generating until 1.5 s, storing until 2 s."""
+
+    async def main():
+        bench = Bench(take_s=0.5, store_s=0.5)
+        bench.start(3)
+        if at_s is not None:
+            await asyncio.sleep(at_s)
+        await bench.pending.cancel()
+        assert len(bench.pending) == 0
+        if at_s is None:
+            assert (bench.num_taken, bench.stored) == (0, [])
+            return
+        expected = Ended.NOT_STARTED if at_s < 0.5 else Ended.INTERRUPTED if at_s < 1.5 else Ended.RETURNED
+        assert sorted(bench.stored, key=str) == [(index, expected) for index in range(3)]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+
+
+def test_what_is_stopped_before_it_generates_comes_back_unstarted():
+    async def main():
+        bench = Bench(take_s=1.0)
+        bench.start(1)
+        await asyncio.sleep(0.5)
+        bench.stopped = True
+        bench.start(1)
+        while len(bench.pending):
+            await bench.pending.wait(bench.pending.version)
+        assert bench.stored == [(0, Ended.NOT_STARTED)]
+        assert bench.num_taken == 1
+
+    virtual_time.run(main())
+
+
+def test_a_time_limit_ends_the_straggler_only():
+    async def main():
+        bench = Bench(lambda index: 1.0 if index else 10**9)
+        bench.start(2, time_limit_s=60.0)
+        await bench.pending.wait(bench.pending.version)
+        await bench.pending.wait(bench.pending.version)
+        assert bench.stored == [(1, Ended.RETURNED), (0, Ended.OUT_OF_TIME)]
+        assert asyncio.get_running_loop().time() == 60.0
+
+    virtual_time.run(main())
+
+
+def test_a_cancellation_from_within_fails_the_group():
+    async def main():
+        bench = Bench()
+        groups = []
+
+        async def generate(group):
+            groups.append(group)
+            raise asyncio.CancelledError
+
+        bench.generate = generate
+        bench.start(1)
+        await bench.pending.wait(bench.pending.version)
+        assert bench.stored == [(0, Ended.RETURNED)]
+        assert all(state.status is Status.FAILED for state in groups[0])
+        assert "from within" in groups[0][0].error_msg
+
+    virtual_time.run(main())
+
+
+def test_what_escapes_from_taking_or_storing_is_raised_once():
+    async def main():
+        bench = Bench()
+
+        async def store(group, ended):
+            raise OSError("no space")
+
+        bench.store = store
+        bench.start(2)
+        await bench.pending.wait(bench.pending.version)
+        with pytest.raises(OSError, match="no space"):
+            bench.pending.raise_error()
+        bench.pending.raise_error()
+
+    virtual_time.run(main())

@@ -1,0 +1,188 @@
+"""The separate run end to end: a background producer and the trainer, a real tiny model and engine."""
+
+import asyncio
+import json
+
+import pytest
+
+from forebay.config import ConfigError, parse_config
+from forebay.ledger import Ledger
+from forebay.metrics import read_jsonl
+from forebay.produce import ProductionError
+from forebay.runs import steps
+from forebay.runs.config import RunConfig
+from forebay.runs.folder import list_checkpoints, saved_config
+from forebay.runs.launch import launch
+from forebay.train import TrainController
+
+STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 4
+
+
+def run_table(output, **changes):
+    data = {"source": "sorting", "arguments": {"length": 3, "letters": 5}}
+    table = {
+        "name": "run",
+        "seed": 3,
+        "steps": STEPS,
+        "batch_size": BATCH_SIZE,
+        "rollouts_per_prompt": GROUP_SIZE,
+        "output": str(output),
+        "show_every": 0,
+        "model": {"source": "tiny", "tiny": {"hidden_size": 32, "num_layers": 2, "num_heads": 2}},
+        "tasks": [
+            {
+                "name": "sorting",
+                "data": {**data, "size": 60},
+                "eval_data": {**data, "start": 60, "size": 10},
+                "judge": {"name": "exact_match", "arguments": {"partial_credit": True}},
+                "sample": {"max_tokens": 5},
+            }
+        ],
+        "produce": {
+            "mode": "separate",
+            "max_staleness": 1,
+            "over_sample_threshold": 0.5,
+            "enable_partial_rollout": True,
+        },
+        "train": {"lr": 1e-3, "token_budget": 512},
+    }
+    return {**table, **changes}
+
+
+def config(output, **changes):
+    return parse_config(RunConfig, run_table(output, **changes))
+
+
+def train(output, **changes):
+    return asyncio.run(launch(config(output, **changes)))
+
+
+def train_rows(folder):
+    return [row for row in read_jsonl(folder / "metrics.jsonl") if row["train_step"]]
+
+
+def events(folder, kind):
+    lines = (folder / "ledger.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def check_books(folder, num_steps=STEPS):
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    balance = ledger.balance(ledger.count_live())
+    assert balance.ok, balance
+    assert balance.trained == num_steps * BATCH_SIZE
+
+
+def test_a_separate_run_leaves_everything_it_promises(tmp_path, capsys):
+    line, interrupted = train(tmp_path, evaluate={"every": 2}, checkpoint_every=3, trace=True)
+    folder = tmp_path / "run"
+    assert line.startswith("held-out accuracy: ")
+    assert not interrupted
+    rows = train_rows(folder)
+    assert [row["train_step"] for row in rows if "train/loss" in row] == list(range(1, STEPS + 1))
+    assert all(0 <= row["staleness"] < 2 for row in rows if "staleness" in row)
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000003", "step_000006"]
+    assert json.loads((folder / "trace.json").read_text())
+    check_books(folder)
+    trained = [event["group"] for event in events(folder, "trained")]
+    assert len(trained) == len(set(trained))
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_without_staleness_every_token_is_on_policy(tmp_path):
+    train(tmp_path, produce={"mode": "separate", "over_sample_threshold": 0.5})
+    rows = [row for row in train_rows(tmp_path / "run") if "staleness" in row]
+    assert [row["staleness"] for row in rows] == [0] * STEPS
+    assert all(abs(row["train/mismatch_kl"]) < 1e-4 for row in rows)
+    check_books(tmp_path / "run")
+
+
+def test_a_resumed_run_goes_on_with_every_group_once(tmp_path):
+    train(tmp_path, checkpoint_every=2, keep_checkpoints=3)
+    folder = tmp_path / "run"
+    # As if the run had been killed after step 5: the last complete checkpoint is that of step 4.
+    (folder / "checkpoints" / "step_000006").rename(folder / "checkpoints" / "step_000006.tmp")
+    asyncio.run(launch(saved_config(folder), resume=folder))
+    assert sorted(row["train_step"] for row in train_rows(folder) if "train/loss" in row) == list(
+        range(1, STEPS + 1)
+    )
+    check_books(folder)
+
+
+def test_weights_updated_in_flight_label_the_tokens_that_they_make(tmp_path, monkeypatch):
+    mixed = []
+    fit = TrainController.fit
+
+    def watched(self, groups, **kwargs):
+        mixed.extend(state for group in groups for state in group if len(set(state.response_model_steps)) > 1)
+        return fit(self, groups, **kwargs)
+
+    monkeypatch.setattr(TrainController, "fit", watched)
+    produce = {**run_table(tmp_path)["produce"], "in_flight_update": True, "over_sample_threshold": 2.0}
+    train(
+        tmp_path, produce=produce, tasks=[{**run_table(tmp_path)["tasks"][0], "sample": {"max_tokens": 24}}]
+    )
+    check_books(tmp_path / "run")
+    for state in mixed:
+        assert (state.response_model_steps[:-1] <= state.response_model_steps[1:]).all()
+
+
+@pytest.mark.parametrize("rule", ["drop", "requeue", "admit"])
+def test_the_staleness_rules_keep_the_bound_and_the_books(tmp_path, rule):
+    produce = {
+        "mode": "separate",
+        "max_staleness": 0,
+        "sync_weights_interval": 2,
+        "over_sample_threshold": 1.0,
+        "enable_partial_rollout": True,
+        "staleness_rule": rule,
+    }
+    train(tmp_path, produce=produce)
+    rows = [row for row in train_rows(tmp_path / "run") if "staleness" in row]
+    assert all(row["staleness"] < 2 for row in rows)
+    check_books(tmp_path / "run")
+
+
+def test_a_stop_while_the_trainer_waits_saves_and_leaves(tmp_path, monkeypatch):
+    next_batch = steps.next_batch
+
+    async def stopped_meanwhile(run, train_step):
+        if train_step == 3:
+            asyncio.get_running_loop().call_soon(run.stop.set)
+        return await next_batch(run, train_step)
+
+    monkeypatch.setattr(steps, "next_batch", stopped_meanwhile)
+    _, interrupted = train(tmp_path)
+    assert interrupted
+    folder = tmp_path / "run"
+    done = int(list_checkpoints(folder)[-1].name.removeprefix("step_"))
+    assert done in (2, 3)
+    monkeypatch.undo()
+    asyncio.run(launch(saved_config(folder), resume=folder))
+    check_books(folder)
+
+
+def broken_judge(state):
+    raise RuntimeError("the judge is broken")
+
+
+def test_a_producer_that_cannot_go_on_ends_the_run_with_its_reason(tmp_path):
+    task = {**run_table(tmp_path)["tasks"][0], "judge": {"name": f"{__name__}:broken_judge"}}
+    del task["eval_data"]
+    with pytest.raises(ProductionError, match="the judge is broken"):
+        train(tmp_path, tasks=[task])
+
+
+@pytest.mark.parametrize(
+    ("produce", "message"),
+    [
+        ({"mode": "separate", "strategy": "sync"}, "needs strategy 'async'"),
+        ({"in_flight_update": True}, "needs mode 'separate'"),
+        ({"max_staleness": 1}, "max_staleness: only read by strategy 'async'"),
+        ({"mode": "separate", "staleness_rule": "forget"}, "forget"),
+    ],
+)
+def test_settings_that_nothing_would_read_are_errors(tmp_path, produce, message):
+    with pytest.raises(ConfigError, match=message):
+        train(tmp_path, produce=produce)
+    assert not (tmp_path / "run").exists()

@@ -3,9 +3,9 @@
     python benchmarks/production_overhead.py [--finished 4000] [--repeats 5] [--members 8] [--burst 16]
 
 Scripted agents answer at once, a burst at a time: as soon as one burst of groups is stored, the next may
-finish. With ``--burst 1`` every finished group wakes the strategy by itself, which is the most expensive case.
-The same work without production is measured beside it: making the group, the agent's wait, and the put into a
-like buffer.
+finish. With ``--burst 1`` every group wakes the strategy by itself, the most expensive case. The same work
+without production is measured beside it: making the group, the agent's wait, the put into a like buffer.
+The garbage collector is off: its passes go over what the buffer holds, whoever put it there.
 
     total     CPU time per finished group in a run of `AsyncProduceStrategy.produce_batch`
     beyond    total less prompt, agent and put: sampling, counting, deciding, tasks, wake-ups, ledger
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=100)
     parser.add_argument("--many", type=int, default=10_000)
     options = parser.parse_args()
+    gc.disable()
     few, many, without = [], [], []
     # Taken in turns, so that whatever else the machine does falls on all of them.
     for _ in range(options.repeats):

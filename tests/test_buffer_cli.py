@@ -342,3 +342,34 @@ def test_passwords_are_not_shown():
     assert hide_password("postgresql://me:secret@host/db") == "postgresql://me@host/db"
     assert hide_password("postgresql://host/db") == "postgresql://host/db"
     assert hide_password("runs/a:b@c.db") == "runs/a:b@c.db"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["tcp://0.0.0.0:0"], "give a token"),
+        (["tcp://nowhere"], "an address is a path"),
+        (["socket", "--policy", "best"], "fifo, staleness"),
+        (["socket", "--limit", "5", "--max-live", "5"], "leave one out"),
+        (["socket", "--store", "b.db", "--snapshot", "s"], "for a store in memory"),
+        (["socket", "--snapshot", "file"], "file"),
+        (["socket", "--token-file", "missing"], "missing"),
+        (["socket", "--token-file", "file"], "at least 16 characters"),
+    ],
+)
+def test_serve_refuses_in_one_message(tmp_path, monkeypatch, arguments, reason):
+    pytest.importorskip("msgspec")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("short")
+    assert reason in error_of("buffer", "serve", *arguments)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file"]
+
+
+def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
+    server_command = pytest.importorskip("forebay.replay.server_command")
+    monkeypatch.delenv("FOREBAY_BUFFER_TOKEN", raising=False)
+    assert server_command.read_token(None) is None
+    monkeypatch.setenv("FOREBAY_BUFFER_TOKEN", "of the environment")
+    assert server_command.read_token(None) == "of the environment"
+    (tmp_path / "token").write_text("of the file\n")
+    assert server_command.read_token(tmp_path / "token") == "of the file"

@@ -7,10 +7,12 @@
     forebay buffer query   PATH '{"staleness": {"$gte": 2}}'
     forebay buffer export  PATH out.parquet      one line per rollout, for pandas, Polars, DuckDB
     forebay buffer migrate FROM TO               to another store or a snapshot
+    forebay buffer serve   ADDRESS               the buffer for other processes, until Ctrl-C or SIGTERM
     forebay ledger RUN_FOLDER                    what became of every group, and whether dropping bends it
 
 PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or a file
-that ends in .db, .sqlite or .sqlite3. Only ``export`` and ``migrate`` write, and only what they are told to.
+that ends in .db, .sqlite or .sqlite3. Of the others, only
+``export`` and ``migrate`` write, and only what they are told to.
 """
 
 from __future__ import annotations
@@ -101,6 +103,54 @@ def migrate(
         from forebay.inspection.commands import migrate_buffer
 
         asyncio.run(migrate_buffer(source, target, policy, _console()))
+
+
+@app.command()
+def serve(
+    address: Annotated[
+        str, typer.Argument(help="A path, for a Unix socket, or tcp://HOST:PORT (port 0: any).")
+    ],
+    store: Annotated[str, typer.Option(help="`memory`, a SQLite file, or the URL of a database.")] = "memory",
+    policy: Annotated[
+        str, typer.Option(help="`staleness`, `fifo` or `prioritized`: who is taken first.")
+    ] = "staleness",
+    max_live: Annotated[
+        int | None, typer.Option(min=1, help="Puts wait while there are so many live groups.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Instead: what arrived first is evicted above so many.")
+    ] = None,
+    keep_consumed: Annotated[
+        bool, typer.Option("--keep-consumed", help="Keep consumed groups after their checkpoint.")
+    ] = False,
+    snapshot: Annotated[
+        Path | None, typer.Option(help="Resumed at the start, if there, and saved at the end (memory only).")
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(help="Holds the token; else the variable FOREBAY_BUFFER_TOKEN. Needed off loopback."),
+    ] = None,
+) -> None:
+    """Serve a replay buffer to other processes, for `RemoteReplayBuffer.connect(ADDRESS)`.
+
+    Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
+    """
+    with _one_message():
+        try:
+            from forebay.replay.server_command import ServeOptions, serve_buffer
+        except ModuleNotFoundError as error:
+            raise ValueError(f"serving needs the extra forebay[server]: {error}") from None
+        options = ServeOptions(
+            address=address,
+            store=store,
+            policy=policy,
+            max_live=max_live,
+            limit=limit,
+            keep_consumed=keep_consumed,
+            snapshot=snapshot,
+            token_file=token_file,
+        )
+        asyncio.run(serve_buffer(options, typer.echo))
 
 
 def show_ledger(

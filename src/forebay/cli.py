@@ -7,6 +7,7 @@
     forebay eval  RUN_FOLDER [key=value ...]
     forebay buffer inspect|show|query|export|migrate PATH ...
     forebay ledger RUN_FOLDER
+    forebay replay RUN_FOLDER [--until STEP]
 
 Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
 """
@@ -24,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forebay import buffer_cli
+from forebay import buffer_cli, replay_cli
 from forebay.config import ConfigError
 
 app = typer.Typer(
@@ -89,6 +90,7 @@ def evaluate(
 
 app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(buffer_cli.show_ledger)
+app.command(name="replay")(replay_cli.replay)
 
 
 def main() -> None:

@@ -320,6 +320,15 @@ class StorageConformance:
         assert uids(await storage.get({})) == [b]
 
     @_runs
+    async def test_delete_where_removes_what_matches_and_counts_it(self, storage: StorageBackend) -> None:
+        await fill(storage)
+        assert await storage.delete_where({"staleness": {"$gte": 2}}) == 3
+        assert await storage.delete_where({"staleness": {"$gte": 2}}) == 0
+        assert await storage.delete_where({"status": "archived", "train_step": {"$lte": 6}}) == 0
+        assert await storage.delete_where({"status": "archived", "train_step": {"$lte": 7}}) == 1
+        assert [row.item for row in await storage.get(EVERYTHING)] == [1, 3]
+
+    @_runs
     async def test_update_keeps_ids_and_payload_and_ignores_unknown_uids(
         self, storage: StorageBackend
     ) -> None:

@@ -16,8 +16,9 @@ from forebay.produce import (
     ProductionError,
 )
 from forebay.produce.asynchronous import LAST_FAILURE_KEY, PAUSE_REPEAT_S
+from forebay.produce.context import COUNTED_TOKENS_KEY
 from forebay.replay import AsyncReplayBufferConfig
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, reset_rollout_response
 
 NORMAL, PAUSED, EXPIRED = (
     ProduceBatchStatus.NORMAL,
@@ -318,6 +319,40 @@ async def test_a_response_that_starts_over_is_counted_whole():
     s.event.clear()
     await s.produce(batch_size=1)
     assert s.progress.consume_produced("t")[1] == 12
+
+
+@on_virtual_time
+async def test_what_was_counted_of_an_interrupted_response_counts_again_when_it_starts_over():
+    """A partial rollout that a run without partial rollouts takes up, after a resume with other settings."""
+    s = Setting(target=1, max_staleness=3)
+    await s.buffer.put(
+        make_group(7, status=Status.ABORTED, response_ids=[10], extra_fields={COUNTED_TOKENS_KEY: 1}), "t"
+    )
+
+    def start_over(index, states):
+        for state in states:
+            reset_rollout_response(state)
+            state.append([1, 2])
+
+    s.loop.outcome = start_over
+    await s.produce(batch_size=1)
+    assert s.progress.consume_produced("t")[1] == 4
+
+
+@on_virtual_time
+async def test_no_more_is_started_than_wanted_although_counting_takes_a_while():
+    """Groups end between the count of what is available and the look at what is in flight."""
+    s = Setting(Loop(lambda index: 0.1 + index % 7 / 30), target=40, over_sample_threshold=1.0)
+    count = s.buffer.count
+
+    async def slow_count(*args, **kwargs):
+        result = await count(*args, **kwargs)
+        await asyncio.sleep(0.05)
+        return result
+
+    s.buffer.count = slow_count
+    assert await s.produce(batch_size=4) is NORMAL
+    assert len(s.loop.started) <= 44
 
 
 @on_virtual_time

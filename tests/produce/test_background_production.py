@@ -153,17 +153,6 @@ def test_a_strategy_that_sees_nothing_of_a_short_pause_still_labels_with_the_new
     async def main():
         world = World(strategy=AsyncProduceStrategyConfig(max_staleness=5)).build()
         labels = []
-
-        class Bare:
-            async def generate_group(self, states, *, enable_partial_rollout=False):
-                await asyncio.sleep(1)
-                for state in states:
-                    state.response_ids, state.status = [1], Status.COMPLETED
-                return states
-
-            async def pause(self):
-                pass
-
         world.manager.task_runners[0].agent_loop = Bare()
         world.manager.on_group = lambda task, group: labels.append(group[0].response_model_steps.tolist())
         producing = asyncio.create_task(world.manager.produce_loop(2))
@@ -174,6 +163,140 @@ def test_a_strategy_that_sees_nothing_of_a_short_pause_still_labels_with_the_new
         await world.manager.get_batch(2, 3)
         await asyncio.sleep(0.5)
         assert labels[-1] == [2]
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+class Bare:
+    """An agent loop that labels nothing; a second per group."""
+
+    async def generate_group(self, states, *, enable_partial_rollout=False):
+        await asyncio.sleep(1)
+        for state in states:
+            state.response_ids, state.status = [1], Status.COMPLETED
+        return states
+
+    async def pause(self):
+        pass
+
+
+def test_weights_updated_under_a_running_round_label_what_starts_from_then_on():
+    async def main():
+        world = World(
+            strategy=AsyncProduceStrategyConfig(
+                max_staleness=5, is_valid_sample_fn=lambda group: group[0].group_id in valid
+            )
+        ).build()
+        world.manager.task_runners[0].agent_loop = Bare()
+        sampler, valid = world.manager.task_runners[0].sampler, set()
+        producing = asyncio.create_task(world.manager.produce_loop(2))
+        await asyncio.sleep(0.5)
+        assert sampler.position == 2
+        await world.manager.continue_produce(1)
+        await asyncio.sleep(1)
+        # The first two were rejected; their replacements began with the new weights, in the same round.
+        valid |= {
+            group[0].group_id for group in world.manager.task_runners[0].produce_strategy.pending_groups()
+        }
+        result = await world.manager.get_batch(2, 2)
+        assert {g[0].group_id for g in result.rollout_states} == valid
+        assert [g[0].response_model_steps.tolist() for g in result.rollout_states] == [[1], [1]]
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_a_pause_is_over_only_when_the_strategies_have_returned(tmp_path):
+    async def main():
+        class Slow(RecordingStrategy):
+            async def produce_batch(self, ctx):
+                result = await super().produce_batch(ctx)
+                await asyncio.sleep(3)
+                return result
+
+        strategy = Slow([])
+        sampler = World().build().manager.task_runners[0].sampler
+        manager = AgentLoopManager(
+            task_runners=[
+                TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=sampler)
+            ],
+            replay_buffer=AsyncReplayBufferConfig().build(),
+        )
+        producing = asyncio.create_task(manager.produce_loop(1))
+        await asyncio.sleep(1)
+        with pytest.raises(RuntimeError, match="going on"):
+            await manager.save(tmp_path)
+        await manager.pause_produce()
+        assert now() == 4.0
+        await manager.save(tmp_path)
+        await manager.shutdown()
+        await producing
+
+    virtual_time.run(main())
+
+
+def test_a_pause_after_a_continue_that_takes_its_time_is_not_lost():
+    async def main():
+        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()
+        continue_generation = world.controller.continue_generation
+
+        async def slow():
+            await asyncio.sleep(5)
+            await continue_generation()
+
+        world.controller.continue_generation = slow
+        producing = asyncio.create_task(world.manager.produce_loop(2))
+        await world.manager.pause_produce()
+        continuing = asyncio.create_task(world.manager.continue_produce(1))
+        await asyncio.sleep(1)
+        await world.manager.pause_produce()
+        await continuing
+        assert world.manager.status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+        started = world.manager.task_runners[0].sampler.position
+        await asyncio.sleep(10)
+        assert world.manager.task_runners[0].sampler.position == started
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_what_is_too_old_for_the_next_step_is_replaced_while_the_trainer_trains():
+    async def main():
+        world = World(
+            strategy=AsyncProduceStrategyConfig(
+                max_staleness=0, over_sample_threshold=1.0, tail_batch_trigger_size=99
+            )
+        ).build()
+        producing = asyncio.create_task(world.manager.produce_loop(4))
+        await asyncio.sleep(1000)
+        assert await world.buffer.count("t", Status.COMPLETED) == 8
+        await world.manager.get_batch(4, 1)
+        counts = await world.buffer.count_statuses(["t"], [Status.COMPLETED, Status.EXPIRED])
+        assert counts["t"] == {Status.COMPLETED: 0, Status.EXPIRED: 4}
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_a_batch_that_shrinks_between_the_look_and_the_grasp_is_not_taken():
+    async def main():
+        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=1)).build()
+        take_batch, thefts = world.buffer.take_batch, [1]
+
+        async def robbed(sizes, **options):
+            if thefts:
+                thefts.pop()
+                await world.buffer.get(7, "t", Status.COMPLETED)
+            return await take_batch(sizes, **options)
+
+        world.buffer.take_batch = robbed
+        producing = asyncio.create_task(world.manager.produce_loop(4))
+        await asyncio.sleep(1000)
+        result = await world.manager.get_batch(4, 1)
+        assert len(result.rollout_states) == 4
+        assert world.manager.progress.consumed_samples == {"t": 4}
+        assert world.manager.ledger.balance({}).trained == 4
         await stop(world, producing)
 
     virtual_time.run(main())

@@ -16,10 +16,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "replay.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
-def names_of(block):
+def defined(name):
+    """What a block of the page defines under that name."""
+    (block,) = [
+        block for block in BLOCKS if re.search(rf"^(async def|def|class) {name}\b", block, re.MULTILINE)
+    ]
     scope = {}
     exec(block, scope)
-    return scope
+    return scope[name]
 
 
 def test_the_example_prints_what_it_says():
@@ -30,15 +34,26 @@ def test_the_example_prints_what_it_says():
 
 async def test_the_waiting_consumer():
     buffer = SyncReplayBufferConfig().build()
-    waiting = asyncio.create_task(names_of(BLOCKS[1])["next_batch"](buffer, {"math": 1}, 1))
+    waiting = asyncio.create_task(defined("next_batch")(buffer, {"math": 1}, 1))
     await asyncio.sleep(0)
     await buffer.put(make_group("a"), "math")
     groups, _ = await waiting
     assert names(groups["math"]) == ["a"]
 
 
+async def test_changed_priorities():
+    buffer = SyncReplayBufferConfig().build()
+    for level in (0, 2):
+        await buffer.put(make_group(level), "math", tags={"level": level})
+    for kind in ("solved", "open"):
+        await buffer.put(make_group(kind), "code", tags={"kind": kind})
+    await defined("prefer_hard_prompts")(buffer)
+    rows = await buffer.storage.get({}, rows_only=True)
+    assert [row.priority for row in rows] == [1.0, 3.0, 0.0, 3.0]
+
+
 async def test_the_policy_of_ones_own():
-    buffer = ReplayBuffer(names_of(BLOCKS[2])["NewestFirst"](), IndexedStorage())
+    buffer = ReplayBuffer(defined("NewestFirst")(), IndexedStorage())
     for name in "abc":
         await buffer.put(make_group(name), "math")
     assert names(await buffer.get(2, "math", Status.COMPLETED)) == ["c", "b"]
@@ -50,7 +65,7 @@ async def test_the_analysis_with_pandas(tmp_path):
         await buffer.put(make_group(length, num_tokens=length), "math", model_step=1, current_train_step=4)
     await buffer.put(make_group(5, num_tokens=5), "math", model_step=3)
     await buffer.save(tmp_path)
-    assert names_of(BLOCKS[3])["mean_length_by_staleness"](tmp_path).to_dict() == {0: 5.0, 2: 2.0}
+    assert defined("mean_length_by_staleness")(tmp_path).to_dict() == {0: 5.0, 2: 2.0}
 
 
 def test_the_store_of_ones_own(tmp_path):

@@ -124,6 +124,14 @@ class Replay(RuleBasedStateMachine):
             group[0].response = "changed by the trainer"
             group[0].message.clear()
 
+    @rule(
+        priorities=st.dictionaries(st.integers(0, 30), st.sampled_from([0.0, 0.5, 7.0]), max_size=5),
+        by=st.sampled_from(["uid", "uid", "tags.level", "staleness"]),
+        task=st.none() | st.sampled_from(TASKS),
+    )
+    def update_priorities(self, priorities, by, task):
+        self.both(lambda buffer: buffer.update_priorities(priorities, by=by, task_name=task))
+
     @rule(train_step=STEPS)
     def commit(self, train_step):
         before = self.num_archived()

@@ -2,6 +2,8 @@
 
 import asyncio
 import inspect
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,6 +39,19 @@ for _name, _test in inspect.getmembers(local, inspect.isfunction):
 
 def test_the_local_tests_are_run_here_too():
     assert sum(name.startswith("test_") and hasattr(local, name) for name in globals()) > 20
+
+
+HERE_ONLY = {"to_pandas"}
+"""Methods that need objects of the server's process."""
+
+
+@pytest.mark.parametrize("name", [name for name in vars(ReplayBuffer) if name[0] != "_"])
+def test_every_method_is_there_with_the_same_signature(name):
+    if name not in HERE_ONLY:
+        local_one, remote_one = getattr(ReplayBuffer, name), getattr(RemoteReplayBuffer, name)
+        assert isinstance(local_one, property) == isinstance(remote_one, property)
+        if not isinstance(local_one, property):
+            assert inspect.signature(remote_one) == inspect.signature(local_one)
 
 
 @pytest.fixture(params=["memory", "sqlite"])
@@ -232,3 +247,14 @@ async def test_a_group_larger_than_a_frame_is_refused_by_name(tmp_path):
         # What could not be sent is where it was.
         assert names(await buffer.get(1, "math", COMPLETED)) == ["small"]
         assert len(local_buffer) == 1
+
+
+async def test_the_example_of_the_page(buffer, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    scope = {}
+    exec(next(block for block in blocks if "RemoteReplayBuffer" in block), scope)
+    training = asyncio.create_task(scope["train"](tmp_path / "socket", 4))
+    await scope["produce"](tmp_path / "socket", [make_group("a"), make_group("b")])
+    groups, _ = await training
+    assert names(groups["math"]) == ["a", "b"]

@@ -7,7 +7,6 @@ import socket
 import struct
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -380,29 +379,43 @@ async def test_a_server_that_was_started_anew(path):
         await client.count("math", COMPLETED)
 
 
-async def test_takes_are_not_repeated_by_themselves(buffer, path):
+async def test_takes_are_not_repeated_by_themselves(buffer, path, monkeypatch):
     await put_named(buffer, "ab")
+    sending = asyncio.Event()
+
+    async def send_nothing(self, number, groups):
+        sending.set()
+        await asyncio.Event().wait()
+
     async with serve(buffer, path) as server, await connect(path) as client:
-        holding = asyncio.Event()
-        taken = asyncio.Event()
-        original = buffer.take_batch
-
-        async def take_batch(*arguments, **options):
-            result = await original(*arguments, **options)
-            taken.set()
-            await holding.wait()
-            return result
-
-        buffer.take_batch = take_batch
-        taking = asyncio.create_task(client.take_batch({"math": 1}, train_step=4))
-        await taken.wait()
-        await end_connections(server)
-        with pytest.raises(ConnectionLost, match="take_batch has happened is not known"):
-            await taking
-        del buffer.take_batch
+        with monkeypatch.context() as patch:
+            patch.setattr(server_connection.Connection, "_send_groups", send_nothing)
+            taking = asyncio.create_task(client.take_batch({"math": 1}, train_step=4))
+            await sending.wait()
+            await end_connections(server)
+            with pytest.raises(ConnectionLost, match="take_batch has happened is not known"):
+                await taking
+        assert await client.count("math", ARCHIVED) == 1
         await client.restore(3)
         groups, _ = await client.take_batch({"math": 2}, train_step=4)
         assert names(groups["math"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize("turns", range(0, 60, 3))
+async def test_a_cancelled_take_for_a_train_step_has_not_happened(buffer, path, turns):
+    await put_named(buffer, "abc")
+    async with serve(buffer, path), await connect(path) as client:
+        taking = asyncio.create_task(client.take_batch({"math": 2}, train_step=3))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        taking.cancel()
+        try:
+            await taking
+        except asyncio.CancelledError:
+            assert await client.count("math", ARCHIVED) == 0
+            assert names(await client.get(9, "math", COMPLETED)) == ["a", "b", "c"]
+        else:
+            assert await client.count("math", ARCHIVED) == 2
 
 
 async def test_closing_lets_what_runs_finish_and_ends_what_waits(path):

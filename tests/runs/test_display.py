@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from forebay.runs.display import MAX_STEP_LINES, WIDTH, RunDisplay
 from forebay.types import RolloutState, Status
+from forebay.virtual_time import run
 
 
 def piped() -> Console:
@@ -244,7 +246,7 @@ def test_an_evaluation_has_a_line_for_each_task_and_the_largest_pass_at_k() -> N
     )
 
 
-def test_a_pipe_gets_no_live_line() -> None:
+def test_a_pipe_gets_no_live_view() -> None:
     console = piped()
     with RunDisplay(console) as display:
         display.start("demo", {"model": "tiny"}, total=3)
@@ -253,45 +255,82 @@ def test_a_pipe_gets_no_live_line() -> None:
     assert shown(console).splitlines() == ["forebay demo", "  model  tiny"]
 
 
-def test_a_terminal_gets_a_live_line_and_is_left_as_it_was() -> None:
-    console = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
-    now = iter(np.arange(0, 100, 0.04))
-    with RunDisplay(console, clock=lambda: float(next(now))) as display:
-        display.start("demo", {}, step=2, total=5)
-        display.phase("generate")
-        for done in range(1, 9):
-            display.production(done, 8)
-        display.step(3, 5, metrics(3))
-        display.phase("train")
+def on_terminal(width: int = WIDTH) -> Console:
+    return Console(file=io.StringIO(), width=width, force_terminal=True)
+
+
+def test_a_terminal_gets_a_live_view_and_is_left_as_it_was() -> None:
+    console = on_terminal()
+
+    async def main() -> None:
+        with RunDisplay(console, clock=asyncio.get_running_loop().time) as display:
+            display.start("demo", {}, step=2, total=5)
+            display.phase("generate")
+            for done in range(1, 9):
+                display.production(done, 8)
+                await asyncio.sleep(0.04)
+            await asyncio.sleep(5)
+            display.step(3, 5, metrics(3))
+            display.phase("train")
+            await asyncio.sleep(5)
+        text = shown(console)
+        display.close()
+        assert shown(console) == text
+
+    run(main())
     text = shown(console)
     assert "step 2/5" in text
     assert "generate 8/8 groups" in text
     assert "generate 4/8 groups" not in text, "drawn more often than a person can see"
     assert "ETA 0:04" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
-    assert text.rindex("\x1b[2K") > text.rindex("step 3/5")  # and the line is gone
-    display.close()
-    assert shown(console) == text
+    assert text.rindex("\x1b[2K") > text.rindex("step 3/5")  # and the view is gone
 
 
-def test_the_live_line_goes_when_the_run_fails() -> None:
-    console = Console(file=io.StringIO(), width=WIDTH, force_terminal=True)
-    display = RunDisplay(console)
-    display.start("demo", {}, total=5)
-    with pytest.raises(ZeroDivisionError), display:
-        display.step(1 // 0, 5, {})
+def test_what_blocks_the_event_loop_is_named_before_it_does() -> None:
+    console = on_terminal()
+
+    async def main() -> str:
+        with RunDisplay(console) as display:
+            display.start("demo", {}, total=5)
+            display.phase("warm-up")
+            return shown(console)
+
+    assert "warm-up" in run(main())
+
+
+def test_the_live_view_goes_when_the_run_fails() -> None:
+    console = on_terminal()
+
+    async def main() -> None:
+        with RunDisplay(console) as display:
+            display.start("demo", {}, total=5)
+            display.step(1 // 0, 5, {})
+
+    with pytest.raises(ZeroDivisionError):
+        run(main())
     assert shown(console).rindex("\x1b[?25h") > shown(console).rindex("\x1b[?25l")
+
+
+def test_a_narrow_terminal_loses_the_time_split_and_nothing_else() -> None:
+    console = on_terminal(80)
+    display = RunDisplay(console)
+    display.step(3, 10, metrics(3))
+    _, line = (re.sub("\x1b[^m]*m", "", line) for line in shown(console).splitlines())
+    assert line.split()[:4] == ["3/10", "0.300", "-", "12.3k"]
+    assert line.endswith("generate 55  train 40")
+    assert len(line) <= 80
 
 
 def test_the_summary_tells_how_it_went_and_where_it_is(tmp_path: Path) -> None:
     console = piped()
     (tmp_path / "model").mkdir()
     (tmp_path / "metrics.jsonl").touch()
-    now = iter([0.0, 92.0])
+    (tmp_path / "trace_from_step_2.json").touch()
+    now = iter([0.0, 0.0, 92.0])
     display = RunDisplay(console, clock=lambda: next(now))
-    display.summary(
-        history(8), EVALUATIONS, {"sort": {"produced": 1200, "trained": 1100, "dropped": 0}}, tmp_path
-    )
+    balance = {"sort": {"produced": 1200, "trained": 1100, "dropped": 0}}
+    display.summary(history(8), EVALUATIONS, balance, tmp_path, {"stalls": "none warned of"})
     text = shown(console)
     rows = [line.split() for line in text.splitlines()]
     assert ["score", "0.125", "0.875", "+0.750"] in rows
@@ -302,6 +341,9 @@ def test_the_summary_tells_how_it_went_and_where_it_is(tmp_path: Path) -> None:
     assert "1,200 produced, 1,100 trained\n" in text
     assert [str(tmp_path / "model"), "the", "trained", "model"] in [row[:4] for row in rows]
     assert "metrics.jsonl" in text
+    assert ["stalls", "none", "warned", "of"] in rows
+    assert str(tmp_path / "trace_from_step_2.json") in text
+    assert "https://ui.perfetto.dev" in text
     assert "checkpoints" not in text
     assert "reward by train step" in text
     assert "\x1b" not in text

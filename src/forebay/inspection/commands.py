@@ -44,6 +44,7 @@ from forebay.inspection.views import (
 from forebay.ledger import Ledger, compare_dropped
 from forebay.replay import policies
 from forebay.replay.analysis import JOINED_SCHEMA
+from forebay.replay.payload import damage_named
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
 from forebay.replay.query import show_value
 from forebay.replay.snapshot import Snapshot, open_snapshot, read_snapshot, write_snapshot
@@ -121,7 +122,9 @@ async def show_group(path: str, uid: int, console: Console) -> None:
             raise ValueError(
                 f"no group with uid {uid} in {source.location!r}; `forebay buffer query` lists those it has"
             )
-        console.print(group_view(rows[0], await source.group(uid)))
+        group = await source.group(uid)
+        with damage_named(f"group {uid}"):
+            console.print(group_view(rows[0], group))
 
 
 async def query_buffer(path: str, text: str, order: str | None, limit: int, console: Console) -> None:

@@ -23,6 +23,7 @@ from rich.text import Text
 from forebay.inspection.source import Digest
 from forebay.ledger import Balance, Comparison
 from forebay.replay import StorageItem
+from forebay.replay.query import plain_value
 from forebay.types import UNLABELLED, RolloutState, Status
 
 MAX_HISTOGRAM_LINES = 20
@@ -182,8 +183,8 @@ def group_view(row: StorageItem, group: Sequence[RolloutState]) -> Group:
         ("tags", tags_text(row)),
     ]
     if row.train_step is not None:
-        assert row.status_before is not None
-        facts.append(("consumed", f"train step {row.train_step}, was {Status(row.status_before).value}"))
+        before = plain_value(row.status_before)
+        facts.append(("consumed", f"train step {row.train_step}, was {before}"))
     shown = table("", "", left=2)
     for name, value in facts:
         shown.add_row(Text(name, "dim"), value if isinstance(value, Text) else plain(value))

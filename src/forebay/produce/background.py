@@ -231,10 +231,7 @@ class BackgroundProducer:
 
     async def pause(self) -> dict[str, float]:
         """Stop, and have everything in flight stored; the seconds it took each task."""
-        # At once, not when it is this call's turn: nothing new may start meanwhile.
-        self._stop_starting()
         async with self._switching:
-            # A `resume` that was before this call has lifted it.
             self._stop_starting()
             collecting = [self._collect(runner) for runner in self._runners.values()]
             results = await asyncio.gather(*collecting, return_exceptions=True)

@@ -29,24 +29,19 @@ from urllib.parse import quote
 from forebay.activity import WAIT_BATCH, Activities
 from forebay.ledger import Ledger
 from forebay.produce.accounts import Accounts, GroupsByTask
-from forebay.produce.background import (
-    BackgroundProducer,
-    Generation,
-    ProductionStopped,
-    produce_tasks,
-    worst_status,
-)
+from forebay.produce.background import BackgroundProducer, Generation, produce_tasks, worst_status
+from forebay.produce.batch_wait import BatchWait
 from forebay.produce.budget import ProductionError
 from forebay.produce.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import ProduceBatchResult, TaskResult, summarise
-from forebay.produce.starvation import HeldUpBatch, StarvationAlarm
+from forebay.produce.starvation import StarvationAlarm
 from forebay.produce.strategies import ProduceBatchStatus
 from forebay.produce.tasks import TaskRunner, count_pending, name_pending, split_batch
-from forebay.produce.waiting import Awaited, relayed, whole_or_undone
+from forebay.produce.waiting import Awaited, whole_or_undone
 from forebay.replay import ReplayBuffer
 from forebay.stalls import StallWatch
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState
 
 
 class AgentLoopManager:
@@ -103,6 +98,7 @@ class AgentLoopManager:
             make_context=self._background_context,
             controller=rollout_controller,
         )
+        self._wait = BatchWait(self._runners, replay_buffer, self._background, self._describe)
         self._starvation = StarvationAlarm({runner.task_name: runner.weight for runner in task_runners})
         self._pause_times_s = dict.fromkeys(names, 0.0)
         self._taken: dict[int, dict[str, int]] = {}
@@ -228,12 +224,11 @@ class AgentLoopManager:
         sizes = self.get_task_batch_sizes(batch_size, train_step)
         self.progress.begin_consume(train_step)
         await self._accounts.age(train_step)
-        self._background.reconsider()
         result = None
         while result is None:
             with self._span(train_step):
                 async with self._watched():
-                    if not await self._wait_until_ready(sizes, train_step):
+                    if not await self._wait.until_ready(sizes, train_step):
                         return ProduceBatchResult(
                             status=ProduceBatchStatus.EXPIRED_BATCH, task_batch_sizes=sizes
                         )
@@ -282,49 +277,6 @@ class AgentLoopManager:
         if taken is not None:
             self.progress.mark_consumed({name: -count for name, count in taken.items()})
             self.progress.begin_consume(train_step)
-
-    async def _wait_until_ready(self, sizes: Mapping[str, int], train_step: int) -> bool:
-        """True once the buffer has the batch; False if only newer weights, which exist, can help.
-
-        waits for: puts, and the producer's state; woken by: both; produces: nothing.
-        """
-        producer, buffer, news = self._background, self.replay_buffer, asyncio.Event()
-        sources = (producer.changes.wait, producer.changes.version), (buffer.wait_for_change, buffer.version)
-        async with relayed(news, *sources):
-            with HeldUpBatch(sizes, train_step) as held_up:
-                while True:
-                    news.clear()
-                    counts = await buffer.count_statuses(sizes, [Status.COMPLETED])
-                    held_up.ready = {name: cells[Status.COMPLETED] for name, cells in counts.items()}
-                    lacking = [name for name, size in sizes.items() if held_up.ready[name] < size]
-                    if not lacking:
-                        return True
-                    if producer.is_shut_down or producer.has_ended:
-                        await self._raise_end(sizes, train_step)
-                    if producer.is_waiting_for_weights and not self._may_still_come(lacking):
-                        if train_step - 1 > producer.model_step:
-                            return False
-                        raise ProductionError(
-                            f"production stands still, and there are no newer weights to help it: "
-                            f"{await self._describe(sizes, train_step)}"
-                        )
-                    await news.wait()
-
-    def _may_still_come(self, lacking: Sequence[str]) -> bool:
-        """Whether what is in flight can complete the batch: where nothing expires, old groups count."""
-        return any(
-            count_pending(self._runners[name]) > 0
-            and getattr(self._runners[name].produce_strategy, "stale_threshold", None) is None
-            for name in lacking
-        )
-
-    async def _raise_end(self, sizes: Mapping[str, int], train_step: int) -> None:
-        counters = await self._describe(sizes, train_step)
-        failure = self._background.failure
-        if failure is not None and not self._background.is_shut_down:
-            reason = str(failure) or type(failure).__name__
-            raise ProductionError(f"production has failed: {reason}; {counters}") from failure
-        raise ProductionStopped(f"production was shut down; {counters}")
 
     async def _take(self, sizes: dict[str, int], train_step: int) -> ProduceBatchResult | None:
         groups_by_task = await self._accounts.take(sizes, train_step)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group
 from forebay.replay.client_link import Link, new_key
 from forebay.replay.server_address import Address
+from forebay.replay.server_channel import finish
 from forebay.replay.server_groups import PackedGroup, pack_group
 from forebay.replay.server_messages import ConnectionLost
 from forebay.replay.storage import TagValue, check_priority, check_tags
@@ -108,6 +110,8 @@ class RemoteReplayBuffer:
     ) -> None:
         """See `ReplayBuffer.put`; returns when the group is stored, which may take until there is room.
 
+        If cancelled while it waits for room, nothing is stored; later, the group is.
+
         Raises:
             ValueError: as there; nothing is stored.
             ServerClosed: the server closed before there was room; nothing is stored.
@@ -146,7 +150,7 @@ class RemoteReplayBuffer:
         if batch_size <= 0:
             return []
         arguments = messages.GetArguments(new_key(), batch_size, task_name, group_status, _checked(tags))
-        _, groups = await self._take("get", arguments, arguments.key)
+        _, groups = await self._take("get", arguments, arguments.key, confirms=True)
         return groups
 
     async def count(
@@ -188,10 +192,7 @@ class RemoteReplayBuffer:
         `restore` to the step before brings them back. Without a train step they are in the buffer again.
         """
         arguments = messages.TakeArguments(new_key(), dict(task_batch_sizes), group_status, train_step)
-        if train_step is None:
-            counts, groups = await self._take("take_batch", arguments, arguments.key)
-        else:
-            counts, groups = await self._call("take_batch", arguments)
+        counts, groups = await self._take("take_batch", arguments, arguments.key, confirms=train_step is None)
         following = iter(groups)
         return {task: [next(following) for _ in range(number)] for task, number in counts.items()}, counts
 
@@ -269,25 +270,28 @@ class RemoteReplayBuffer:
             if again == "same" and link.instance != first.instance:
                 raise unknown
 
-    async def _take(self, method: str, arguments: msgspec.Struct, key: bytes) -> tuple[Any, list[Group]]:
-        """Call a method that takes, and confirm what came."""
+    async def _take(
+        self, method: str, arguments: msgspec.Struct, key: bytes, *, confirms: bool
+    ) -> tuple[Any, list[Group]]:
+        """Call a method that takes, and settle it: what a cancelled caller does not get goes back."""
         link = await self._linked()
-        confirmation = messages.KeyArguments(key)
+        settling = messages.KeyArguments(key)
         try:
             counts, groups = await link.call(method, arguments)
+            if groups and confirms:
+                await self._call("keep", settling, again="same")
+        except ConnectionLost as error:
+            if link.lost is None or confirms:
+                raise
+            raise ConnectionLost(
+                f"{error}; whether {method} has happened is not known: restore and take again"
+            ) from None
         except asyncio.CancelledError:
-            # The answer may be on its way already.
-            link.forget("release", confirmation)
+            # In this moment they belong to nobody.
+            with suppress(ConnectionLost):
+                await finish(self._call("release", settling))
             raise
         if groups:
-            keeping = asyncio.ensure_future(self._call("keep", confirmation, again="same"))
-            try:
-                await asyncio.shield(keeping)
-            except asyncio.CancelledError:
-                # In this moment they belong to nobody: they go back before the caller goes on.
-                await _outlast(keeping)
-                await _outlast(asyncio.ensure_future(self._call("release", confirmation)))
-                raise
             link.post(messages.Done(key))
         return counts, groups
 
@@ -308,15 +312,3 @@ def _absolute(path: str | Path) -> str:
 
 def _checked(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue] | None:
     return None if tags is None else check_tags(tags)
-
-
-async def _outlast(future: asyncio.Future[Any]) -> None:
-    """Wait for the end of `future`, however often the waiting is cancelled."""
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue
-    if not future.cancelled():
-        # Retrieved, so that nobody warns of it: the caller is told of the cancellation instead.
-        future.exception()

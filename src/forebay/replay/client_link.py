@@ -27,10 +27,12 @@ import msgspec
 
 from forebay.replay import server_messages as messages
 from forebay.replay.server_address import Address, dial, prove
-from forebay.replay.server_channel import Channel
+from forebay.replay.server_channel import Channel, Received, outlast
 from forebay.replay.server_groups import PackedGroup, unpack_group
 from forebay.replay.server_messages import Answer, Call, ConnectionLost, FrameError, Goodbye, Greeting, Hello
 from forebay.types import ROLLOUT_FIELDS, RolloutState
+
+Mail = tuple[msgspec.Struct, Sequence[PackedGroup]]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +106,7 @@ class Link:
         self._channel = channel
         self._pending: dict[int, _Pending] = {}
         self._next_number = 0
-        self._outbox: deque[tuple[msgspec.Struct, Sequence[PackedGroup]]] = deque()
+        self._outbox: deque[Mail] = deque()
         self._has_mail = asyncio.Event()
         self._puts = Window(messages.PUT_WINDOW_BYTES)
         self._calls = Window(messages.MAX_CALLS)
@@ -168,23 +170,32 @@ class Link:
         await window.enter(amount)
         try:
             with self._numbered() as (number, pending):
-                self._post(Call(number, method, encoded, sizes), groups)
-                return await pending.future, pending.groups
+                mail = (Call(number, method, encoded, sizes), groups)
+                self._post(*mail)
+                await self._answered(number, pending, mail)
+                return pending.future.result(), pending.groups
         finally:
             window.leave(amount)
+
+    async def _answered(self, number: int, pending: _Pending, mail: Mail) -> None:
+        try:
+            await asyncio.wait([pending.future])
+        except asyncio.CancelledError:
+            if mail in self._outbox:
+                self._outbox.remove(mail)
+                raise
+            # The server undoes what it can; the caller goes on when that is done, as with a local buffer.
+            self._post(messages.Cancel(number), ())
+            await outlast(pending.future)
+            raise
 
     def post(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer."""
         self._post(message, ())
 
-    def forget(self, method: str, arguments: msgspec.Struct) -> None:
-        """Call a method whose answer nobody waits for."""
-        self._next_number += 1
-        self._post(Call(self._next_number, method, msgspec.Raw(messages.encode(arguments))), ())
-
     @contextmanager
     def _numbered(self) -> Iterator[tuple[int, _Pending]]:
-        """A number of a call for the time until its answer; if cancelled, the server is told."""
+        """A number of a call, for the time until its answer."""
         if self.lost is not None:
             raise ConnectionLost(str(self.lost))
         self._next_number += 1
@@ -192,9 +203,6 @@ class Link:
         pending = self._pending[number] = _Pending(asyncio.get_running_loop().create_future())
         try:
             yield number, pending
-        except asyncio.CancelledError:
-            self._post(messages.Cancel(number), ())
-            raise
         finally:
             del self._pending[number]
 
@@ -227,13 +235,12 @@ class Link:
         self._lose(ConnectionLost(f"the buffer server is gone: {reason}"))
         self._channel.end()
 
-    def _deliver(self, message: messages.FromServer, groups: list[tuple[bytes, Any]]) -> None:
+    def _deliver(self, message: messages.FromServer, groups: list[Received]) -> None:
         if isinstance(message, Answer):
             self._note(message)
         number = getattr(message, "number", None)
-        # One that was cancelled is not waited for any more.
-        if number is None or (pending := self._pending.get(number)) is None or pending.future.done():
-            return
+        if number is None or (pending := self._pending.get(number)) is None:
+            raise FrameError(f"nobody waits for this {type(message).__name__}")
         match message:
             case messages.Part():
                 pending.groups += [unpack_group(*group) for group in groups]

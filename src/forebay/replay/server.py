@@ -70,10 +70,9 @@ class BufferServer:
         self._path = address.path
         self._listener = listener
         self._token = token
-        self._max_frame_bytes = max_frame_bytes
         # Another one for each start: clients find out that what they had under way is forgotten.
         self._instance = secrets.token_bytes(16)
-        self._served = Served(buffer, max_live)
+        self._served = Served(buffer, max_live=max_live, max_frame_bytes=max_frame_bytes)
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._accepting: asyncio.Task[None] | None = None
 
@@ -108,13 +107,7 @@ class BufferServer:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             tune(sock)
-            connection = Connection(
-                sock,
-                self._served,
-                token=self._token,
-                instance=self._instance,
-                max_frame_bytes=self._max_frame_bytes,
-            )
+            connection = Connection(sock, self._served, token=self._token, instance=self._instance)
             self._connections[connection] = asyncio.create_task(self._serve(connection))
 
     async def _serve(self, connection: Connection) -> None:

@@ -19,7 +19,9 @@ from typing import Any, Generic, TypeVar
 
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.server_channel import finish
 from forebay.replay.server_gate import Census, Gate
+from forebay.replay.server_groups import PackedGroup
 from forebay.replay.server_handover import Handover, recover, take_over
 from forebay.replay.storage import StorageItem
 from forebay.types import Status, get_group_status
@@ -58,20 +60,21 @@ class Result:
     """What a method returned: a plain value, and groups that follow it."""
 
     value: Any = None
-    groups: list[Group] = field(default_factory=list)
+    groups: list[PackedGroup] = field(default_factory=list)
     handover: Handover | None = None
-    """If the groups must be confirmed."""
+    """How to give the groups back."""
 
 
 class Served:
     """One buffer, as all connections share it.
 
-    >>> served = Served(buffer, max_live=1000)
+    >>> served = Served(buffer, max_live=1000, max_frame_bytes=1 << 28)
     >>> await served.open()
     """
 
-    def __init__(self, buffer: ReplayBuffer, max_live: int | None) -> None:
+    def __init__(self, buffer: ReplayBuffer, *, max_live: int | None, max_frame_bytes: int) -> None:
         self.buffer = buffer
+        self.max_frame_bytes = max_frame_bytes
         self.census = Census(buffer.storage, buffer.limit)
         self.gate = Gate(self.census, max_live)
         self.num_evicted: dict[str, int] = {}
@@ -166,26 +169,17 @@ class Served:
     async def get(self, arguments: messages.GetArguments) -> Result:
         """See `ReplayBuffer.get`; the groups are parked until they are kept."""
         sizes = {arguments.task_name: arguments.batch_size}
-        return await self._take_over(sizes, arguments.group_status, arguments.tags)
+        return await self._take_over(sizes, arguments.group_status, tags=arguments.tags)
 
     async def take_batch(self, arguments: messages.TakeArguments) -> Result:
         """See `ReplayBuffer.take_batch`; without a train step the groups are parked until they are kept."""
-        sizes, step = arguments.task_batch_sizes, arguments.train_step
-        if step is None:
-            return await self._take_over(sizes, arguments.group_status, None)
-        async with self.census.within():
-            groups, counts = await self.buffer.take_batch(
-                sizes, group_status=arguments.group_status, train_step=step
-            )
-            if arguments.group_status is not Status.ARCHIVED:
-                self.census.add(-sum(counts.values()))
-        return Result(counts, [group for of_task in groups.values() for group in of_task])
+        return await self._take_over(
+            arguments.task_batch_sizes, arguments.group_status, train_step=arguments.train_step
+        )
 
-    async def _take_over(
-        self, sizes: dict[str, int], status: Status, tags: dict[str, str | int | float | bool] | None
-    ) -> Result:
+    async def _take_over(self, sizes: dict[str, int], status: Status, **options: Any) -> Result:
         async with self.census.within():
-            handover = await take_over(self.buffer, sizes, status, tags)
+            handover = await take_over(self.buffer, sizes, status, max_bytes=self.max_frame_bytes, **options)
             if status is not Status.ARCHIVED:
                 self.census.add(-len(handover.rows))
         groups = [group for of_task in handover.groups.values() for group in of_task]
@@ -195,20 +189,26 @@ class Served:
     async def keep(self, key: bytes, handover: Handover | None) -> Result:
         """The groups of `handover` are with the client; without it, say whether they were kept before."""
         if handover is not None:
-            await handover.keep()
-            self._kept.remember(key, True)
+            await finish(self._keep(key, handover))
         elif self._kept.get(key) is None:
             raise messages.ConnectionLost(
                 "the connection broke while groups were handed over; they are in the buffer again"
             )
         return Result()
 
+    async def _keep(self, key: bytes, handover: Handover) -> None:
+        await handover.keep()
+        self._kept.remember(key, True)
+
     async def release(self, handover: Handover | None) -> Result:
         """Nobody has the groups of `handover`."""
         if handover is not None:
-            async with self.census.within():
-                self.census.add(await handover.release())
+            await finish(self._release(handover))
         return Result()
+
+    async def _release(self, handover: Handover) -> None:
+        async with self.census.within():
+            self.census.add(await handover.release())
 
     async def count(self, arguments: messages.CountArguments) -> Result:
         """See `ReplayBuffer.count`."""

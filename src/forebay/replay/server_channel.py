@@ -5,8 +5,8 @@
     "FBS1" | length of the header | header | head, arrays | head, arrays | ...
 
 Sending hands the arrays to the socket where they lie (``sendmsg``); receiving fills one new buffer for the
-arrays of each group, of which they become views. Between two processes of one machine that is three times
-as fast as `asyncio` streams, which copy everything twice more on each side.
+arrays of each group, of which they become views. Between two processes of one machine that is more than twice
+as fast as `asyncio` streams, which copy everything again on each side.
 
 A channel knows bytes and limits, not what is said. What is too large, cut off or of something else is a
 `FrameError`; a peer that takes nothing for `STALL_S` is a `TimeoutError`, so nothing waits for it forever.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -27,7 +27,8 @@ from forebay.replay.server_groups import Buffer, PackedGroup
 from forebay.replay.server_messages import MAX_HEADER_BYTES, FrameError, encode
 
 Message = TypeVar("Message")
-Received = tuple[bytes, Any]
+Result = TypeVar("Result")
+Received = tuple[bytearray, Any]
 """Head and arrays of a group, as `unpack_group` takes them."""
 
 STALL_S = 60.0
@@ -77,7 +78,8 @@ class Channel(Generic[Message]):
             FrameError: what comes is no message, is too large, or breaks off.
             OSError: the connection is broken.
         """
-        # Data may always be there; without this, a fast peer would keep everybody else from running.
+        # Data may always be there; without this, a fast peer would keep everybody else from running, even
+        # the task that its last message began.
         await asyncio.sleep(0)
         prelude = bytearray(_PRELUDE.size)
         if not await self._fill(memoryview(prelude), may_end=True):
@@ -103,7 +105,7 @@ class Channel(Generic[Message]):
         # Not zeroed first, as a bytearray would be.
         data = np.empty(num_bytes, np.uint8)
         await self._fill(data.data)
-        return bytes(head), data
+        return head, data
 
     async def _fill(self, target: memoryview, *, may_end: bool = False) -> bool:
         """Read until `target` is full; False if there was nothing and there may be."""
@@ -208,3 +210,25 @@ class Channel(Generic[Message]):
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
+
+
+async def outlast(future: asyncio.Future[Any]) -> None:
+    """Wait for the end of `future`, however often the waiting is cancelled."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
+    if not future.cancelled():
+        # Retrieved, so that nobody warns of it: the caller is told of the cancellation instead.
+        future.exception()
+
+
+async def finish(work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which comes to its end even if the caller is cancelled."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await outlast(task)
+        raise

@@ -27,9 +27,9 @@ import msgspec
 
 from forebay.replay import server_messages as messages
 from forebay.replay.server_address import is_proof
-from forebay.replay.server_calls import ARGUMENTS, Result, Served
-from forebay.replay.server_channel import STALL_S, Channel, Received
-from forebay.replay.server_groups import group_parts, unpack_group
+from forebay.replay.server_calls import ARGUMENTS, Served
+from forebay.replay.server_channel import STALL_S, Channel, Received, finish
+from forebay.replay.server_groups import PackedGroup, unpack_group
 from forebay.replay.server_handover import Handover
 from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed
 
@@ -40,10 +40,15 @@ HELLO_BYTES = 4096
 """A client that has not shown its token makes the server read no more than this."""
 
 PART_BYTES = 1 << 20
-"""Groups packed and sent between two turns of the event loop: about a millisecond's work."""
+"""Groups that go in one message; small answers of other calls come between two."""
 
 SLACK = 2
 """A client counts what it has under way by its own clock, and the server by the work that is left."""
+
+LASTING = ("put", "keep", "release")
+"""Methods that come to their end once they have begun."""
+
+NOT_HAPPENED = "the server is closing; the call has not happened"
 
 _log = logging.getLogger(__name__)
 
@@ -51,21 +56,25 @@ _log = logging.getLogger(__name__)
 class Connection:
     """Serves one client until it leaves, breaks the rules, or the server closes.
 
-    >>> await Connection(sock, served, token=None, instance=b"...", max_frame_bytes=1 << 28).run()
+    >>> await Connection(sock, served, token=None, instance=b"...").run()
     """
 
-    def __init__(
-        self, sock: socket.socket, served: Served, *, token: str | None, instance: bytes, max_frame_bytes: int
-    ) -> None:
+    def __init__(self, sock: socket.socket, served: Served, *, token: str | None, instance: bytes) -> None:
         self._served = served
         self._token = token
         self._instance = instance
-        self._channel = Channel(sock, decode=messages.decode_from_client, max_frame_bytes=max_frame_bytes)
+        self._channel = Channel(
+            sock, decode=messages.decode_from_client, max_frame_bytes=served.max_frame_bytes
+        )
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._waiting: set[asyncio.Task[None]] = set()
         """Of the calls, those that the server ends when it closes."""
-        self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle]] = {}
+        self._cancelled: set[int] = set()
+        """Calls of which the client has said so."""
+        self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle | None]] = {}
         self._output = asyncio.Lock()
+        self._lasting: set[int] = set()
+        """Of the calls, those to methods that are `LASTING`."""
         self._put_bytes = 0
         self._evictions_sent = -1
         self._is_closing = False
@@ -92,7 +101,7 @@ class Connection:
         self._is_closing = True
         for task in self._waiting:
             task.cancel()
-        while self._calls or self._handovers:
+        while self._calls or not all(handover.is_kept for handover, _ in self._handovers.values()):
             self._settled.clear()
             await self._settled.wait()
         await self._channel.send(Goodbye("the server is closing"))
@@ -160,8 +169,7 @@ class Connection:
             case Call():
                 self._begin(message, groups, tasks)
             case messages.Cancel(number=number):
-                if (task := self._calls.get(number)) is not None:
-                    task.cancel()
+                self._cancel(number)
             case messages.Done(key=key):
                 self._settle(key)
             case _:
@@ -179,20 +187,34 @@ class Connection:
         self._put_bytes += num_bytes
         task = tasks.create_task(self._serve(call, groups))
         self._calls[call.number] = task
+        if call.method in LASTING:
+            self._lasting.add(call.number)
         task.add_done_callback(lambda _: self._note_end(call.number, num_bytes))
+
+    def _cancel(self, number: int) -> None:
+        """End a call if it can be undone; its client waits for the answer in any case."""
+        task = self._calls.get(number)
+        if task is not None and (task in self._waiting or number not in self._lasting):
+            self._cancelled.add(number)
+            task.cancel()
 
     def _note_end(self, number: int, num_bytes: int) -> None:
         self._put_bytes -= num_bytes
         del self._calls[number]
+        self._lasting.discard(number)
+        self._cancelled.discard(number)
         self._settled.set()
 
     async def _serve(self, call: Call, groups: list[Received]) -> None:
         try:
             await self._run_call(call, groups)
-        except asyncio.CancelledError:
-            if not self._is_closing:
+        except asyncio.CancelledError as error:
+            if call.number in self._cancelled:
+                await self._fail(call.number, error)
+            elif self._is_closing:
+                await self._fail(call.number, ServerClosed(NOT_HAPPENED))
+            else:
                 raise
-            await self._fail(call.number, ServerClosed("the server is closing; the call has not happened"))
         except FrameError as error:
             await self._refuse(str(error))
             raise
@@ -210,7 +232,7 @@ class Connection:
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"{call.method}: {error}") from None
         if self._is_closing and call.method not in ("keep", "release"):
-            raise ServerClosed("the server is closing; the call has not happened")
+            raise ServerClosed(NOT_HAPPENED)
         match call.method:
             case "put":
                 await self._put(call.number, arguments, groups)
@@ -244,35 +266,45 @@ class Connection:
                 result = await self._served.get(arguments)
             else:
                 result = await self._served.take_batch(arguments)
+            assert result.handover is not None
             try:
-                await self._send_groups(call.number, result)
-            except BaseException:
-                if result.handover is not None:
-                    await asyncio.shield(self._served.release(result.handover))
+                await self._send_groups(call.number, result.groups)
+            except BaseException as error:
+                is_cancelled = isinstance(error, asyncio.CancelledError)
+                is_gone = call.number not in self._cancelled if is_cancelled else isinstance(error, OSError)
+                # A client that is gone finds what it took for a train step by `restore`.
+                if not (is_gone and result.handover.is_kept):
+                    await finish(self._served.release(result.handover))
                 raise
-            if result.handover is not None and result.groups:
-                # A client that does not confirm is stuck; others should have the groups.
-                timer = asyncio.get_running_loop().call_later(STALL_S, self._channel.end)
-                self._handovers[arguments.key] = (result.handover, timer)
+            if result.groups:
+                self._expect_settling(arguments.key, result.handover)
             await self._answer(call.number, result.value)
         finally:
             self._output.release()
 
-    async def _send_groups(self, number: int, result: Result) -> None:
-        for part in group_parts(result.groups, PART_BYTES):
-            for packed in part:
-                if sum(packed.size) > self._channel.max_frame_bytes:
-                    raise ValueError(
-                        f"a group has {sum(packed.size)} bytes, and a message at most "
-                        f"{self._channel.max_frame_bytes}; serve the buffer with larger max_frame_bytes"
-                    )
-                await self._channel.send(messages.Part(number, [packed.size]), [packed])
+    def _expect_settling(self, key: bytes, handover: Handover) -> None:
+        timer = None
+        if not handover.is_kept:
+            # A client that does not confirm is stuck; others should have the groups.
+            timer = asyncio.get_running_loop().call_later(STALL_S, self._channel.end)
+        self._handovers[key] = (handover, timer)
+
+    async def _send_groups(self, number: int, groups: list[PackedGroup]) -> None:
+        part: list[PackedGroup] = []
+        num_bytes = 0
+        for place, packed in enumerate(groups, start=1):
+            part.append(packed)
+            num_bytes += sum(packed.size)
+            if num_bytes >= PART_BYTES or place == len(groups):
+                await self._channel.send(messages.Part(number, [one.size for one in part]), part)
+                part, num_bytes = [], 0
 
     async def _keep(self, number: int, key: bytes) -> None:
         handover, timer = self._handovers.get(key, (None, None))
         if timer is not None:
             timer.cancel()
         await self._served.keep(key, handover)
+        self._settled.set()
         await self._answer(number, None)
 
     async def _release(self, key: bytes) -> None:

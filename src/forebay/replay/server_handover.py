@@ -2,32 +2,42 @@
 
 ::
 
-    live --take--> parked (ARCHIVED, of no train step) --keep--> deleted --done--> forgotten
-      ^               |  release                          |  release: the caller was cancelled
-      '---------------'                                   '---> live, as the newest of its task
+    live --take--------------> parked (ARCHIVED, of no train step) --keep--> removed
+      ^ '--take(train_step=i)----> ARCHIVED, of train step i              |
+      |                          |                                        |
+      '--release-----------------+----------------------------------------'
 
 A client that dies before it said `keep` releases what it took: the groups are live again, in their old
 places. Parked groups are in the store, so a server that is killed loses none either: the next one that opens
-the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them.
+the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them. What was taken
+for a train step needs no `keep`: `restore` is for that.
 
-ARCHIVED groups that are asked for are removed at once: they are nobody's to train on, and come back, if
-they must, as newer ARCHIVED ones.
+A client whose caller is cancelled releases what came too late, as a cancelled take of `ReplayBuffer` does;
+what was removed by then comes back as the newest of its task.
+
+ARCHIVED groups that are asked for are removed at once: they are nobody's to train on.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from forebay.replay.archiving import taking
 from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.server_groups import PackedGroup, pack_group
 from forebay.replay.storage import StorageItem, TagValue, copy_row, revive_row
 from forebay.types import Status
+
+PACK_AT_ONCE = 64
+"""Groups packed between two turns of the event loop; it takes about 5 ms."""
 
 PARKED_STEP = 0
 """The train step of a row for the moment until it has none; train steps count from 1."""
 
-PARKED = {"status": Status.ARCHIVED, "train_step": None}
+PARKED: Mapping[str, Any] = {"status": Status.ARCHIVED, "train_step": None}
 """The query for what is between two owners."""
 
 
@@ -40,30 +50,31 @@ class Handover:
     """
 
     buffer: ReplayBuffer
-    groups: dict[str, list[Group]]
+    groups: dict[str, list[PackedGroup]]
     """By task, for whoever asked."""
     rows: list[StorageItem]
     """As they were before."""
-    is_parked: bool
-    """Whether the store still holds them."""
-    is_kept: bool = False
+    held: Mapping[str, Any] | None
+    """The query for where the store has them now; None if they are removed."""
+    is_kept: bool
+    """Whether they stay taken when the client is gone."""
 
     async def keep(self) -> None:
         """They are with the client: the store forgets them."""
-        if self.is_parked:
+        if self.held is PARKED:
             await self.buffer.storage.delete([row.uid for row in self.rows])
-            self.is_parked = False
+            self.held = None
         self.is_kept = True
 
     async def release(self) -> int:
-        """Nobody has them: they are live again; return how many."""
+        """Nobody has them: they are as they were; return how many are live."""
         buffer, rows = self.buffer, self.rows
         self.rows = []
         if not rows:
             return 0
         async with buffer._lock.alone():
-            if self.is_parked:
-                await buffer.storage.update_if([copy_row(row, item=None) for row in rows], PARKED)
+            if self.held is not None:
+                await buffer.storage.update_if([copy_row(row, item=None) for row in rows], self.held)
             else:
                 for row in rows:
                     await buffer.storage.put(row)
@@ -75,20 +86,50 @@ async def take_over(
     buffer: ReplayBuffer,
     task_batch_sizes: Mapping[str, int],
     group_status: Status,
+    *,
+    max_bytes: int,
     tags: Mapping[str, TagValue] | None = None,
+    train_step: int | None = None,
 ) -> Handover:
-    """Take up to so many groups of each task, as `ReplayBuffer.get` does, so that they can be given back."""
-    parks = group_status is not Status.ARCHIVED
-    groups: dict[str, list[Group]] = {}
-    async with buffer._lock.alone(), taking(buffer.storage, PARKED_STEP if parks else None) as view:
+    """Take as `ReplayBuffer.take_batch` and `ReplayBuffer.get` do, so that it can be undone later.
+
+    The groups are packed before the lock is released, so that it does not matter what becomes of them.
+
+    Raises:
+        ValueError: a group cannot be sent, or has more than `max_bytes`; then nothing is taken.
+    """
+    parks = train_step is None and group_status is not Status.ARCHIVED
+    groups: dict[str, list[PackedGroup]] = {}
+    async with buffer._lock.alone(), taking(buffer.storage, PARKED_STEP if parks else train_step) as view:
         for task, size in task_batch_sizes.items():
-            groups[task] = await buffer._take(size, task, group_status, view, tags=tags) if size > 0 else []
+            found = await buffer._take(size, task, group_status, view, tags=tags) if size > 0 else []
+            groups[task] = await _pack_all(found, max_bytes)
         rows = view.taken
         if parks and rows:
             await buffer.storage.update([_parked(row) for row in rows])
         if rows:
             buffer._changes.note()
-    return Handover(buffer, groups, rows, is_parked=parks)
+    if parks:
+        return Handover(buffer, groups, rows, PARKED, is_kept=False)
+    if train_step is None:
+        return Handover(buffer, groups, rows, None, is_kept=False)
+    archived = {"status": Status.ARCHIVED, "train_step": train_step}
+    return Handover(buffer, groups, rows, archived, is_kept=True)
+
+
+async def _pack_all(groups: list[Group], max_bytes: int) -> list[PackedGroup]:
+    packed: list[PackedGroup] = []
+    for group in groups:
+        packed.append(pack_group(group))
+        if (num_bytes := sum(packed[-1].size)) > max_bytes:
+            raise ValueError(
+                f"a group has {num_bytes} bytes, and a message at most {max_bytes}; "
+                f"serve the buffer with larger max_frame_bytes"
+            )
+        if len(packed) % PACK_AT_ONCE == 0:
+            # The lock is held, but other work than the buffer's may go on.
+            await asyncio.sleep(0)
+    return packed
 
 
 async def recover(buffer: ReplayBuffer) -> int:

@@ -33,7 +33,7 @@ from typing import Any
 import pyarrow as pa
 
 from forebay.replay.payload import damage_named
-from forebay.replay.snapshot_checks import DATA_FILE, check_manifest, check_table
+from forebay.replay.snapshot_checks import DATA_FILE, check_manifest, check_table, check_together
 from forebay.replay.storage import STATE_VERSION, StorageItem
 from forebay.replay.tables import (
     GROUPS_SCHEMA,
@@ -138,7 +138,10 @@ def open_snapshot(path: Path) -> Iterator[SnapshotTables]:
         _open_arrow(path, "groups", manifest) as groups,
         _open_arrow(path, "rollouts", manifest) as rollouts,
     ):
-        yield SnapshotTables(manifest, groups.read_all(), rollouts)
+        tables = SnapshotTables(manifest, groups.read_all(), rollouts)
+        with damage_named(repr(str(path))):
+            check_together(tables.groups, rollouts)
+        yield tables
 
 
 def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 DATA_FILE = re.compile(r"(groups|rollouts)-[0-9a-f]{16}\.arrow")
@@ -61,6 +62,24 @@ def check_table(reader: pa.RecordBatchFileReader, schema: pa.Schema, optional: C
             values = column.values if isinstance(column, pa.LargeListArray) else column
             if (column.null_count and name not in optional) or (values is not column and values.null_count):
                 raise ValueError(f"column {name} has empty places")
+
+
+def check_together(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> None:
+    """Check that each group has its rollouts, side by side.
+
+    Raises:
+        ValueError: a group has none or not all, or its rollouts lie apart, or some have no group.
+    """
+    batches = [rollouts.get_batch(index).column("uid") for index in range(rollouts.num_record_batches)]
+    uids = np.concatenate([np.zeros(0, np.int64), *(column.to_numpy() for column in batches)])
+    starts = np.flatnonzero(np.diff(uids, prepend=uids[:1] - 1)) if len(uids) else np.zeros(0, np.int64)
+    sizes = np.diff(starts, append=len(uids))
+    known, expected = (groups.column(name).to_numpy() for name in ("uid", "num_rollouts"))
+    found, wanted = np.argsort(uids[starts]), np.argsort(known)
+    if not np.array_equal(uids[starts][found], known[wanted]):
+        raise ValueError("its groups are not those of its rollouts, or a group's rollouts lie apart")
+    if not np.array_equal(sizes[found], expected[wanted]) or not (sizes > 0).all():
+        raise ValueError("a group does not have all its rollouts")
 
 
 def _is_file(files: Mapping[str, Any], kind: str) -> bool:

@@ -44,9 +44,12 @@ from forebay.produce import (
 )
 from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer
-from forebay.runs.config import FILTERS, RunConfig, TaskConfig
+from forebay.runs.config import FILTERS, RunConfig, TaskConfig, to_toml
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
+from forebay.runs.record.observers import RecordedReplayBuffer, observe
+from forebay.runs.record.writer import Recorder
+from forebay.runs.status import RunStatus
 from forebay.stalls import StallWatch
 from forebay.tracing import TraceWriter
 from forebay.train import OffPolicyGuard, TrainController, WarmupConfig, supervised_warmup
@@ -118,6 +121,7 @@ class Run:
     activities: Activities
     busy: BusyShare
     trace: TraceWriter | None
+    record: Recorder | None = None
     guard: OffPolicyGuard
     sync_interval: int
     """Train steps between weight syncs; the guard may lower it."""
@@ -134,6 +138,19 @@ class Run:
     """Train steps that rollouts may be behind since the guard lowered it; None: as configured."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: finish this step, save and leave."""
+    status: RunStatus = field(init=False)
+
+    def __post_init__(self) -> None:
+        controller = self.controller
+        self.status = RunStatus(
+            self.manager,
+            self.activities,
+            self.busy,
+            batch_size=self.config.batch_size,
+            warn_after_s=_warn_after_s(self.config),
+            model_step=lambda: controller.model_step,
+            describe=controller.describe,
+        )
 
     @property
     def stop_requested(self) -> bool:
@@ -153,8 +170,9 @@ def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_st
     data = load_data(config)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
+    display.phase("load")
     tokenizer = load_tokenizer(model_folder)
-    trainer = _trainer(config, model_folder, tokenizer)
+    trainer = build_trainer(config, model_folder, tokenizer)
     # What opens files comes last, so that nothing is left open where something before it does not fit.
     rollouts = build_rollouts(config, model_folder, data)
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
@@ -179,11 +197,22 @@ def build_run(config: RunConfig, folder: Path, display: RunDisplay, *, resume_st
         sync_interval=config.produce.sync_weights_interval,
         trace=TraceWriter(folder / trace_name, activities) if config.trace else None,
     )
-    run.manager.on_group = run.progress
+    if config.produce.mode == "colocated":
+        # In a separate run the groups of several steps are made at once.
+        run.manager.on_group = run.progress
+    display.follow(run.status)
+    if config.record:
+        run.record = Recorder(folder, run_file=to_toml(config), resumed_from=resume_step)
+        observe(run.record, run.manager, run.controller)
     return run
 
 
-def _trainer(config: RunConfig, model_folder: Path, tokenizer: Any) -> TrainController:
+def build_trainer(config: RunConfig, model_folder: Path, tokenizer: Any) -> TrainController:
+    """The trainer of the model in `model_folder`.
+
+    Raises:
+        ConfigError: the model or the training's settings do not fit.
+    """
     model = _load(model_folder, config)
     try:
         return TrainController(
@@ -223,7 +252,7 @@ def build_rollouts(
     tokenizer, activities = load_tokenizer(model_folder), Activities()
     engine = _engine(config, model_folder, tokenizer)
     controller = RolloutController(engine, seed=config.seed)
-    buffer = _buffer(config)
+    buffer = build_buffer(config)
     eval_sets: list[EvalSet] = []
     runners = []
     for task, part in zip(config.tasks, data, strict=True):
@@ -270,13 +299,16 @@ def build_rollouts(
 
 
 def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:
-    limit_s = config.produce.stall_after_s
     return StallWatch(
         activities,
-        warn_after_s=min(WARN_AFTER_S, limit_s / 2),
-        fail_after_s=limit_s,
+        warn_after_s=_warn_after_s(config),
+        fail_after_s=config.produce.stall_after_s,
         describe=controller.describe,
     )
+
+
+def _warn_after_s(config: RunConfig) -> float:
+    return min(WARN_AFTER_S, config.produce.stall_after_s / 2)
 
 
 def _load(folder: Path, config: RunConfig) -> Any:
@@ -325,11 +357,13 @@ def _strategy(config: RunConfig, task: TaskConfig, controller: RolloutController
     ).build(sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller)
 
 
-def _buffer(config: RunConfig) -> ReplayBuffer:
+def build_buffer(config: RunConfig) -> ReplayBuffer:
     """In order of arrival where nothing can be stale, else the most stale first."""
-    if not config.produce.is_async:
-        return config.replay.build()
-    return AsyncReplayBufferConfig(**config.replay.model_dump()).build()
+    settings = (
+        AsyncReplayBufferConfig(**config.replay.model_dump()) if config.produce.is_async else config.replay
+    )
+    buffer = settings.build()
+    return RecordedReplayBuffer.like(buffer) if config.record else buffer
 
 
 def _eval_set(

@@ -127,6 +127,8 @@ class RunConfig(StrictModel):
     """Train steps between tables of sampled rollouts; 0: never."""
     trace: bool = False
     """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
+    record: bool = False
+    """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     tasks: list[TaskConfig] = Field(min_length=1)

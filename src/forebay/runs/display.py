@@ -1,12 +1,12 @@
-"""What a person sees of a run: a live line in a terminal, plain lines in a pipe or a log.
+"""What a person sees of a run: a live view in a terminal, plain lines in a pipe or a log.
 
 ::
 
     start -> phase, production ... -> step -> rollouts, evaluation when due -> ... -> summary -> close
 
 It takes numbers, strings and rollouts and knows nothing of how they came about. Permanent output is the same
-everywhere, 100 columns wide and free of control characters where it is not a terminal; only the live line
-with the progress bar is a terminal's own. Whatever a model wrote is shown as text: never as markup, never as
+everywhere, 100 columns wide and free of control characters where it is not a terminal; only the live view
+(`forebay.runs.live`) is a terminal's own. Whatever a model wrote is shown as text: never as markup, never as
 control characters.
 """
 
@@ -22,13 +22,14 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, SAMPLES, STEP_S, TIME_PREFIX, TOKENS_PER_S
+from forebay.runs.live import LiveView, StepNow, panel
 from forebay.runs.pictures import Rows, terminal_curve
+from forebay.runs.status import RunStatus
+from forebay.runs.wording import clean, duration, mean, number
 from forebay.types import Message, RolloutState
 
 WIDTH = 100
@@ -36,10 +37,9 @@ MAX_STEP_LINES = 50
 """A run prints about so many step lines, however many steps it has: two screens of a terminal."""
 _HEADER_EVERY = 20
 """Step lines under one header: it never scrolls out of a terminal of usual height."""
-_ETA_STEPS = 20
-"""Steps the remaining time is estimated from: recent enough to follow lengthening responses."""
-_REDRAW_S = 0.1
-"""Seconds between two drawings of the live line while groups come in."""
+_RECENT_STEPS = 20
+"""Steps of the smoothed reward and of the estimate of the remaining time: recent enough to follow lengthening
+responses."""
 _SHOWN_GROUPS = 2
 _MAX_PROMPT, _MAX_RESPONSE = 120, 240
 """Characters of a sampled rollout; both ends stay, for the answer is usually at the end."""
@@ -52,6 +52,7 @@ _SAVED = {
     "metrics.jsonl": "every number of every step",
     "rollouts.jsonl": "sampled rollouts of every step",
     "checkpoints": "to go on from: forebay train --resume",
+    "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
 }
 
 
@@ -75,15 +76,15 @@ class RunDisplay:
         self._console = console or _standard_output()
         self._clock = clock
         self._started_at = clock()
-        self._live: Live | None = None
+        self._live: LiveView | None = None
+        self._status: RunStatus | None = None
         self._lines_under_header = 0
         self._window: list[Mapping[str, float]] = []
-        self._step_times: deque[float] = deque(maxlen=_ETA_STEPS)
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=_RECENT_STEPS)
         self._eval_score: float | None = None
         self._step, self._total = 0, 0
-        self._now = ""
+        self._phase, self._phase_at = "", clock()
         self._produced: tuple[int, int] | None = None
-        self._drawn_at = -math.inf
 
     def __enter__(self) -> RunDisplay:
         return self
@@ -94,40 +95,46 @@ class RunDisplay:
         self.close()
 
     def start(self, name: str, facts: Mapping[str, object], *, step: int = 0, total: int = 0) -> None:
-        """Say what runs, one line for each fact, and begin the live line at `step` of `total`."""
+        """Say what runs, one line for each fact, and begin the live view at `step` of `total`.
+
+        On a terminal an event loop must be running.
+        """
         self._step, self._total = step, total
-        self._print(Text(f"forebay {_clean(name)}", "bold"))
+        self._print(Text(f"forebay {clean(name)}", "bold"))
         self._print_facts(facts)
         if self._console.is_terminal:
-            # Refreshed when something changes and not by a thread, which would fight for the compute cores.
-            self._live = Live(
-                get_renderable=self._live_line, console=self._console, auto_refresh=False, transient=True
-            )
-            self._live.start()
+            self._live = LiveView(self._console, self._panel)
+
+    def follow(self, status: RunStatus) -> None:
+        """From now on the live view shows what `status` says, and follows its changes."""
+        self._status = status
+        if self._live is not None:
+            self._live.look = status.count_buffer
+            status.on_change = self._live.note
 
     def phase(self, name: str) -> None:
         """The run now does `name`."""
-        self._now, self._produced = name, None
-        self._refresh()
+        self._phase, self._phase_at, self._produced = name, self._clock(), None
+        if self._live is not None and self._status is None:
+            # While a run is being built the event loop stands still, and no timer would draw.
+            self._live.draw()
+        self._note()
 
     def production(self, done: int, total: int) -> None:
         """`done` of the `total` groups of this step are there."""
         self._produced = (done, total)
-        # Groups may finish by the hundred in a second, and drawing a line takes a millisecond.
-        if done == total or self._clock() - self._drawn_at >= _REDRAW_S:
-            self._refresh()
+        self._note()
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Train step `step` of `total` is done, with these numbers."""
-        self._step, self._total = step, total
+        self._step, self._total, self._produced = step, total, None
         self._window.append(metrics)
-        if STEP_S in metrics:
-            self._step_times.append(metrics[STEP_S])
+        self._recent.append(metrics)
         every = max(1, math.ceil(total / MAX_STEP_LINES))
         if step % every == 0 or step == total:
             self._print_step_line()
             self._window = []
-        self._refresh()
+        self._note()
 
     def rollouts(self, groups: Sequence[Sequence[RolloutState]]) -> None:
         """A table of the best and the worst rollout of a few groups."""
@@ -140,13 +147,13 @@ class RunDisplay:
         for group in groups[::stride][:_SHOWN_GROUPS]:
             ranked = sorted(group, key=_score, reverse=True)
             for state in ranked[:: max(1, len(ranked) - 1)]:
-                prompt = _clean(_last_user_text(state.message), _MAX_PROMPT) if state is ranked[0] else ""
+                prompt = clean(_last_user_text(state.message), _MAX_PROMPT) if state is ranked[0] else ""
                 table.add_row(
                     Text(prompt),
-                    Text(_clean(state.response, _MAX_RESPONSE)),
-                    _number(_score(state) if state.reward else None),
+                    Text(clean(state.response, _MAX_RESPONSE)),
+                    number(_score(state) if state.reward else None),
                     str(len(state.response_ids)),
-                    Text(_clean(state.finish_reason or state.status.value)),
+                    Text(clean(state.finish_reason or state.status.value)),
                 )
         self._print(table)
         self._lines_under_header = 0  # the table has pushed the header away
@@ -155,23 +162,23 @@ class RunDisplay:
         """The held-out prompts were tried: one line, and one more for each task if there are several."""
         self._eval_score = metrics.get(EVAL_SCORE)
         for scope, values in _eval_scopes(metrics).items():
-            numbers = "  ".join(f"{name} {_number(value)}" for name, value in values.items())
+            numbers = "  ".join(f"{name} {number(value)}" for name, value in values.items())
             self._print(
-                Text.assemble(("  eval ", "cyan"), f"{_clean(label)} {_clean(scope)}".ljust(15), numbers)
+                Text.assemble(("  eval ", "cyan"), f"{clean(label)} {clean(scope)}".ljust(13), "  ", numbers)
             )
 
     def message(self, text: str) -> None:
         """A line for the person."""
-        self._print(Text(_clean(text)))
+        self._print(Text(clean(text)))
 
     def warning(self, text: str) -> None:
         """A line for the person to act on."""
-        self._print(Text(f"warning: {_clean(text)}", "yellow"))
+        self._print(Text(f"warning: {clean(text)}", "yellow"))
 
     def traceback_line(self, text: str) -> None:
         """One line of a traceback, whose indentation means something."""
         indent = len(text) - len(text.lstrip(" "))
-        self._print(Text(" " * indent + _clean(text), "dim"))
+        self._print(Text(" " * indent + clean(text), "dim"))
 
     def interrupted(self) -> None:
         """Ctrl-C was pressed once."""
@@ -183,11 +190,16 @@ class RunDisplay:
         )
 
     def summary(
-        self, history: Rows, evaluations: Rows, balance: Mapping[str, Mapping[str, int]], folder: Path
+        self,
+        history: Rows,
+        evaluations: Rows,
+        balance: Mapping[str, Mapping[str, int]],
+        folder: Path,
+        more_facts: Mapping[str, str] | None = None,
     ) -> None:
         """How the run went: held-out scores before and after, the curve, the totals, and where it is saved.
 
-        `balance` counts groups by task and outcome.
+        `balance` counts groups by task and outcome; `more_facts` are further lines, by name.
         """
         self.close()
         self._console.rule(Text("summary"), style="dim", characters="-")
@@ -202,20 +214,19 @@ class RunDisplay:
         }
         facts = {
             "steps": len(history),
-            "time": f"{_duration(self._clock() - self._started_at)} in this process",
+            "time": f"{duration(self._clock() - self._started_at)} in this process",
             "rollouts": f"{samples:,.0f} with {tokens:,.0f} tokens trained",
             **groups,
+            **(more_facts or {}),
         }
         self._print_facts(facts)
         self._print(Text("\nsaved", "bold"))
-        self._print_facts(
-            {str(folder / name): what for name, what in _SAVED.items() if (folder / name).exists()}
-        )
+        self._print_facts({str(path): what for name, what in _SAVED.items() for path in folder.glob(name)})
 
     def close(self) -> None:
-        """End the live line."""
+        """End the live view."""
         if self._live is not None:
-            self._live.stop()
+            self._live.close()
             self._live = None
 
     def _print(self, what: RenderableType) -> None:
@@ -224,16 +235,16 @@ class RunDisplay:
     def _print_facts(self, facts: Mapping[str, object]) -> None:
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
-            self._print(Text.assemble((f"  {_clean(name).ljust(width)}  ", "dim"), _clean(str(value))))
+            self._print(Text.assemble((f"  {clean(name).ljust(width)}  ", "dim"), clean(str(value))))
 
     def _print_step_line(self) -> None:
         cells = {
             "step": f"{self._step}/{self._total}",
-            "reward": _number(_mean(self._window, REWARD)),
-            "eval": _number(self._eval_score),
-            "tokens/s": _number(_mean(self._window, TOKENS_PER_S)),
-            "length": _number(_mean(self._window, RESPONSE_TOKENS)),
-            "s/step": _number(_mean(self._window, STEP_S)),
+            "reward": number(mean(self._window, REWARD)),
+            "eval": number(self._eval_score),
+            "tokens/s": number(mean(self._window, TOKENS_PER_S)),
+            "length": number(mean(self._window, RESPONSE_TOKENS)),
+            "s/step": number(mean(self._window, STEP_S)),
             "ETA": self._eta(),
         }
         if self._lines_under_header % _HEADER_EVERY == 0:
@@ -242,36 +253,55 @@ class RunDisplay:
         line = Text()
         for name, width in _COLUMNS.items():
             line.append(cells[name].rjust(width), "bold" if name == "reward" else "")
-        line.append(_time_split(self._window, WIDTH - sum(_COLUMNS.values())))
+        width = min(WIDTH, self._console.width)
+        line.append(_time_split(self._window, width - sum(_COLUMNS.values())))
         self._print(line)
         self._lines_under_header += 1
 
     def _eta(self) -> str:
-        if not self._step_times:
-            return "-"
-        return _duration((self._total - self._step) * sum(self._step_times) / len(self._step_times))
+        step_s = mean(self._recent, STEP_S)
+        return "-" if math.isnan(step_s) else duration((self._total - self._step) * step_s)
 
     def _print_curve(self, history: Rows, evaluations: Rows) -> None:
-        ascii_only = not self._console.encoding.startswith("utf")
         width = min(WIDTH, self._console.width)
-        if curve := terminal_curve(history, evaluations, width=width, height=12, ascii_only=ascii_only):
+        if curve := terminal_curve(history, evaluations, width=width, height=12, ascii_only=self._is_ascii):
             self._print(Text("\nreward by train step, smoothed; o: held-out score", "dim"))
             self._print(Text(curve))
 
-    def _refresh(self) -> None:
+    def _note(self) -> None:
         if self._live is not None:
-            self._drawn_at = self._clock()
-            self._live.refresh()
+            self._live.note()
 
-    def _live_line(self) -> RenderableType:
+    def _panel(self) -> RenderableType:
         done, total = self._produced or (0, 0)
-        now = f"{self._now} {done}/{total} groups" if total else self._now
-        # The groups of the step under way move the bar too, so that slow steps are seen to move.
-        fraction = self._step + (done / total if total else 0.0)
-        bar = ProgressBar(total=max(self._total, 1), completed=fraction, width=30)
-        line = Table.grid(padding=(0, 2))
-        line.add_row(f"  step {self._step}/{self._total}", bar, Text(now), f"ETA {self._eta()}")
-        return line
+        step = StepNow(
+            step=self._step,
+            total=self._total,
+            # The groups of the step under way move the bar too, so that slow steps are seen to move.
+            done=done / total if total else 0.0,
+            eta=self._eta(),
+            phase=f"{self._phase} {done}/{total} groups" if total else self._phase,
+            phase_s=self._clock() - self._phase_at,
+            facts=self._last_numbers(),
+        )
+        now = None if self._status is None else self._status.now()
+        return panel(step, now, width=self._console.width, ascii_only=self._is_ascii)
+
+    def _last_numbers(self) -> dict[str, str]:
+        last = self._recent[-1] if self._recent else {}
+        smoothed = f" (mean of {len(self._recent)}: {number(mean(self._recent, REWARD))})"
+        shown = {
+            "reward": number(last.get(REWARD)) + (smoothed if last else ""),
+            "eval": number(self._eval_score),
+            "tokens/s": number(last.get(TOKENS_PER_S)),
+            "length": number(last.get(RESPONSE_TOKENS)),
+            "s/step": number(last.get(STEP_S)),
+        }
+        return {name: value for name, value in shown.items() if value != "-"} or {"": "-"}
+
+    @property
+    def _is_ascii(self) -> bool:
+        return not self._console.encoding.startswith("utf")
 
 
 def _standard_output() -> Console:
@@ -297,8 +327,8 @@ def _before_and_after(before: Mapping[str, float | None], after: Mapping[str, fl
             last_value = last.get(scope, {}).get(name)
             change = "-"
             if first_value is not None and last_value is not None:
-                change = ("+" if last_value >= first_value else "") + _number(last_value - first_value)
-            table.add_row(Text(_clean(f"{scope} {name}")), _number(first_value), _number(last_value), change)
+                change = ("+" if last_value >= first_value else "") + number(last_value - first_value)
+            table.add_row(Text(clean(f"{scope} {name}")), number(first_value), number(last_value), change)
     return table
 
 
@@ -334,21 +364,6 @@ def _score(state: RolloutState) -> float:
     return float(state.reward["score"]) if state.reward and "score" in state.reward else -math.inf
 
 
-def _clean(text: str, limit: int | None = None) -> str:
-    """One line of printable characters; the middle is left out where it is longer than `limit`."""
-    printable = "".join(character if character.isprintable() else " " for character in text)
-    line = " ".join(printable.split())
-    if limit is None or len(line) <= limit:
-        return line
-    return f"{line[: limit // 2 - 2]} ... {line[-(limit // 2 - 3) :]}"
-
-
-def _mean(rows: Sequence[Mapping[str, float]], name: str) -> float:
-    """NaN where no row has a finite `name`."""
-    values = [row[name] for row in rows if name in row and math.isfinite(row[name])]
-    return sum(values) / len(values) if values else math.nan
-
-
 def _time_split(rows: Sequence[Mapping[str, float]], width: int) -> str:
     """``  generate 55  train 40  sync 5``: each phase's share in percent, most first, as many as fit."""
     seconds: dict[str, float] = {}
@@ -364,20 +379,3 @@ def _time_split(rows: Sequence[Mapping[str, float]], width: int) -> str:
             break
         text += share
     return text
-
-
-def _number(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "-"
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:.1f}M"
-    if abs(value) >= 1e3:
-        return f"{value / 1e3:.1f}k"
-    # Shares and rewards have a thousandth worth seeing; lengths and seconds are larger or need less.
-    return f"{value:.1f}" if abs(value) >= 2 else f"{value:.3f}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}:{rest:02}"

@@ -30,6 +30,7 @@ from forebay.produce import ProduceBatchResult
 from forebay.runs.build import EvalSet, Run
 from forebay.runs.folder import list_checkpoints, publish
 from forebay.runs.pictures import learning_curve
+from forebay.runs.record.observers import note_training
 from forebay.types import RolloutState
 
 T = TypeVar("T")
@@ -115,12 +116,16 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     """
     try:
         with phase(run, "train", TRAIN):
-            fit_step = partial(run.trainer.fit, stale_thresholds=_masked_from(run))
+            thresholds = _masked_from(run)
+            if run.record is not None:
+                note_training(run.record, run.train_step + 1, groups, thresholds)
+            fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
             batch = await compute(run, fit_step, groups)
     except ValueError as error:
         raise ConfigError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     except FloatingPointError as error:
-        await _give_back(run, groups)
+        # A train step that did not happen: its batch is live again.
+        await run.manager.give_back(groups, run.train_step + 1)
         raise FloatingPointError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     return batch.metrics
 
@@ -159,16 +164,6 @@ def limit_lag(run: Run, train_steps: int) -> None:
         runner.produce_strategy.limit_lag(train_steps)
 
 
-async def _give_back(run: Run, groups: list[list[RolloutState]]) -> None:
-    """Make the batch of a train step that did not happen live again, in the buffer and in the books."""
-    await run.manager.replay_buffer.restore(run.train_step)
-    for group in groups:
-        group_id, task_name = group[0].group_id, group[0].task_name
-        assert group_id is not None
-        assert task_name is not None
-        run.manager.ledger.record(group_id, task_name, "requeued")
-
-
 async def forget_consumed(run: Run, train_step: int) -> None:
     """Drop what was consumed up to `train_step`, unless the run keeps it.
 
@@ -176,6 +171,8 @@ async def forget_consumed(run: Run, train_step: int) -> None:
     groups again. A durable store, which outlives the trainer, has to wait for the checkpoint.
     """
     await run.manager.replay_buffer.commit(train_step)
+    # What the report of this step will say of the buffer.
+    await run.status.count_buffer()
 
 
 async def evaluate(run: Run, label: str) -> dict[str, float]:
@@ -225,13 +222,12 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         "reward": sum(scores) / len(scores),
         "response_tokens": tokens / len(scores),
         "samples": float(len(scores)),
-        "busy/producer": run.busy.share("producer"),
-        "busy/trainer": run.busy.share("trainer"),
         "staleness": max(state.seq_staleness for group in groups for state in group),
         "tokens_per_s": batch.produced_tokens / wall_s if wall_s > 0 else 0.0,
         "step_s": wall_s,
         **{f"time/{name}_s": wall for name, (wall, _) in phases.items()},
         **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
+        **run.status.step_values(train_step, groups),
         **batch.metrics(),
         **metrics,
     }
@@ -282,6 +278,8 @@ async def checkpoint(run: Run) -> Path:
             "lag_limit": run.lag_limit,
         }
         (temporary / "run.json").write_text(json.dumps(state), encoding="utf-8")
+        if run.record is not None:
+            await run.record.checkpoint(run.train_step)
         await compute(run, publish, temporary, final)
     for old in list_checkpoints(run.folder)[: -run.config.keep_checkpoints]:
         shutil.rmtree(old)
@@ -328,7 +326,8 @@ async def finish(run: Run) -> None:
     await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")
     if run.history:
         await compute(run, learning_curve, run.history, run.evaluations, run.folder / "learning_curve.png")
-    run.display.summary(run.history, run.evaluations, await group_counts(run), run.folder)
+    facts = run.status.run_facts(run.history) if run.config.produce.is_async else {}
+    run.display.summary(run.history, run.evaluations, await group_counts(run), run.folder, facts)
 
 
 def _publish_model(source: Path, target: Path) -> None:
@@ -343,7 +342,13 @@ async def group_counts(run: Run) -> dict[str, dict[str, int]]:
     """What became of the groups of each task: trained, live, dropped by reason."""
     balance = run.manager.ledger.balance(await run.manager.count_live())
     return {
-        name: {"generated": part.generated, "trained": part.trained, "live": part.live, **part.dropped}
+        name: {
+            "generated": part.generated,
+            "trained": part.trained,
+            "live": part.live,
+            **{f"dropped ({reason})": count for reason, count in part.dropped.items()},
+            "retried": part.retried,
+        }
         for name, part in balance.by_task.items()
     }
 
@@ -352,6 +357,8 @@ async def close(run: Run) -> None:
     """Free engines, sinks and the compute thread."""
     if run.trace is not None:
         run.trace.close()
+    if run.record is not None:
+        run.record.close()
     await run.controller.close()
     run.metrics.close()
     run.manager.ledger.close()

@@ -105,6 +105,7 @@ class ModelledEngine:
         """Tokens that a request would have that had been decoding from the start."""
         self._progress_at_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._is_setting_timer = False
         self._loads: list[tuple[float, int]] = [(-math.inf, 0)]
         """From which progress on, which model step."""
         self._is_paused = False
@@ -251,7 +252,14 @@ class ModelledEngine:
         self._progress_at_s = now_s
 
     def _set_timer(self) -> None:
-        """For the next end; whatever changes the speed or the first in the heap sets it anew."""
+        """For the next end, once everything else of this instant is done: many may start or end in one."""
+        if not self._is_setting_timer:
+            self._is_setting_timer = True
+            asyncio.get_running_loop().call_soon(self._set_timer_now)
+
+    def _set_timer_now(self) -> None:
+        self._is_setting_timer = False
+        self._advance()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

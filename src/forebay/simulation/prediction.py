@@ -11,7 +11,7 @@ only devices are stand-ins (`forebay.simulation.world`). Evaluations, checkpoint
 from __future__ import annotations
 
 import asyncio
-import logging
+import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +29,9 @@ from forebay.simulation.result import (
     busy_s,
     idle_slots,
 )
-from forebay.simulation.standins import SimulationLoop
+from forebay.simulation.standins import EnoughSteps, SimulationLoop
 from forebay.simulation.world import World, build_world
 from forebay.types import RolloutState, Status
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_STEPS = 50
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}
@@ -90,7 +88,8 @@ async def _simulate(
     world = build_world(config, cluster, folder, on_step)
     recorder = SpanRecorder((TRAIN, SYNC, WAIT_BATCH, "pause"))
     world.run.activities.listen(recorder)
-    await _LOOPS[config.produce.mode](world.run)
+    with contextlib.suppress(EnoughSteps):
+        await _LOOPS[config.produce.mode](world.run)
     return await _read_off(world, cluster, recorder)
 
 

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -115,8 +114,10 @@ class TimedTrainer:
         self.model_step = 0
         self.steps: list[TrainedStep] = []
 
-    def fit(self, groups: list[list[RolloutState]]) -> SimpleNamespace:
-        """Take the time of a train step."""
+    def fit(
+        self, groups: list[list[RolloutState]], *, stale_thresholds: Mapping[str, int] | None = None
+    ) -> SimpleNamespace:
+        """Take the time of a train step; what is masked takes as long as what is not."""
         states = [state for group in groups for state in group]
         step = TrainedStep(sum(len(state.response_ids) for state in states))
         made_by = np.concatenate([state.response_model_steps for state in states])
@@ -134,13 +135,13 @@ class TimedTrainer:
         await asyncio.sleep(self._cluster.sync_s)
         await controller.update_weights([], self.model_step)
 
-    def save(self, path: Path) -> None:
-        """Leave the folder that a run publishes."""
-        (path / "model").mkdir(parents=True)
+
+class EnoughSteps(Exception):
+    """Ends a simulated run after its last step: it has nothing to save or to show."""
 
 
 class SilentDisplay(RunDisplay):
-    """Shows nothing; notes when each step ended."""
+    """Shows nothing; notes when each step ended, and ends the run after the last."""
 
     def __init__(self, clock: Callable[[], float], on_step: Callable[[], None]) -> None:
         super().__init__(Console(quiet=True), clock=clock)
@@ -149,12 +150,15 @@ class SilentDisplay(RunDisplay):
         self.step_ends_s: list[float] = []
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """See `RunDisplay.step`."""
+        """See `RunDisplay.step`.
+
+        Raises:
+            EnoughSteps: this was the last.
+        """
         self.step_ends_s.append(self._now_s())
         self._on_step()
+        if step == total:
+            raise EnoughSteps
 
     def production(self, done: int, total: int) -> None:
         """See `RunDisplay.production`."""
-
-    def summary(self, *args: object, **kwargs: object) -> None:
-        """See `RunDisplay.summary`."""

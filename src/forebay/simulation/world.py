@@ -25,11 +25,12 @@ from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer
-from forebay.runs.build import ProductionProgress, Run, _buffer, _strategy
+from forebay.runs.build import ProductionProgress, Run, _strategy, build_buffer
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import ModelledEngine
 from forebay.simulation.standins import PromptTokenizer, SilentDisplay, TimedJudger, TimedThread, TimedTrainer
+from forebay.train.guard import OffPolicyGuard
 from forebay.types import RolloutState
 
 _SEED_SPAN = float(1 << 63)
@@ -56,7 +57,7 @@ def build_world(
     clock = asyncio.get_running_loop().time
     engines = [_engine(cluster, number) for number in range(cluster.engines)]
     controller = RolloutController(engines, seed=config.seed)
-    activities, buffer, tokenizer = Activities(), _buffer(config), PromptTokenizer(cluster.prompt_tokens)
+    activities, buffer, tokenizer = Activities(), build_buffer(config), PromptTokenizer(cluster.prompt_tokens)
     manager = AgentLoopManager(
         task_runners=[
             _task_runner(config, cluster, task, controller, buffer, tokenizer, activities)
@@ -86,6 +87,8 @@ def build_world(
         activities=activities,
         busy=BusyShare(activities),
         trace=None,
+        guard=OffPolicyGuard("off"),
+        sync_interval=config.produce.sync_weights_interval,
         timer=PhaseTimer(wall_clock=clock, cpu_clock=clock),
     )
     return World(run=run, engines=engines, trainer=trainer, display=display)

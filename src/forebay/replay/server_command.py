@@ -1,0 +1,134 @@
+"""What ``forebay buffer serve`` does: build a buffer, serve it until told to stop, leave nothing behind.
+
+::
+
+    store, snapshot --> buffer --> serve --SIGTERM, Ctrl-C--> what runs ends --> snapshot, close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.indexed import IndexedStorage
+from forebay.replay.policies import (
+    FIFOReplayPolicy,
+    PrioritizedReplayPolicy,
+    ReplayPolicy,
+    StalenessReplayPolicy,
+)
+from forebay.replay.server import serve
+from forebay.replay.storage import StorageBackend
+
+TOKEN_VARIABLE = "FOREBAY_BUFFER_TOKEN"
+"""Where the token is looked for when no file is named; a command line would show it to everybody."""
+
+IN_MEMORY = "memory"
+
+POLICIES: dict[str, Callable[[], ReplayPolicy]] = {
+    "fifo": FIFOReplayPolicy,
+    "staleness": StalenessReplayPolicy,
+    "prioritized": PrioritizedReplayPolicy,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What the command line says.
+
+    >>> ServeOptions(address="run/buffer.sock", store="run/buffer.db", max_live=4096)
+    """
+
+    address: str
+    store: str = IN_MEMORY
+    """`IN_MEMORY`, the path of a SQLite file, or the URL of a database."""
+    policy: str = "staleness"
+    limit: int | None = None
+    max_live: int | None = None
+    keep_consumed: bool = False
+    snapshot: Path | None = None
+    token_file: Path | None = None
+
+
+async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C; `say` is told where, and what was saved.
+
+    Raises:
+        ValueError: the options contradict each other, or a snapshot is of another policy or damaged.
+        OSError: a file cannot be read or written, or the address is taken.
+    """
+    stop = _stop_signal()
+    buffer = await _open_buffer(options)
+    try:
+        token = read_token(options.token_file)
+        async with serve(buffer, options.address, token=token, max_live=options.max_live) as server:
+            held = await buffer.storage.count({})
+            say(f"listening on {server.address}")
+            say(f"{held} live groups, store {_plain_store(options.store)}, policy {options.policy}")
+            await stop.wait()
+            say("closing")
+        if options.snapshot is not None:
+            await buffer.save(options.snapshot)
+            say(f"saved {await buffer.storage.count({})} live groups to {options.snapshot}")
+    finally:
+        await buffer.close()
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token of that file, or of the environment; None if there is none."""
+    token = os.environ.get(TOKEN_VARIABLE) if file is None else file.read_text(encoding="utf-8")
+    return token.strip() or None if token else None
+
+
+def _stop_signal() -> asyncio.Event:
+    """Set by the first SIGTERM or Ctrl-C; the second one has its usual effect."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def note() -> None:
+        stop.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, note)
+    return stop
+
+
+async def _open_buffer(options: ServeOptions) -> ReplayBuffer:
+    if options.policy not in POLICIES:
+        raise ValueError(f"unknown policy {options.policy!r}; known: {', '.join(POLICIES)}")
+    if options.snapshot is not None and options.store != IN_MEMORY:
+        raise ValueError(
+            f"a snapshot is for a store in memory; {_plain_store(options.store)} keeps its groups itself"
+        )
+    buffer = ReplayBuffer(
+        POLICIES[options.policy](),
+        _open_store(options.store),
+        limit=options.limit,
+        keep_consumed=options.keep_consumed,
+    )
+    if options.snapshot is not None and await asyncio.to_thread(options.snapshot.exists):
+        await buffer.resume(options.snapshot)
+    return buffer
+
+
+def _open_store(store: str) -> StorageBackend:
+    if store == IN_MEMORY:
+        return IndexedStorage()
+    try:
+        from forebay.replay.sql import SQLStorage
+    except ModuleNotFoundError as error:
+        raise ValueError(f"a database needs the extra forebay[sql]: {error}") from None
+    return SQLStorage(store)
+
+
+def _plain_store(store: str) -> str:
+    """Without user and password."""
+    scheme, found, rest = store.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}" if found else store

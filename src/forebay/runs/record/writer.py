@@ -1,0 +1,255 @@
+"""Writes the record of a run: a journal of events, and the rollouts that they speak of.
+
+::
+
+    RUN_FOLDER/record/segment_000/   run.toml           the config of this start of the run
+                      segment_001/   events.jsonl       one event a line, numbered from 1
+                      (a resume)     rollouts.arrows    Arrow IPC stream: every group that was put, as given
+
+    event loop:     note(event, group) --queue--> room(): waits while too much is queued
+    writer thread:  consumes: events      waits for: the next one, or the end of the flush interval
+                    woken by: note, checkpoint, close      produces: a piece of rollouts, then its events
+
+Both files only grow. A piece of rollouts is written before the events that need it, and a line in the journal
+says where it lies, so a process that is killed leaves a prefix that can be read; it loses the last second.
+Before a checkpoint is published, everything up to it is on the disk. This module knows nothing of what the
+events mean: `forebay.runs.record.observers` notes them, `forebay.runs.record.reader` reads them again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from forebay.durable import sync, write_text
+from forebay.replay.storage import StorageItem
+from forebay.types import RolloutState
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "forebay-record/1"
+FOLDER, EVENTS, ROLLOUTS, RUN_FILE = "record", "events.jsonl", "rollouts.arrows", "run.toml"
+
+FLUSH_AFTER_S = 1.0
+"""What a kill may cost. Longer pieces cost less: a piece has 5 KB of its own, and takes a millisecond."""
+BACKLOG = 2048
+"""Queued events from which on whoever stores a group waits: some seconds' worth, and bounded memory."""
+_MOST_LINES = 4096
+_MOST_TOKENS = 500_000
+"""Of one piece: what is written at once holds the interpreter for some 10 ms."""
+
+_END_OF_STREAM = bytes.fromhex("ffffffff00000000")
+"""Arrow's; without it, what is there can be read as well."""
+
+Line = dict[str, Any]
+
+
+class _Noted(NamedTuple):
+    line: Line
+    group: Sequence[RolloutState] | None
+
+
+class _Reached(NamedTuple):
+    """Tells `future` when everything before it was handled; `durable`: when it is on the disk."""
+
+    future: Future[None]
+    durable: bool
+
+
+class Recorder:
+    """Appends to the record of a run.
+
+    Invariants: events are in the journal in the order in which they were noted, with consecutive numbers;
+    nothing is left out, or the record has ended there: a full disk or a rollout that cannot be stored ends it
+    with a warning, never the run. Made and used in the event loop's thread.
+
+    >>> recorder = Recorder(Path("runs/a"), run_file=to_toml(config))
+    >>> recorder.note("put", group, task="math")
+    >>> await recorder.checkpoint(5)                 # what was noted so far is on the disk
+    >>> recorder.close()
+
+    Args:
+        folder: the run's.
+        run_file: the resolved config, as TOML.
+        resumed_from: the train step of the checkpoint that the run goes on from; None for a new run.
+    """
+
+    def __init__(self, folder: Path, *, run_file: str, resumed_from: int | None = None) -> None:
+        self._clock = asyncio.get_running_loop().time
+        segment = _new_segment(folder / FOLDER)
+        write_text(segment / RUN_FILE, run_file)
+        self.segment = segment
+        """The folder that this start of the run writes to."""
+        self._number = 0
+        self._failure: Exception | None = None
+        self._queue: queue.SimpleQueue[_Noted | _Reached | None] = queue.SimpleQueue()
+        self._files = _Files(segment)
+        self._thread: threading.Thread | None = threading.Thread(
+            # A daemon: a run that dies without `close` must not wait for it.
+            target=self._write_all,
+            name="record",
+            daemon=True,
+        )
+        self._thread.start()
+        self.note("segment", format=FORMAT, resumed_from=resumed_from, unix_time_s=time.time())
+
+    def note(self, event: str, rollouts: Sequence[RolloutState] | None = None, /, **facts: Any) -> None:
+        """Append an event; `rollouts` are written later, so nobody may change them any more.
+
+        `facts` are JSON values; those that are None are left out. It returns at once.
+        """
+        if self._failure is not None or self._thread is None:
+            return
+        self._number += 1
+        known = {name: value for name, value in facts.items() if value is not None}
+        line = {"number": self._number, "event": event, "time_s": self.now_s(), **known}
+        self._queue.put(_Noted(line, rollouts))
+
+    def now_s(self) -> float:
+        """Seconds on the event loop's clock, to the microsecond."""
+        return round(self._clock(), 6)
+
+    async def room(self) -> None:
+        """Wait until less than `BACKLOG` events are queued; mostly, that is at once."""
+        if self._queue.qsize() > BACKLOG:
+            await self._reach(durable=False)
+
+    async def checkpoint(self, train_step: int) -> None:
+        """Note that a checkpoint of `train_step` is being made, and wait until the record is on the disk."""
+        self.note("checkpoint", train_step=train_step)
+        await self._reach(durable=True)
+
+    def close(self) -> None:
+        """Write what is queued and close the files; a second call does nothing."""
+        if self._thread is None:
+            return
+        self._queue.put(None)
+        self._thread.join()
+        self._thread = None
+        self._files.close()
+        if self._failure is not None:
+            logger.warning(
+                "the record of the run in %s is not complete: %s: %s",
+                self.segment,
+                type(self._failure).__name__,
+                self._failure,
+            )
+
+    async def _reach(self, *, durable: bool) -> None:
+        if self._thread is not None:
+            future: Future[None] = Future()
+            self._queue.put(_Reached(future, durable))
+            await asyncio.wrap_future(future)
+
+    # In the writer's thread
+
+    def _write_all(self) -> None:
+        deadline_s: float | None = None
+        while True:
+            try:
+                wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+                item = self._queue.get(timeout=wait_s)
+            except queue.Empty:
+                deadline_s = None
+                self._try(self._files.flush)
+                continue
+            if isinstance(item, _Noted):
+                self._try(self._files.add, item)
+                if deadline_s is None:
+                    deadline_s = time.monotonic() + FLUSH_AFTER_S
+                continue
+            if item is None:
+                self._try(self._files.flush)
+                return
+            if item.durable:
+                deadline_s = None
+                self._try(self._files.sync)
+            # Also if it failed: the run goes on without its record.
+            item.future.set_result(None)
+
+    def _try(self, action: Any, *arguments: Any) -> None:
+        if self._failure is None:
+            try:
+                action(*arguments)
+            # A full disk; a value that no table or JSON holds.
+            except (OSError, ValueError, TypeError) as error:
+                self._failure = error
+
+
+class _Files:
+    """The two files of a segment, and what is not written yet."""
+
+    def __init__(self, segment: Path) -> None:
+        self._segment = segment
+        self._events: BinaryIO = (segment / EVENTS).open("xb")
+        self._rollouts: BinaryIO = (segment / ROLLOUTS).open("xb")
+        self._encode = json.JSONEncoder(separators=(",", ":")).encode
+        self._lines: list[str] = []
+        self._items: list[StorageItem] = []
+        self._num_tokens = 0
+
+    def add(self, noted: _Noted) -> None:
+        """Take an event; it is written with the next flush, which comes by itself if much is waiting."""
+        self._lines.append(self._encode(noted.line))
+        if noted.group is not None:
+            number = noted.line["number"]
+            # Rows are of no interest here; the number of the event takes the place of the uid.
+            self._items.append(StorageItem(noted.group, number, number, "", "", staleness=0))
+            self._num_tokens += sum(len(state.tokens) + len(state.response_ids) for state in noted.group)
+        if len(self._lines) >= _MOST_LINES or self._num_tokens >= _MOST_TOKENS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting: rollouts first."""
+        text = [*self._write_rollouts(), *self._lines]
+        if text:
+            self._events.write("".join(f"{line}\n" for line in text).encode("ascii"))
+            self._events.flush()
+        self._lines = []
+
+    def sync(self) -> None:
+        """`flush`, and wait for the disk."""
+        self.flush()
+        for name in (ROLLOUTS, EVENTS):
+            sync(self._segment / name)
+
+    def close(self) -> None:
+        """Close both files; the stream of rollouts gets its end mark."""
+        if self._rollouts.tell():
+            self._rollouts.write(_END_OF_STREAM)
+        self._rollouts.close()
+        self._events.close()
+
+    def _write_rollouts(self) -> list[str]:
+        """Write the waiting groups; the lines that say where they lie."""
+        if not self._items:
+            return []
+        # Here, because loading Arrow takes longer than the event loop may stand still.
+        from forebay.replay.tables import ROLLOUTS_SCHEMA, rollout_batches
+
+        if self._rollouts.tell() == 0:
+            self._rollouts.write(ROLLOUTS_SCHEMA.serialize())
+        places = []
+        for batch in rollout_batches(self._items):
+            start = self._rollouts.tell()
+            num_bytes = self._rollouts.write(batch.serialize())
+            places.append(self._encode({"event": "rollouts", "offset": start, "bytes": num_bytes}))
+        self._rollouts.flush()
+        self._items, self._num_tokens = [], 0
+        return places
+
+
+def _new_segment(folder: Path) -> Path:
+    """The next free ``segment_NNN``, made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    segment = folder / f"segment_{len(list(folder.glob('segment_*'))):03d}"
+    segment.mkdir()
+    return segment

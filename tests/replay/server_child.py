@@ -1,0 +1,25 @@
+"""A client that gets stuck, so that a test can kill it at a known moment.
+
+usage: server_child.py ADDRESS take|archive NUMBER; it prints the names of the groups that came, then waits.
+``take`` has not confirmed them.
+"""
+
+import asyncio
+import sys
+
+from forebay.replay.client_link import Link
+from forebay.replay.server_address import Address
+from forebay.replay.server_messages import TakeArguments
+from forebay.types import Status
+
+
+async def main(address, what, number):
+    link = await Link.open(Address.parse(address), None)
+    step = 5 if what == "archive" else None
+    arguments = TakeArguments(b"child", {"math": int(number)}, Status.COMPLETED, step)
+    _, groups = await link.call("take_batch", arguments)
+    print(*(group[0].group_id for group in groups), flush=True)
+    await asyncio.Event().wait()
+
+
+asyncio.run(main(*sys.argv[1:]))

@@ -25,7 +25,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from forebay import buffer_cli, replay_cli
+from forebay import buffer_cli, replay_cli, simulate_cli
 from forebay.config import ConfigError
 
 app = typer.Typer(
@@ -90,6 +90,7 @@ def evaluate(
 
 app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(buffer_cli.show_ledger)
+app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
 
 

@@ -161,7 +161,7 @@ def _explain(step: ReplayedStep) -> str:
     names = [name for name in step.differences if name != _LOSS] or step.differences
     name = names[0]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{name} {_number(step.replayed[name])}, recorded {_number(step.recorded.get(name))}{more}"
+    return f"{name} {_number(step.replayed.get(name))}, recorded {_number(step.recorded.get(name))}{more}"
 
 
 def _number(value: float | None, digits: int = 12) -> str:

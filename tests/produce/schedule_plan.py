@@ -47,8 +47,9 @@ class Habits:
     updates_in_flight: float = 0.0
     ends_early: float = 0.0
     """By a shutdown, or by a cancelled producer."""
-    disturbed_every_s: float | None = None
-    """Mean time between two disturbances; None: nobody disturbs."""
+    num_disturbances: int = 0
+    disturbed_every_s: float = 1.0
+    """Mean time between two disturbances."""
 
 
 @dataclass(kw_only=True)
@@ -177,7 +178,8 @@ def _faults(rng):
 def _habits(rng):
     rates = {f.name: rng.choice([0.0, 0.0, 0.1, 0.3]) for f in fields(Habits)}
     rates["ends_early"] /= 4
-    rates["disturbed_every_s"] = rng.choice([None, None, 0.7, 4.0])
+    rates["num_disturbances"] = rng.choice([0, 0, 5, 15])
+    rates["disturbed_every_s"] = rng.choice([0.7, 4.0])
     return Habits(**rates)
 
 

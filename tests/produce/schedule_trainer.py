@@ -223,11 +223,11 @@ class Trainer:
     # -- Disturbances
 
     async def disturb(self):
-        every_s = self.plan.habits.disturbed_every_s
-        if every_s is None:
-            return
-        while not self.ended:
-            await asyncio.sleep(self.plan.random.expovariate(1 / every_s))
+        habits = self.plan.habits
+        # Not for ever: who is interrupted more often than a rollout takes gets nowhere.
+        while habits.num_disturbances > 0 and not self.ended:
+            habits.num_disturbances -= 1
+            await asyncio.sleep(self.plan.random.expovariate(1 / habits.disturbed_every_s))
             if self.chance("ends_early"):
                 self.ended = True
                 return await self.end_early()

@@ -296,7 +296,9 @@ def test_a_batch_that_shrinks_between_the_look_and_the_grasp_is_not_taken():
         result = await world.manager.get_batch(4, 1)
         assert len(result.rollout_states) == 4
         assert world.manager.progress.consumed_samples == {"t": 4}
-        assert world.manager.ledger.balance({}).trained == 4
+        balance = world.manager.ledger.balance(await world.manager.count_live())
+        # Only what was stolen is missing, and what the first grasp got is live again.
+        assert (balance.trained, balance.difference) == (4, 7)
         await stop(world, producing)
 
     virtual_time.run(main())
@@ -422,6 +424,25 @@ def test_shutdown_ends_the_loop_and_who_waits_and_keeps_what_was_in_flight():
         assert await world.buffer.count("t", Status.ABORTED) == 3
         await world.manager.shutdown()
         assert asyncio.all_tasks() == {asyncio.current_task()}
+        await world.check_balance()
+
+    virtual_time.run(main())
+
+
+def test_the_end_does_not_wait_for_what_does_not_stop():
+    async def main():
+        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=3)).build()
+
+        class Deaf(Bare):
+            async def generate_group(self, states, *, enable_partial_rollout=False):
+                await asyncio.Event().wait()
+
+        world.manager.task_runners[0].agent_loop = Deaf()
+        producing = asyncio.create_task(world.manager.produce_loop(3))
+        await asyncio.sleep(1)
+        await stop(world, producing)
+        assert now() <= 2.0
+        assert await world.buffer.count("t", Status.ABORTED) == 3
         await world.check_balance()
 
     virtual_time.run(main())

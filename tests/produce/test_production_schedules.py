@@ -13,7 +13,7 @@ from forebay.engines.base import GenerateRequest
 from forebay.produce import AsyncProduceStrategyConfig
 from forebay.types import SampleParams, Status
 
-NUM_SCHEDULES = 2000 if os.environ.get("FOREBAY_SOAK") == "1" else 60
+NUM_SCHEDULES = 2000 if os.environ.get("FOREBAY_SOAK") == "1" else 40
 
 
 @st.composite

@@ -1,7 +1,14 @@
 import pytest
 from postgres_server import empty_place, running_server
 
-from forebay.replay import FIFOReplayPolicy, IndexedStorage, NaiveStorage, PandasStorage, ReplayBuffer
+from forebay.replay import (
+    FIFOReplayPolicy,
+    IndexedStorage,
+    NaiveStorage,
+    PandasStorage,
+    ReplayBuffer,
+    SQLStorage,
+)
 
 
 @pytest.fixture(params=[NaiveStorage, IndexedStorage, PandasStorage], ids=lambda store: store.__name__)
@@ -31,3 +38,23 @@ def postgres_url(postgres_server):
     """An empty place of its own in the server's database."""
     with empty_place(postgres_server) as url:
         yield url
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def sql_url(request, tmp_path):
+    """A place for a SQL store, on each kind of database."""
+    return tmp_path / "buffer.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+def open_store(sql_url):
+    """Opens a SQL store on the same database, as often as it is called; closed at the end."""
+    opened = []
+
+    def open_():
+        opened.append(SQLStorage(sql_url))
+        return opened[-1]
+
+    yield open_
+    for store in opened:
+        store.close()

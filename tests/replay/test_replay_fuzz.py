@@ -34,6 +34,9 @@ from forebay.replay import (
 from forebay.replay.query import QUERY_FIELDS
 from forebay.types import Status
 
+# A failing example may be long; it is to be shown all the same.
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+
 MARK = "mArK"
 """In every text value and tag name that is generated: SQL text that holds it was made from a value."""
 

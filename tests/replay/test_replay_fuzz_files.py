@@ -29,6 +29,9 @@ from forebay.replay.payload import Decoder, Encoder, damage_named
 from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA
 from forebay.types import RolloutState, Status
 
+# A failing example may be long; it is to be shown all the same.
+pytestmark = pytest.mark.filterwarnings("ignore::hypothesis.errors.HypothesisWarning")
+
 JSON = st.recursive(
     st.none()
     | st.booleans()

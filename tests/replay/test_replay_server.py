@@ -77,7 +77,12 @@ async def buffer(served, tmp_path):
 RARE = {
     "nested": {"tuple": (1, (2.5, None)), "bytes": b"\x00\xff", 3: "integer key", "$array": "no array"},
     "floats": [float("nan"), float("inf"), -0.0, np.float32(1.5), np.int64(-7)],
-    "arrays": [np.arange(12.0).reshape(3, 4)[:, ::2], np.array(["a", None], object), np.zeros((0, 2), ">i2")],
+    "arrays": [
+        np.arange(12.0).reshape(3, 4)[:, ::2],
+        np.array(["a", None], object),
+        np.zeros((0, 2), ">i2"),
+        np.zeros(2, [("Offset", "<i4")]),
+    ],
     "large": [2**70, -(2**63), 2**64],
     "text": "\ud800 \x00 |O",
     "status": Status.FAILED,

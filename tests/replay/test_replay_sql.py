@@ -1,9 +1,8 @@
-"""The SQL store on its own: files, versions, shared commits, cancelling, a free event loop."""
+"""The SQL store on its own: files, versions, takers, cancelling, a free event loop."""
 
 import asyncio
 import sqlite3
 import threading
-from collections import Counter
 from random import Random
 
 import pytest
@@ -13,36 +12,15 @@ from replay_factory import make_group, make_row, make_state, names, same, uids
 from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
-    NaiveStorage,
     PrioritizedReplayPolicy,
     ReplayBuffer,
     SQLStorage,
     sql,
     sql_shared,
 )
-from forebay.replay.sql_worker import SETTLED_AT_ONCE
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
-
-
-@pytest.fixture(params=["sqlite", "postgres"])
-def url(request, tmp_path):
-    return tmp_path / "buffer.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
-@pytest.fixture
-def open_store(url):
-    """Opens the same database, as often as it is called; closed at the end."""
-    opened = []
-
-    def open_():
-        opened.append(SQLStorage(url))
-        return opened[-1]
-
-    yield open_
-    for store in opened:
-        store.close()
 
 
 @pytest.fixture
@@ -124,51 +102,6 @@ async def test_priorities_are_written_to_live_rows_only(store):
     assert await store.update_priorities({}) == 0
 
 
-def count_commits(store):
-    commits = []
-    sa.event.listen(store._engine, "commit", commits.append)
-    return commits
-
-
-async def test_puts_that_wait_together_share_a_commit(store):
-    commits = count_commits(store)
-    ids = await asyncio.gather(*(store.put(make_row(number)) for number in range(60)))
-    assert sorted(ids) == list(range(60))
-    assert [row.item for row in await store.get({})] == list(range(60))
-    assert len(commits) < 5
-
-
-async def test_callers_that_shared_a_commit_go_on_a_few_at_a_time(store):
-    turn, went_on = 0, Counter()
-
-    async def put(number):
-        await store.put(make_row(number))
-        went_on[turn] += 1
-
-    putting = asyncio.gather(*map(put, range(60)))
-    while not putting.done():
-        await asyncio.sleep(0)
-        turn += 1
-    assert went_on.total() == 60
-    assert max(went_on.values()) <= SETTLED_AT_ONCE
-
-
-async def test_a_train_step_is_written_when_it_is_new(open_store):
-    store, rival = open_store(), open_store()
-    commits = count_commits(store)
-    for step in (3, 3, 4, 4, 3, 3):
-        await store.set_train_step("math", step)
-    assert len(commits) == 3
-    await rival.set_train_step("math", 9)
-    await store.set_train_step("math", 3)
-    assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
-    await asyncio.gather(*(store.set_train_step("math", step) for step in (5, 6, 5)))
-    assert await rival.get_train_step("math") == 5
-    store.load_state_dict(NaiveStorage().state_dict())
-    await store.set_train_step("math", 5)
-    assert await store.get_train_step("math") == 5
-
-
 async def test_what_matches_is_deleted_with_its_payload_and_tags(store):
     await store.set_train_step("math", 9)
     for number in range(6):
@@ -183,18 +116,6 @@ async def test_what_matches_is_deleted_with_its_payload_and_tags(store):
     with store._engine.connect() as connection:
         for table in ("groups", "payloads", "tags"):
             assert connection.scalar(sa.text(f"SELECT count(*) FROM forebay_{table}")) == 0
-
-
-async def test_a_put_that_fails_does_not_fail_its_neighbours(store):
-    good, bad, also_good = await asyncio.gather(
-        store.put(make_row("a")),
-        store.put(make_row(object())),
-        store.put(make_row("b")),
-        return_exceptions=True,
-    )
-    assert "JSON" in str(bad)
-    assert [row.item for row in await store.get({"uid": {"$in": [good, also_good]}})] == ["a", "b"]
-    assert len(store) == 2
 
 
 @pytest.mark.parametrize(
@@ -304,7 +225,7 @@ async def test_a_closed_store_says_so(store):
     store.close()
 
 
-async def test_a_payload_of_another_codec_costs_no_group(open_store, url):
+async def test_a_payload_of_another_codec_costs_no_group(open_store, sql_url):
     await open_store().put(make_row({"no": "group"}))
     buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
     with pytest.raises(ValueError, match="group of rollouts"):
@@ -362,71 +283,6 @@ async def test_what_a_rival_takes_is_neither_expired_nor_revived(open_store):
     rows = await buffer.storage.get({"status": "archived", "train_step": 7})
     assert names(row.item for row in rows) == ["a", "b"]
     assert names(await buffer.get(9, "math", Status.EXPIRED)) == ["c"]
-
-
-async def test_concurrent_puts_of_a_buffer_keep_its_limit(open_store):
-    evicted = []
-    buffer = ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=4, on_evict=evicted.append)
-    await asyncio.gather(*(buffer.put(make_group(number), "math") for number in range(20)))
-    assert len(buffer) == 4
-    left = names(await buffer.get(9, "math", COMPLETED))
-    assert sorted(left + names([row.item for row in evicted])) == list(range(20))
-    assert buffer.num_evicted == {"math": 16}
-
-
-async def test_buffers_on_one_database_share_a_limit(open_store):
-    evicted = []
-    buffers = [
-        ReplayBuffer(FIFOReplayPolicy(), open_store(), limit=5, on_evict=evicted.append) for _ in range(3)
-    ]
-    await asyncio.gather(*(buffers[i % 3].put(make_group(i), "math") for i in range(30)))
-    assert len(buffers[0]) == 5
-    assert buffers[1].num_evicted == {"math": 25}
-    left = names(await buffers[2].get(9, "math", COMPLETED))
-    assert sorted(left + names([row.item for row in evicted])) == list(range(30))
-
-
-async def test_an_eviction_that_is_cancelled_too_late_is_undone(store, monkeypatch):
-    for name in "abc":
-        await store.put(make_row(name))
-    go_on, evicting = threading.Event(), threading.Event()
-    ranked = sql_shared.ranked_rows
-
-    def wait_for_the_test(*args, **options):
-        evicting.set()
-        assert go_on.wait(timeout=20)
-        return ranked(*args, **options)
-
-    monkeypatch.setattr(sql_shared, "ranked_rows", wait_for_the_test)
-    evict = asyncio.create_task(store.evict(1))
-    await asyncio.to_thread(evicting.wait)
-    evict.cancel()
-    go_on.set()
-    with pytest.raises(asyncio.CancelledError):
-        await evict
-    monkeypatch.undo()
-    assert [row.item for row in await store.get({})] == ["a", "b", "c"]
-    assert store.num_evicted == {}
-
-
-async def test_an_eviction_waits_for_a_taker_of_the_same_rows(postgres_url):
-    """Else it would remove others, and leave fewer than the limit."""
-    store = SQLStorage(postgres_url)
-    for number in range(5):
-        await store.put(make_row(number))
-    taking = store._engine.connect()
-    taking.begin()
-    taking.execute(sa.text("DELETE FROM forebay_groups WHERE uid < 2"))
-    evicting = asyncio.create_task(store.evict(3))
-    waiting = sa.text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
-    with store._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        while not connection.scalar(waiting):
-            await asyncio.sleep(0)
-    taking.commit()
-    taking.close()
-    assert await evicting == []
-    assert [row.item for row in await store.get({})] == [2, 3, 4]
-    store.close()
 
 
 async def test_groups_come_back_as_they_were(open_store):

@@ -185,7 +185,7 @@ def test_an_expensive_drawing_puts_off_the_next_one() -> None:
     drawings = Drawings(note_often, cost_s=0.02)
     # 0.02 s of CPU at a hundredth of a core; the first two are drawn at the start.
     assert min(drawings.gaps_s) >= 2.0 - 1e-6
-    assert len(drawings.times_s) == 5
+    assert len(drawings.times_s) in (5, 6)
 
 
 def test_a_change_soon_after_a_drawing_is_drawn_as_soon_as_may_be() -> None:

@@ -329,6 +329,10 @@ class AsyncProduceStrategy(ProduceStrategy):
         self._pending.raise_error()
         return clock() - started_s
 
+    async def cut_short(self) -> None:
+        """See `ProduceStrategy.cut_short`."""
+        await self._pending.cancel()
+
     async def _ask_to_stop(self, ctx: ProduceContext) -> None:
         """Ask whoever generates; who does not answer is asked again, or overruled by the time-out."""
         stops: list[Callable[[], Awaitable[Any]]] = [ctx.agent_loop.pause]

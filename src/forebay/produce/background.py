@@ -25,11 +25,15 @@ from typing import Protocol
 from forebay.produce.budget import ProductionError
 from forebay.produce.context import ProduceContext, default_should_continue_fn
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.strategies import ProduceBatchStatus
+from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy
 from forebay.produce.tasks import TaskRunner
 from forebay.replay.changes import Changes
 
 STATUS_PRECEDENCE = (ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT, ProduceBatchStatus.EXPIRED_BATCH)
+
+END_GRACE_S = 0.5
+"""How long the end of production waits for groups to stop by themselves, as an engine nearby can make them.
+Who wants to keep the tokens made so far pauses before it shuts down."""
 
 
 class ProductionStopped(ProductionError):
@@ -155,7 +159,7 @@ class BackgroundProducer:
             raise
         finally:
             try:
-                await self.pause()
+                await self._end()
             finally:
                 self.is_running, self.has_ended = False, True
                 self.changes.note()
@@ -169,7 +173,12 @@ class BackgroundProducer:
             step = await self._next_step(batch_size)
             status = ProduceBatchStatus.EXPIRED_BATCH
             if step is not None:
+                is_ahead = step == self._progress.producer_future_step
                 status = await self._produce_for(step, batch_size)
+                if status is ProduceBatchStatus.NORMAL and not is_ahead:
+                    # The strategies have what they want of a step that was covered already. Whether their
+                    # counts look like too few from here or not: to ask again at once would be to spin.
+                    status = ProduceBatchStatus.EXPIRED_BATCH
             if status is ProduceBatchStatus.EXPIRED_BATCH and self._commands.version == seen:
                 self.is_waiting_for_weights = True
                 self.changes.note()
@@ -245,6 +254,17 @@ class BackgroundProducer:
                 raise result
             seconds[name] = result
         return seconds
+
+    async def _end(self) -> None:
+        """Store what is in flight, without much ado."""
+        self._stop_starting()
+        try:
+            async with asyncio.timeout(END_GRACE_S):
+                await self.pause()
+        except TimeoutError:
+            for runner in self._runners.values():
+                if isinstance(runner.produce_strategy, ProduceStrategy):
+                    await runner.produce_strategy.cut_short()
 
     def _stop_starting(self) -> None:
         self.is_paused = True

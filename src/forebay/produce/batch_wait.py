@@ -2,11 +2,12 @@
 
 ::
 
-    every put, every change of the producer's state --> look: whole?  yes --> take it
+    every put, every change of the producer's state --> whole?  yes --> take it
                                                           |  no, and the producer ...
-           works, or is paused, or was never started <----+--> has ended           --> ProductionError
-           (wait on)                                      +--> has too old weights --> newer ones? synchronise
-                                                                                       none?       ProductionError
+           works, or is paused, or was never started <----+--> has ended --> ProductionError
+           (wait on)                                      +--> has weights that are too old
+                                                               newer ones exist: synchronise
+                                                               none do: ProductionError
 
 It takes nothing and starts nothing.
 """

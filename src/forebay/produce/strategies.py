@@ -84,6 +84,10 @@ class ProduceStrategy(ABC):
         """Collect what is in flight; return the seconds it took."""
         return 0.0
 
+    async def cut_short(self) -> None:
+        """End what is in flight now; the prompts are kept."""
+        return
+
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
         """Whether weights of `model_step` are too old for `train_step`."""
         return False

@@ -203,10 +203,11 @@ def to_float(value: Any) -> float:
 def show_value(value: Any) -> str:
     """`value` for an error message: like repr, but short, whatever it is and however deep it nests."""
     try:
-        return _shortener.repr(value)
+        text = _shortener.repr(value)
     except ValueError:
         # Python writes no integer of more than some thousand digits.
         return f"{type(value).__name__} too large to show"
+    return text if len(text) <= 300 else text[:300] + "..."
 
 
 _shortener = reprlib.Repr()

@@ -15,6 +15,7 @@ wiped later does not keep the buffer of its tokens in memory.
 
 from __future__ import annotations
 
+import ast
 import json
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.lib.format import descr_to_dtype
 from numpy.typing import NDArray
 
 from forebay.replay.payload import Decoder, Encoder
@@ -199,9 +201,8 @@ def _read_head(data: bytes | bytearray) -> _Head:
     head = msgspec.convert(json.loads(data), _Head, str_keys=True) if data[:1] == b"[" else _decode_head(data)
     if not head.members:
         raise FrameError("a group has no rollouts")
-    if b"$array" in data or b"$scalar" in data:
-        for member in head.members:
-            _check_dtypes(member.trees)
+    for member in head.members:
+        _check_dtypes(member.trees)
     return head
 
 
@@ -212,10 +213,16 @@ def _check_dtypes(tree: Any) -> None:
             _check_dtypes(item)
     elif type(tree) is dict:
         for name in ("$array", "$scalar"):
-            if name in tree and ("O" in tree[name][0] or len(tree[name][0]) > MAX_DTYPE_TEXT):
+            if name in tree and not _is_safe(tree[name][0]):
                 raise FrameError(f"a group holds an array of dtype {tree[name][0][:80]}, which is not sent")
         for item in tree.values():
             _check_dtypes(item)
+
+
+def _is_safe(dtype: str) -> bool:
+    if len(dtype) > MAX_DTYPE_TEXT:
+        return False
+    return "O" not in dtype or not descr_to_dtype(ast.literal_eval(dtype)).hasobject
 
 
 def _unpack(head: _Head, data: Any) -> list[RolloutState]:

@@ -10,9 +10,10 @@
 It is not a cache: nothing of the content is held in memory, so several processes may use one database at the
 same time. It knows no rollouts: a `Codec` makes bytes of payloads (a `ReplayBuffer` hands it one for groups).
 
-Writers. Puts that wait at the same time share a commit. On SQLite a write transaction has the file alone and
-others wait for it (write-ahead log: readers never do). On PostgreSQL rows are locked one by one, and
-`take_first` passes over those that another taker holds (``FOR UPDATE SKIP LOCKED``).
+Writers. Puts that wait at the same time share a commit (`sql_shared`). On SQLite a write transaction has the
+file alone and others wait for their turn (`sql_turns`; readers never wait: write-ahead log). On PostgreSQL
+rows are locked one by one, and `take_first` passes over those that another taker holds (``FOR UPDATE SKIP
+LOCKED``).
 
 Reading. Queries are compiled to SQL (`sql_query`), so that counts, orders and limits are the database's work.
 A query too large for a database is evaluated here, on light rows.
@@ -312,7 +313,11 @@ class SQLStorage(StorageBackend):
                 insert_or_update(connection, tasks, rows, "num_evicted")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StorageBackend.state_dict`; here it reads everything into memory."""
+        """See `StorageBackend.state_dict`; here it reads everything into memory.
+
+        It must: the payloads outlive the transaction that read them, and the rows they were read from may be
+        taken before the caller is done. That is as much as a store in memory holds all the time.
+        """
         with self._reading() as connection:
             steps = train_steps(connection)
             # As given, and not as stale as now: whoever loads it knows the train steps, too.

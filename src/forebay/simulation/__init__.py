@@ -1,12 +1,12 @@
-"""Simulation of runs: the real production and training loops on virtual time, on a cluster that is described."""
+"""Simulation of runs: the real loops, on virtual time and on a cluster that is only described."""
 
 from typing import TYPE_CHECKING, Any
 
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 
 if TYPE_CHECKING:
-    from forebay.simulation.result import SimulationResult
     from forebay.simulation.prediction import simulate
+    from forebay.simulation.result import SimulationResult
 
 __all__ = ["ClusterConfig", "LengthConfig", "SimulationResult", "simulate"]
 

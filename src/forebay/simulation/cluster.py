@@ -117,7 +117,7 @@ class ClusterConfig(_Description):
     ) -> float | tuple[tuple[int, float], ...]:
         pairs = rates if isinstance(rates, tuple) else ((1, rates),)
         if not pairs or any(number < 1 or rate <= 0 for number, rate in pairs):
-            raise ValueError("rates must be positive, and measured pairs be (running requests >= 1, tokens/s)")
+            raise ValueError("rates must be positive, and pairs be (running requests >= 1, tokens/s)")
         if any(low[0] >= high[0] for low, high in pairwise(pairs)):
             raise ValueError("measured pairs must be in rising order of running requests")
         return rates
@@ -125,7 +125,7 @@ class ClusterConfig(_Description):
     @model_validator(mode="after")
     def _check(self) -> ClusterConfig:
         if isinstance(self.tokens_per_s, tuple) and self.slot_tokens_per_s is not None:
-            raise ValueError("slot_tokens_per_s: the measured pairs of tokens_per_s say it already; leave it out")
+            raise ValueError("slot_tokens_per_s: the pairs of tokens_per_s say it already; leave it out")
         if self.train_s == 0 and self.train_tokens_per_s is None:
             raise ValueError("training takes no time: set train_s, train_tokens_per_s or both")
         return self
@@ -190,3 +190,13 @@ def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:
     except ConfigError as error:
         raise ConfigError(str(error).replace("no run file", "no cluster file")) from None
     return parse_config(ClusterConfig, apply_overrides(table, overrides), source=str(path))
+
+
+def changed_cluster(cluster: ClusterConfig, overrides: Sequence[str]) -> ClusterConfig:
+    """The cluster with ``key=value`` overrides.
+
+    Raises:
+        ConfigError: a key or value does not fit.
+    """
+    table = apply_overrides(cluster.model_dump(mode="json", exclude_none=True), overrides)
+    return parse_config(ClusterConfig, table, source="cluster")

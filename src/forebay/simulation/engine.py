@@ -99,7 +99,7 @@ class ModelledEngine:
         self._free_slots = list(range(slots))
         self._num_decoding = 0
         self._ends: list[tuple[float, int, _Entry]] = []
-        """A heap of decoding requests by the progress at which they end; those that left stay until popped."""
+        """A heap: decoding requests by the progress at which they end; those that left stay until popped."""
         self._num_started = 0
         self._progress = 0.0
         """Tokens that a request would have that had been decoding from the start."""

@@ -5,7 +5,8 @@
     RunConfig, ClusterConfig --> World --run_separate | run_colocated--> SimulationResult
 
 The loop, the manager, the strategies, the buffer, the agent loops and the controller are those that train;
-only devices are stand-ins (`forebay.simulation.world`). Evaluations, checkpoints and the warm-up are left out.
+only devices are stand-ins (`forebay.simulation.world`). Evaluations, checkpoints and the warm-up are left
+out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import contextlib
 import tempfile
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 from forebay.activity import SYNC, TRAIN, WAIT_BATCH
@@ -22,8 +24,10 @@ from forebay.runs.config import EvalConfig, ProduceConfig, RunConfig
 from forebay.runs.separate import run_separate
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.result import (
+    PAUSE,
     WARM_UP_SHARE,
     SimulationResult,
+    Span,
     SpanRecorder,
     add_up,
     busy_s,
@@ -86,7 +90,7 @@ async def _simulate(
     config: RunConfig, cluster: ClusterConfig, folder: Path, on_step: Callable[[], None]
 ) -> SimulationResult:
     world = build_world(config, cluster, folder, on_step)
-    recorder = SpanRecorder((TRAIN, SYNC, WAIT_BATCH, "pause"))
+    recorder = SpanRecorder((TRAIN, SYNC, WAIT_BATCH))
     world.run.activities.listen(recorder)
     with contextlib.suppress(EnoughSteps):
         await _LOOPS[config.produce.mode](world.run)
@@ -117,6 +121,7 @@ async def _read_off(world: World, cluster: ClusterConfig, recorder: SpanRecorder
         mean_tokens=tokens_per_step / (config.batch_size * config.rollouts_per_prompt),
         token_lag=add_up([step.token_staleness for step in trained]),
         group_lag=add_up([step.group_staleness for step in trained]),
+        stalest_mean=sum(max(step.group_staleness) for step in usual) / len(usual),
         generated=balance.generated,
         dropped=balance.dropped,
         made_tokens=sum(segment.num_tokens for segment in segments),
@@ -125,8 +130,17 @@ async def _read_off(world: World, cluster: ClusterConfig, recorder: SpanRecorder
         slots=cluster.slots,
         step_ends_s=ends_s,
         segments=segments,
-        spans=recorder.spans,
+        spans=[*recorder.spans, *_pauses(world)],
     )
+
+
+def _pauses(world: World) -> list[Span]:
+    """A pause ends where the next phase begins: what it was made for."""
+    return [
+        Span(PAUSE, start_s, end_s)
+        for (name, start_s), (_, end_s) in pairwise(world.display.phases)
+        if name == PAUSE
+    ]
 
 
 async def _kept_tokens(world: World) -> int:

@@ -24,6 +24,9 @@ from forebay.simulation.engine import Segment
 WARM_UP_SHARE = 0.2
 """Of the steps: a run has its usual rhythm a few steps after the producer has its full lead."""
 
+PAUSE = "pause"
+"""The stage of a `Span`: production is asked to stop, and stops."""
+
 
 class Span(NamedTuple):
     """The run did something."""
@@ -98,6 +101,8 @@ class SimulationResult:
     """Of a trained response."""
     token_lag: Lag
     group_lag: Lag
+    stalest_mean: float
+    """Mean over train steps of the stalest group."""
     generated: int
     """Groups taken up."""
     dropped: Mapping[str, int]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -41,11 +41,11 @@ class PromptTokenizer:
     def __init__(self, num_tokens: int) -> None:
         self._ids = [0] * num_tokens
 
-    def apply_chat_template(self, *args: object, **kwargs: object) -> list[int]:
+    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """The ids of any chat."""
         return self._ids
 
-    def decode(self, ids: Sequence[int], **kwargs: object) -> str:
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
         """No text."""
         return ""
 
@@ -92,8 +92,13 @@ class SimulationLoop(VirtualTimeLoop):
         if not seconds or result.exception() is not None:
             return result
         later: asyncio.Future[Result] = self.create_future()
-        self.call_later(seconds, lambda: later.done() or later.set_result(result.result()))
+        self.call_later(seconds, _hand_over, result, later)
         return later
+
+
+def _hand_over(result: asyncio.Future[Result], later: asyncio.Future[Result]) -> None:
+    if not later.done():
+        later.set_result(result.result())
 
 
 @dataclass
@@ -141,13 +146,19 @@ class EnoughSteps(Exception):
 
 
 class SilentDisplay(RunDisplay):
-    """Shows nothing; notes when each step ended, and ends the run after the last."""
+    """Shows nothing; notes when phases began and steps ended, and ends the run after the last step."""
 
     def __init__(self, clock: Callable[[], float], on_step: Callable[[], None]) -> None:
         super().__init__(Console(quiet=True), clock=clock)
         self._now_s = clock
         self._on_step = on_step
         self.step_ends_s: list[float] = []
+        self.phases: list[tuple[str, float]] = []
+        """Names and beginnings; each lasts at most until the next."""
+
+    def phase(self, name: str) -> None:
+        """See `RunDisplay.phase`."""
+        self.phases.append((name, self._now_s()))
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """See `RunDisplay.step`.

@@ -23,7 +23,7 @@ from forebay.engines.controller import request_seed
 from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
-from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
+from forebay.produce import AgentLoopManager, IsValidSampleFn, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer
 from forebay.runs.build import ProductionProgress, Run, _strategy, build_buffer
 from forebay.runs.config import RunConfig, TaskConfig
@@ -147,7 +147,7 @@ def _task_runner(
     )
 
 
-def _filter(seed: int, share: float) -> Callable[[list[RolloutState]], bool]:
+def _filter(seed: int, share: float) -> IsValidSampleFn:
     """Rejects this share of the groups; always the same ones."""
 
     def accept(samples: list[RolloutState]) -> bool:

@@ -168,7 +168,7 @@ class RecordedReplayBuffer(ReplayBuffer):
                 sizes=dict(task_batch_sizes),
                 status=Status(group_status).value,
                 train_step=train_step,
-                groups={task: name_groups(taken) for task, taken in groups.items()},
+                taken={task: name_groups(part) for task, part in groups.items()},
             )
         return groups, counts
 
@@ -238,7 +238,7 @@ class RecordedSampler:
             epoch=getattr(self.sampler, "epoch", None),
             position=getattr(self.sampler, "position", None),
             tries=[state.num_tries for state in group],
-            tokens=[len(state.response_ids) for state in group],
+            earlier_tokens=[len(state.response_ids) for state in group],
         )
         return group
 

@@ -95,11 +95,11 @@ class Operations:
         groups, _ = await self.buffer.take_batch(
             facts["sizes"], group_status=Status(facts["status"]), train_step=train_step
         )
-        for task, taken in groups.items():
+        for task, part in groups.items():
             what = f"train step {train_step} (event {facts['number']}), task {task!r}"
-            _require_equal(what, facts["groups"][task], name_groups(taken))
+            _require_equal(what, facts["taken"][task], name_groups(part))
         if train_step is not None:
-            self._taken = {train_step: [group for taken in groups.values() for group in taken]}
+            self._taken = {train_step: [group for part in groups.values() for group in part]}
 
     async def _commit(self, event: Event) -> None:
         await self.buffer.commit(event.facts["train_step"])

@@ -55,6 +55,8 @@ class ReplayedStep:
         """The names of the numbers that are not equal, bit by bit."""
         if self.recorded is None:
             return []
+        if self.failure is not None:
+            return ["train/loss"]
         return [name for name, value in self.replayed.items() if self.recorded.get(name) != value]
 
 

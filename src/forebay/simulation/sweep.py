@@ -1,0 +1,185 @@
+"""Many simulations that differ in a few settings, and which of them is best.
+
+::
+
+    "max_staleness=0,1,2"  "over_sample_threshold=0,0.5"  "split=4:4,6:2"
+        --> every combination --> simulate, several at once --> Outcome, with the synchronous run beside it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from forebay.config import ConfigError, apply_overrides, parse_config
+from forebay.produce import ProductionError
+from forebay.runs.config import ProduceConfig, RunConfig
+from forebay.simulation.cluster import ClusterConfig, changed_cluster
+from forebay.simulation.prediction import simulate, synchronous
+from forebay.simulation.result import SimulationResult
+
+CLUSTER = "cluster."
+"""Begins the keys that are the cluster's, in overrides and sweeps."""
+SPLIT = "split"
+"""The key that shares devices out: ENGINES:TRAINERS."""
+NEAR_BEST = 0.01
+"""Speeds this close are equal: what is fresher wins."""
+
+
+class Axis(NamedTuple):
+    """One setting and the values to try."""
+
+    key: str
+    values: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One simulation to do."""
+
+    settings: Mapping[str, str]
+    """What it has of each axis."""
+    config: RunConfig
+    cluster: ClusterConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of a case."""
+
+    case: Case
+    result: SimulationResult | None
+    """None: it cannot run."""
+    problem: str
+    synchronous: SimulationResult | None
+
+    @property
+    def speed_up(self) -> float:
+        """Steps per hour over those of the synchronous run; NaN if either cannot run."""
+        if self.result is None or self.synchronous is None:
+            return float("nan")
+        return self.synchronous.step_s / self.result.step_s
+
+
+def parse_axis(text: str) -> Axis:
+    """``KEY=VALUE,VALUE,...``; a key without a dot that ``[produce]`` has is that table's.
+
+    Raises:
+        ConfigError: no key, or no values.
+
+    >>> parse_axis("max_staleness=0,1")
+    Axis(key='produce.max_staleness', values=('0', '1'))
+    """
+    key, separator, values = text.partition("=")
+    parts = tuple(value.strip() for value in values.split(",") if value.strip())
+    if not separator or not key.strip() or not parts:
+        raise ConfigError(f"sweep {text!r} is not of the form key=value,value, such as max_staleness=0,1,2")
+    key = key.strip()
+    return Axis(f"produce.{key}" if key in ProduceConfig.model_fields else key, parts)
+
+
+def combine(
+    run_table: Mapping[str, Any], overrides: Sequence[str], cluster: ClusterConfig, axes: Sequence[Axis]
+) -> Iterator[Case]:
+    """Every combination of the axes' values, on top of `overrides`; one case if there are no axes.
+
+    Raises:
+        ConfigError: a value does not fit.
+    """
+    for values in product(*(axis.values for axis in axes)):
+        settings = {axis.key: value for axis, value in zip(axes, values, strict=True)}
+        of_run = [f"{key}={value}" for key, value in settings.items() if key != SPLIT]
+        yield Case(
+            settings=settings,
+            config=parse_config(
+                RunConfig,
+                apply_overrides(run_table, [*overrides, *(o for o in of_run if not o.startswith(CLUSTER))]),
+                source="run file",
+            ),
+            cluster=_changed(cluster, [o for o in of_run if o.startswith(CLUSTER)], settings.get(SPLIT)),
+        )
+
+
+def _changed(cluster: ClusterConfig, overrides: Sequence[str], split: str | None) -> ClusterConfig:
+    cluster = changed_cluster(cluster, [override.removeprefix(CLUSTER) for override in overrides])
+    if split is None:
+        return cluster
+    engines, separator, trainers = split.partition(":")
+    if not (separator and engines.isdecimal() and trainers.isdecimal()):
+        raise ConfigError(f"split {split!r} is not of the form ENGINES:TRAINERS, such as 6:2")
+    try:
+        return cluster.split(int(engines), int(trainers))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def run_cases(
+    cases: Sequence[Case], steps: int, *, jobs: int | None = None, on_done: Callable[[], None] = lambda: None
+) -> list[Outcome]:
+    """Simulate all cases, and the synchronous run of every workload once; in `jobs` processes.
+
+    Order is that of `cases`. `on_done` is called after each simulation, of which there are `count_runs`.
+    """
+    work = _work(cases)
+    jobs = min(jobs or os.cpu_count() or 1, len(work))
+    answers: dict[str, _Answer] = {}
+    if jobs == 1:
+        for key, (config, cluster) in work.items():
+            answers[key] = _try(config, cluster, steps)
+            on_done()
+    else:
+        with ProcessPoolExecutor(jobs) as pool:
+            tickets = {key: pool.submit(_try, *pair, steps) for key, pair in work.items()}
+            for ticket in tickets.values():
+                ticket.add_done_callback(lambda _: on_done())
+            answers = {key: ticket.result() for key, ticket in tickets.items()}
+    outcomes = []
+    for case in cases:
+        own = answers[_key(case.config, case.cluster)]
+        other = answers[_key(synchronous(case.config), case.cluster)]
+        outcomes.append(Outcome(case=case, result=own.result, problem=own.problem, synchronous=other.result))
+    return outcomes
+
+
+def count_runs(cases: Sequence[Case]) -> int:
+    """The simulations that `run_cases` makes."""
+    return len(_work(cases))
+
+
+def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """The best first: the fastest, but what is about as fast and fresher comes before it."""
+
+    def by_speed(outcome: Outcome) -> float:
+        return float("inf") if outcome.result is None else outcome.result.step_s
+
+    ordered = sorted(outcomes, key=by_speed)
+    limit_s = by_speed(ordered[0]) * (1 + NEAR_BEST)
+    near = [o for o in ordered if o.result is not None and o.result.step_s <= limit_s]
+    near.sort(key=lambda o: o.result.token_lag.mean if o.result is not None else 0.0)
+    return [*near, *ordered[len(near) :]]
+
+
+class _Answer(NamedTuple):
+    result: SimulationResult | None
+    problem: str
+
+
+def _try(config: RunConfig, cluster: ClusterConfig, steps: int) -> _Answer:
+    try:
+        return _Answer(simulate(config, cluster, steps=steps), "")
+    except ProductionError as error:
+        return _Answer(None, str(error))
+
+
+def _work(cases: Sequence[Case]) -> dict[str, tuple[RunConfig, ClusterConfig]]:
+    pairs = [(case.config, case.cluster) for case in cases]
+    pairs += [(synchronous(case.config), case.cluster) for case in cases]
+    return {_key(config, cluster): (config, cluster) for config, cluster in pairs}
+
+
+def _key(config: RunConfig, cluster: ClusterConfig) -> str:
+    return config.model_dump_json() + cluster.model_dump_json()

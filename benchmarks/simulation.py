@@ -1,6 +1,6 @@
 """How near production comes to the fastest step that is possible, and how it compares with taking turns.
 
-    OMP_NUM_THREADS=1 python benchmarks/simulation.py [--steps 40] [--write]
+    OMP_NUM_THREADS=1 python benchmarks/simulation.py [--steps 30] [--write]
 
 The real manager, strategies, buffer and loops of a run on virtual time (`forebay simulate`), so the numbers
 are the same on every machine. Three rows, each with its target; exits with 1 if one is missed.
@@ -130,10 +130,10 @@ def measure_adverse(steps, groups=16):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--write", action="store_true", help="replace benchmarks/results/simulation.md")
     options = parser.parse_args()
-    tailed, adverse = measure_long_tailed(options.steps), measure_adverse(options.steps)
+    tailed, adverse = measure_long_tailed(options.steps), measure_adverse(options.steps // 2)
     # The promise is about the settings that `forebay simulate --sweep` finds best, without a sync in the way.
     _, best, turns = min((row for row in tailed if row[0][1] == 0), key=lambda row: row[1].over_bound)
     speed_up = turns.step_s / best.step_s
@@ -159,7 +159,7 @@ def report(steps, targets, tailed, adverse, slowest):
         "",
         f"    OMP_NUM_THREADS=1 python benchmarks/simulation.py --steps {steps} --write",
         "",
-        "The real manager, strategies, replay buffer, controller, agent loop and run loop; engines and trainer",
+        "The real manager, strategies, buffer, controller, agent loop and run loop; engines and trainer",
         f"only take (virtual) time. {steps} train steps of {GROUPS} groups x {MEMBERS} rollouts, the first",
         "fifth left out. The numbers do not depend on the machine.",
         "",
@@ -189,7 +189,7 @@ def report(steps, targets, tailed, adverse, slowest):
         "## Adverse",
         "",
         "All responses equally long, training 2 s, generation 64 s, a weight sync of 20% of a step after",
-        "every step; 16 groups. Rounds: how often the batch fills the slots.",
+        f"every step; {steps // 2} steps of 16 groups. Rounds: how often the batch fills the slots.",
         "",
         "| rounds | max_staleness | over-sampling | partial rollouts | x synchronous | wasted |",
         "|---|---|---|---|---|---|",

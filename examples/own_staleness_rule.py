@@ -11,6 +11,7 @@ the rule is an object, handed to the strategy.
 import asyncio
 from dataclasses import dataclass, field
 
+from forebay import virtual_time
 from forebay.agents import AgentLoop
 from forebay.engines import RolloutController
 from forebay.produce import (
@@ -91,4 +92,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    # Hours of waiting in a moment, and the same numbers every time.
+    virtual_time.run(main())

@@ -11,6 +11,7 @@ Keys that begin with ``cluster.`` are the cluster's. It writes tables and pictur
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,8 @@ from rich.text import Text
 
 from forebay.config import ConfigError
 
+PIPED_WIDTH = 150
+"""Columns when the output is no terminal; a sweep over three settings fits."""
 INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
 
@@ -71,7 +74,7 @@ def simulate_run(
             out=out,
             jobs=jobs,
         )
-        simulate_and_show(request, Console())
+        simulate_and_show(request, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
     except ConfigError as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         raise typer.Exit(2) from None

@@ -31,8 +31,8 @@ from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, StalenessReplayPolicy
 from forebay.types import SampleParams, Status
 
-TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
-"""What nobody will train or generate again; EXPIRED is, too, where nothing keeps it."""
+TERMINAL = [Status.FILTERED, Status.FAILED, Status.SKIPPED]
+"""What nobody will train or generate again, whatever the strategy."""
 
 
 def now():
@@ -64,6 +64,8 @@ class Record:
     """Reasons, by group id."""
     trained: dict = field(default_factory=dict)
     """Train steps, by group id."""
+    terminal: set = field(default_factory=set)
+    """Groups that were in the buffer for nothing when the latest batch was taken."""
     pieces: dict = field(default_factory=lambda: defaultdict(list))
     """What engines returned for each rollout, in order."""
 
@@ -103,14 +105,17 @@ class Record:
         self.dropped[group_id] = reason
 
     def response_of(self, rollout_id):
-        """The pieces that the rollout's response must consist of: the last that began at 0, and what followed."""
+        """The pieces that its response must consist of: the last that began at 0, and what followed."""
         pieces = self.pieces[rollout_id]
         start = max(i for i, piece in enumerate(pieces) if piece.offset == 0)
         return pieces[start:]
 
 
 class RecordedBuffer(ReplayBuffer):
-    """The real buffer; its puts are recorded, and its gets: but for samplers, only who drops groups gets any."""
+    """The real buffer, whose puts and gets are recorded.
+
+    Samplers have a way of their own to get groups; besides them only who drops groups gets any.
+    """
 
     record: Record
 
@@ -124,6 +129,12 @@ class RecordedBuffer(ReplayBuffer):
         for group in groups:
             self.record.drop(group, group_status.value)
         return groups
+
+    async def take_batch(self, task_batch_sizes, **settings):
+        taken = await super().take_batch(task_batch_sizes, **settings)
+        rows = await self.storage.get({"status": {"$in": TERMINAL}})
+        self.record.terminal = {row.item[0].group_id for row in rows}
+        return taken
 
     async def groups(self, query):
         """The ids of the groups that match, one for each row."""

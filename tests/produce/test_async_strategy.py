@@ -471,6 +471,15 @@ async def test_constant_failure_ends_production_across_pauses_with_the_reason():
 
 
 @on_virtual_time
+async def test_every_batch_has_a_budget_of_its_own():
+    s = Setting(KeepingLoop(outcome=fail_members({i: 1 for i in range(99) if i % 7 < 5})), max_staleness=9)
+    for step in range(1, 9):
+        s.progress.target_samples["t"] = 2 * step
+        assert await s.produce(train_step=step) is NORMAL
+    assert await s.count(Status.FAILED) == 8 * 5
+
+
+@on_virtual_time
 async def test_an_engine_that_aborts_everything_is_an_error_not_a_spin():
     s = Setting(target=2)
     s.loop.stop.set()

@@ -1,5 +1,7 @@
 """The encoding of values: exact, pickle-free, shared where they were shared."""
 
+import base64
+import contextlib
 import json
 import sys
 import types
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from replay_factory import same
 
-from forebay.replay.payload import Decoder, Encoder
+from forebay.replay.payload import MAX_DTYPE_TEXT, Decoder, Encoder, damage_named
 from forebay.types import SampleParams, Status
 
 
@@ -109,6 +111,8 @@ class Renamed(dict):
         ({1, 2}, "set"),
         (np.zeros(1, [("a", "i4")])[0], "void"),
         (np.ma.masked_array([1]), "MaskedArray"),
+        (np.zeros(1, [("a", "i4"), ("b", "O")]), "dtype"),
+        (np.zeros(1, [("field " * 800, "i4")]), "dtype"),
         (print, "builtin_function_or_method"),
     ],
     ids=lambda value: str(type(value).__name__),
@@ -121,6 +125,61 @@ def test_what_cannot_be_stored_is_named_with_its_place(value, kind):
 def test_an_unknown_tag_is_an_error():
     with pytest.raises(ValueError, match=r"\$later"):
         Decoder([]).decode({"$later": 1})
+
+
+DTYPES = st.recursive(
+    st.sampled_from(
+        ["|O", "O", "object", "<i4", ">f8", "|S3", "<U1", "<M8[s]", "|V0", "?", "<c8", "T", "<f16", "|V8"]
+    )
+    | st.text("|<>=OSUVTimfbc?0123456789[],()s", max_size=6),
+    lambda inner: (
+        st.lists(
+            st.tuples(st.sampled_from(["a", "b", ""]), inner) | st.tuples(st.just("c"), inner, st.just((2,))),
+            min_size=1,
+            max_size=3,
+        )
+        | st.tuples(inner, st.tuples(st.integers(0, 3)))
+    ),
+    max_leaves=4,
+)
+
+
+# Python and numpy warn of odd texts of dtypes before they refuse them.
+@pytest.mark.filterwarnings("ignore")
+@given(
+    DTYPES.map(repr) | st.text(max_size=8) | st.integers(),
+    st.lists(st.integers(-2, 4), max_size=3),
+    st.binary(max_size=64),
+    st.booleans(),
+)
+def test_bytes_are_never_taken_for_objects(dtype, shape, data, is_scalar):
+    """Whatever the dtype and the bytes: a value that can be looked at and stored again, or an error."""
+    text = base64.b64encode(data).decode()
+    tree = {"$scalar": [dtype, text]} if is_scalar else {"$array": [dtype, shape, 0]}
+    with contextlib.suppress(ValueError), damage_named("a value"):
+        value = Decoder([data]).decode({"x": [tree]})["x"][0]
+        assert not getattr(value, "dtype", np.dtype("V")).hasobject
+        repr(value)
+        if not isinstance(value, np.void):
+            assert same(round_trip(value), value)
+
+
+@pytest.mark.parametrize("tag", ["$array", "$scalar"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "'|O'",
+        "[('a', '|O')]",
+        "[('a', [('b', '<i4'), ('c', '|O')])]",
+        "('|O', (1,))",
+        " " * MAX_DTYPE_TEXT + "'<i4'",
+    ],
+    ids=lambda dtype: dtype[-20:],
+)
+def test_a_dtype_of_objects_is_refused(tag, dtype):
+    content = [dtype, [1], 0] if tag == "$array" else [dtype, "MTIzNDU2Nzg="]
+    with pytest.raises(ValueError, match="dtype"):
+        Decoder([b"12345678" * 2]).decode({tag: content})
 
 
 @pytest.fixture

@@ -297,10 +297,10 @@ def test_the_context_of_a_model_in_a_folder_is_the_run_files(tmp_path):
 def failing_after(monkeypatch, step, error):
     fit = TrainController.fit
 
-    def fit_or_fail(self, groups):
+    def fit_or_fail(self, groups, **settings):
         if self.train_step == step:
             raise error
-        return fit(self, groups)
+        return fit(self, groups, **settings)
 
     monkeypatch.setattr(TrainController, "fit", fit_or_fail)
 

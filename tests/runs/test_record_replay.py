@@ -10,7 +10,6 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -285,28 +284,41 @@ def copy(folder, tmp_path):
     )
 
 
+def rewrite(folder, change):
+    file = folder / "record" / "segment_000" / "events.jsonl"
+    file.write_text("".join(f"{line}\n" for line in change(file.read_text().splitlines())))
+
+
+def change_logprob(folder, group):
+    """Add 0.5 to one logprob of the group, in a record that is otherwise as it was."""
+    file = folder / "record" / "segment_000" / "rollouts.arrows"
+    with pa.ipc.open_stream(file) as stream:
+        table, places = stream.read_all(), events(folder, "rollouts")
+    row = table["group_id"].to_pylist().index(group)
+    logprobs = table["logprobs"].to_pylist()
+    logprobs[row][0] += 0.5
+    column = table.schema.get_field_index("logprobs")
+    table = table.set_column(
+        column, table.schema.field(column), pa.array(logprobs, table.schema.types[column])
+    )
+    # The whole stream as one piece.
+    with pa.ipc.new_stream(file, table.schema) as stream:
+        stream.write_batch(table.combine_chunks().to_batches()[0])
+    start = places[0]["offset"]
+    piece = {"event": "rollouts", "offset": start, "bytes": file.stat().st_size - start}
+    rewrite(
+        folder,
+        lambda lines: [json.dumps(piece), *(line for line in lines if '"event":"rollouts"' not in line)],
+    )
+
+
 def test_one_changed_logprob_is_noticed(recorded, tmp_path):
     folder = copy(recorded, tmp_path)
-    file = folder / "record" / "segment_000" / "rollouts.arrows"
-    group = events(folder, "train")[1]["groups"][0]
-    with pa.ipc.open_stream(file) as stream:
-        table = stream.read_all()
-    place = table["group_id"].to_pylist().index(group)
-    logprobs = table["logprobs"][place].values.to_numpy()
-    changed = logprobs.copy()
-    changed[0] += np.float32(0.5)
-    data = file.read_bytes()
-    assert data.count(logprobs.tobytes()) == 1
-    file.write_bytes(data.replace(logprobs.tobytes(), changed.tobytes()))
+    change_logprob(folder, events(folder, "train")[1]["groups"][0])
     result = CliRunner().invoke(app, ["replay", str(folder)])
     assert result.exit_code == 1, result.output
     assert [line.split()[0] for line in result.output.splitlines() if "NO: train/" in line] == ["2"]
     assert result.output.splitlines()[-1] == f"{STEPS} steps, 1 differ, the first is step 2"
-
-
-def rewrite(folder, change):
-    file = folder / "record" / "segment_000" / "events.jsonl"
-    file.write_text("".join(f"{line}\n" for line in change(file.read_text().splitlines())))
 
 
 def test_other_groups_than_those_taken_are_one_clear_error(recorded, tmp_path):

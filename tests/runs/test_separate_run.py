@@ -13,6 +13,7 @@ from forebay.runs import steps
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
+from forebay.stalls import StallError
 from forebay.train import TrainController
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 4
@@ -186,3 +187,28 @@ def test_settings_that_nothing_would_read_are_errors(tmp_path, produce, message)
     with pytest.raises(ConfigError, match=message):
         train(tmp_path, produce=produce)
     assert not (tmp_path / "run").exists()
+
+
+HANGING = {"calls": 0, "from_call": 0}
+
+
+async def hanging_judge(state):
+    HANGING["calls"] += 1
+    if HANGING["calls"] >= HANGING["from_call"]:
+        await asyncio.Event().wait()
+    return float(state.response_ids[0] % 2)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_run_that_stalls_says_what_hangs_and_is_saved(tmp_path, evaluates):
+    judge = {"name": f"{__name__}:hanging_judge", "timeout_s": 100.0}
+    task = {**run_table(tmp_path)["tasks"][0], "judge": judge}
+    if not evaluates:
+        del task["eval_data"]
+    # Held-out prompts are judged first: ten of them before training. Then three batches and a bit.
+    HANGING.update(calls=0, from_call=5 if evaluates else 4 * BATCH_SIZE * GROUP_SIZE)
+    produce = {**run_table(tmp_path)["produce"], "stall_after_s": 1.0}
+    with pytest.raises(StallError, match=r"no progress for 1 s; .*group sorting/\S+ being judged"):
+        train(tmp_path, tasks=[task], produce=produce)
+    if not evaluates:
+        assert list_checkpoints(tmp_path / "run")

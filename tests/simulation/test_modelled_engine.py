@@ -15,18 +15,23 @@ from forebay.types import SampleParams
 from forebay.virtual_time import run
 
 
-def request(name, length, *, done=0, max_tokens=1000):
+def request(name, length, *, done=0, max_tokens=1000, time_limit_s=None):
     return GenerateRequest(
         request_id=name,
         input_ids=np.arange(1 + done, dtype=np.int32),
         params=SampleParams(max_tokens=max_tokens),
         max_tokens=max_tokens - done,
         seed=length,
+        time_limit_s=time_limit_s,
     )
 
 
 def engine(**options):
-    settings = {"rate": lambda running: 10.0 * running, "slots": 4, "length": lambda r: r.seed - r.num_earlier}
+    settings = {
+        "rate": lambda running: 10.0 * running,
+        "slots": 4,
+        "length": lambda r: r.seed - r.num_earlier,
+    }
     return ModelledEngine(**{**settings, **options})
 
 
@@ -90,7 +95,7 @@ def test_tokens_carry_the_step_of_the_weights_that_made_them():
     assert run(main()) == ([0] * 5 + [3] * 15, 3)
 
 
-def test_a_cancelled_caller_frees_its_slot_and_a_time_limit_ends_a_request():
+def test_a_cancelled_caller_frees_its_slot():
     async def main():
         narrow = engine(slots=1)
         cancelled = asyncio.create_task(narrow.generate(request("a", 1000)))
@@ -100,6 +105,10 @@ def test_a_cancelled_caller_frees_its_slot_and_a_time_limit_ends_a_request():
         return await timed(narrow.generate(request("b", 10)))
 
     assert run(main()) == (2.0, 10, "stop")
+
+
+def test_a_time_limit_ends_a_request_with_what_it_has():
+    assert run(timed(engine().generate(request("a", 20, time_limit_s=0.55)))) == (0.55, 5, "abort")
 
 
 @given(seed=st.integers(0, 10_000))

@@ -243,8 +243,8 @@ class AgentLoopManager:
         Returns the seconds it took, summed over the tasks. Cancelled, it has still stopped new work; call it
         again to wait for what was in flight.
         """
-        async with self._watched():
-            seconds = await self._background.pause()
+        # Not watched for a stall: a pause has its own time-out, and must work after one.
+        seconds = await self._background.pause()
         for name, second in seconds.items():
             self._pause_times_s[name] += second
         return sum(seconds.values())

@@ -28,9 +28,9 @@ import msgspec
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group
 from forebay.replay.client_link import Link, new_key
+from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.server_address import Address
 from forebay.replay.server_channel import finish
-from forebay.replay.server_groups import PackedGroup, pack_group
 from forebay.replay.server_messages import ConnectionLost
 from forebay.replay.storage import TagValue, check_priority, check_tags
 from forebay.types import (

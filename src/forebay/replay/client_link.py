@@ -26,9 +26,10 @@ from typing import Any
 import msgspec
 
 from forebay.replay import server_messages as messages
+from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import Address, dial, prove
 from forebay.replay.server_channel import Channel, Received, outlast
-from forebay.replay.server_groups import PackedGroup, unpack_group
+from forebay.replay.server_groups import receive_group
 from forebay.replay.server_messages import Answer, Call, ConnectionLost, FrameError, Goodbye, Greeting, Hello
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
@@ -243,7 +244,7 @@ class Link:
             raise FrameError(f"nobody waits for this {type(message).__name__}")
         match message:
             case messages.Part():
-                pending.groups += [unpack_group(*group) for group in groups]
+                pending.groups += [receive_group(*group) for group in groups]
             case Answer():
                 pending.future.set_result(message.result)
             case messages.Failure():

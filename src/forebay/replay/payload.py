@@ -43,6 +43,9 @@ from forebay.types import SampleParams, Status
 
 MAX_DEPTH = 100
 """Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
+MAX_DTYPE_TEXT = 4096
+"""Longer than any but a structured dtype of a hundred fields; what is parsed is bounded."""
+_KINDS_OF_BYTES = "biufcmMSUV"
 
 
 class Encoder:
@@ -123,7 +126,7 @@ class Encoder:
         # `blobs` and `_arrays` live as long as the group, so an id is not used twice.
         if id(value) not in self._arrays:
             shape = list(value.shape)
-            if value.dtype.hasobject:
+            if value.dtype.kind == "O":
                 flat = enumerate(value.ravel().tolist())
                 items = [self.encode(item, f"{where}.flat[{i}]") for i, item in flat]
                 return {"$objects": [shape, items]}
@@ -185,7 +188,7 @@ class Decoder:
             case "$objects":
                 return self._decode_objects(*content)
             case "$scalar":
-                return np.ndarray((), _plain_dtype(content[0]), base64.b64decode(content[1]))[()]
+                return np.ndarray((), _dtype(content[0]), base64.b64decode(content[1]))[()]
             case "$status":
                 return Status(content)
             case "$sample_params":
@@ -197,7 +200,7 @@ class Decoder:
     def _decode_array(self, dtype: str, shape: list[int], position: int) -> np.ndarray[Any, Any]:
         if position not in self._arrays:
             # A copy, so that the array can be written to and does not keep the whole file in memory.
-            view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _plain_dtype(dtype), self._blobs[position])
+            view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), self._blobs[position])
             self._arrays[position] = view.copy()
         return self._arrays[position]
 
@@ -246,22 +249,24 @@ def _is_ref(value: Any) -> bool:
 
 
 def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
-    text = repr(dtype_to_descr(dtype))
-    if _dtype(text) != dtype:
+    try:
+        text = repr(dtype_to_descr(dtype))
+        is_exact = _dtype(text) == dtype
+    except (TypeError, ValueError):
+        is_exact = False
+    if not is_exact:
         raise ValueError(
-            f"{where} has the dtype {dtype}, which a snapshot cannot hold; use one of numpy's own"
+            f"{where} has the dtype {str(dtype)[:80]}, which a snapshot cannot hold; use one of numpy's own"
         )
     return text
 
 
 @lru_cache(maxsize=256)
 def _dtype(text: str) -> np.dtype[Any]:
-    return descr_to_dtype(ast.literal_eval(text))
-
-
-def _plain_dtype(text: str) -> np.dtype[Any]:
-    """The dtype of raw bytes: they must not be taken for pointers to objects."""
-    dtype = _dtype(text)
-    if dtype.hasobject:
-        raise ValueError(f"an array of dtype {text} cannot be made of bytes")
+    """The dtype of raw bytes: in others, bytes would be taken for addresses of objects."""
+    if len(text) > MAX_DTYPE_TEXT:
+        raise ValueError(f"a dtype has at most {MAX_DTYPE_TEXT} characters, not {len(text)}: {text[:40]} ...")
+    dtype = descr_to_dtype(ast.literal_eval(text))
+    if dtype.hasobject or dtype.kind not in _KINDS_OF_BYTES:
+        raise ValueError(f"an array of dtype {text[:80]} cannot be made of bytes")
     return dtype

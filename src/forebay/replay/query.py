@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 Scalar = str | int | float | bool | None
@@ -127,7 +128,25 @@ def parse_query(query: QueryLike) -> Query:
     """
     if isinstance(query, Condition | All | AnyOf):
         return query
-    parsed = _parse_dict(query.get_key() if isinstance(query, StorageIndices) else query)
+    if isinstance(query, StorageIndices):
+        query = query.get_key()
+    # What every count and take of a buffer asks for: for them the parsing would cost more than the answer.
+    if (
+        type(query) is dict
+        and len(query) == 2
+        and type(query.get("task_name")) is type(query.get("status")) is str
+    ):
+        return _parse_cell(query["task_name"], query["status"])
+    return _parse_tree(query)
+
+
+@lru_cache(maxsize=1024)
+def _parse_cell(task_name: str, status: str) -> Query:
+    return _parse_tree({"task_name": task_name, "status": status})
+
+
+def _parse_tree(query: Mapping[str, Any]) -> Query:
+    parsed = _parse_dict(query)
     if _asks_for_archived(parsed):
         return parsed
     return All((Condition("status", "$ne", ARCHIVED), parsed))

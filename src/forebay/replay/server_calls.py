@@ -19,9 +19,9 @@ from typing import Any, Generic, TypeVar
 
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.packing import PackedGroup
 from forebay.replay.server_channel import finish
 from forebay.replay.server_gate import Census, Gate
-from forebay.replay.server_groups import PackedGroup
 from forebay.replay.server_handover import Handover, recover, take_over
 from forebay.replay.storage import StorageItem
 from forebay.types import Status, get_group_status

@@ -23,13 +23,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from forebay.replay.server_groups import Buffer, PackedGroup
+from forebay.replay.packing import Buffer, PackedGroup
 from forebay.replay.server_messages import MAX_HEADER_BYTES, FrameError, encode
 
 Message = TypeVar("Message")
 Result = TypeVar("Result")
 Received = tuple[bytearray, Any]
-"""Head and arrays of a group, as `unpack_group` takes them."""
+"""Head and arrays of a group, as `receive_group` takes them."""
 
 STALL_S = 60.0
 """A peer that reads nothing for so long is as good as dead; one that is merely slow reads something."""

@@ -26,10 +26,11 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from forebay.replay import server_messages as messages
+from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import is_proof
 from forebay.replay.server_calls import ARGUMENTS, Served
 from forebay.replay.server_channel import STALL_S, Channel, Received, finish
-from forebay.replay.server_groups import PackedGroup, unpack_group
+from forebay.replay.server_groups import receive_group
 from forebay.replay.server_handover import Handover
 from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed
 
@@ -251,7 +252,7 @@ class Connection:
     async def _put(self, number: int, arguments: messages.PutArguments, groups: list[Received]) -> None:
         if len(groups) != 1:
             raise FrameError(f"a put brings one group, not {len(groups)}")
-        group = unpack_group(*groups[0])
+        group = receive_group(*groups[0])
         async with self._waits(True):
             await self._served.admit(arguments.key)
         result = await self._served.put(arguments, group)

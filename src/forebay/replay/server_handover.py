@@ -27,7 +27,7 @@ from typing import Any
 
 from forebay.replay.archiving import taking
 from forebay.replay.buffer import Group, ReplayBuffer
-from forebay.replay.server_groups import PackedGroup, pack_group
+from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.storage import StorageItem, TagValue, copy_row, revive_row
 from forebay.types import Status
 

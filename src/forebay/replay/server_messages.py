@@ -12,7 +12,7 @@
       Goodbye (why) --------------------------------->
 
 Messages are MessagePack, written and checked by msgspec; groups follow a message as raw bytes
-(`server_groups`), of which it gives the sizes. A message that does not fit its type ends the connection; the
+(`packing`), of which it gives the sizes. A message that does not fit its type ends the connection; the
 arguments of a call that do not fit theirs end only that call. There is no pickle.
 """
 

@@ -260,6 +260,7 @@ def build_rollouts(
         if part.held_out:
             held_out = _checked(config, task, part.held_out, tokenizer, engine)
             eval_sets.append(_eval_set(config, task, held_out, controller, tokenizer, buffer))
+            eval_sets[-1].agent_loop.activities = activities
         runners.append(
             TaskRunner(
                 task_name=task.name,

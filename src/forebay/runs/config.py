@@ -79,21 +79,24 @@ class ProduceConfig(StrictModel):
             raise ConfigError("mode 'separate' needs strategy 'async': groups outlive the batch they are for")
         if self.mode == "colocated" and self.in_flight_update:
             raise ConfigError("in_flight_update needs mode 'separate': colocated engines rest while training")
-        if not self.is_async and (unread := self.model_fields_set & _ASYNC_ONLY):
+        unread = [
+            name for name in _ASYNC_ONLY if getattr(self, name) != type(self).model_fields[name].default
+        ]
+        if unread and not self.is_async:
             raise ConfigError(
-                f"{', '.join(sorted(unread))}: only read by strategy 'async'; set it, or leave them out"
+                f"{', '.join(unread)}: only read by strategy 'async'; set it, or leave them out"
             )
         return self
 
 
-_ASYNC_ONLY = {
+_ASYNC_ONLY = (
     "max_staleness",
     "staleness_rule",
     "over_sample_threshold",
     "enable_partial_rollout",
     "tail_batch_trigger_size",
     "tail_batch_max_tries",
-}
+)
 
 
 class EvalConfig(StrictModel):

@@ -31,6 +31,7 @@ from forebay.runs.build import EvalSet, Run
 from forebay.runs.folder import list_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.runs.record.observers import note_training
+from forebay.stalls import StallWatch
 from forebay.types import RolloutState
 
 T = TypeVar("T")
@@ -187,7 +188,7 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     with phase(run, "evaluate", EVALUATE):
         await run.controller.continue_generation()
         try:
-            groups = await evaluation_groups(run.eval_sets)
+            groups = await evaluation_groups(run.eval_sets, run.manager.stall_watch)
         finally:
             await run.controller.pause_generation()
     metrics = run.evaluator.evaluate(groups)
@@ -197,15 +198,25 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     return metrics
 
 
-async def evaluation_groups(eval_sets: list[EvalSet]) -> list[list[RolloutState]]:
-    """A judged group for every held-out prompt; all are generated at once."""
+async def evaluation_groups(
+    eval_sets: list[EvalSet], stall_watch: StallWatch | None = None
+) -> list[list[RolloutState]]:
+    """A judged group for every held-out prompt; all are generated at once.
+
+    Raises:
+        StallError: none of them has been finished for too long.
+    """
     work = [
         eval_set.agent_loop.generate_group(group)
         for eval_set in eval_sets
         for group in await eval_set.groups()
     ]
-    async with asyncio.TaskGroup() as task_group:
+    watched = contextlib.nullcontext() if stall_watch is None else stall_watch.guard()
+    async with watched, asyncio.TaskGroup() as task_group:
         tasks = [task_group.create_task(coroutine) for coroutine in work]
+        if stall_watch is not None:
+            for task in tasks:
+                task.add_done_callback(lambda _: stall_watch.progressed())
     return [task.result() for task in tasks]
 
 

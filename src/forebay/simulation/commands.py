@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import tomli_w
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
 from forebay.config import ConfigError, read_toml
 from forebay.runs.folder import RUN_FILE, saved_config
@@ -104,7 +104,7 @@ def _subject(request: Request) -> _Subject:
 
 
 def _run(cases: Sequence[Case], request: Request, console: Console) -> list[Outcome]:
-    columns = (TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (SpinnerColumn(), "simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("", total=count_runs(cases))
         return run_cases(cases, request.steps, jobs=request.jobs, on_done=lambda: progress.advance(bar))

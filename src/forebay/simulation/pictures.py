@@ -29,7 +29,8 @@ SHOWN_STEPS = 6
 _WEIGHTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _GREY, _VERMILION = "#8a8a8a", "#D55E00"
 _ROWS = ((TRAIN, "training"), (SYNC, "weight sync"), (PAUSE, "pausing"), (WAIT_BATCH, "trainer waits"))
-_PAGE_WIDTH = 110
+_PAGE_WIDTH = 150
+"""Characters: a sweep over three settings fits."""
 
 
 def draw_gantt(result: SimulationResult, path: Path, *, shown_steps: int = SHOWN_STEPS) -> None:
@@ -112,7 +113,7 @@ def draw_lag(result: SimulationResult, path: Path) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 

@@ -192,4 +192,5 @@ def busy_s(intervals: Sequence[Span] | Sequence[Segment], start_s: float, end_s:
 
 def idle_slots(segments: Sequence[Segment], cluster: ClusterConfig, start_s: float, end_s: float) -> float:
     """Share of the cluster's slots that were empty between the two times."""
-    return 1 - busy_s(segments, start_s, end_s) / (cluster.engines * cluster.slots * (end_s - start_s))
+    share = busy_s(segments, start_s, end_s) / (cluster.engines * cluster.slots * (end_s - start_s))
+    return max(0.0, 1 - share)

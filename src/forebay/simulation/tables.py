@@ -13,6 +13,7 @@ from forebay.simulation.result import Lag, SimulationResult
 from forebay.simulation.sweep import Outcome
 
 _MANY = 100
+"""From here on, digits after the point say nothing."""
 
 
 def number(value: float) -> str:
@@ -31,10 +32,10 @@ def result_rows(result: SimulationResult) -> list[tuple[str, str]]:
     return [
         ("step", f"{number(result.step_s)} s"),
         ("steps per hour", number(result.steps_per_hour)),
-        ("lower bound of a step", f"{number(result.bound_s)} s (step is {result.over_bound:.3f} of it)"),
-        ("  generation, no slot empty", f"{number(result.generation_s)} s"),
+        ("lower bound of a step", f"{number(result.bound_s)} s (x {result.over_bound:.3f})"),
+        ("  generation, slots full", f"{number(result.generation_s)} s"),
         ("  training", f"{number(result.training_s)} s"),
-        ("engines idle (empty slots)", share(result.engine_idle)),
+        ("empty slots", share(result.engine_idle)),
         ("trainer idle", share(result.trainer_idle)),
         ("weights handed over", share(result.sync_share)),
         ("mean response trained", f"{number(result.mean_tokens)} tokens"),
@@ -74,7 +75,7 @@ def sweep_table(ranked: Sequence[Outcome]) -> Table:
     table.add_column("")
     for key in keys:
         table.add_column(key.removeprefix("produce."), justify="right")
-    for name in ("step s", "steps/h", "x sync", "/ bound", "engines idle", "trainer idle"):
+    for name in ("step s", "steps/h", "x sync", "/ bound", "empty slots", "trainer idle"):
         table.add_column(name, justify="right")
     for name in ("lag mean", "p95", "max", "dropped", "wasted"):
         table.add_column(name, justify="right")

@@ -46,9 +46,6 @@ _MOST_LINES = 4096
 _MOST_TOKENS = 500_000
 """Of one piece: what is written at once holds the interpreter for some 10 ms."""
 
-_END_OF_STREAM = bytes.fromhex("ffffffff00000000")
-"""Arrow's; without it, what is there can be read as well."""
-
 Line = dict[str, Any]
 
 
@@ -191,6 +188,8 @@ class _Files:
         self._segment = segment
         self._events: BinaryIO = (segment / EVENTS).open("xb")
         self._rollouts: BinaryIO = (segment / ROLLOUTS).open("xb")
+        self._stream: Any = None
+        """Of Arrow; made with the first piece."""
         self._encode = json.JSONEncoder(separators=(",", ":")).encode
         self._lines: list[str] = []
         self._items: list[StorageItem] = []
@@ -223,8 +222,8 @@ class _Files:
 
     def close(self) -> None:
         """Close both files; the stream of rollouts gets its end mark."""
-        if self._rollouts.tell():
-            self._rollouts.write(_END_OF_STREAM)
+        if self._stream is not None:
+            self._stream.close()
         self._rollouts.close()
         self._events.close()
 
@@ -233,14 +232,19 @@ class _Files:
         if not self._items:
             return []
         # Here, because loading Arrow takes longer than the event loop may stand still.
+        import pyarrow as pa
+
         from forebay.replay.tables import ROLLOUTS_SCHEMA, rollout_batches
 
-        if self._rollouts.tell() == 0:
-            self._rollouts.write(ROLLOUTS_SCHEMA.serialize())
+        if self._stream is None:
+            options = pa.ipc.IpcWriteOptions(compression="zstd")
+            self._stream = pa.ipc.new_stream(self._rollouts, ROLLOUTS_SCHEMA, options=options)
         places = []
         for batch in rollout_batches(self._items):
-            start = self._rollouts.tell()
-            num_bytes = self._rollouts.write(batch.serialize())
+            # The stream begins with its schema, which is written together with the first piece.
+            start = self._rollouts.tell() or len(ROLLOUTS_SCHEMA.serialize())
+            self._stream.write_batch(batch)
+            num_bytes = self._rollouts.tell() - start
             places.append(self._encode({"event": "rollouts", "offset": start, "bytes": num_bytes}))
         self._rollouts.flush()
         self._items, self._num_tokens = [], 0

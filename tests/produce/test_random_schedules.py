@@ -1,0 +1,77 @@
+"""Random schedules of the whole producer on virtual time.
+
+Nothing is lost, doubled, too old, mislabelled or stuck; `schedule_trainer` has what is checked.
+
+Everything of a schedule follows from its seed. Of a failure, this runs that schedule alone::
+
+    FOREBAY_SCHEDULES=17 python -m pytest tests/produce/test_random_schedules.py
+
+and ``FOREBAY_SCHEDULES=1000:4000`` those of a range of seeds.
+"""
+
+import logging
+import os
+import traceback
+from collections import Counter
+
+import pytest
+from schedule_plan import draw_plan
+from schedule_trainer import try_seed
+
+from forebay.produce import STALENESS_RULES, AsyncProduceStrategyConfig
+
+NUM_SCHEDULES = 10_000 if os.environ.get("FOREBAY_SOAK") == "1" else 300
+NUM_SHOWN = 5
+"""Failures of which the traceback is shown."""
+
+
+def wanted_seeds():
+    first, _, end = os.environ.get("FOREBAY_SCHEDULES", f"0:{NUM_SCHEDULES}").partition(":")
+    return range(int(first), int(end or int(first) + 1))
+
+
+@pytest.fixture
+def _quiet():
+    """Faults are logged with their traceback, as they should be; thousands of them are planned here."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_quiet")
+def test_random_schedules_lose_double_age_and_mislabel_nothing_and_never_get_stuck():
+    endings, failures = Counter(), []
+    for seed in wanted_seeds():
+        try:
+            endings[try_seed(seed)] += 1
+        # Whatever it is: it belongs to its seed, and the others are tried all the same.
+        except Exception:
+            failures.append(
+                f"FOREBAY_SCHEDULES={seed} python -m pytest tests/produce/test_random_schedules.py\n"
+                + traceback.format_exc()
+                if len(failures) < NUM_SHOWN
+                else f"seed {seed}"
+            )
+    assert not failures, "\n".join([f"{len(failures)} schedules failed:", *failures])
+    if endings.total() >= 100:
+        # Some may give up, and some hang by design; that must stay the exception.
+        assert endings["finished"] > 0.85 * endings.total(), endings
+        assert endings["stalled"] > 0
+
+
+def test_the_schedules_have_everything_that_a_run_may_have():
+    plans = [draw_plan(seed) for seed in range(300)]
+    configs = [task.strategy for plan in plans for task in plan.tasks.values()]
+    asynchronous = [config for config in configs if isinstance(config, AsyncProduceStrategyConfig)]
+    assert {config.staleness_rule for config in asynchronous} == set(STALENESS_RULES)
+    on_policy = [
+        plan
+        for plan in plans
+        if plan.interval == 1
+        and all(getattr(task.strategy, "max_staleness", 1) == 0 for task in plan.tasks.values())
+    ]
+    assert len(on_policy) >= 20
+    assert sum(plan.may_stall for plan in plans) >= 20
+    assert sum(plan.limit is not None for plan in plans) >= 50
+    assert sum(plan.habits.crashes > 0 and plan.habits.saves > 0 for plan in plans) >= 50
+    assert sum(plan.habits.ends_early > 0 and plan.habits.num_disturbances > 0 for plan in plans) >= 50

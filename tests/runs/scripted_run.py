@@ -1,0 +1,178 @@
+"""A separate run with a scripted engine and a trainer that only remembers what it was given, to be killed.
+
+::
+
+    scripted engine -> real manager, strategy, buffer (in memory, or SQLite) -> RememberingTrainer
+    FOLDER/checkpoints/step_N/  manager/      the manager's own save
+                                trainer.json  the groups of every step so far, as the trainer remembers them
+
+A checkpoint is written under another name and published as a run's is. Time is real and short.
+"""
+
+import asyncio
+import json
+import random
+import shutil
+from pathlib import Path
+
+from forebay.agents.base import AgentLoop
+from forebay.engines import RolloutController
+from forebay.engines.scripted import ScriptedEngine
+from forebay.judges.base import Judger
+from forebay.ledger import Ledger
+from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
+from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, SQLStorage, StalenessReplayPolicy
+from forebay.runs.folder import list_checkpoints, publish
+from forebay.types import SampleParams
+
+TASKS = {"a": 1.0, "b": 2.0}
+BATCH_SIZE, GROUP_SIZE, STEPS = 4, 2, 12
+NUM_PROMPTS = 400
+STALE_FROM = 2
+"""Train steps: ``max_staleness = 1`` with a sync after every step."""
+
+
+class Agent(AgentLoop):
+    async def generate_sample(self, state):
+        if len(state.prompt_ids) == 0:
+            state.prompt_ids = [1 + int(state.message[0]["content"])]
+        if len(state.tokens) == 0:
+            state.tokens = state.prompt_ids
+        return await self.rollout_controller.generate_sample(state)
+
+
+class LengthJudger(Judger):
+    async def score(self, state):
+        await asyncio.sleep(0.0003)
+        return float(len(state.response_ids))
+
+
+def script(request):
+    """A few tokens; once in a while an error."""
+    rng = random.Random(f"{request.request_id}/{request.seed}")
+    if rng.random() < 0.03:
+        raise ConnectionResetError("the engine's fault")
+    return [7] * rng.randint(1, 12)
+
+
+def accept(samples):
+    """Rejects one group in ten, the same ones every time."""
+    return random.Random(samples[0].group_id).random() > 0.1
+
+
+class Run:
+    """The components, built anew by every process."""
+
+    def __init__(self, folder, store):
+        self.folder, self.trained, self.step = folder, {}, 0
+        self.controller = RolloutController(
+            ScriptedEngine(script, token_latency_s=0.0008, request_latency_s=0.001, max_running=12)
+        )
+        self.buffer = build_buffer(folder, store)
+        self.manager = AgentLoopManager(
+            task_runners=[self.runner(name) for name in TASKS],
+            replay_buffer=self.buffer,
+            rollout_controller=self.controller,
+            ledger=Ledger(folder / "ledger.jsonl"),
+        )
+
+    def runner(self, name):
+        strategy = AsyncProduceStrategyConfig(
+            is_valid_sample_fn=accept,
+            max_staleness=STALE_FROM - 1,
+            over_sample_threshold=1.0,
+            enable_partial_rollout=True,
+            staleness_rule="drop" if name == "a" else "requeue",
+            max_retries=1,
+        )
+        return TaskRunner(
+            task_name=name,
+            agent_loop=Agent(self.controller, LengthJudger()),
+            produce_strategy=strategy.build(rollout_controller=self.controller),
+            sampler=build_sampler(name, self.buffer),
+            weight=TASKS[name],
+        )
+
+    async def train(self, every):
+        manager = self.manager
+        producing = asyncio.create_task(manager.produce_loop(BATCH_SIZE))
+        await self.controller.update_weights([], self.step)
+        await manager.continue_produce(self.step)
+        while self.step < STEPS:
+            result = await manager.get_batch(BATCH_SIZE, self.step + 1)
+            if result.rollout_states:
+                await asyncio.sleep(0.003)
+                self.step += 1
+                self.remember(result.rollout_states)
+                await self.buffer.commit(self.step)
+                print(f"{self.step}/{STEPS}", flush=True)
+            await manager.pause_produce()
+            await self.controller.update_weights([], self.step)
+            if result.rollout_states and (self.step % every == 0 or self.step == STEPS):
+                await self.checkpoint()
+            await manager.continue_produce(self.step)
+        await manager.shutdown()
+        await producing
+
+    def remember(self, groups):
+        self.trained[self.step] = {
+            group[0].group_id: max(state.seq_staleness for state in group) for group in groups
+        }
+
+    async def checkpoint(self):
+        final = self.folder / "checkpoints" / f"step_{self.step:06d}"
+        temporary = final.with_name(final.name + ".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        (temporary / "trainer.json").write_text(json.dumps(self.trained))
+        await self.manager.save(temporary / "manager")
+        await asyncio.to_thread(publish, temporary, final)
+        for old in list_checkpoints(self.folder)[:-2]:
+            shutil.rmtree(old)
+
+    async def resume(self):
+        checkpoints = list_checkpoints(self.folder)
+        if checkpoints:
+            self.trained = read_trained(checkpoints[-1])
+            self.step = max(self.trained)
+            await self.manager.resume(checkpoints[-1] / "manager")
+
+
+def build_buffer(folder, store):
+    if store == "memory":
+        return AsyncReplayBufferConfig().build()
+    # What the process before had in its file is in the snapshot, as far as it counts.
+    for path in folder.glob("buffer.sqlite*"):
+        path.unlink()
+    return ReplayBuffer(StalenessReplayPolicy(), SQLStorage(f"sqlite:///{folder / 'buffer.sqlite'}"))
+
+
+def build_sampler(name, buffer):
+    prompts = [Prompt(message=[{"role": "user", "content": str(i)}]) for i in range(NUM_PROMPTS)]
+    return Sampler(
+        prompts,
+        buffer,
+        task_name=name,
+        prompt_repeat_k=GROUP_SIZE,
+        seed=1,
+        sample_params=SampleParams(max_tokens=64),
+    )
+
+
+def read_trained(checkpoint):
+    """Staleness by group id, by train step."""
+    trained = json.loads((checkpoint / "trainer.json").read_text())
+    return {int(step): groups for step, groups in trained.items()}
+
+
+def main(arguments):
+    folder, store, every = Path(arguments[0]), arguments[1], int(arguments[2])
+    folder.mkdir(parents=True, exist_ok=True)
+
+    async def go():
+        run = Run(folder, store)
+        await run.resume()
+        await run.train(every)
+        run.manager.ledger.close()
+
+    asyncio.run(go())

@@ -1,0 +1,280 @@
+"""Separate runs that are killed at any instant, again and again: nothing is lost or trained twice."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import scripted_run
+
+from forebay.config import load_config
+from forebay.ledger import Ledger
+from forebay.ledger.journal import read_events
+from forebay.metrics import read_jsonl
+from forebay.produce import Sampler
+from forebay.produce.prompts import load_prompts
+from forebay.replay import AsyncReplayBufferConfig
+from forebay.runs.config import RunConfig
+from forebay.runs.folder import list_checkpoints
+
+STEPS, BATCH_SIZE, STALE_FROM = 8, 3, 2
+
+RUN_FILE = f"""
+name = "run"
+seed = 5
+steps = {STEPS}
+batch_size = {BATCH_SIZE}
+rollouts_per_prompt = 2
+show_every = 0
+model = {{ source = "tiny", tiny = {{ hidden_size = 16, num_layers = 1, num_heads = 1 }} }}
+train = {{ lr = 1e-3 }}
+
+[produce]
+mode = "separate"
+max_staleness = {STALE_FROM - 1}
+over_sample_threshold = 1.0
+enable_partial_rollout = true
+filter = "reward_variance"
+
+[[tasks]]
+name = "sorting"
+data = {{ source = "sorting", arguments = {{ length = 3, letters = 5 }}, size = 120 }}
+judge = {{ name = "exact_match", arguments = {{ partial_credit = true }} }}
+sample = {{ max_tokens = 6 }}
+"""
+
+
+class Nursery:
+    """Starts runs in processes of their own, and kills them."""
+
+    def __init__(self):
+        self.num_kills = 0
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("nursery.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+        self.process.wait()
+
+    def run(self, *arguments, until="@end", after_s=0.0):
+        """Kill the run `after_s` seconds after a line that begins with `until`, or after its start for None;
+        whether it ended before."""
+        self.tell(json.dumps([str(part) for part in arguments]))
+        pid = int(self.read_to("@pid")[-1].split()[1])
+        lines = [] if until is None else self.read_to(until, "@end")
+        time.sleep(after_s)
+        os.kill(pid, signal.SIGKILL)
+        self.tell("reap")
+        lines += self.read_to("@exit")
+        endings = [line for line in lines if line.startswith("@end")]
+        assert endings in ([], ["@end 0\n"]), "".join(lines)
+        self.num_kills += not endings
+        return bool(endings)
+
+    def tell(self, line):
+        print(line, file=self.process.stdin, flush=True)
+
+    def read_to(self, *beginnings):
+        """The lines up to one whose first word begins like this."""
+        lines = [""]
+        while not lines[-1].startswith(beginnings):
+            line = self.process.stdout.readline()
+            assert line, f"the nursery has died: {lines}"
+            lines.append(line.lstrip(" "))
+        return lines[1:]
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    with Nursery() as nursery:
+        yield nursery
+
+
+def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s):
+    """Kill the run again and again until it is left to finish, at any instant from its start to its end."""
+    while True:
+        checkpoints = list_checkpoints(folder)
+        check_checkpoints(checkpoints)
+        done = step_of(checkpoints[-1]) if checkpoints else 0
+        arguments = resume if checkpoints else start
+        kind = rng.random()
+        if kind < 0.2 or done >= steps:
+            assert nursery.run(*arguments)
+            return
+        if kind < 0.35:
+            # While it starts, goes back to its checkpoint, or makes its first step.
+            nursery.run(*arguments, until=None, after_s=rng.uniform(0, 5 * within_s))
+        else:
+            line = f"{rng.randint(done + 1, steps)}/{steps}"
+            nursery.run(*arguments, until=line, after_s=rng.uniform(0, within_s))
+
+
+def step_of(checkpoint):
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def check_checkpoints(checkpoints):
+    """What has the name of a checkpoint has all its parts, each with something in it."""
+    for path in checkpoints:
+        files = [part for part in path.rglob("*") if part.is_file()]
+        assert (path / "manager" / "manager.json") in files
+        assert (path / "manager" / "buffer").is_dir()
+        assert all(part.stat().st_size for part in files), files
+        json.loads((path / "manager" / "manager.json").read_text())
+
+
+def check_books(folder, samplers, trained, steps, batch_size):
+    """Every prompt up to the samplers' places is trained, dropped or live, once; the batches are whole.
+
+    `trained` is what the trainer says: group ids by train step.
+    """
+    checkpoint = list_checkpoints(folder)[-1]
+    assert step_of(checkpoint) == steps
+    assert {step: len(groups) for step, groups in trained.items()} == dict.fromkeys(
+        range(1, steps + 1), batch_size
+    )
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    handed_out, live = [], asyncio.run(live_groups(checkpoint))
+    for sampler in samplers:
+        name = sampler.task_name
+        sampler.resume(checkpoint / "manager" / f"sampler-{name}.json")
+        taken = asyncio.run(first_groups(sampler))
+        handed_out += taken
+        places = {group: ledger.life(group, name).place for group in taken}
+        assert ledger.balance({}).by_task[name].generated == len(taken)
+        assert {g for g, place in places.items() if place == "trained"} == {
+            g for groups in trained.values() for g in groups if g.startswith(f"{name}/")
+        }
+        assert {g for g, place in places.items() if place in ("live", "admitted")} == {
+            g for g in live if g.startswith(f"{name}/")
+        }
+    counts = Counter([*live, *(group for groups in trained.values() for group in groups)])
+    assert set(counts.values()) == {1}
+    assert set(counts) <= set(handed_out)
+    assert len(set(handed_out)) == len(handed_out)
+    assert ledger.balance(Counter(group.split("/")[0] for group in live)).ok
+
+
+async def first_groups(sampler):
+    """The ids of the groups that a sampler hands out before it stands where this one does."""
+    place = sampler.epoch, sampler.position
+    fresh = Sampler(
+        sampler.prompts,
+        sampler.replay_buffer,
+        task_name=sampler.task_name,
+        prompt_repeat_k=1,
+        seed=sampler.seed,
+    )
+    groups = []
+    while (fresh.epoch, fresh.position) != place:
+        groups.append((await fresh.sample(sampler.task_name))[0].group_id)
+    return groups
+
+
+async def live_groups(checkpoint):
+    """The ids of the groups in the buffer of a checkpoint."""
+    buffer = AsyncReplayBufferConfig().build()
+    await buffer.resume(checkpoint / "manager" / "buffer")
+    return [row.item[0].group_id for row in await buffer.storage.get({})]
+
+
+# -- A real model and a real engine
+
+
+def check_real_run(folder):
+    config = load_config(RunConfig, folder / "run.toml")
+    samplers = [
+        Sampler(
+            load_prompts(task.data),
+            AsyncReplayBufferConfig().build(),
+            task_name=task.name,
+            prompt_repeat_k=config.rollouts_per_prompt,
+            seed=config.seed,
+        )
+        for task in config.tasks
+    ]
+    trained = {}
+    for event in read_events(folder / "ledger.jsonl"):
+        if event["event"] == "trained":
+            trained.setdefault(event["train_step"], []).append(event["group"])
+    check_books(folder, samplers, trained, STEPS, BATCH_SIZE)
+    rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
+    assert [row["train_step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(0 <= row["staleness"] < STALE_FROM for row in rows)
+
+
+def kill_real_runs(nursery, tmp_path, min_kills, seed):
+    """How many runs were finished, and how many kills it took."""
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    rng, number, nursery.num_kills = random.Random(seed), 0, 0
+    while nursery.num_kills < min_kills:
+        folder, number = tmp_path / f"{number}" / "run", number + 1
+        every = f"checkpoint_every={rng.choice([1, 2])}"
+        start = ["train", tmp_path / "run.toml", f"output={folder.parent}", every, "--overwrite"]
+        resume = ["train", "--resume", folder]
+        kill_until_finished(nursery, rng, folder, STEPS, start, resume, within_s=0.25)
+        check_real_run(folder)
+    return number, nursery.num_kills
+
+
+def test_a_separate_run_with_a_real_model_survives_kills(nursery, tmp_path):
+    kill_real_runs(nursery, tmp_path, min_kills=2, seed=3)
+
+
+@pytest.mark.soak
+def test_separate_runs_with_a_real_model_survive_twenty_kills(nursery, tmp_path):
+    num_runs, num_kills = kill_real_runs(nursery, tmp_path, min_kills=20, seed=1)
+    print(f"{num_runs} runs with a real model, {num_kills} kills: nothing lost, nothing trained twice")
+
+
+# -- A scripted engine, and a trainer that only remembers
+
+
+def check_scripted_run(folder):
+    trained = scripted_run.read_trained(list_checkpoints(folder)[-1])
+    ages = [age for groups in trained.values() for age in groups.values()]
+    assert all(0 <= age < scripted_run.STALE_FROM for age in ages)
+    samplers = [
+        scripted_run.build_sampler(name, AsyncReplayBufferConfig().build()) for name in scripted_run.TASKS
+    ]
+    trained = {step: list(groups) for step, groups in trained.items()}
+    check_books(folder, samplers, trained, scripted_run.STEPS, scripted_run.BATCH_SIZE)
+
+
+def kill_scripted_runs(nursery, tmp_path, min_kills, seed):
+    """How many runs were finished, and how many kills it took."""
+    rng, number, nursery.num_kills = random.Random(seed), 0, 0
+    while nursery.num_kills < min_kills:
+        folder, number = tmp_path / f"{number}", number + 1
+        command = ["scripted", folder, rng.choice(["memory", "sqlite"]), rng.choice([1, 2])]
+        kill_until_finished(nursery, rng, folder, scripted_run.STEPS, command, command, within_s=0.05)
+        check_scripted_run(folder)
+    return number, nursery.num_kills
+
+
+def test_separate_runs_with_a_scripted_engine_survive_kills(nursery, tmp_path):
+    kill_scripted_runs(nursery, tmp_path, min_kills=4, seed=0)
+
+
+@pytest.mark.soak
+def test_separate_runs_with_a_scripted_engine_survive_180_kills(nursery, tmp_path):
+    num_runs, num_kills = kill_scripted_runs(nursery, tmp_path, min_kills=180, seed=1)
+    print(f"{num_runs} runs with a scripted engine, {num_kills} kills: nothing lost, nothing trained twice")

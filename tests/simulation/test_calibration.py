@@ -1,0 +1,89 @@
+"""Rates read off a run: from traces with known rates, and from a real run."""
+
+import asyncio
+import json
+import os
+
+import pytest
+from simulated_runs import run_config, run_table
+
+from forebay.config import ConfigError, parse_config
+from forebay.runs.config import RunConfig
+from forebay.simulation import simulate
+from forebay.simulation.calibration import calibrate, measure_rates
+
+
+def test_rates_are_those_that_the_requests_had():
+    one_then_two = [(0.0, 4.0, 40), (2.0, 4.0, 10)]
+    assert measure_rates(one_then_two, slots=8) == ((1, 10.0), (2, 15.0))
+    # Three at once in two slots: some of them only waited.
+    assert measure_rates([(0.0, 1.0, 5)] * 3, slots=2) == ((2, 15.0),)
+
+
+def bar(stage, name, start_s, end_s, lane, note=None):
+    begin = {"ph": "B", "pid": 1, "tid": lane, "ts": start_s * 1e6, "name": f"{stage} {name}", "cat": stage}
+    end = {"ph": "E", "pid": 1, "tid": lane, "ts": end_s * 1e6, "args": {"note": note} if note else {}}
+    return [(start_s, 1, begin), (end_s, 0, end)]
+
+
+def write_run(folder, num_steps=10):
+    """Steps of 4 s, 3 of them training; a rollout of 20 tokens in 2 s, and one interrupted half-way."""
+    events = []
+    for step in range(num_steps):
+        start_s = 4.0 * step
+        events += bar("train", f"step {step}", start_s, start_s + 3, 1)
+        events += bar("sync", f"step {step}", start_s + 3, start_s + 3.5, 1)
+        events += bar("generate", f"t/{step}/0", start_s, start_s + 2, 2, "completed, 20 tokens")
+        events += bar("generate", f"t/{step}/1", start_s, start_s + 1, 3, "aborted, 5 tokens")
+        events += bar("generate", f"t/{step}/1", start_s + 1, start_s + 2, 3, "completed, 15 tokens")
+        events += bar("judge", f"t/{step}", start_s + 2, start_s + 2.25, 4)
+    lines = [json.dumps(event) for _, _, event in sorted(events, key=lambda entry: entry[:2])]
+    (folder / "trace.json").write_text("[\n" + ",\n".join(lines))
+    rows = [{"train_step": step + 1, "step_s": 4.0, "staleness": 1} for step in range(num_steps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_run_is_measured(tmp_path):
+    write_run(tmp_path)
+    cluster, measured = calibrate(tmp_path, run_config())
+    assert (measured.step_s, measured.staleness) == (4, 1)
+    assert (cluster.train_s, cluster.sync_s, cluster.judge_s) == (3, 0.5, 0.25)
+    assert sorted(set(cluster.lengths.values)) == [15, 20]
+    assert cluster.tokens_per_s == ((2, pytest.approx(17.5)),)
+    assert cluster.slots == run_config().engine.max_batch
+
+
+def test_a_run_without_a_trace_is_refused(tmp_path):
+    write_run(tmp_path)
+    (tmp_path / "trace.json").unlink()
+    with pytest.raises(ConfigError, match="trace=true"):
+        calibrate(tmp_path, run_config())
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="no run in"):
+        calibrate(tmp_path, run_config())
+
+
+@pytest.mark.soak
+def test_the_prediction_of_a_real_run_is_right(tmp_path):
+    """Within 15% of the step time that a real separate run has on this machine, at its own rates."""
+    from forebay.runs.launch import launch
+
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    table = run_table(
+        output=str(tmp_path),
+        name="real",
+        steps=60,
+        batch_size=16,
+        rollouts_per_prompt=16,
+        trace=True,
+        checkpoint_every=0,
+        show_every=0,
+        model={"source": "tiny", "tiny": {"hidden_size": 128, "num_layers": 4, "num_heads": 4}},
+    )
+    table["tasks"][0] |= {"sample": {"max_tokens": 8}}
+    table["tasks"][0]["data"] |= {"arguments": {"length": 4, "letters": 12}, "size": 5000}
+    table["produce"]["enable_partial_rollout"] = True
+    config = parse_config(RunConfig, table)
+    asyncio.run(launch(config))
+    cluster, measured = calibrate(config.folder, config)
+    assert simulate(config, cluster, steps=60).step_s == pytest.approx(measured.step_s, rel=0.15)

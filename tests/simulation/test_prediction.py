@@ -1,0 +1,82 @@
+"""Whole simulations, against what can be worked out by hand."""
+
+import pytest
+from simulated_runs import cluster, run_config
+
+from forebay.produce import ProductionError
+from forebay.simulation import simulate
+from forebay.simulation.prediction import synchronous
+
+PARTIAL = {
+    "mode": "separate",
+    "max_staleness": 2,
+    "over_sample_threshold": 1.0,
+    "enable_partial_rollout": True,
+}
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts():
+    result = simulate(synchronous(run_config()), cluster(judge_s=0.5), steps=6)
+    assert result.step_s == pytest.approx(20 + 0.5 + 5 + 1)
+    assert (result.generation_s, result.training_s) == (20, 5)
+    assert result.engine_idle == pytest.approx(1 - 20 / 26.5)
+    assert result.trainer_idle == pytest.approx(1 - 5 / 26.5)
+    assert result.sync_share == pytest.approx(1 / 26.5)
+    assert (result.token_lag.max, result.wasted_share, dict(result.dropped)) == (0, 0, {})
+
+
+@pytest.mark.parametrize("train_s", [5.0, 30.0])
+def test_an_asynchronous_step_is_the_slower_of_its_parts(train_s):
+    produce = {**PARTIAL, "in_flight_update": True}
+    result = simulate(run_config(produce=produce), cluster(train_s=train_s, sync_s=0.0), steps=12)
+    assert result.step_s == pytest.approx(max(20, train_s), rel=0.01)
+    assert result.over_bound == pytest.approx(1, rel=0.01)
+
+
+def test_the_same_simulation_gives_the_same_numbers():
+    tailed = cluster(lengths={"p50": 50, "p99": 400}, prefill_tokens_per_s=1000, judge_s=0.1)
+    one, other = (simulate(run_config(produce=PARTIAL), tailed, steps=5) for _ in range(2))
+    assert one.numbers() == other.numbers()
+    assert one.segments == other.segments
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_staleness_stays_under_its_bound_and_every_token_is_accounted_for(max_staleness):
+    produce = {**PARTIAL, "max_staleness": max_staleness}
+    result = simulate(run_config(produce=produce), cluster(lengths={"p50": 50, "p99": 400}), steps=10)
+    assert result.token_lag.max <= result.group_lag.max <= max_staleness
+    assert sum(result.token_lag.counts.values()) == result.trained_tokens
+    assert sum(result.group_lag.counts.values()) == 10 * 4
+    assert result.made_tokens >= result.trained_tokens + result.kept_tokens
+    assert 0 <= result.wasted_share < 1
+    assert result.step_s >= result.training_s
+
+
+def test_what_a_filter_rejects_is_dropped_and_generated_again():
+    half = cluster(filtered_share=0.5)
+    result = simulate(run_config(), half, steps=10)
+    assert 0.3 < result.dropped["filtered"] / result.generated < 0.7
+    assert result.step_s > simulate(run_config(), cluster(), steps=10).step_s
+
+
+def test_tasks_have_their_share_and_their_own_lengths():
+    data = {"source": "sorting", "arguments": {"length": 3, "letters": 5}}
+    task = {"data": data, "judge": {"name": "exact_match"}, "sample": {"max_tokens": 10_000}}
+    tasks = [{"name": "short", "weight": 3.0, **task}, {"name": "long", **task}]
+    several = cluster(task_lengths={"long": {"constant": 500}})
+    result = simulate(synchronous(run_config(tasks=tasks)), several, steps=3)
+    assert result.mean_tokens == (3 * 100 + 500) / 4
+
+
+def test_lengths_are_cut_by_the_budget_of_the_run_file():
+    config = run_config()
+    short = config.tasks[0].model_copy(update={"sample": config.tasks[0].sample.__class__(max_tokens=30)})
+    result = simulate(config.model_copy(update={"tasks": [short]}), cluster(), steps=3)
+    assert result.mean_tokens == 30
+
+
+def test_a_run_that_cannot_go_on_says_so():
+    with pytest.raises(ProductionError):
+        simulate(run_config(), cluster(filtered_share=0.999), steps=3)
+    with pytest.raises(ValueError, match="at least 2 steps, got 1"):
+        simulate(run_config(), cluster(), steps=1)

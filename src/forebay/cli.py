@@ -5,9 +5,10 @@
     forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
     forebay train --resume RUN_FOLDER [key=value ...]
     forebay eval  RUN_FOLDER [key=value ...]
-    forebay buffer inspect|show|query|export|migrate PATH ...
-    forebay ledger RUN_FOLDER
     forebay replay RUN_FOLDER [--until STEP]
+    forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
+    forebay buffer inspect|show|query|export|migrate|serve ...
+    forebay ledger RUN_FOLDER
 
 Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
 """

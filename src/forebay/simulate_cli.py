@@ -36,7 +36,7 @@ def simulate_run(
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes: produce.max_staleness=2, cluster.engines=8."),
     ] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="The cluster's file; see recipes/cluster_example.toml.")
+        Path | None, typer.Option(help="The cluster's file; see recipes/clusters/example.toml.")
     ] = None,
     sweep: Annotated[
         list[str] | None,

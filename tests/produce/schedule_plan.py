@@ -80,6 +80,8 @@ class Plan:
     max_tokens: int
     judge_s: tuple[str, float]
     train_s: tuple[str, float]
+    store_s: float
+    """What the buffer takes for a put, and for a sampler's get."""
     limit: int | None
     fifo: bool
     faults: Faults
@@ -158,6 +160,7 @@ def draw_plan(seed):
         max_tokens=rng.choice([1000, 1000, 9]),
         judge_s=(rng.choice(["constant", "log-normal"]), rng.choice([0.0, 0.0, 0.4])),
         train_s=(rng.choice(["constant", "log-normal"]), rng.choice([0.0, 1.0, 6.0])),
+        store_s=rng.choice([0.0, 0.0, 0.01, 0.4]),
         limit=_limit(rng, tasks, batch_size, interval),
         fifo=rng.random() < 0.2,
         faults=faults,

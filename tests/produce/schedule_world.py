@@ -19,6 +19,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+from schedule_plan import Plan
 
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop
@@ -118,8 +119,10 @@ class RecordedBuffer(ReplayBuffer):
     """
 
     record: Record
+    plan: Plan
 
     async def put(self, items, task_name, **settings):
+        await self.take_time()
         if items:
             self.record.store(items)
         await super().put(items, task_name, **settings)
@@ -136,6 +139,11 @@ class RecordedBuffer(ReplayBuffer):
         self.record.terminal = {row.item[0].group_id for row in rows}
         return taken
 
+    async def take_time(self):
+        """As a store on a disk, or at the other end of a wire, would."""
+        if self.plan.store_s:
+            await asyncio.sleep(self.plan.store_s)
+
     async def groups(self, query):
         """The ids of the groups that match, one for each row."""
         return [row.item[0].group_id for row in await self.storage.get(query)]
@@ -148,6 +156,7 @@ class SamplerSource:
         self.buffer = buffer
 
     async def get(self, batch_size, task_name, group_status):
+        await self.buffer.take_time()
         return await ReplayBuffer.get(self.buffer, batch_size, task_name, group_status)
 
 
@@ -299,7 +308,7 @@ class ScheduleWorld:
             limit=plan.limit,
             on_evict=lambda row: record.drop(row.item, "evicted"),
         )
-        self.buffer.record = record
+        self.buffer.record, self.buffer.plan = record, plan
         self.manager = AgentLoopManager(
             task_runners=[self._runner(name, task) for name, task in plan.tasks.items()],
             replay_buffer=self.buffer,

@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_said(change, message):
 def test_the_example_and_overrides_are_read(tmp_path):
     from pathlib import Path
 
-    example = Path(__file__).parents[2] / "recipes" / "cluster_example.toml"
+    example = Path(__file__).parents[2] / "recipes" / "clusters" / "example.toml"
     cluster = load_cluster(example, ["engines=8", "lengths.p99=9000"])
     assert (cluster.engines, cluster.lengths.p99) == (8, 9000)
     assert changed_cluster(cluster, ["sync_s=1.5"]).sync_s == 1.5

@@ -67,7 +67,7 @@ def hand_out(group: Sequence[RolloutState], train_step: int | None, *, copy: boo
     return list(stored)
 
 
-_CONTAINERS = (dict, list)
+_CONTAINERS = frozenset({dict, list})
 _MAY_BE_CONTAINER = frozenset(
     {
         *("message", "tools", "tool_choice", "data_source", "reward_model", "mm_info"),
@@ -92,11 +92,13 @@ def copy_group(group: StoredGroup) -> StoredGroup:
 
 
 def _copy_column(column: Sequence[Any]) -> Sequence[Any]:
-    found = {id(value): value for value in column if type(value) in _CONTAINERS}
-    if not found:
+    if _CONTAINERS.isdisjoint(map(type, column)):
         return column
-    copies = {key: copy_containers(value) for key, value in found.items()}
-    return [copies.get(id(value), value) for value in column]
+    different = {id(value): value for value in column}
+    if len(different) == len(column):
+        return list(map(copy_containers, column))
+    copies = {key: copy_containers(value) for key, value in different.items()}
+    return [copies[id(value)] for value in column]
 
 
 def copy_containers(value: Any) -> Any:

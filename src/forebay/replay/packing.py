@@ -221,10 +221,7 @@ def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[Buffer]:
     counts = head.lengths["response_ids"]
     for name in CONSTANTS:
         head.constants[name] = _find_constants(arrays[name], head.lengths[name], counts)
-    whole = head.lengths["tokens"]
-    for member, (tokens, *parts) in enumerate(zip(arrays["tokens"], prompts, ids, strict=True)):
-        if len(tokens) == sum(map(len, parts)) and tokens.tobytes() == b"".join(parts):
-            whole[member] = NOT_SENT
+    head.lengths["tokens"] = _find_whole(arrays["tokens"], prompts, ids)
     head.lengths["prompt_ids"], head.prompts = _pack_prompts(prompts)
     return [
         array.data
@@ -249,6 +246,16 @@ def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: 
             lengths[member] = NOT_SENT
             constants.append(int(array[0]))
     return constants
+
+
+def _find_whole(tokens: Sequence[NDArray[Any]], prompts: Sequence[Any], ids: Sequence[Any]) -> list[int]:
+    """The lengths of `tokens`; `NOT_SENT` where they are the prompt and the response."""
+    return [
+        NOT_SENT
+        if len(whole) == len(parts[0]) + len(parts[1]) and whole.tobytes() == b"".join(parts)
+        else len(whole)
+        for whole, parts in zip(tokens, zip(prompts, ids, strict=True), strict=True)
+    ]
 
 
 def _pack_prompts(prompts: Sequence[NDArray[Any]]) -> tuple[list[int], bytearray]:

@@ -179,7 +179,7 @@ def _fill_constants(
     arrays: Arrays, constants: Sequence[int], lengths: Sequence[int], counts: Sequence[int]
 ) -> None:
     """Make the arrays that were not sent: a constant each, as long as the response."""
-    missing = [member for member, length in enumerate(lengths) if length == NOT_SENT]
+    missing = _missing(lengths)
     wanted = [counts[member] for member in missing]
     # One piece of memory for all members.
     filled = np.empty(sum(wanted), arrays[0].dtype)
@@ -189,17 +189,27 @@ def _fill_constants(
     else:
         for part, value in zip(parts, constants, strict=True):
             part.fill(value)
-    for member, part in zip(missing, parts, strict=True):
-        arrays[member] = part
+    _put(parts, arrays, missing)
 
 
 def _join_tokens(arrays: dict[str, Arrays], lengths: Sequence[int]) -> None:
     """Make the `tokens` that were not sent, from prompt and response."""
-    missing = [member for member, length in enumerate(lengths) if length == NOT_SENT]
-    prompts, ids, tokens = arrays["prompt_ids"], arrays["response_ids"], arrays["tokens"]
-    pieces = [part for member in missing for part in (prompts[member], ids[member])]
+    prompts, ids, missing = arrays["prompt_ids"], arrays["response_ids"], _missing(lengths)
     wanted = [len(prompts[member]) + len(ids[member]) for member in missing]
     if sum(wanted) > MAX_TOKENS:
         raise ValueError(f"{sum(wanted)} tokens are too much for a group")
-    for member, part in zip(missing, _split(np.concatenate(pieces), wanted), strict=True):
-        tokens[member] = part
+    joined = np.concatenate([part for member in missing for part in (prompts[member], ids[member])])
+    _put(_split(joined, wanted), arrays["tokens"], missing)
+
+
+def _missing(lengths: Sequence[int]) -> list[int]:
+    """The members whose arrays were not sent."""
+    return [member for member, length in enumerate(lengths) if length == NOT_SENT]
+
+
+def _put(parts: Arrays, arrays: Arrays, members: Sequence[int]) -> None:
+    if len(parts) == len(arrays):
+        arrays[:] = parts
+        return
+    for member, part in zip(members, parts, strict=True):
+        arrays[member] = part

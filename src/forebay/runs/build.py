@@ -271,7 +271,7 @@ def build_rollouts(
                     sample_params=task.sample,
                     activities=activities,
                 ),
-                produce_strategy=_strategy(config, task, controller),
+                produce_strategy=build_strategy(config, task, controller),
                 sampler=Sampler(
                     prompts,
                     buffer,
@@ -341,7 +341,8 @@ def _checked(
     return prompts
 
 
-def _strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
+def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
+    """What produces `task`, as the run file says."""
     produce = config.produce
     accept = look_up("filter", produce.filter, FILTERS)
     if not produce.is_async:

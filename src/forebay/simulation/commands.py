@@ -98,7 +98,7 @@ def _subject(request: Request) -> _Subject:
     if request.run_file is None or request.cluster_file is None:
         raise ConfigError(
             "name a run file and a cluster, for example recipes/demo_separate.toml "
-            "--cluster recipes/cluster_example.toml; or --calibrate RUN_FOLDER"
+            "--cluster recipes/clusters/example.toml; or --calibrate RUN_FOLDER"
         )
     return _Subject(read_toml(request.run_file), load_cluster(request.cluster_file, of_cluster), None)
 

@@ -25,7 +25,7 @@ from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.produce import AgentLoopManager, IsValidSampleFn, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer
-from forebay.runs.build import ProductionProgress, Run, _strategy, build_buffer
+from forebay.runs.build import ProductionProgress, Run, build_strategy, build_buffer
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import ModelledEngine
@@ -121,7 +121,7 @@ def _task_runner(
     tokenizer: PromptTokenizer,
     activities: Activities,
 ) -> TaskRunner:
-    strategy = _strategy(config, task, controller)
+    strategy = build_strategy(config, task, controller)
     if cluster.filtered_share:
         strategy.is_valid_sample_fn = _filter(config.seed, cluster.filtered_share)
     return TaskRunner(

@@ -104,7 +104,7 @@ class RecordedReplayBuffer(ReplayBuffer):
             # Before the put: who is cancelled here has not stored anything.
             await recorder.room()
         # The put labels and ages the rollouts; what it was given is what a replay has to give again.
-        given = copy_group(StoredGroup(items)) if recorder is not None and items else None
+        given = _copy(items) if recorder is not None and items else None
         num_evicted = sum(self.num_evicted.values())
         await super().put(
             items,
@@ -311,6 +311,11 @@ class RecordedEngine:
             error=completion.error_msg,
         )
         return completion
+
+
+def _copy(group: Sequence[RolloutState]) -> StoredGroup:
+    # Without looking for each member's oldest step, which nobody asks a copy for.
+    return copy_group(StoredGroup.with_steps(group, ()))
 
 
 def _score(state: RolloutState) -> float | None:

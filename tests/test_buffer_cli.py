@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.inspection.source import hide_password
+from forebay.inspection.commands import still_there
+from forebay.inspection.source import SqlSource, hide_password
 from forebay.inspection.views import histogram, plain, version_spans
 from forebay.ledger import Ledger
 from forebay.replay import (
@@ -211,6 +212,42 @@ def test_export_has_a_line_per_rollout_with_the_columns_of_both(place, tmp_path)
     assert [file.name for file in tmp_path.iterdir() if file.name.startswith(".")] == []
 
 
+def test_files_have_the_rights_of_any_new_file(snapshot, tmp_path):
+    (tmp_path / "any").touch()
+    run("buffer", "export", snapshot, tmp_path / "out.parquet")
+    modes = {
+        path.stat().st_mode for path in (tmp_path / "any", tmp_path / "out.parquet", *snapshot.iterdir())
+    }
+    assert len(modes) == 1
+    assert "there is no folder" in error_of("buffer", "export", snapshot, tmp_path / "no" / "out.parquet")
+
+
+def test_a_database_may_have_any_name_and_be_in_use(snapshot, tmp_path):
+    storage = pytest.importorskip("forebay.replay.sql").SQLStorage(tmp_path / "x.db")
+    buffer = asyncio.run(fill(ReplayBuffer(SyncReplayBufferConfig().build().policy, storage)))
+    (tmp_path / "plain").symlink_to("x.db")
+    assert "SQL store" in run("buffer", "inspect", tmp_path / "plain").stdout
+    rows = asyncio.run(storage.get({}, rows_only=True))
+    asyncio.run(buffer.get(9, "math", Status.COMPLETED))
+    # What was taken between two questions is left out.
+    source = SqlSource(str(tmp_path / "x.db"))
+    digests = asyncio.run(source.digests([row.uid for row in rows]))
+    assert [row.task_name for row in still_there(rows, digests)] == ["code [bold]"]
+    with pytest.raises(ValueError, match="taken out"):
+        asyncio.run(source.group(rows[0].uid))
+    assert source.num_bytes > (tmp_path / "x.db").stat().st_size
+    source.storage.close()
+    storage.close()
+
+
+def test_a_damaged_database_is_one_message(snapshot, tmp_path):
+    pytest.importorskip("sqlalchemy")
+    run("buffer", "migrate", snapshot, tmp_path / "x.db")
+    content = (tmp_path / "x.db").read_bytes()
+    (tmp_path / "x.db").write_bytes(content[:40_000] + b"A" * (len(content) - 40_000))
+    assert "the database says" in error_of("buffer", "inspect", tmp_path / "x.db")
+
+
 def test_migrate_moves_everything_and_overwrites_nothing(place, tmp_path):
     copy = tmp_path / "copy"
     assert "3 live and 1 archived groups" in run("buffer", "migrate", place, copy).output
@@ -355,14 +392,20 @@ def test_passwords_are_not_shown():
         (["socket", "--snapshot", "file"], "file"),
         (["socket", "--token-file", "missing"], "missing"),
         (["socket", "--token-file", "file"], "at least 16 characters"),
+        (["socket", "--token-file", "empty"], "is empty"),
+        (["tcp://no.host.invalid:1", "--token-file", "missing"], "missing"),
+        (["s" * 200], "cannot listen at"),
+        (["socket", "--store", "."], "unable to open database file"),
+        (["socket", "--store", "postgresql://localhost:1/x"], "the database says"),
     ],
 )
 def test_serve_refuses_in_one_message(tmp_path, monkeypatch, arguments, reason):
     pytest.importorskip("msgspec")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("short")
+    (tmp_path / "empty").touch()
     assert reason in error_of("buffer", "serve", *arguments)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["file"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["empty", "file"]
 
 
 def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):

@@ -311,6 +311,9 @@ def test_a_file_that_starts_over_counts_from_there(tmp_path):
         ('{"number": 0, "event": "produced"}\n', "event 0"),
         ("hello}\n", "not a ledger's"),
         ('{"number": 1, nonsense}\n', "line 1 is damaged"),
+        ('{"number": 1, "time_s": 1}\n', "event 1 .* KeyError"),
+        ('{"number": 1, "time_s": 1, "event": "sold", "task": "t", "group": 1}\n', "unknown event 'sold'"),
+        ('{"number": 1, "time_s": 1, "event": "produced", "task": "t", "group": [1]}\n', "unhashable"),
     ],
 )
 def test_a_file_that_is_no_ledger_is_one_clear_error(tmp_path, text, message):
@@ -318,6 +321,21 @@ def test_a_file_that_is_no_ledger_is_one_clear_error(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Ledger.read(path)
+
+
+def test_an_event_that_no_file_takes_is_entered_nowhere(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.record("a", "math", "produced")
+    with pytest.raises(TypeError, match="JSON"):
+        ledger.record("b", "math", "produced", note=object())
+    for wrong in ({"num_tokens": 2**40}, {"train_step": -1}):
+        with pytest.raises(ValueError, match="must be from 0"):
+            ledger.record("b", "math", "produced", **wrong)
+    ledger.record("c", "math", "produced")
+    ledger.close()
+    assert ledger.balance({"math": 2}).ok
+    assert Ledger.read(path).state_dict() == ledger.state_dict()
 
 
 def test_a_state_of_another_version_or_shape_is_refused():
@@ -329,6 +347,10 @@ def test_a_state_of_another_version_or_shape_is_refused():
     shorter = {**state["tasks"]["math"], "groups": []}
     with pytest.raises(ValueError, match="0 groups"):
         ledger.load_state_dict({**state, "tasks": {"math": shorter}})
+    for wrong in ([], {**state, "num_events": None}, {**state, "tasks": {"math": {}}}, {"version": 1}):
+        with pytest.raises(ValueError, match="state"):
+            ledger.load_state_dict(wrong)
+    assert ledger.state_dict() == state
     assert ledger.balance({"math": 1}).ok
 
 

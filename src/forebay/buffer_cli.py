@@ -22,13 +22,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-app = typer.Typer(help="Look into a replay buffer on disk.", no_args_is_help=True)
+app = typer.Typer(help="Look into a replay buffer on disk, move it, or serve it.", no_args_is_help=True)
 
 PIPED_WIDTH = 160
 """Columns when the output is no terminal; a table of groups fits."""
@@ -51,7 +51,9 @@ def inspect(path: BufferPath) -> None:
 
 
 @app.command()
-def show(path: BufferPath, uid: Annotated[int, typer.Argument(help="As `query` lists it.")]) -> None:
+def show(
+    path: BufferPath, uid: Annotated[int, typer.Argument(metavar="UID", help="As `query` lists it.")]
+) -> None:
     """Show one group: prompt, responses, rewards, and the weights that made each span of tokens."""
     with _one_message():
         from forebay.inspection.commands import show_group
@@ -78,7 +80,7 @@ def query(
 @app.command()
 def export(
     path: BufferPath,
-    target: Annotated[Path, typer.Argument(help="The Parquet file to write.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The Parquet file to write.")],
     query: Annotated[str, typer.Option(help="Only the groups that match, as in `query`.")] = "{}",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
@@ -108,7 +110,10 @@ def migrate(
 @app.command()
 def serve(
     address: Annotated[
-        str, typer.Argument(help="A path, for a Unix socket, or tcp://HOST:PORT (port 0: any).")
+        str,
+        typer.Argument(
+            metavar="ADDRESS", help="A path, for a Unix socket, or tcp://HOST:PORT (port 0: any)."
+        ),
     ],
     store: Annotated[str, typer.Option(help="`memory`, a SQLite file, or the URL of a database.")] = "memory",
     policy: Annotated[
@@ -172,12 +177,23 @@ def _console() -> Console:
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """Turn what a person can mend (a wrong path, query or file) into one message and exit status 2."""
+    """Turn what a person can mend (a path, query, file or database) into one message and exit status 2."""
     try:
         yield
-    except (ValueError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, (ValueError, OSError, *_database_errors())):
+            raise
         from forebay.inspection.views import plain
 
+        # What a database says goes on with the statement and its values.
+        is_database = isinstance(error, _database_errors())
+        said = f"the database says: {str(error).splitlines()[0]}" if is_database else error
         console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-        console.print(Text("error: ", "bold red") + plain(error), soft_wrap=True)
+        console.print(Text("error: ", "bold red") + plain(said), soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _database_errors() -> tuple[type[Exception], ...]:
+    """The errors of a database that is not there, full or damaged; none if no database was used."""
+    module: Any = sys.modules.get("sqlalchemy.exc")
+    return () if module is None else (module.SQLAlchemyError,)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from forebay.produce import AsyncProduceStrategyConfig, SyncProduceStrategyConfig
 from forebay.stalls import StallWatch
 
-MAX_STEPS = 5
+MAX_STEPS = 4
 
 WARN_AFTER_S, STALL_AFTER_S = 1000.0, 5000.0
 """Longer than anything takes that is not meant to hang, retries and time limits included."""
@@ -181,7 +181,7 @@ def _faults(rng):
 def _habits(rng):
     rates = {f.name: rng.choice([0.0, 0.0, 0.1, 0.3]) for f in fields(Habits)}
     rates["ends_early"] /= 4
-    rates["num_disturbances"] = rng.choice([0, 0, 5, 15])
+    rates["num_disturbances"] = rng.choice([0, 0, 4, 10])
     rates["disturbed_every_s"] = rng.choice([0.7, 4.0])
     return Habits(**rates)
 

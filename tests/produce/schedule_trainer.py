@@ -279,7 +279,7 @@ class Trainer:
     async def observe(self):
         """At random instants, everything that holds at any instant."""
         while True:
-            await asyncio.sleep(self.plan.random.choice([0.1, 2.0, 8.0]))
+            await asyncio.sleep(self.plan.random.choice([0.2, 4.0, 20.0]))
             await self.check_places()
 
     def pending(self):

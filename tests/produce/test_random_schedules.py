@@ -9,16 +9,20 @@ Everything of a schedule follows from its seed. Of a failure, this runs that sch
 and ``FOREBAY_SCHEDULES=1000:4000`` those of a range of seeds.
 """
 
+import asyncio
 import logging
 import os
 import traceback
 from collections import Counter
 
 import pytest
+from production_world import World
 from schedule_plan import draw_plan
 from schedule_trainer import try_seed
 
+from forebay import virtual_time
 from forebay.produce import STALENESS_RULES, AsyncProduceStrategyConfig
+from forebay.types import RolloutState, Status
 
 NUM_SCHEDULES = 10_000 if os.environ.get("FOREBAY_SOAK") == "1" else 300
 NUM_SHOWN = 5
@@ -75,3 +79,26 @@ def test_the_schedules_have_everything_that_a_run_may_have():
     assert sum(plan.limit is not None for plan in plans) >= 50
     assert sum(plan.habits.crashes > 0 and plan.habits.saves > 0 for plan in plans) >= 50
     assert sum(plan.habits.ends_early > 0 and plan.habits.num_disturbances > 0 for plan in plans) >= 50
+
+
+def test_a_put_that_was_on_its_way_for_a_step_smuggles_no_stale_group_into_the_next_batch():
+    """Found by a schedule with a slow store: it had the step, and the threshold, of when it began."""
+
+    async def main():
+        world = World(strategy=AsyncProduceStrategyConfig(max_staleness=0)).build()
+
+        async def put(name, model_step, train_step):
+            state = RolloutState([], group_id=name, rollout_id=name, task_name="t", status=Status.COMPLETED)
+            state.append([1], model_step=model_step)
+            await world.buffer.put([state], "t", current_train_step=train_step, stale_threshold=1)
+
+        waiting = asyncio.create_task(world.manager.get_batch(1, 2))
+        await asyncio.sleep(1)
+        await put("late", model_step=0, train_step=1)
+        await asyncio.sleep(1)
+        assert not waiting.done()
+        await put("in time", model_step=1, train_step=2)
+        ((state,),) = (await waiting).rollout_states
+        assert (state.group_id, state.seq_staleness) == ("in time", 0)
+
+    virtual_time.run(main())

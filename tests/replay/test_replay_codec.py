@@ -1,5 +1,8 @@
 """Groups as bytes: exact, compact where groups are regular, refused where damaged."""
 
+import re
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -141,6 +144,18 @@ def test_what_is_regular_is_not_written_out():
 def test_a_value_that_cannot_be_stored_is_named():
     with pytest.raises(ValueError, match=r"rollout 'g/0': extra_fields\['x'\]"):
         CODEC.encode([make_state("g", extra_fields={"x": object()})])
+
+
+def test_the_page_says_how_to_read_the_bytes():
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    (block,) = [
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def response_ids" in text
+    ]
+    scope = {}
+    exec(block, scope)
+    group = [make_state("g", member, steps=[3] * (member + 1)) for member in range(3)]
+    found = scope["response_ids"](CODEC.encode(group))
+    assert [ids.tolist() for ids in found] == [state.response_ids.tolist() for state in group]
 
 
 def test_a_prompt_and_a_chat_of_all_are_written_once():

@@ -8,7 +8,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from replay_factory import same
@@ -152,6 +152,9 @@ DTYPES = st.recursive(
     st.binary(max_size=64),
     st.booleans(),
 )
+@example("('<f16', (0,))", [-1], b"", False)
+@example("'<U1'", [], b"\0\0\0\1", False)
+@example("[('a', [('b', '>U1')])]", [1], b"\1\0\0\0", True)
 def test_bytes_are_never_taken_for_objects(dtype, shape, data, is_scalar):
     """Whatever the dtype and the bytes: a value that can be looked at and stored again, or an error."""
     text = base64.b64encode(data).decode()

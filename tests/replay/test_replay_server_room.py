@@ -115,6 +115,18 @@ async def test_what_is_taken_here_makes_room_too(clients, served):
     await waiting
 
 
+async def test_what_is_put_here_takes_room_too(clients, served):
+    one, other = clients
+    for name in "ab":
+        await served.put(make_group(name), "math")
+    waiting = put(one, "c")
+    assert await one.count("math", COMPLETED) == await other.count("math", COMPLETED) == 2
+    assert not waiting.done()
+    assert names(await served.get(1, "math", COMPLETED)) == ["a"]
+    await waiting
+    assert len(served) == 2
+
+
 async def test_a_put_that_fails_leaves_its_room(clients, served, monkeypatch):
     one, _ = clients
     await put(one, "a")
@@ -157,7 +169,7 @@ async def test_one_of_two_limits(tmp_path, limit, max_live, reason):
 async def test_the_gate_never_lets_in_more_than_there_is_room_for():
     """With admissions, departures and cancellations in any order that the tasks find."""
     buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
-    gate = Gate(Census(buffer.storage, None), 3)
+    gate = Gate(Census(buffer), 3)
     inside = peak = 0
 
     async def enter(number):

@@ -228,7 +228,7 @@ async def test_a_closed_store_says_so(store):
 async def test_a_payload_of_another_codec_costs_no_group(open_store, sql_url):
     await open_store().put(make_row({"no": "group"}))
     buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
-    with pytest.raises(ValueError, match="group of rollouts"):
+    with pytest.raises(ValueError, match="the row with uid 0: .* group of rollouts"):
         await buffer.get(1, "math", COMPLETED)
     assert [row.item for row in await open_store().get({})] == [{"no": "group"}]
     await buffer.put(make_group("a"), "code")
@@ -340,8 +340,20 @@ def test_other_databases_are_refused(tmp_path):
     foreign = sqlite3.connect(tmp_path / "foreign.db")
     foreign.execute("CREATE TABLE accounts (id)")
     foreign.close()
+    before = (tmp_path / "foreign.db").read_bytes()
     with pytest.raises(ValueError, match="accounts"):
         SQLStorage(tmp_path / "foreign.db")
+    assert (tmp_path / "foreign.db").read_bytes() == before
+
+
+def test_a_store_can_be_opened_while_another_process_writes(tmp_path):
+    SQLStorage(tmp_path / "b.db").close()
+    writer = sqlite3.connect(tmp_path / "b.db", isolation_level=None)
+    writer.execute("BEGIN IMMEDIATE")
+    store = SQLStorage(tmp_path / "b.db")
+    assert len(store) == 0
+    store.close()
+    writer.close()
 
 
 @pytest.mark.parametrize(

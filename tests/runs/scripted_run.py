@@ -22,7 +22,7 @@ from forebay.judges.base import Judger
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, SQLStorage, StalenessReplayPolicy
-from forebay.runs.folder import list_checkpoints, publish
+from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish
 from forebay.types import SampleParams
 
 TASKS = {"a": 1.0, "b": 2.0}
@@ -127,8 +127,7 @@ class Run:
         (temporary / "trainer.json").write_text(json.dumps(self.trained))
         await self.manager.save(temporary / "manager")
         await asyncio.to_thread(publish, temporary, final)
-        for old in list_checkpoints(self.folder)[:-2]:
-            shutil.rmtree(old)
+        await asyncio.to_thread(prune_checkpoints, self.folder, 2)
 
     async def resume(self):
         checkpoints = list_checkpoints(self.folder)

@@ -22,7 +22,7 @@ from forebay.produce import Sampler
 from forebay.produce.prompts import load_prompts
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs.config import RunConfig
-from forebay.runs.folder import list_checkpoints
+from forebay.runs.folder import list_checkpoints, prune_checkpoints
 
 STEPS, BATCH_SIZE, STALE_FROM = 8, 3, 2
 
@@ -278,3 +278,21 @@ def test_separate_runs_with_a_scripted_engine_survive_kills(nursery, tmp_path):
 def test_separate_runs_with_a_scripted_engine_survive_180_kills(nursery, tmp_path):
     num_runs, num_kills = kill_scripted_runs(nursery, tmp_path, min_kills=180, seed=1)
     print(f"{num_runs} runs with a scripted engine, {num_kills} kills: nothing lost, nothing trained twice")
+
+
+def test_a_deletion_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        part = tmp_path / "checkpoints" / f"step_{step:06d}" / "part"
+        part.parent.mkdir(parents=True)
+        part.write_text("x")
+
+    def cut_off(path):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr("shutil.rmtree", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            prune_checkpoints(tmp_path, keep=1)
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step_000003"]
+    prune_checkpoints(tmp_path, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]

@@ -115,7 +115,9 @@ class AgentLoop(ABC):
                 if state.status is Status.INIT:
                     raise RuntimeError("generate_sample left the rollout without a status")
             # Agents are user code: whatever one raises fails this rollout, and only this one.
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                    raise
                 logger.exception("rollout %s failed", state.rollout_id)
                 _fail(state, type(self).__name__, error)
             activity.note = f"{state.status.value}, {len(state.response_ids)} tokens"
@@ -135,6 +137,15 @@ class AgentLoop(ABC):
                         _fail(state, f"judger {type(judger).__name__}", error)
 
 
-def _fail(state: RolloutState, who: str, error: Exception) -> None:
+def _is_cancelled() -> bool:
+    """Whether somebody cancelled this rollout; else the agent let a cancellation of its own escape.
+
+    Passed on, that one would end the group while the siblings still write into it.
+    """
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _fail(state: RolloutState, who: str, error: BaseException) -> None:
     state.status = Status.FAILED
     state.error_msg = f"rollout {state.rollout_id}: {who}: {type(error).__name__}: {error}"

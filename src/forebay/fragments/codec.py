@@ -20,14 +20,14 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 
 from forebay.fragments.records import SampleFragment
 
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """[num_bytes] uint8."""
 
 ALIGNMENT = 16
@@ -161,8 +161,8 @@ def _split(value: Any, where: str, arrays: list[np.ndarray[Any, Any]], values: l
 def _split_foreign(value: Any, where: str, arrays: list[np.ndarray[Any, Any]]) -> tuple[Any, ...]:
     if not hasattr(value, "__array__"):
         raise ValueError(
-            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a fragment cannot hold; "
-            f"use arrays, plain values, and dicts, lists or tuples of them"
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a fragment cannot "
+            f"hold; use arrays, plain values, and dicts, lists or tuples of them"
         )
     array = np.asarray(value)
     arrays.append(array)
@@ -172,7 +172,9 @@ def _split_foreign(value: Any, where: str, arrays: list[np.ndarray[Any, Any]]) -
 
 def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
     if dtype.hasobject or np.dtype(dtype.str) != dtype:
-        raise ValueError(f"{where} has the dtype {dtype}, which raw bytes cannot hold; use a plain number type")
+        raise ValueError(
+            f"{where} has the dtype {dtype}, which raw bytes cannot hold; use a plain number type"
+        )
     return dtype.str
 
 
@@ -183,8 +185,8 @@ def schema_id_of(payload: Any) -> bytes:
 
 def _parts(payload: Bytes, schema: Schema) -> tuple[list[Any], Bytes]:
     """The plain values, and the body as it was before compression."""
-    _, meta_bytes, compression, body_bytes = _HEADER.unpack_from(payload)
-    values = msgspec.msgpack.decode(payload[_HEADER.size : _HEADER.size + meta_bytes])
+    _, meta_bytes, compression, body_bytes = _HEADER.unpack_from(payload.data)
+    values = msgspec.msgpack.decode(payload.data[_HEADER.size : _HEADER.size + meta_bytes])
     body = payload[_aligned(_HEADER.size + meta_bytes) :]
     assert body_bytes == schema.body_bytes
     if compression:
@@ -211,7 +213,7 @@ def stack(payloads: Sequence[Bytes], schema: Schema) -> SampleFragment:
     The arrays may be written to, and look into one block that nothing else holds.
     """
     parts = [_parts(payload, schema) for payload in payloads]
-    block = np.frombuffer(bytearray().join(memoryview(body) for _, body in parts), np.uint8)
+    block = np.frombuffer(bytearray().join(body.data for _, body in parts), np.uint8)
     arrays = [_stacked_view(leaf, block, len(parts), schema.body_bytes) for leaf in schema.leaves]
     columns = [list(column) for column in zip(*(values for values, _ in parts), strict=True)]
     return SampleFragment(**_build(schema.skeleton, iter(arrays), iter(columns)))

@@ -1,4 +1,5 @@
-"""A memory-mapped database (LMDB) that processes of one machine share, and memory in it that stays what it is.
+"""A memory-mapped database (LMDB) that processes of one machine share, and memory in it that stays what it
+is.
 
 It knows keys and values, not fragments.
 
@@ -6,14 +7,14 @@ It knows keys and values, not fragments.
 
     writer (any process): write() --one at a time--> commit: pages go to the map, never onto pages in use
     reader (any process): Snapshot --> value() --> uint8 array that looks into the map
-                              ^------------------ holds: the snapshot's pages stay while an array looks at them
+                              ^------------------ holds: its pages stay while an array looks at them
 
 Why LMDB: it is the only embedded store measured that reads without a copy, and the fastest writer (docs).
 
-* A killed process loses nothing that it committed and leaves no lock behind. The disk may lag behind the map, so
-  a power cut can lose or damage it: what must outlive one is copied (`Environment.copy`).
-* The file grows in steps that are reserved on the disk first. Writing to a mapped page that the full disk cannot
-  give would end the process by a signal; a reservation fails with an error instead.
+* A killed process loses nothing that it committed and leaves no lock behind. The disk may lag behind the map,
+  so a power cut can lose or damage it: what must outlive one is copied (`Environment.copy`).
+* The file grows in steps that are reserved on the disk first. Writing to a mapped page that the full disk
+  cannot give would end the process by a signal; a reservation fails with an error instead.
 """
 
 from __future__ import annotations
@@ -29,12 +30,15 @@ from weakref import WeakSet, WeakValueDictionary
 import lmdb
 import numpy as np
 
+from forebay import durable
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 PAGE_BYTES = 4096
 INLINE_BYTES = PAGE_BYTES // 2
-"""Smaller values share a page with others and are not aligned: copying them is cheaper than holding the page."""
-RESERVE_STEP_BYTES = 64 << 20
+"""Smaller values share a page with others and are not aligned: a copy is cheaper than holding the page."""
+RESERVE_STEP_BYTES = (1 << 20, 64 << 20)
+"""What is reserved beyond the need: half of it again, within these bounds."""
 MAX_PROCESSES = 256
 MAX_SNAPSHOTS = 15
 """Held by the arrays of one process at a time; beyond that arrays are copies. One more is for reading."""
@@ -58,6 +62,16 @@ class Snapshot:
     def get(self, key: bytes, table: Any) -> memoryview | None:
         """The value, for use before this is let go; None: there is none."""
         return self._transaction.get(key, db=table)
+
+    def keys(self, table: Any) -> Iterator[bytes]:
+        """All keys in order; it holds the snapshot until it is exhausted or let go."""
+        for key in self._transaction.cursor(table).iternext(values=False):
+            yield bytes(key)
+
+    def items(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
+        """All keys and values in order."""
+        for key, value in self._transaction.cursor(table):
+            yield bytes(key), bytes(value)
 
     def value(self, raw: memoryview, *, copy: bool) -> Bytes:
         """`raw` as an array that may outlive this: a copy of a small one, else it holds the snapshot."""
@@ -92,7 +106,7 @@ class Environment:
 
     @classmethod
     def open(cls, path: Path, *, max_bytes: int) -> Environment:
-        """The database in the folder `path`, which is made if it is missing; the file stays below `max_bytes`."""
+        """The database in the folder `path`, made if it is missing; its file stays below `max_bytes`."""
         path.mkdir(parents=True, exist_ok=True)
         stat = path.stat()
         # A forked child may not use what its parent opened.
@@ -106,10 +120,17 @@ class Environment:
     def __init__(self, path: Path, max_bytes: int) -> None:
         # Not synchronised with the disk, and written in the map: see the module.
         self._lmdb = lmdb.open(
-            str(path), map_size=max_bytes, sync=False, writemap=True, map_async=True, max_dbs=8,
-            max_readers=MAX_PROCESSES * (MAX_SNAPSHOTS + 1), readahead=False,
-        )  # fmt: skip
-        # One process waits for another inside LMDB, but its own threads would wait there with the interpreter.
+            str(path),
+            map_size=max_bytes,
+            max_dbs=4,
+            max_readers=MAX_PROCESSES * (MAX_SNAPSHOTS + 1),
+            sync=False,
+            writemap=True,
+            map_async=True,
+            readahead=False,
+        )
+        # One process waits for another inside LMDB, but its own threads would wait there with the
+        # interpreter.
         self._writing = threading.Lock()
         self._tables: dict[str, Any] = {}
         self._pinned: WeakSet[Snapshot] = WeakSet()
@@ -162,20 +183,24 @@ class Environment:
         needed = self.used_bytes() + 2 * num_bytes + (1 << 20)
         if needed <= self._reserved_bytes:
             return
-        size = min(needed + RESERVE_STEP_BYTES, self._lmdb.info()["map_size"])
+        least, most = RESERVE_STEP_BYTES
+        size = min(needed + max(least, min(needed // 2, most)), self._lmdb.info()["map_size"])
         descriptor = os.open(self._file, os.O_RDWR)
         try:
             os.posix_fallocate(descriptor, 0, size)
         except OSError as error:
-            raise StoreFullError(f"no room on the disk for {size} bytes of {str(self._file)!r}: {error}") from error
+            raise StoreFullError(
+                f"no room on the disk for {size} bytes of {str(self._file)!r}: {error}"
+            ) from error
         finally:
             os.close(descriptor)
         self._reserved_bytes = size
 
     def _full_text(self) -> str:
         return (
-            f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes, and arrays of this process hold "
-            f"{self.num_pinned} snapshots, whose freed pages cannot be used: drop arrays, or raise max_bytes"
+            f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes, and arrays "
+            f"of this process hold {self.num_pinned} snapshots, whose freed pages cannot be used: drop arrays, or raise "
+            f"max_bytes"
         )
 
     def used_bytes(self) -> int:
@@ -186,3 +211,5 @@ class Environment:
         """A copy in the folder `path`, without free pages, that has reached the disk."""
         path.mkdir(parents=True)
         self._lmdb.copy(str(path), compact=True)
+        durable.sync(path / "data.mdb")
+        durable.sync(path)

@@ -1,4 +1,5 @@
-"""What workers send: a fragment of consecutive environment steps, and who made it, when and with which weights.
+"""What workers send: a fragment of consecutive environment steps, and who made it, when and with which
+weights.
 
 ::
 
@@ -55,8 +56,8 @@ class SampleFragment:
     """T consecutive steps of one environment, or of several stepped together.
 
     Invariants: `reward`, `first` and `next_done` lead with T, and so does every array in `obs` and `action`.
-    A field holds a numpy array, a plain value, or dicts, lists and tuples of those; other arrays (torch tensors
-    on the CPU) are stored as numpy ones.
+    A field holds a numpy array, a plain value, or dicts, lists and tuples of those; other arrays (torch
+    tensors on the CPU) are stored as numpy ones.
 
     >>> fragment = SampleFragment(
     ...     obs=np.zeros((8, 4), np.float32), action=np.zeros(8, np.int64), next_done=np.zeros(8, np.bool_),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
+import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from forebay.inspection.near import NearLedger, find_ledger, ledger_file
 from forebay.inspection.source import (
     ALL_STATUSES,
     BufferSource,
+    Digest,
     SnapshotSource,
     SqlSource,
     find_snapshot,
@@ -80,7 +80,7 @@ async def inspect_buffer(path: str, console: Console) -> None:
             console.print(section("ages", ages_table(live, steps)))
         if rows:
             digests = await source.digests([row.uid for row in rows])
-            console.print(section("sizes", sizes_table(rows, digests)))
+            console.print(section("sizes", sizes_table(still_there(rows, digests), digests)))
         if source.num_evicted:
             evicted = [f"{task} {number(count)}" for task, count in sorted(source.num_evicted.items())]
             console.print(section("evicted so far", plain(", ".join(evicted))))
@@ -138,7 +138,8 @@ async def query_buffer(path: str, text: str, order: str | None, limit: int, cons
         rows = await source.storage.get(query, order=order, limit=limit, rows_only=True)
         found = await source.storage.count(query)
         if rows:
-            console.print(rows_table(rows, await source.digests([row.uid for row in rows])))
+            digests = await source.digests([row.uid for row in rows])
+            console.print(rows_table(still_there(rows, digests), digests))
         more = f"; showing the first {len(rows)} (--limit)" if found > len(rows) else ""
         console.print(Text(f"{number(found)} group{'' if found == 1 else 's'}{more}", "dim"))
 
@@ -160,23 +161,32 @@ async def export_buffer(path: str, target: Path, text: str, overwrite: bool, con
     console.print(plain(f"{target}: {written}"), soft_wrap=True)
 
 
+def still_there(rows: list[StorageItem], digests: Mapping[int, Digest]) -> list[StorageItem]:
+    """Without those that another process took out of a database between two questions."""
+    return [row for row in rows if row.uid in digests]
+
+
 def _check_target(target: Path, overwrite: bool) -> None:
     if target.suffix != ".parquet":
         raise ValueError(f"the file is written as Parquet; let its name end in .parquet, got {str(target)!r}")
     if target.exists() and not overwrite:
         raise ValueError(f"{str(target)!r} exists; --overwrite replaces it")
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"there is no folder {str(target.parent)!r} to write {target.name!r} to; make it first"
+        )
 
 
 def _write_parquet(target: Path, batches: list[pa.RecordBatch]) -> int:
     """Write the file under another name and rename it; return its size in bytes."""
-    handle, temporary = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
+    temporary = target.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file, pq.ParquetWriter(file, JOINED_SCHEMA) as writer:
+        with temporary.open("xb") as file, pq.ParquetWriter(file, JOINED_SCHEMA) as writer:
             for batch in batches:
                 writer.write_batch(batch)
-        os.replace(temporary, target)
+        temporary.replace(target)
     except BaseException:
-        os.unlink(temporary)
+        temporary.unlink(missing_ok=True)
         raise
     return target.stat().st_size
 

@@ -11,6 +11,7 @@ asked for. Nothing here changes what it reads.
 
 from __future__ import annotations
 
+import numbers
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -28,6 +29,8 @@ from forebay.replay.tables import read_groups, read_rows
 from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
+SQLITE_MAGIC = b"SQLite format 3\0"
+"""What every SQLite file begins with; one that was served may have any name."""
 
 ALL_STATUSES = {"status": {"$in": [status.value for status in Status]}}
 """The query for live and ARCHIVED rows together."""
@@ -67,11 +70,11 @@ class BufferSource(ABC):
 
     @abstractmethod
     async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
-        """The digest of each of these groups."""
+        """The digest of each of these groups, without those that somebody took out meanwhile."""
 
     @abstractmethod
     async def group(self, uid: int) -> Sequence[RolloutState]:
-        """The rollouts of the group, which exists."""
+        """The rollouts of the group, which exists; ValueError if somebody took it out meanwhile."""
 
     @abstractmethod
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
@@ -148,8 +151,7 @@ class SqlSource(BufferSource):
         self.storage = open_sql(url)
         self.location = hide_password(url)
         self.kind = "SQL store"
-        file = Path(url)
-        self.num_bytes = file.stat().st_size if "://" not in url else None
+        self.num_bytes = None if "://" in url else _bytes_on_disk(Path(url))
         self.num_evicted = dict(self.storage.num_evicted)
 
     async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
@@ -158,9 +160,10 @@ class SqlSource(BufferSource):
 
     async def group(self, uid: int) -> Sequence[RolloutState]:
         """See `BufferSource.group`."""
-        (row,) = [row async for row in self._payloads([uid])]
-        group: Sequence[RolloutState] = row.item
-        return group
+        async for row in self._payloads([uid]):
+            group: Sequence[RolloutState] = row.item
+            return group
+        raise ValueError(f"group {uid} was taken out of {self.location!r} just now")
 
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
         """See `BufferSource.joined`."""
@@ -173,10 +176,17 @@ class SqlSource(BufferSource):
                 yield row
 
 
+def _bytes_on_disk(file: Path) -> int:
+    """Of the database and its write-ahead log, which another process may empty at any moment."""
+    log = file.with_name(f"{file.name}-wal")
+    return file.stat().st_size + (log.stat().st_size if log.exists() else 0)
+
+
 def digest_of(group: Sequence[RolloutState]) -> Digest:
     """The digest of a group in memory."""
     lengths = [len(state.response_ids) for state in group]
-    scores = [float(state.reward["score"]) for state in group if state.reward and "score" in state.reward]
+    found = [state.reward.get("score") for state in group if isinstance(state.reward, dict)]
+    scores = [float(score) for score in found if isinstance(score, numbers.Real)]
     return Digest(
         group_id=str(group[0].group_id),
         num_rollouts=len(group),
@@ -187,8 +197,15 @@ def digest_of(group: Sequence[RolloutState]) -> Digest:
 
 
 def is_sql(location: str) -> bool:
-    """Whether `location` names a database: by a URL, or by the suffix of its file."""
-    return "://" in location or location.endswith(SQL_SUFFIXES)
+    """Whether `location` names a database: by a URL, or by the suffix or the first bytes of its file."""
+    return "://" in location or location.endswith(SQL_SUFFIXES) or _is_sqlite_file(Path(location))
+
+
+def _is_sqlite_file(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
 
 
 def open_sql(url: str, *, create: bool = False) -> StorageBackend:

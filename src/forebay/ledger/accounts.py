@@ -26,7 +26,17 @@ from pathlib import Path
 from typing import Any
 
 from forebay.ledger.journal import Journal, read_events
-from forebay.ledger.lives import ADMITTED, DROPPED, EVENTS, LIVE, TRAINED, GroupId, GroupLife, Lives
+from forebay.ledger.lives import (
+    ADMITTED,
+    DROPPED,
+    EVENTS,
+    LIVE,
+    MAX_COUNT,
+    TRAINED,
+    GroupId,
+    GroupLife,
+    Lives,
+)
 
 STATE_VERSION = 1
 REWOUND = "rewound"
@@ -90,10 +100,12 @@ class Ledger:
             ValueError: the file is no ledger's, or events are missing.
         """
         ledger = cls()
-        for event in read_events(path):
-            if event["event"] != REWOUND:
-                ledger._enter(event)
-            ledger._num_events = event["number"]
+        for number, event in enumerate(read_events(path), start=1):
+            try:
+                ledger._enter_read(event)
+            except (ValueError, LookupError, TypeError, OverflowError) as error:
+                raise ValueError(f"event {number} of {str(path)!r} is not a ledger's: {error!r}") from None
+            ledger._num_events = number
         return ledger
 
     def record(
@@ -117,12 +129,17 @@ class Ledger:
         `details` are further JSON values; they go into the file only.
 
         Raises:
-            ValueError: another event, no group id, or ``dropped`` without a reason.
+            ValueError: another event, no group id, ``dropped`` without a reason, or a number too large.
+            TypeError: with a path, a detail that is no JSON value.
+            OSError: the file takes no more. Nothing is entered then.
         """
         if event not in EVENTS:
             raise ValueError(f"unknown event {event!r}; known: {', '.join(EVENTS)}")
         if group_id is None:
             raise ValueError(f"task {task_name!r}: a group without group_id cannot be accounted for")
+        for name, count in (("train_step", train_step), ("num_tokens", num_tokens)):
+            if count is not None and not 0 <= count <= MAX_COUNT:
+                raise ValueError(f"group {group_id!r}: {name} must be from 0 to {MAX_COUNT}, got {count!r}")
         if event == DROPPED and not reason:
             raise ValueError(f"group {group_id!r} was dropped: give the reason, got {reason!r}")
         given = {
@@ -135,8 +152,9 @@ class Ledger:
         }
         said = {name: value for name, value in given.items() if value is not None}
         line = {"time_s": self._clock(), "event": event, "task": task_name, "group": group_id, **said}
-        self._enter(line)
+        # Written first: a line that no file takes must not be in the books alone.
         self._write(line)
+        self._enter(line)
 
     def has_seen(self, group_id: GroupId, task_name: str) -> bool:
         """Whether anything came of the group: it has an event other than ``admitted``."""
@@ -199,11 +217,15 @@ class Ledger:
         Raises:
             ValueError: `state` is of another version or contradicts itself; the ledger is as it was.
         """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {state.get('version')!r}")
-        self._tasks = {task: Lives.from_state(lives) for task, lives in state["tasks"].items()}
-        self._repeated = Counter(state["repeated"])
-        self._num_events = state["num_events"]
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != STATE_VERSION:
+            raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
+        try:
+            tasks = {task: Lives.from_state(lives) for task, lives in state["tasks"].items()}
+            repeated, num_events = Counter(state["repeated"]), int(state["num_events"])
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a ledger's state: {error!r}") from None
+        self._tasks, self._repeated, self._num_events = tasks, repeated, num_events
         self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
     def close(self) -> None:
@@ -227,6 +249,14 @@ class Ledger:
             score=event.get("score"),
         )
 
+    def _enter_read(self, event: Mapping[str, Any]) -> None:
+        """Enter a line of a file, which may say anything."""
+        if event["event"] == REWOUND:
+            return
+        if event["event"] not in EVENTS:
+            raise ValueError(f"unknown event {event['event']!r}; known: {', '.join(EVENTS)}")
+        self._enter(event)
+
     def _task_balance(self, task_name: str, live: int) -> Balance:
         lives = self._tasks.get(task_name, Lives())
         prefix = f"{DROPPED}:"
@@ -244,6 +274,8 @@ class Ledger:
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        self._num_events += 1
+        number = self._num_events + 1
         if self._journal is not None:
-            self._journal.write({"number": self._num_events, **line})
+            self._journal.write({"number": number, **line})
+        # Not before: a number that is in no line would make the file unreadable.
+        self._num_events = number

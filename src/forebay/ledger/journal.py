@@ -40,7 +40,12 @@ class Journal:
                 self._file.write(b"\n")
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Append one event."""
+        """Append one event.
+
+        Raises:
+            TypeError, ValueError: a value is none of JSON's; nothing is written.
+            OSError: the file takes no more.
+        """
         self._file.write(json.dumps(line).encode("ascii") + b"\n")
         self._file.flush()
 

@@ -51,6 +51,8 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
 }
 """Type code and the value that stands for "not known"."""
 
+MAX_COUNT = 2**31 - 1
+"""What the columns of train steps and tokens hold."""
 _MAX_RETRIES = 2**16 - 1
 """What the column can count; a group tried more often than that shows this number."""
 

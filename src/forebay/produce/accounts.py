@@ -19,7 +19,7 @@ from forebay.produce.results import LEFTOVER_STATUSES
 from forebay.produce.strategies import ProduceStrategy
 from forebay.produce.tasks import TaskRunner, in_flight
 from forebay.replay import ReplayBuffer, StorageItem
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, calculate_seq_staleness, oldest_step_of
 
 GroupsByTask = dict[str, list[list[RolloutState]]]
 
@@ -53,12 +53,9 @@ class Accounts:
 
     async def age(self, train_step: int) -> None:
         """Give every group its staleness at `train_step`; what is too stale for its task expires."""
-        thresholds = {
-            name: getattr(runner.produce_strategy, "stale_threshold", None) or _NEVER_STALE
-            for name, runner in self._runners.items()
-        }
         expired = await self._buffer.refresh_staleness(
-            task_stale_thresholds=thresholds, current_train_step=train_step
+            task_stale_thresholds={name: self._threshold(name) for name in self._runners},
+            current_train_step=train_step,
         )
         for name, count in expired.items():
             strategy = self._runners[name].produce_strategy
@@ -74,10 +71,30 @@ class Accounts:
             # Something expired or was evicted between the look and the grasp.
             await self._buffer.restore(train_step - 1)
             return None
+        if not self._are_fresh(groups_by_task, train_step):
+            # A put that began in an earlier step came after the aging: a store may take its time.
+            await self._buffer.restore(train_step - 1)
+            await self.age(train_step)
+            return None
         for name, groups in groups_by_task.items():
             for group in groups:
                 self.ledger.record(name_group(group), name, "trained", train_step=train_step)
         return groups_by_task
+
+    def _are_fresh(self, groups_by_task: GroupsByTask, train_step: int) -> bool:
+        """Whether nothing that was taken is too stale at `train_step`; rollouts get their staleness then."""
+        are_fresh = True
+        for name, groups in groups_by_task.items():
+            threshold = self._threshold(name)
+            for state in [state for group in groups for state in group]:
+                if (model_step := oldest_step_of(state)) is not None:
+                    state.seq_staleness = calculate_seq_staleness(model_step, train_step)
+                are_fresh = are_fresh and state.seq_staleness < threshold
+        return are_fresh
+
+    def _threshold(self, task_name: str) -> int:
+        strategy = self._runners[task_name].produce_strategy
+        return getattr(strategy, "stale_threshold", None) or _NEVER_STALE
 
     async def give_back(
         self, groups_by_task: Mapping[str, Sequence[Sequence[RolloutState]]], train_step: int

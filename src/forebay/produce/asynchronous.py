@@ -160,7 +160,7 @@ class AsyncProduceStrategy(ProduceStrategy):
             ProductionError: too many groups failed, or almost none was accepted, since the last full batch.
         """
         self._ctx = ctx
-        target, _ = ctx.target_abs, ctx.progress.consumed_samples[ctx.task_name]
+        target, _ = ctx.target_abs, ctx.consumed
         if target <= 0:
             return ProduceBatchStatus.NORMAL
         if (stop := self._must_stop(ctx)) is not None:
@@ -172,11 +172,9 @@ class AsyncProduceStrategy(ProduceStrategy):
     async def _make_plan(self, ctx: ProduceContext) -> _Plan:
         """Whether this round is a tail batch, and where its groups come from."""
         over_sample = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
-        trigger, has_limit = self.config.tail_batch_trigger_size, self.config.tail_batch_max_tries > 0
-        num_waiting = 0
-        if trigger or has_limit or self.rule.regenerates:
-            num_waiting = await ctx.expired_count()
-        num_exhausted = await ctx.replay_buffer.count(ctx.task_name, Status.MAX_TRIES) if has_limit else 0
+        trigger, num_waiting = self.config.tail_batch_trigger_size, await ctx.expired_count()
+        # Also without a limit of tries: agents, or a run with other settings, may have made such groups.
+        num_exhausted = await ctx.replay_buffer.count(ctx.task_name, Status.MAX_TRIES)
         # Without a trigger, nothing else would ever take up what has exhausted its tries.
         is_tail = num_waiting + num_exhausted >= trigger if trigger else num_exhausted > 0
         from_pool = is_tail or (self.rule.regenerates and num_waiting > 0)

@@ -19,7 +19,7 @@ The producer neither takes batches nor ages groups: `forebay.produce.manager` do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from forebay.produce.budget import ProductionError
@@ -79,6 +79,24 @@ async def produce_tasks(
         reasons = [error for error in errors.exceptions if isinstance(error, ProductionError)]
         raise (reasons or errors.exceptions)[0] from None
     return {name: call.result() for name, call in calls.items()}
+
+
+async def collect_tasks(
+    runners: Mapping[str, TaskRunner], contexts: Mapping[str, ProduceContext]
+) -> dict[str, float | BaseException]:
+    """Pause every task's strategy, all at once, whatever one of them raises: the seconds, or the error."""
+    pausing = [runners[name].produce_strategy.pause_produce(ctx) for name, ctx in contexts.items()]
+    return dict(zip(contexts, await asyncio.gather(*pausing, return_exceptions=True), strict=True))
+
+
+def pause_seconds(results: Mapping[str, float | BaseException]) -> dict[str, float]:
+    """The seconds of `collect_tasks` by task; raises the first of what was raised."""
+    seconds: dict[str, float] = {}
+    for name, result in results.items():
+        if isinstance(result, BaseException):
+            raise result
+        seconds[name] = result
+    return seconds
 
 
 class BackgroundProducer:
@@ -242,18 +260,14 @@ class BackgroundProducer:
         """Stop, and have everything in flight stored; the seconds it took each task."""
         async with self._switching:
             self._stop_starting()
-            collecting = [self._collect(runner) for runner in self._runners.values()]
-            results = await asyncio.gather(*collecting, return_exceptions=True)
+            step = self._progress.producer_future_step
+            contexts = {name: self._make_context(runner, 0, step) for name, runner in self._runners.items()}
+            results = await collect_tasks(self._runners, contexts)
             while self.is_in_round:
                 await self.changes.wait(self.changes.version)
             if self._controller is not None:
                 await self._controller.pause_generation()
-        seconds: dict[str, float] = {}
-        for name, result in zip(self._runners, results, strict=True):
-            if isinstance(result, BaseException):
-                raise result
-            seconds[name] = result
-        return seconds
+        return pause_seconds(results)
 
     async def _end(self) -> None:
         """Store what is in flight, without much ado."""
@@ -270,11 +284,6 @@ class BackgroundProducer:
         self.is_paused = True
         self.update_event.set()
         self._commands.note()
-
-    def _collect(self, runner: TaskRunner) -> Awaitable[float]:
-        return runner.produce_strategy.pause_produce(
-            self._make_context(runner, 0, self._progress.producer_future_step)
-        )
 
     async def resume(self, model_step: int) -> None:
         """Go on, with the weights of `model_step`; without a pause before, what is in flight goes on too."""

@@ -19,7 +19,7 @@ import logging
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -149,7 +149,12 @@ class ProduceContext:
     @property
     def target_abs(self) -> int:
         """Groups of this task that should be available, counted since the start."""
-        return self.progress.target_samples[self.task_name]
+        return self._count_of("target_samples")
+
+    @property
+    def consumed(self) -> int:
+        """Groups of this task that the consumer has taken."""
+        return self._count_of("consumed_samples")
 
     def should_abort(self) -> bool:
         """Whether a pause was requested."""
@@ -162,7 +167,7 @@ class ProduceContext:
     async def available_count(self) -> int:
         """Groups consumed so far plus COMPLETED ones in the buffer."""
         completed = await self.replay_buffer.count(self.task_name, Status.COMPLETED)
-        return self.progress.consumed_samples[self.task_name] + completed
+        return self.consumed + completed
 
     async def sample_group(self, *, from_expired_pool: bool) -> list[RolloutState]:
         """The next group to generate: an interrupted one first, else the next prompt of the data set.
@@ -187,8 +192,9 @@ class ProduceContext:
         started = clock()
         lengths = [len(state.response_ids) for state in rollout_state]
         for state in rollout_state:
-            if not (enable_partial_rollout or state.status is Status.COMPLETED):
-                # It starts over: whatever it will hold is new.
+            goes_on = enable_partial_rollout or state.status is Status.COMPLETED
+            if not (goes_on and len(state.response_ids)):
+                # It starts over, perhaps because it had expired: whatever it will hold is new.
                 state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
         try:
             returned = await self.agent_loop.generate_group(
@@ -238,6 +244,12 @@ class ProduceContext:
             self.on_group(self.task_name, group)
         # A put that finds it too stale expires every member.
         return is_completed and group[0].status is Status.COMPLETED
+
+    def _count_of(self, table: Literal["target_samples", "consumed_samples"]) -> int:
+        counts: dict[str, int] = getattr(self.progress, table)
+        if self.task_name not in counts:
+            raise KeyError(f"{table} has no task {self.task_name!r}, only {sorted(counts)}")
+        return counts[self.task_name]
 
     async def _put(self, group: list[RolloutState]) -> None:
         stored = self.replay_buffer.put(

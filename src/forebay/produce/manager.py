@@ -29,7 +29,14 @@ from urllib.parse import quote
 from forebay.activity import WAIT_BATCH, Activities
 from forebay.ledger import Ledger
 from forebay.produce.accounts import Accounts, GroupsByTask
-from forebay.produce.background import BackgroundProducer, Generation, produce_tasks, worst_status
+from forebay.produce.background import (
+    BackgroundProducer,
+    Generation,
+    collect_tasks,
+    pause_seconds,
+    produce_tasks,
+    worst_status,
+)
 from forebay.produce.batch_wait import BatchWait
 from forebay.produce.budget import ProductionError
 from forebay.produce.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
@@ -180,7 +187,6 @@ class AgentLoopManager:
             for name, size in sizes.items()
             if size > 0
         }
-        pauses_s: dict[str, float] = {}
         if self.rollout_controller is not None:
             await self.rollout_controller.continue_generation()
         try:
@@ -188,11 +194,10 @@ class AgentLoopManager:
                 statuses = await produce_tasks(self._runners, contexts)
         finally:
             update_event.set()
-            for name, ctx in contexts.items():
-                pauses_s[name] = await self._runners[name].produce_strategy.pause_produce(ctx)
+            results = await collect_tasks(self._runners, contexts)
             if self.rollout_controller is not None:
                 await self.rollout_controller.pause_generation()
-        return statuses, pauses_s
+        return statuses, pause_seconds(results)
 
     # -- Separate
 

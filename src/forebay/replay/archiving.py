@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
+from forebay.replay.cancelling import outlast
 from forebay.replay.query import QueryLike
 from forebay.replay.storage import StorageBackend, StorageItem, copy_row
 
@@ -123,9 +124,7 @@ async def taking(storage: StorageBackend, train_step: int | None) -> AsyncIterat
         yield view
     except BaseException:
         giving_back = asyncio.ensure_future(view.give_back())
-        while not giving_back.done():
-            try:
-                await asyncio.shield(giving_back)
-            except asyncio.CancelledError:
-                continue
+        await outlast(giving_back)
+        # What could not be given back is the worse news.
+        giving_back.result()
         raise

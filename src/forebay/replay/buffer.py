@@ -170,9 +170,12 @@ class ReplayBuffer:
                 group = StoredGroup(group)
             row = _new_row(group, task_name)
             row.tags, row.priority = tags, priority
-            await self.policy.put(row, self.storage)
-            evicted = [] if self.limit is None else await self.storage.evict(self.limit)
-            self._changes.note()
+            try:
+                await self.policy.put(row, self.storage)
+                evicted = [] if self.limit is None else await self.storage.evict(self.limit)
+            finally:
+                # Also if cancelled: the group may be stored.
+                self._changes.note()
         if self.on_evict is not None:
             for item in evicted:
                 self.on_evict(item)
@@ -257,7 +260,9 @@ class ReplayBuffer:
             return
         query = {"status": Status.ARCHIVED, "train_step": {"$lte": train_step}}
         async with self._lock.alone():
-            if await self.storage.delete_where(query):
+            with self._changes.noted_if_cut_short():
+                num_forgotten = await self.storage.delete_where(query)
+            if num_forgotten:
                 self._changes.note()
 
     async def restore(self, train_step: int) -> None:
@@ -269,7 +274,8 @@ class ReplayBuffer:
         query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
         async with self._lock.alone():
             rows = await self.storage.get(query, rows_only=True)
-            await self.storage.update_if([revive_row(row) for row in rows], query)
+            with self._changes.noted_if_cut_short():
+                await self.storage.update_if([revive_row(row) for row in rows], query)
             if rows:
                 self._changes.note()
 
@@ -431,7 +437,8 @@ class ReplayBuffer:
                 expire_group(group)
                 row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
             # Another process may have taken some since.
-            num_expired += await self.storage.update_if(rows, query)
+            with self._changes.noted_if_cut_short():
+                num_expired += await self.storage.update_if(rows, query)
             self._changes.note()
             # The lock is held, but other work than the buffer's may go on.
             await asyncio.sleep(0)

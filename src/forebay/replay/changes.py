@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Changes:
@@ -23,6 +25,15 @@ class Changes:
         if self._next is not None:
             self._next.set()
             self._next = None
+
+    @contextmanager
+    def noted_if_cut_short(self) -> Iterator[None]:
+        """A change is noted if the block is cancelled or fails: what it called may have happened."""
+        try:
+            yield
+        except BaseException:
+            self.note()
+            raise
 
     async def wait(self, version: int) -> int:
         """Return the present version as soon as it is not `version` any more."""

@@ -27,10 +27,10 @@ import msgspec
 
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group
+from forebay.replay.cancelling import finish
 from forebay.replay.client_link import Link, new_key
 from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.server_address import Address
-from forebay.replay.server_channel import finish
 from forebay.replay.server_messages import ConnectionLost
 from forebay.replay.storage import TagValue, check_priority, check_tags
 from forebay.types import (

@@ -26,9 +26,10 @@ from typing import Any
 import msgspec
 
 from forebay.replay import server_messages as messages
+from forebay.replay.cancelling import outlast
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import Address, dial, prove
-from forebay.replay.server_channel import Channel, Received, outlast
+from forebay.replay.server_channel import Channel, Received
 from forebay.replay.server_groups import receive_group
 from forebay.replay.server_messages import Answer, Call, ConnectionLost, FrameError, Goodbye, Greeting, Hello
 from forebay.types import ROLLOUT_FIELDS, RolloutState

@@ -15,9 +15,7 @@ from typing import Any
 import numpy as np
 
 from forebay.replay.groups import StoredGroup
-from forebay.replay.packing import pack_group
 from forebay.replay.payload import damage_named
-from forebay.replay.unpacking import read_head, read_states
 from forebay.types import Status
 
 MAGIC = b"FBG2"
@@ -39,6 +37,9 @@ class GroupCodec:
         Raises:
             ValueError: a rollout holds a value that cannot be stored; the message says where.
         """
+        # Here, because a program may import the buffer and never store a group in a database.
+        from forebay.replay.packing import pack_group
+
         packed = pack_group(payload if isinstance(payload, StoredGroup) else StoredGroup(payload))
         return b"".join((_PRELUDE.pack(MAGIC, len(packed.head)), packed.head, *packed.buffers))
 
@@ -63,6 +64,8 @@ class GroupCodec:
 
 
 def _decode(data: bytes) -> StoredGroup:
+    from forebay.replay.unpacking import read_head, read_states
+
     start = _PRELUDE.size + _PRELUDE.unpack_from(data)[1]
     head = read_head(memoryview(data)[_PRELUDE.size : start])
     # One copy for all: the arrays must be writable and aligned.

@@ -167,22 +167,22 @@ def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any]) ->
         head.values[name] = [first] if column.count(first) == len(column) else list(column)
     elif kinds <= _SCALARS:
         head.values[name] = list(column)
-    elif all(map(is_, column, repeat(first))):
-        if _is_plain(first):
-            head.values[name] = [first]
-        else:
-            trees.add(name, [first])
-    elif not all(map(_is_plain, column)):
-        trees.add(name, column)
-    elif (text := _text_of_all(column)) is not None:
+    elif not all(map(_is_plain, shown := _once(column))):
+        trees.add(name, shown)
+    elif len(shown) > 1 and (text := _text_of_all(shown)) is not None:
         head.copied[name] = msgspec.Raw(text)
     else:
-        head.values[name] = list(column)
+        head.values[name] = list(shown)
 
 
 def _pack_as_trees(_: Head, trees: _Trees, name: str, column: Sequence[Any]) -> None:
     if any(value is not None for value in column):
-        trees.add(name, column)
+        trees.add(name, _once(column))
+
+
+def _once(column: Sequence[Any]) -> Sequence[Any]:
+    """One value if it is the same object in all members, so that they share it again."""
+    return column[:1] if all(map(is_, column, repeat(column[0]))) else column
 
 
 def _is_plain(value: Any, depth: int = 0) -> bool:

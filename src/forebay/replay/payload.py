@@ -188,7 +188,11 @@ class Decoder:
             case "$objects":
                 return self._decode_objects(*content)
             case "$scalar":
-                return np.ndarray((), _dtype(content[0]), base64.b64decode(content[1]))[()]
+                scalar: np.ndarray[Any, Any] = np.ndarray(
+                    (), _dtype(content[0]), base64.b64decode(content[1])
+                )
+                _check_text(scalar)
+                return scalar[()]
             case "$status":
                 return Status(content)
             case "$sample_params":
@@ -199,8 +203,11 @@ class Decoder:
 
     def _decode_array(self, dtype: str, shape: list[int], position: int) -> np.ndarray[Any, Any]:
         if position not in self._arrays:
+            if any(length < 0 for length in shape):
+                raise ValueError(f"an array cannot have the shape {shape}")
             # A copy, so that the array can be written to and does not keep the whole file in memory.
             view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), self._blobs[position])
+            _check_text(view)
             self._arrays[position] = view.copy()
         return self._arrays[position]
 
@@ -219,6 +226,16 @@ class Decoder:
                 )
             self._refs[number] = ray.put(self.decode(stored[0]))
         return self._refs[number]
+
+
+def _check_text(array: np.ndarray[Any, Any]) -> None:
+    """Refuse characters that Python does not have: numpy breaks when somebody looks at them."""
+    if array.dtype.kind == "U" and array.nbytes:
+        codes = np.ascontiguousarray(array).reshape(-1).view(f"{array.dtype.str[0]}u4")
+        if codes.max() > sys.maxunicode:
+            raise ValueError(f"there is no character {codes.max():#x}")
+    for name in array.dtype.names or ():
+        _check_text(array[name])
 
 
 @contextmanager
@@ -267,6 +284,7 @@ def _dtype(text: str) -> np.dtype[Any]:
     if len(text) > MAX_DTYPE_TEXT:
         raise ValueError(f"a dtype has at most {MAX_DTYPE_TEXT} characters, not {len(text)}: {text[:40]} ...")
     dtype = descr_to_dtype(ast.literal_eval(text))
-    if dtype.hasobject or dtype.kind not in _KINDS_OF_BYTES:
+    # An array's dtype is never an array itself: it has more dimensions instead.
+    if dtype.hasobject or dtype.kind not in _KINDS_OF_BYTES or dtype.subdtype is not None:
         raise ValueError(f"an array of dtype {text[:80]} cannot be made of bytes")
     return dtype

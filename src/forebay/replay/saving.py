@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from forebay.replay.cancelling import finish
 from forebay.replay.storage import StorageBackend
 
 if TYPE_CHECKING:
@@ -25,12 +26,7 @@ Result = TypeVar("Result")
 
 async def run_to_the_end(function: Callable[..., Result], *args: object) -> Result:
     """Run `function` in a thread; when cancelled, wait for its end first: a thread cannot be stopped."""
-    running = asyncio.ensure_future(asyncio.to_thread(function, *args))
-    try:
-        return await asyncio.shield(running)
-    except asyncio.CancelledError:
-        await asyncio.wait([running])
-        raise
+    return await finish(asyncio.to_thread(function, *args))
 
 
 def state_of(storage: StorageBackend) -> dict[str, Any]:

@@ -121,7 +121,11 @@ def is_proof(proof: bytes, token: str, nonce: bytes) -> bool:
 
 
 async def _resolve(address: Address) -> tuple[int, tuple[str, int]]:
-    found = await asyncio.get_running_loop().getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise OSError(f"the host of {address} is not known: {error.strerror}") from None
     family, _, _, _, place = found[0]
     return family, (str(place[0]), int(place[1]))
 
@@ -160,7 +164,10 @@ def _listening(sock: socket.socket, place: str | tuple[str, int]) -> socket.sock
         sock.bind(place)
         sock.listen(BACKLOG)
         sock.setblocking(False)
-    except BaseException:
+    except BaseException as error:
         sock.close()
+        if isinstance(error, OSError):
+            reason = f"cannot listen at {place}: {error.strerror or error}"
+            raise (OSError(error.errno, reason) if error.errno else OSError(reason)) from None
         raise
     return sock

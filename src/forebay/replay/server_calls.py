@@ -19,8 +19,8 @@ from typing import Any, Generic, TypeVar
 
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.cancelling import finish
 from forebay.replay.packing import PackedGroup
-from forebay.replay.server_channel import finish
 from forebay.replay.server_gate import Census, Gate
 from forebay.replay.server_handover import Handover, recover, take_over
 from forebay.replay.storage import StorageItem
@@ -75,7 +75,7 @@ class Served:
     def __init__(self, buffer: ReplayBuffer, *, max_live: int | None, max_frame_bytes: int) -> None:
         self.buffer = buffer
         self.max_frame_bytes = max_frame_bytes
-        self.census = Census(buffer.storage, buffer.limit)
+        self.census = Census(buffer)
         self.gate = Gate(self.census, max_live)
         self.num_evicted: dict[str, int] = {}
         self.evictions = 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -27,7 +27,6 @@ from forebay.replay.packing import Buffer, PackedGroup
 from forebay.replay.server_messages import MAX_HEADER_BYTES, FrameError, encode
 
 Message = TypeVar("Message")
-Result = TypeVar("Result")
 Received = tuple[bytearray, Any]
 """Head and arrays of a group, as `receive_group` takes them."""
 
@@ -210,25 +209,3 @@ class Channel(Generic[Message]):
 def _set(ready: asyncio.Future[None]) -> None:
     if not ready.done():
         ready.set_result(None)
-
-
-async def outlast(future: asyncio.Future[Any]) -> None:
-    """Wait for the end of `future`, however often the waiting is cancelled."""
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue
-    if not future.cancelled():
-        # Retrieved, so that nobody warns of it: the caller is told of the cancellation instead.
-        future.exception()
-
-
-async def finish(work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which comes to its end even if the caller is cancelled."""
-    task = asyncio.ensure_future(work)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await outlast(task)
-        raise

@@ -80,9 +80,17 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
 
 
 def read_token(file: Path | None) -> str | None:
-    """The token of that file, or of the environment; None if there is none."""
-    token = os.environ.get(TOKEN_VARIABLE) if file is None else file.read_text(encoding="utf-8")
-    return token.strip() or None if token else None
+    """The token of that file, or of the environment; None if there is none.
+
+    Raises:
+        ValueError: the file is empty; a server without a token is asked for by naming none.
+    """
+    if file is None:
+        return os.environ.get(TOKEN_VARIABLE, "").strip() or None
+    token = file.read_text(encoding="utf-8").strip()
+    if not token:
+        raise ValueError(f"the token file {str(file)!r} is empty; write a token into it, or name no file")
+    return token
 
 
 def _stop_signal() -> asyncio.Event:
@@ -113,9 +121,14 @@ async def _open_buffer(options: ServeOptions) -> ReplayBuffer:
         limit=options.limit,
         keep_consumed=options.keep_consumed,
     )
-    if options.snapshot is not None and await asyncio.to_thread(options.snapshot.exists):
+    if options.snapshot is not None and await asyncio.to_thread(_holds_something, options.snapshot):
         await buffer.resume(options.snapshot)
     return buffer
+
+
+def _holds_something(snapshot: Path) -> bool:
+    """False for a missing or empty folder, where the first snapshot will be."""
+    return snapshot.exists() and not (snapshot.is_dir() and not any(snapshot.iterdir()))
 
 
 def _open_store(store: str) -> StorageBackend:

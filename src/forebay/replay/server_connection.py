@@ -26,10 +26,11 @@ from contextlib import asynccontextmanager
 import msgspec
 
 from forebay.replay import server_messages as messages
+from forebay.replay.cancelling import finish
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import is_proof
 from forebay.replay.server_calls import ARGUMENTS, Served
-from forebay.replay.server_channel import STALL_S, Channel, Received, finish
+from forebay.replay.server_channel import STALL_S, Channel, Received
 from forebay.replay.server_groups import receive_group
 from forebay.replay.server_handover import Handover
 from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed

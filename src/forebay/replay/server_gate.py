@@ -6,7 +6,9 @@
                           '--no--> wait in order of arrival <-- woken by every change of the content
 
 Room is what `max_live` leaves. The groups are counted by `Census`: a store in memory is asked each time; one
-on disk is asked when it must be, and what goes through the server is added and subtracted in between.
+on disk is asked when it must be, and what goes through the server is added and subtracted in between. It must
+be when there seems to be no room, and when the buffer has changed in another way than through the server.
+Changes that another process makes in the same database show only when the store is asked.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.changes import Changes
 from forebay.replay.locks import SharedLock
 from forebay.replay.storage import StorageBackend
@@ -32,18 +35,24 @@ class Census:
     1
     """
 
-    def __init__(self, storage: StorageBackend, limit: int | None) -> None:
-        self._storage = storage
-        self._limit = limit
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self._buffer = buffer
         # A store that has nothing to close is in memory, and counts itself at once.
-        self._counts_itself = type(storage).close is StorageBackend.close
+        self._counts_itself = type(buffer.storage).close is StorageBackend.close
         self._num_live = 0
+        self._known_version = buffer.version
+        """Of the buffer, as far as its changes are in `_num_live`."""
         self._lock = SharedLock()
 
     @property
     def num_live(self) -> int:
         """As of now; on disk, changes by other processes show after the next `measure`."""
-        return len(self._storage) if self._counts_itself else self._num_live
+        return len(self._buffer) if self._counts_itself else self._num_live
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether all changes of the buffer in this process are in `num_live`."""
+        return self._counts_itself or self._buffer.version <= self._known_version
 
     @asynccontextmanager
     async def within(self) -> AsyncIterator[None]:
@@ -52,16 +61,20 @@ class Census:
             yield
 
     def add(self, number: int) -> None:
-        """So many groups more (or fewer, if negative)."""
+        """So many groups more (or fewer, if negative), by one change of the buffer."""
         self._num_live += number
-        if self._limit is not None and number > 0:
-            self._num_live = min(self._num_live, self._limit)
+        self._known_version += number != 0
+        if self._buffer.limit is not None and number > 0:
+            self._num_live = min(self._num_live, self._buffer.limit)
 
     async def measure(self) -> int:
         """Count the store, and return the number."""
         if not self._counts_itself:
             async with self._lock.alone():
-                self._num_live = await self._storage.count({})
+                # Before the count: what changes meanwhile may not be in it.
+                version = self._buffer.version
+                self._num_live = await self._buffer.storage.count({})
+                self._known_version = version
         return self.num_live
 
 
@@ -70,8 +83,9 @@ class Gate:
 
     Consumes nothing, waits for room, is woken by `note_change` and by puts that are done.
 
-    >>> async with gate.admitted():
-    ...     await buffer.put(group, "math")
+    >>> await gate.admit()
+    >>> await buffer.put(group, "math")
+    >>> gate.leave()
     """
 
     def __init__(self, census: Census, max_live: int | None) -> None:
@@ -93,7 +107,9 @@ class Gate:
         async with self._turn:
             while True:
                 seen = self._changes.version
-                if self._has_room(self._census.num_live) or self._has_room(await self._census.measure()):
+                if self._census.knows_all and self._has_room(self._census.num_live):
+                    break
+                if self._has_room(await self._census.measure()):
                     break
                 await self._changes.wait(seen)
             self._num_entering += 1

@@ -62,7 +62,10 @@ class Handover:
     async def keep(self) -> None:
         """They are with the client: the store forgets them."""
         if self.held is PARKED:
-            await self.buffer.storage.delete([row.uid for row in self.rows])
+            parked = {"uid": {"$in": [row.uid for row in self.rows]}, **PARKED}
+            # Only what is still parked: a snapshot that was resumed meanwhile may use the same uids.
+            async with self.buffer._lock.alone():
+                await self.buffer.storage.delete_where(parked)
             self.held = None
         self.is_kept = True
 
@@ -134,7 +137,9 @@ async def _pack_all(groups: list[Group], max_bytes: int) -> list[PackedGroup]:
 
 async def recover(buffer: ReplayBuffer) -> int:
     """Make live again what a server that was killed had not handed over; return how many groups."""
-    interrupted = {**PARKED, "train_step": {"$in": [None, PARKED_STEP]}}
+    # A group that was put as ARCHIVED was nothing before.
+    was = {"status_before": {"$ne": None}}
+    interrupted = {**PARKED, "train_step": {"$in": [None, PARKED_STEP]}, **was}
     async with buffer._lock.alone():
         rows = await buffer.storage.get(interrupted, rows_only=True)
         await buffer.storage.update_if([revive_row(row) for row in rows], interrupted)

@@ -22,7 +22,6 @@ import hashlib
 import json
 import os
 import secrets
-import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -201,8 +200,9 @@ class _TemporaryFile:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        handle, self._name = tempfile.mkstemp(prefix=_TEMPORARY, dir=directory)
-        self._file = os.fdopen(handle, "wb")
+        self._name = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        # With the access rights that any new file gets here: others may be meant to read it.
+        self._file = open(self._name, "xb")  # noqa: SIM115
         self._published = False
         self.num_bytes = 0
         self.crc32 = 0

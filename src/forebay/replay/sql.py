@@ -21,6 +21,7 @@ A query too large for a database is evaluated here, on light rows.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -232,7 +233,12 @@ class SQLStorage(StorageBackend):
         evicted: Evicted = await self._worker.share(self._evictions, limit, undo=self._give_back_evicted)
         if evicted.rows:
             # Only now: they are gone, whether their payloads can be read or not.
-            await self._worker.call(partial(evicted.decode, self._codec))
+            try:
+                await self._worker.call(partial(evicted.decode, self._codec))
+            except asyncio.CancelledError:
+                # Else nobody would be told of them.
+                await self._worker.call_to_the_end(partial(self._give_back_evicted, evicted))
+                raise
         return evicted.rows
 
     async def delete(self, uids: Iterable[int]) -> None:

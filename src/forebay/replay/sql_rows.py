@@ -221,7 +221,19 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
         data = read_payloads(connection, [item.uid for item in chunk])
         for item in chunk:
             # Each is let go when it is decoded.
-            item.item = codec.decode(data.pop(item.uid))
+            item.item = decode_payload(item.uid, data.pop(item.uid), codec)
+
+
+def decode_payload(uid: int, data: bytes, codec: Codec) -> Any:
+    """The payload of the row.
+
+    Raises:
+        ValueError: it is damaged or of another codec; the message names the row.
+    """
+    try:
+        return codec.decode(data)
+    except ValueError as error:
+        raise ValueError(f"the row with uid {uid}: {error}") from error
 
 
 def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, bytes]:

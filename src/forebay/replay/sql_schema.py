@@ -137,11 +137,12 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
         raise FileNotFoundError(f"there is no file {parsed.database!r}")
     engine = _engine(parsed)
     try:
-        with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
-            if engine.dialect.name == "postgresql":
-                # Two processes that create the tables at once: one waits for the other.
-                connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
-            _create_or_check(connection, create=create)
+        with engine.connect() as connection, connection.begin():
+            is_there = _is_checked(connection)
+        if not is_there and not create:
+            raise ValueError(f"{_shown(engine)} holds no replay store")
+        if not is_there:
+            _create(engine)
     except sa.exc.DatabaseError as error:
         engine.dispose()
         if "not a database" in str(error):
@@ -204,6 +205,11 @@ def _engine(url: sa.URL) -> sa.Engine:
 def _prepare_sqlite(connection: Any, _: object) -> None:
     # Python's driver begins transactions on its own unless told not to; `_begin_sqlite` does.
     connection.isolation_level = None
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if tables and meta.name not in tables:
+        # Another program's file, which is about to be refused, and not to be changed before: the journal's
+        # mode is kept in it.
+        return
     for pragma in (
         f"page_size={PAGE_BYTES}",
         "journal_mode=WAL",
@@ -219,10 +225,19 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
 
-def _create_or_check(connection: sa.Connection, *, create: bool) -> None:
-    found = set(sa.inspect(connection).get_table_names())
+def _shown(engine: sa.Engine) -> str:
     # A password may also be among the options.
-    where = connection.engine.url.difference_update_query(["password"]).render_as_string(hide_password=True)
+    return engine.url.difference_update_query(["password"]).render_as_string(hide_password=True)
+
+
+def _is_checked(connection: sa.Connection) -> bool:
+    """Whether the tables are there, and of this version; False if nothing is.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    found = set(sa.inspect(connection).get_table_names())
+    where = _shown(connection.engine)
     if meta.name in found:
         about = {line.name: line.value for line in connection.execute(meta.select())}
         version = about.get("version")
@@ -231,15 +246,27 @@ def _create_or_check(connection: sa.Connection, *, create: bool) -> None:
                 f"{where} holds a replay store of schema version {version!r}; this release reads "
                 f"{SCHEMA_VERSION}"
             )
-        return
+        return True
     ours = {name for name in found if name.startswith("forebay_")}
     if ours or (found and connection.dialect.name == "sqlite"):
         raise ValueError(
             f"{where} holds the table {sorted(ours or found)[0]!r}, which is not of a replay store; "
             f"name another database"
         )
-    if not create:
-        raise ValueError(f"{where} holds no replay store")
+    return False
+
+
+def _create(engine: sa.Engine) -> None:
+    """Make the tables, unless another process has done so meanwhile."""
+    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            # Two processes that create the tables at once: one waits for the other.
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
+        if not _is_checked(connection):
+            _create_tables(connection)
+
+
+def _create_tables(connection: sa.Connection) -> None:
     metadata.create_all(connection)
     if connection.dialect.name == "postgresql":
         for sequence in sequences.values():

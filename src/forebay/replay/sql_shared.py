@@ -18,7 +18,14 @@ import sqlalchemy as sa
 
 from forebay.replay.sql_ids import next_ids, reserve_ids
 from forebay.replay.sql_ranking import Ranking, count_live, ranked_rows, train_steps
-from forebay.replay.sql_rows import PreparedRow, delete_rows, insert_rows, insert_tasks, read_payloads
+from forebay.replay.sql_rows import (
+    PreparedRow,
+    decode_payload,
+    delete_rows,
+    insert_rows,
+    insert_tasks,
+    read_payloads,
+)
 from forebay.replay.sql_schema import EVICT_LOCK, LIVE, groups, insert_or_update, tasks
 from forebay.replay.storage import ARRIVAL, Codec, StorageItem
 
@@ -111,7 +118,7 @@ class Evicted:
     def decode(self, codec: Codec) -> None:
         """Give the rows their payloads; ValueError if one is damaged."""
         for row in self.rows:
-            row.item = codec.decode(self.data[row.uid])
+            row.item = decode_payload(row.uid, self.data[row.uid], codec)
 
 
 def evict_together(writing: Open, limits: Sequence[int], codec: Codec) -> list[Evicted]:

@@ -22,6 +22,7 @@ gets the `CancelledError` when it is done, and undone if the call says how.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +31,11 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
+from forebay.replay.cancelling import outlast
+
 Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 MAX_SHARED = 64
 """Jobs in one transaction at most: large groups make it some 8 MB, and others wait about 30 ms for it."""
@@ -91,6 +96,13 @@ class Worker:
         result: Result = await self._outcome(self._submit(work, None), undo)
         return result
 
+    async def call_to_the_end(self, work: Callable[[], object]) -> None:
+        """Do `work()` in the thread though the caller is cancelled; its error is logged."""
+        job = self._submit(work, None)
+        await outlast(job.future)
+        if job.error is not None:
+            _log.error("what a cancelled call had done could not be undone", exc_info=job.error)
+
     async def share(
         self, sharing: Sharing, content: Any, *, undo: Callable[[Any], None] | None = None
     ) -> Any:
@@ -128,9 +140,9 @@ class Worker:
                     job.state = "cancelled"
                     self._jobs.remove(job)
             if job.state == "begun":
-                await _outlast(job.future)
+                await outlast(job.future)
                 if undo is not None and job.error is None:
-                    await _outlast(self._submit(lambda: undo(job.result), None).future)
+                    await self.call_to_the_end(lambda: undo(job.result))
             raise
 
     def _run(self) -> None:
@@ -205,15 +217,3 @@ def _settle(loop: asyncio.AbstractEventLoop, jobs: list[_Job]) -> None:
         job.settle()
     if len(jobs) > SETTLED_AT_ONCE:
         loop.call_soon(_settle, loop, jobs[SETTLED_AT_ONCE:])
-
-
-async def _outlast(future: asyncio.Future[Any]) -> None:
-    """Wait for the end of `future`, however often the waiting is cancelled."""
-    while not future.done():
-        try:
-            await asyncio.wait([future])
-        except asyncio.CancelledError:
-            continue
-    if not future.cancelled():
-        # Retrieved, so that nobody warns of it: the caller is told of the cancellation instead.
-        future.exception()

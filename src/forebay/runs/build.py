@@ -355,6 +355,7 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
         max_staleness=produce.max_staleness if own is None else own,
         tail_batch_trigger_size=produce.tail_batch_trigger_size,
         tail_batch_max_tries=produce.tail_batch_max_tries,
+        max_retries=produce.max_retries,
         staleness_rule=rule() if isinstance(rule, type) else rule,
     ).build(sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller)
 

@@ -61,6 +61,8 @@ class ProduceConfig(StrictModel):
     """So many expired groups are generated again in a round of their own; 0: never."""
     tail_batch_max_tries: int = Field(default=0, ge=0)
     """Interruptions after which a group joins the tail batch; 0: it never does."""
+    max_retries: int = Field(default=1, ge=0)
+    """How often the failed rollouts of a group are generated again before the group is dropped."""
     in_flight_update: bool = False
     """Hand weights over while rollouts run; they go on over the new weights instead of being interrupted."""
     stall_after_s: float = Field(default=900.0, gt=0)
@@ -96,6 +98,7 @@ _ASYNC_ONLY = (
     "enable_partial_rollout",
     "tail_batch_trigger_size",
     "tail_batch_max_tries",
+    "max_retries",
 )
 
 

@@ -49,6 +49,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
 
 
+def prune_checkpoints(folder: Path, keep: int) -> None:
+    """Delete all complete checkpoints but the last `keep`, and what a save or a deletion left half done."""
+    for old in list_checkpoints(folder)[:-keep]:
+        # Under another name first: whenever this ends, what has the name of a checkpoint is a whole one.
+        old.rename(old.with_name(f"{old.name}.tmp"))
+    for left_over in (folder / "checkpoints").glob("step_*.tmp"):
+        shutil.rmtree(left_over)
+
+
 @contextlib.contextmanager
 def new_folder(config: RunConfig, *, overwrite: bool) -> Iterator[Path]:
     """The folder of a new run, with its run file, while the run's components are built.

@@ -61,7 +61,6 @@ async def run_separate(run: Run) -> None:
 
 async def _train(run: Run) -> None:
     config = run.config
-    await run.manager.continue_produce(run.controller.model_step)
     while run.train_step < config.steps and not run.stop_requested:
         train_step = run.train_step + 1
         batch = await steps.next_batch(run, train_step)
@@ -97,6 +96,8 @@ async def _after_step(run: Run, train_step: int) -> None:
 @contextlib.asynccontextmanager
 async def _producer(run: Run) -> AsyncIterator[None]:
     """The background producer, for as long as the block lasts; what ends it shows in `get_batch`."""
+    # First: engines that rest, as after an evaluation, would answer its first requests with an abort.
+    await run.manager.continue_produce(run.controller.model_step)
     producer = asyncio.create_task(run.manager.produce_loop(run.config.batch_size), name="producer")
     try:
         yield

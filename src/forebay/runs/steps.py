@@ -28,7 +28,7 @@ from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.config import ConfigError
 from forebay.produce import ProduceBatchResult
 from forebay.runs.build import EvalSet, Run
-from forebay.runs.folder import list_checkpoints, publish
+from forebay.runs.folder import prune_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.runs.record.observers import note_training
 from forebay.stalls import StallWatch
@@ -292,8 +292,7 @@ async def checkpoint(run: Run) -> Path:
         if run.record is not None:
             await run.record.checkpoint(run.train_step)
         await compute(run, publish, temporary, final)
-    for old in list_checkpoints(run.folder)[: -run.config.keep_checkpoints]:
-        shutil.rmtree(old)
+    await compute(run, prune_checkpoints, run.folder, run.config.keep_checkpoints)
     return final
 
 

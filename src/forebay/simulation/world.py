@@ -25,7 +25,7 @@ from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.produce import AgentLoopManager, IsValidSampleFn, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer
-from forebay.runs.build import ProductionProgress, Run, build_strategy, build_buffer
+from forebay.runs.build import ProductionProgress, Run, build_buffer, build_strategy
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import ModelledEngine

@@ -1,0 +1,1 @@
+"""Ray: the plain classes as actors that are found by name."""

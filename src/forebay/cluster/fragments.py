@@ -1,0 +1,136 @@
+"""The fragment buffer as a named Ray actor, which comes back by itself when its process dies.
+
+::
+
+    start_replay_buffer(**settings) --> actor: a `ReplayBufferActor` in a process of its own
+                                          ^        | killed: Ray makes it anew, it goes on from its folder
+    connect_replay_buffer() --> client ---'
+
+The store is files of one machine: workers and trainers on that machine read and write the payloads themselves,
+and only ids and metadata pass through the actor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+from forebay.fragments import FragmentBatch, FragmentMetadata, Lease, ReplayBufferActor
+
+DEFAULT_NAME = "replay_buffer"
+MAX_CALLS = 10_000
+"""Under way at a time. A waiting fetch and a held-back writer are calls, so a small number would stand still."""
+
+
+def _import_ray() -> Any:
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ImportError("forebay.cluster needs Ray; run: pip install ray") from error
+
+
+def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayBufferClient:
+    """Start a `ReplayBufferActor` with these settings as the actor `name`; ``ray.init`` was called before.
+
+    Raises:
+        ValueError: there is an actor of that name.
+    """
+    ray = _import_ray()
+    actor = ray.remote(ReplayBufferActor).options(
+        name=name, max_restarts=-1, max_concurrency=MAX_CALLS, num_cpus=0
+    )
+    return ReplayBufferClient(actor.remote(**settings))
+
+
+def connect_replay_buffer(name: str = DEFAULT_NAME) -> ReplayBufferClient:
+    """A client of the running actor `name`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return ReplayBufferClient(_import_ray().get_actor(name))
+
+
+class ReplayBufferClient:
+    """The methods of `ReplayBufferActor`, called in its actor.
+
+    Invariants: equal calls have equal results and errors; a cancelled call is cancelled in the actor too. While
+    the actor is being made anew, calls raise Ray's ``ActorUnavailableError``: every method may be called again,
+    and a batch that such a fetch took comes free when its lease is over.
+
+    >>> buffer = connect_replay_buffer()
+    >>> batch = await buffer.fetch_fragments(64)
+    """
+
+    def __init__(self, actor: Any) -> None:
+        self.actor = actor
+        """Ray's handle."""
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ref = getattr(self.actor, method).remote(*args, **kwargs)
+        try:
+            return await ref
+        except asyncio.CancelledError:
+            _import_ray().cancel(ref)
+            raise
+
+    async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:
+        """See `ReplayBufferActor.add_fragment`."""
+        await self._call("add_fragment", fragment_id, metadata)
+
+    async def add_fragments(self, fragments: Sequence[tuple[str, FragmentMetadata]]) -> None:
+        """See `ReplayBufferActor.add_fragments`."""
+        await self._call("add_fragments", fragments)
+
+    async def remove_worker(self, worker_uuid: str) -> None:
+        """See `ReplayBufferActor.remove_worker`."""
+        await self._call("remove_worker", worker_uuid)
+
+    async def fetch_fragments(
+        self, num_fragments: int, *, timeout_s: float | None = None, lease_s: float | None = None
+    ) -> FragmentBatch:
+        """See `ReplayBufferActor.fetch_fragments`."""
+        batch = await self._call("fetch_fragments", num_fragments, timeout_s=timeout_s, lease_s=lease_s)
+        assert isinstance(batch, FragmentBatch)
+        return batch
+
+    async def prepared_fragments(self) -> FragmentBatch:
+        """See `ReplayBufferActor.prepared_fragments`."""
+        batch = await self._call("prepared_fragments")
+        assert isinstance(batch, FragmentBatch)
+        return batch
+
+    async def release(self, lease: Lease | str) -> bool:
+        """See `ReplayBufferActor.release`."""
+        return bool(await self._call("release", lease))
+
+    async def renew(self, lease: Lease | str) -> bool:
+        """See `ReplayBufferActor.renew`."""
+        return bool(await self._call("renew", lease))
+
+    async def update_model_version(self, session_id: str, model_version: int) -> None:
+        """See `ReplayBufferActor.update_model_version`."""
+        await self._call("update_model_version", session_id, model_version)
+
+    async def update_priorities(self, priorities: Mapping[str, float]) -> None:
+        """See `ReplayBufferActor.update_priorities`."""
+        await self._call("update_priorities", priorities)
+
+    async def get_database_config(self) -> dict[str, Any]:
+        """See `ReplayBufferActor.get_database_config`."""
+        return dict(await self._call("get_database_config"))
+
+    async def metrics(self) -> dict[str, float]:
+        """See `ReplayBufferActor.metrics`."""
+        return dict(await self._call("metrics"))
+
+    async def save(self, path: str) -> None:
+        """See `ReplayBufferActor.save`."""
+        await self._call("save", path)
+
+    async def close(self) -> None:
+        """See `ReplayBufferActor.close`; the actor's process ends too."""
+        await self._call("close")
+        _import_ray().kill(self.actor)

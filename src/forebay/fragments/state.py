@@ -1,0 +1,365 @@
+"""What a fragment buffer decides, without waiting, disk or clock: every change is one call that cannot be
+cut.
+
+::
+
+    add --stale, of another session------------------------> dropped
+     '--> sequences --gap, silent worker, stale, session---> dropped
+              '--complete--> chunks --full, stale, session-> dropped
+                               |   '--max_reuse-th use-----> used up
+                               '--serve--> lease --released, over
+                                                        '--> payload free, if nothing else holds it
+
+    changes: rows to be committed (`index`)           free: ids of payloads to be deleted after that
+
+Each fragment is in exactly one place, so at any moment
+``added = in chunks + in sequences + used up + dropped (by reason)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.fragments.chunks import SAMPLING, Chunk, ChunkTable, Fragment
+from forebay.fragments.index import Meta, RowKey, Rows
+from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, LeaseTable
+from forebay.fragments.rate_limit import RateLimit
+from forebay.fragments.records import FragmentMetadata
+from forebay.fragments.references import References
+from forebay.fragments.sequences import Sequences
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What may be held and served, see `ReplayBufferActor`.
+
+    Raises:
+        ValueError: a value is not possible.
+    """
+
+    max_chunks: int
+    max_staleness: int
+    max_reuse: int
+    fragments_per_chunk: int
+    sampling: str = "uniform"
+    seed: int = 0
+    lease_s: float = 600.0
+    worker_timeout_s: float = 600.0
+    rate_limit: RateLimit | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in [
+            ("max_chunks", 1),
+            ("max_staleness", 0),
+            ("max_reuse", 1),
+            ("fragments_per_chunk", 1),
+        ]:
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("lease_s", "worker_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.sampling not in SAMPLING:
+            raise ValueError(f"sampling must be one of {SAMPLING}, got {self.sampling!r}")
+        limit = self.rate_limit
+        if limit and (limit.samples_per_insert > self.max_reuse or limit.min_chunks > self.max_chunks):
+            raise ValueError(
+                f"no buffer with max_reuse={self.max_reuse} and max_chunks={self.max_chunks} can keep {limit}"
+            )
+
+    def num_chunks(self, num_fragments: int) -> int:
+        """The chunks of a batch.
+
+        Raises:
+            ValueError: no such batch can ever be served.
+        """
+        count, rest = divmod(num_fragments, self.fragments_per_chunk)
+        if rest or not 0 < count <= self.max_chunks:
+            raise ValueError(
+                f"num_fragments must be a multiple of fragments_per_chunk={self.fragments_per_chunk}, from "
+                f"{self.fragments_per_chunk} to {self.max_chunks * self.fragments_per_chunk} (max_chunks), "
+                f"got {num_fragments}"
+            )
+        return count
+
+
+class ReplayState:
+    """The chunks, partial chunks and leases of one buffer.
+
+    Invariants: no chunk here is older than `max_staleness` by its oldest fragment, of another session, or
+    used `max_reuse` times; a payload is free exactly when no chunk, no partial chunk and no lease names it.
+
+    >>> rules = Rules(max_chunks=8, max_staleness=1, max_reuse=1, fragments_per_chunk=1)
+    >>> state = ReplayState(rules)
+    >>> state.add("id", FragmentMetadata("w", 0, model_version=-1, session_id=""), now_s=0.0)
+    >>> state.can_serve(1), state.serve(1, now_s=0.0).fragment_ids, state.can_serve(1)
+    (True, ['id'], False)
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.meta = Meta(rules.fragments_per_chunk)
+        self.changes: dict[RowKey, Any] = {}
+        self.free: list[str] = []
+        self.references = References()
+        self.leases = LeaseTable()
+        self.prepared = FragmentBatch()
+        """The batch served last."""
+        self._chunks = ChunkTable()
+        self._sequences = Sequences(rules.fragments_per_chunk)
+        self._chunk_of: dict[str, int] = {}
+
+    @property
+    def num_chunks(self) -> int:
+        """That can be served."""
+        return len(self._chunks)
+
+    @property
+    def num_partial(self) -> int:
+        """Fragments that are part of no chunk yet."""
+        return len(self._sequences)
+
+    @property
+    def _min_version(self) -> int:
+        return self.meta.model_version - self.rules.max_staleness
+
+    # What comes in.
+
+    def add(self, fragment_id: str, metadata: FragmentMetadata, now_s: float) -> None:
+        """Take the fragment in, or drop it; one that is here already changes nothing."""
+        tallies = self.meta.tallies
+        if fragment_id in self.references:
+            tallies.duplicates += 1
+            return
+        tallies.added += 1
+        version = metadata.model_version
+        fragment = Fragment(
+            fragment_id, metadata.worker_uuid, metadata.fid_in_worker, version, self.meta.num_fragments
+        )
+        self.meta.num_fragments += 1
+        self.references.hold([fragment])
+        if metadata.session_id != self.meta.session_id:
+            self._drop([fragment], "session")
+            return
+        if version < self._min_version:
+            self._drop([fragment], "stale")
+            # A chunk has no holes: what came before is no use either.
+            return
+        useless, complete = self._sequences.add(fragment, now_s)
+        self._drop_parts(useless, "gap")
+        if complete:
+            self._insert(complete)
+        else:
+            self.changes["part", fragment.number] = fragment
+
+    def _insert(self, fragments: list[Fragment]) -> None:
+        while len(self._chunks) >= self.rules.max_chunks:
+            self._drop_chunk(self._chunks.oldest(), "evicted")
+        oldest = min(fragment.model_version for fragment in fragments)
+        chunk = Chunk(self.meta.num_chunks, fragments, oldest, self.meta.max_priority)
+        self.meta.num_chunks += 1
+        if limit := self.rules.rate_limit:
+            self.meta.difference += limit.samples_per_insert
+        self._hold_chunk(chunk)
+        # The last one was never a row.
+        self.changes.update((("part", fragment.number), None) for fragment in fragments[:-1])
+
+    def _hold_chunk(self, chunk: Chunk) -> None:
+        self._chunks.add(chunk)
+        self.changes["chunk", chunk.number] = chunk
+        self._chunk_of.update((fragment.fragment_id, chunk.number) for fragment in chunk.fragments)
+
+    def set_version(self, session_id: str, model_version: int) -> None:
+        """The weights are those now; what is too old for them, or of another session, is dropped."""
+        if session_id != self.meta.session_id:
+            for chunk in list(self._chunks):
+                self._drop_chunk(chunk, "session")
+            self._drop_parts(self._sequences.drop_all(), "session")
+        self.meta.session_id, self.meta.model_version = session_id, model_version
+        self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        for chunk in self._chunks.stale(self._min_version):
+            self._drop_chunk(chunk, "stale")
+        self._drop_parts(self._sequences.drop_stale(self._min_version), "stale")
+
+    def set_priorities(self, priorities: Mapping[str, float]) -> None:
+        """Give chunks the largest priority named for one of their fragments; ids that have left are ignored.
+
+        Raises:
+            ValueError: a priority is not a positive number.
+        """
+        largest: dict[int, float] = {}
+        for fragment_id, priority in priorities.items():
+            if not 0 < priority < float("inf"):
+                raise ValueError(
+                    f"the priority of {fragment_id!r} must be above 0 and finite, got {priority}"
+                )
+            number = self._chunk_of.get(fragment_id)
+            if number is not None:
+                largest[number] = max(priority, largest.get(number, 0.0))
+        for number, priority in largest.items():
+            self.changes["chunk", number] = self._chunks.set_priority(number, priority)
+            self.meta.max_priority = max(self.meta.max_priority, priority)
+
+    # What goes out.
+
+    def may_insert(self) -> bool:
+        """Whether the rate limit lets writers go on."""
+        limit = self.rules.rate_limit
+        return limit is None or limit.may_insert(self.meta.difference)
+
+    def can_serve(self, num_chunks: int) -> bool:
+        """Whether there are that many, and the rate limit lets readers go on."""
+        limit = self.rules.rate_limit
+        return len(self._chunks) >= num_chunks and (
+            limit is None or limit.may_sample(self.meta.difference, num_chunks, len(self._chunks))
+        )
+
+    def serve(self, num_chunks: int, now_s: float, lease_s: float | None = None) -> FragmentBatch:
+        """A batch of that many distinct chunks, under a lease of `lease_s` seconds (None: the rules')."""
+        meta, version = self.meta, self.meta.model_version
+        seed = (self.rules.seed, meta.num_draws)
+        chunks = self._chunks.sample(num_chunks, self.rules.sampling, version, seed)
+        fragments, staleness = [], []
+        for chunk in chunks:
+            age = version - chunk.oldest_version
+            meta.tallies.count_use(staleness=age, is_first=not chunk.uses)
+            fragments += chunk.fragments
+            staleness += [age] * len(chunk.fragments)
+        row = LeaseRow(meta.num_leases, lease_s or self.rules.lease_s, fragments, staleness)
+        meta.num_draws += 1
+        meta.num_leases += 1
+        meta.difference -= num_chunks if self.rules.rate_limit else 0
+        meta.tallies.fetches += 1
+        meta.tallies.served += len(fragments)
+        self.references.hold(fragments)
+        self.leases.add(row, now_s)
+        self.changes["lease", row.number] = row
+        for chunk in chunks:
+            self._count_use(chunk)
+        self.prepared = row.batch()
+        return self.prepared
+
+    def _count_use(self, chunk: Chunk) -> None:
+        chunk.uses += 1
+        self.changes["chunk", chunk.number] = chunk
+        if chunk.uses >= self.rules.max_reuse:
+            self._remove_chunk(chunk)
+            self.meta.tallies.used_up += len(chunk.fragments)
+            self.free += self.references.let_go(chunk.fragments)
+
+    # What leaves.
+
+    def release(self, lease: Lease | str) -> bool:
+        """End the lease; False: it had ended."""
+        row = self.leases.find(lease)
+        if row is None:
+            return False
+        self._end_lease(row)
+        return True
+
+    def renew(self, lease: Lease | str, now_s: float) -> bool:
+        """Begin the lease's term anew; False: it had ended, and its payloads may be gone."""
+        row = self.leases.find(lease)
+        if row is not None:
+            self.leases.add(row, now_s)
+        return row is not None
+
+    def _end_lease(self, row: LeaseRow) -> None:
+        self.leases.remove(row)
+        self.changes["lease", row.number] = None
+        self.free += self.references.let_go(row.fragments)
+
+    def drop_worker(self, worker_uuid: str) -> None:
+        """Drop the partial chunk of a worker that sends no more; its whole chunks stay."""
+        self._drop_parts(self._sequences.drop_worker(worker_uuid), "silent_worker")
+
+    def advance(self, now_s: float) -> None:
+        """Do what time brings: end leases, give up silent workers."""
+        for row in self.leases.over(now_s):
+            self.meta.tallies.expired_leases += 1
+            self._end_lease(row)
+        while (heard := self._sequences.heard_last()) and heard[1] + self.rules.worker_timeout_s <= now_s:
+            self.drop_worker(heard[0])
+
+    def next_deadline_s(self) -> float | None:
+        """When `advance` has something to do; None: never, as it stands."""
+        heard = self._sequences.heard_last()
+        ends_s = [heard[1] + self.rules.worker_timeout_s] if heard else []
+        lease_end_s = self.leases.next_end_s()
+        return min(ends_s + ([] if lease_end_s is None else [lease_end_s]), default=None)
+
+    def restart_clock(self, now_s: float) -> None:
+        """Begin all terms anew: the clock they were counted by is not that of `now_s`."""
+        self.leases.restart(now_s)
+        self._sequences.hear_all(now_s)
+
+    def _drop_chunk(self, chunk: Chunk, reason: str) -> None:
+        self._remove_chunk(chunk)
+        if limit := self.rules.rate_limit:
+            # It takes the samples it will never give out of the account.
+            self.meta.difference -= max(0.0, limit.samples_per_insert - chunk.uses)
+        self._drop(chunk.fragments, reason)
+
+    def _remove_chunk(self, chunk: Chunk) -> None:
+        self._chunks.remove(chunk)
+        self.changes["chunk", chunk.number] = None
+        for fragment in chunk.fragments:
+            del self._chunk_of[fragment.fragment_id]
+
+    def _drop_parts(self, fragments: list[Fragment], reason: str) -> None:
+        self.changes.update((("part", fragment.number), None) for fragment in fragments)
+        self._drop(fragments, reason)
+
+    def _drop(self, fragments: list[Fragment], reason: str) -> None:
+        self.meta.tallies.dropped[reason] += len(fragments)
+        self.free += self.references.let_go(fragments)
+
+    # Going on after a restart.
+
+    def restore(self, rows: Rows, has_payload: Callable[[str], bool]) -> None:
+        """Go on from `rows` in an empty state; fragments without a payload are dropped.
+
+        Raises:
+            ValueError: the rows are of chunks of another length.
+        """
+        if rows.meta is None:
+            return
+        if rows.meta.fragments_per_chunk != self.rules.fragments_per_chunk:
+            raise ValueError(
+                f"the store holds chunks of {rows.meta.fragments_per_chunk} fragments, got "
+                f"fragments_per_chunk={self.rules.fragments_per_chunk}: keep that, or take an empty folder"
+            )
+        self.meta = rows.meta
+        for row in rows.leases:
+            self.references.hold(row.fragments)
+            self.leases.add(row, now_s=0.0)
+            self.prepared = row.batch()
+        for chunk in rows.chunks:
+            self.references.hold(chunk.fragments)
+            self._hold_chunk(chunk)
+        for fragment in rows.parts:
+            self.references.hold([fragment])
+            useless, complete = self._sequences.add(fragment, now_s=0.0)
+            assert not useless
+            assert not complete
+        self._apply_rules(has_payload)
+
+    def _apply_rules(self, has_payload: Callable[[str], bool]) -> None:
+        """Drop what was lost, and what narrower rules than those before the restart do not allow."""
+        for chunk in list(self._chunks):
+            if not all(has_payload(fragment.fragment_id) for fragment in chunk.fragments):
+                self._drop_chunk(chunk, "lost_payload")
+            elif chunk.uses >= self.rules.max_reuse:
+                self._remove_chunk(chunk)
+                self.meta.tallies.used_up += len(chunk.fragments)
+                self.free += self.references.let_go(chunk.fragments)
+        lost = {f.worker_uuid for f in self._sequences if not has_payload(f.fragment_id)}
+        for worker in lost:
+            self._drop_parts(self._sequences.drop_worker(worker), "lost_payload")
+        while len(self._chunks) > self.rules.max_chunks:
+            self._drop_chunk(self._chunks.oldest(), "evicted")
+        self._drop_stale()

@@ -1,0 +1,68 @@
+"""Counts of what went in, what came out and what was dropped, and the numbers made of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+DROP_REASONS = ("stale", "session", "evicted", "gap", "silent_worker", "lost_payload")
+"""Why fragments leave without having been used up. In this order: a fragment too old or of another session;
+the oldest in a full buffer; before a gap in its worker's stream; of a worker that fell silent before the
+chunk was complete; its payload was gone when the buffer was opened."""
+
+
+class Tallies(msgspec.Struct):
+    """Totals since the store was made; they outlive a restart.
+
+    Fragments, unless a name says otherwise. ``added = in the buffer + used_up + the sum of dropped``.
+
+    >>> Tallies(uses=6, served_chunks=3).mean_reuse
+    2.0
+    """
+
+    added: int = 0
+    duplicates: int = 0
+    """Additions of a fragment that was there already; they change nothing and count nowhere else."""
+    used_up: int = 0
+    dropped: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
+    fetches: int = 0
+    expired_leases: int = 0
+    served: int = 0
+    uses: int = 0
+    """Chunks served, each as often as it was."""
+    served_chunks: int = 0
+    """Chunks served at least once."""
+    staleness_sum: int = 0
+    """Over all chunks served, at the time."""
+    staleness_max: int = 0
+
+    @property
+    def mean_reuse(self) -> float:
+        """Uses of a chunk, over those that were used at all; 0 before the first."""
+        return self.uses / max(1, self.served_chunks)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Of what was served; 0 before anything was."""
+        return self.staleness_sum / max(1, self.uses)
+
+    def count_use(self, *, staleness: int, is_first: bool) -> None:
+        """A chunk was served."""
+        self.staleness_max = max(self.staleness_max, staleness) if self.uses else staleness
+        self.staleness_sum += staleness
+        self.uses += 1
+        self.served_chunks += is_first
+
+    def as_metrics(self) -> dict[str, float]:
+        """By the name under which they are reported."""
+        numbers: dict[str, float] = {
+            "added_fragments": self.added,
+            "duplicate_fragments": self.duplicates,
+            "used_up_fragments": self.used_up,
+            "served_fragments": self.served,
+            "fetches": self.fetches,
+            "expired_leases": self.expired_leases,
+            "mean_reuse": self.mean_reuse,
+            "mean_staleness": self.mean_staleness,
+            "max_staleness": self.staleness_max,
+        }
+        return numbers | {f"dropped/{reason}": count for reason, count in self.dropped.items()}

@@ -10,9 +10,8 @@
     forebay buffer serve   ADDRESS               the buffer for other processes, until Ctrl-C or SIGTERM
     forebay ledger RUN_FOLDER                    what became of every group, and whether dropping bends it
 
-PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or a file
-that ends in .db, .sqlite or .sqlite3. Of the others, only
-``export`` and ``migrate`` write, and only what they are told to.
+PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or an
+SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, and only what they are told to.
 """
 
 from __future__ import annotations
@@ -141,10 +140,8 @@ def serve(
     Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
     """
     with _one_message():
-        try:
-            from forebay.replay.server_command import ServeOptions, serve_buffer
-        except ModuleNotFoundError as error:
-            raise ValueError(f"serving needs the extra forebay[server]: {error}") from None
+        from forebay.replay.server_command import ServeOptions, serve_buffer
+
         options = ServeOptions(
             address=address,
             store=store,

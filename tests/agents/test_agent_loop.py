@@ -110,6 +110,10 @@ def raise_error(state: RolloutState) -> RolloutState:
     raise ValueError("the game is over")
 
 
+def cancel_itself(state: RolloutState) -> RolloutState:
+    raise asyncio.CancelledError
+
+
 def forget_status(state: RolloutState) -> RolloutState:
     state.status = Status.INIT
     return state
@@ -119,6 +123,7 @@ def forget_status(state: RolloutState) -> RolloutState:
     ("act", "reason"),
     [
         (raise_error, "rollout math/0/1: Picky: ValueError: the game is over"),
+        (cancel_itself, "rollout math/0/1: Picky: CancelledError: "),
         (
             forget_status,
             "rollout math/0/1: Picky: RuntimeError: generate_sample left the rollout without a status",

@@ -39,7 +39,8 @@ async def test_consecutive_fragments_of_one_worker_form_a_chunk(make, store):
         await send(buffer, store, "b", [fid + 10])
     batch = await buffer.fetch_fragments(8)
     pairs = {
-        (i.worker_uuid, i.fid_in_worker, j.fid_in_worker) for (i, _), (j, _) in zip(batch[::2], batch[1::2])
+        (i.worker_uuid, i.fid_in_worker, j.fid_in_worker)
+        for (i, _), (j, _) in zip(batch[::2], batch[1::2], strict=True)
     }
     assert pairs == {("a", 0, 1), ("a", 2, 3), ("b", 10, 11), ("b", 12, 13)}
 

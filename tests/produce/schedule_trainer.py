@@ -12,6 +12,7 @@ import pytest
 from schedule_plan import draw_plan
 from schedule_world import Record, ScheduleWorld, score_of
 
+from forebay import virtual_time
 from forebay.produce import ProduceBatchStatus, ProductionError, ProductionStopped
 from forebay.stalls import StallError
 from forebay.types import RolloutState, Status, calculate_seq_staleness
@@ -383,7 +384,7 @@ async def run_schedule(seed, folder):
         try:
             await trainer.run()
         except Crash:
-            # Every crash goes on from a later place, or gets rarer.
+            # Rarer each time, or it might never get to the end.
             saved, lives = trainer.saved, lives + 1
             plan.habits.crashes /= 2
             record = saved.record.copied()
@@ -424,7 +425,5 @@ def check_ending(trainer, error):
 
 def try_seed(seed):
     """`run_schedule` under virtual time."""
-    from forebay import virtual_time
-
     with tempfile.TemporaryDirectory() as folder:
         return virtual_time.run(run_schedule(seed, Path(folder)))

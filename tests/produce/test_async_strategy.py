@@ -163,7 +163,7 @@ async def test_a_task_unknown_to_the_progress_is_a_key_error():
     for table in ("target_samples", "consumed_samples"):
         s = Setting()
         del getattr(s.progress, table)["t"]
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match=f"{table} has no task 't'"):
             await s.produce()
 
 
@@ -262,6 +262,16 @@ async def test_a_tail_batch_takes_expired_and_exhausted_groups_and_nothing_more(
 
 
 @on_virtual_time
+@pytest.mark.parametrize("statuses", [(Status.EXPIRED, Status.MAX_TRIES), (Status.MAX_TRIES,) * 2])
+async def test_exhausted_groups_count_for_the_tail_batch_also_without_a_limit_of_tries(statuses):
+    s = Setting(target=2, tail_batch_trigger_size=2, over_sample_threshold=1.0)
+    for index, status in enumerate(statuses):
+        await s.buffer.put(make_group(90 + index, status=status), "t")
+    assert await s.produce() is NORMAL
+    assert sorted(s.loop.started) == [90, 91]
+
+
+@on_virtual_time
 async def test_aborts_without_partial_rollout_count_as_tries_up_to_the_limit():
     s = Setting(Loop(lambda index: 100.0), target=1, tail_batch_max_tries=2)
     for tries, status in ((1, Status.ABORTED), (2, Status.MAX_TRIES)):
@@ -337,6 +347,15 @@ async def test_what_was_counted_of_an_interrupted_response_counts_again_when_it_
     s.loop.outcome = start_over
     await s.produce(batch_size=1)
     assert s.progress.consume_produced("t")[1] == 4
+
+
+@on_virtual_time
+async def test_what_was_counted_of_an_expired_response_counts_again_with_the_new_one():
+    s = Setting(target=1, enable_partial_rollout=True, tail_batch_trigger_size=1)
+    wiped = make_group(7, status=Status.EXPIRED, extra_fields={COUNTED_TOKENS_KEY: 2})
+    await s.buffer.put(wiped, "t")
+    await s.produce(batch_size=1)
+    assert s.progress.consume_produced("t")[1] == 6
 
 
 @on_virtual_time

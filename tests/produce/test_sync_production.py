@@ -261,6 +261,33 @@ async def test_a_failing_task_stops_the_others_and_loses_nothing():
     assert sorted(indices(result.task_results["slow"].rollout_states)) == [0, 1]
 
 
+async def test_a_task_that_fails_to_pause_leaves_neither_the_others_nor_the_engines_running():
+    async def cannot_pause(ctx):
+        raise OSError("the store is full")
+
+    class Engines:
+        is_running = False
+
+        async def continue_generation(self):
+            self.is_running = True
+
+        async def pause_generation(self):
+            self.is_running = False
+
+    manager, paused = make_manager({"a": ScriptedLoop(), "b": ScriptedLoop()}), []
+    bad, good = (runner.produce_strategy for runner in manager.task_runners)
+
+    async def note_pause(ctx):
+        paused.append(ctx.task_name)
+        return 0.0
+
+    bad.pause_produce, good.pause_produce = cannot_pause, note_pause
+    manager.rollout_controller = engines = Engines()
+    with pytest.raises(OSError, match="full"):
+        await manager.produce_batch(2, 1, 0)
+    assert (paused, engines.is_running) == (["b"], False)
+
+
 async def test_a_cancelled_step_puts_its_groups_back():
     loop = ScriptedLoop(delay=lambda index: 0 if index == 0 else 10**9)
     manager = make_manager({"t": loop})

@@ -1,4 +1,4 @@
-"""Calls that are cancelled after the store has begun them: nobody misses a change, nothing is left half done."""
+"""Calls that are cancelled when the store has begun them: no change is missed, nothing is left half done."""
 
 import asyncio
 import threading
@@ -138,6 +138,6 @@ async def test_a_confirmation_that_comes_after_a_resume_removes_nothing_of_the_s
 async def test_a_group_that_was_put_as_archived_is_no_obstacle_for_a_server(tmp_path):
     buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
     await buffer.put(make_group("a", status=ARCHIVED), "math")
-    async with serve(buffer, tmp_path / "socket") as server:
-        async with await RemoteReplayBuffer.connect(server.address) as client:
-            assert await client.count("math", ARCHIVED) == 1
+    path = tmp_path / "socket"
+    async with serve(buffer, path), await RemoteReplayBuffer.connect(path) as client:
+        assert await client.count("math", ARCHIVED) == 1

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import re
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
+from forebay.replay import server_messages as messages
+from forebay.replay.server_channel import Channel
 from forebay.types import ROLLOUT_FIELDS, RolloutState, SampleParams, Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -134,6 +137,26 @@ async def test_arguments_of_another_kind_are_errors_of_the_call_alone(buffer):
         await buffer.count("math", "done")
     await buffer.put(make_group("a"), "math", current_train_step=np.int64(3))
     assert len(buffer) == 1
+
+
+async def test_arguments_too_large_for_a_message_are_refused_before_they_are_sent(buffer):
+    await buffer.put(make_group("a"), "math")
+    assert await buffer.update_priorities(dict.fromkeys(range(20_000), 2.0)) == 1
+    with pytest.raises(ValueError, match="make several calls"):
+        await buffer.update_priorities(dict.fromkeys(range(200_000), 2.0))
+    assert await buffer.count("math", COMPLETED) == 1
+
+
+async def test_a_message_too_large_for_its_receiver_is_not_sent():
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        there.setblocking(False)
+        channel = Channel(here, decode=messages.decode_from_client, max_frame_bytes=1)
+        with pytest.raises(ValueError, match="ask for less at once"):
+            await channel.send(messages.Answer(1, "x" * messages.MAX_HEADER_BYTES, 0, 0))
+        with pytest.raises(BlockingIOError):
+            there.recv(1)
 
 
 async def test_what_a_crashed_trainer_took_can_be_restored(buffer, served):

@@ -228,7 +228,7 @@ async def test_a_closed_store_says_so(store):
 async def test_a_payload_of_another_codec_costs_no_group(open_store, sql_url):
     await open_store().put(make_row({"no": "group"}))
     buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
-    with pytest.raises(ValueError, match="the row with uid 0: .* group of rollouts"):
+    with pytest.raises(ValueError, match=r"the row with uid 0: .* group of rollouts"):
         await buffer.get(1, "math", COMPLETED)
     assert [row.item for row in await open_store().get({})] == [{"no": "group"}]
     await buffer.put(make_group("a"), "code")

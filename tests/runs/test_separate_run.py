@@ -163,6 +163,29 @@ def test_a_stop_while_the_trainer_waits_saves_and_leaves(tmp_path, monkeypatch):
     check_books(folder)
 
 
+@pytest.mark.parametrize(
+    ("raised", "expected"), [(ValueError, ConfigError), (FloatingPointError, FloatingPointError)]
+)
+def test_a_batch_that_cannot_be_trained_is_kept_with_the_last_finished_step(
+    tmp_path, monkeypatch, raised, expected
+):
+    fit = TrainController.fit
+
+    def refuse_the_fourth(trainer, groups, **options):
+        if trainer.train_step == 3:
+            raise raised("of no use")
+        return fit(trainer, groups, **options)
+
+    monkeypatch.setattr(TrainController, "fit", refuse_the_fourth)
+    with pytest.raises(expected, match=r"train step 4: of no use"):
+        train(tmp_path)
+    folder = tmp_path / "run"
+    assert [path.name for path in list_checkpoints(folder)] == ["step_000003"]
+    monkeypatch.undo()
+    asyncio.run(launch(saved_config(folder), resume=folder))
+    check_books(folder)
+
+
 def broken_judge(state):
     raise RuntimeError("the judge is broken")
 
@@ -189,6 +212,13 @@ def test_settings_that_nothing_would_read_are_errors(tmp_path, produce, message)
     assert not (tmp_path / "run").exists()
 
 
+def test_a_tasks_own_staleness_that_nothing_would_read_is_an_error(tmp_path):
+    tasks = [{**run_table(tmp_path)["tasks"][0], "max_staleness": 2}]
+    with pytest.raises(ConfigError, match="max_staleness of task sorting: only read by"):
+        config(tmp_path, tasks=tasks, produce={})
+    assert config(tmp_path, tasks=tasks).tasks[0].max_staleness == 2
+
+
 HANGING = {"calls": 0, "from_call": 0}
 
 
@@ -207,7 +237,8 @@ def test_a_run_that_stalls_says_what_hangs_and_is_saved(tmp_path, evaluates):
         del task["eval_data"]
     # Held-out prompts are judged first: ten of them before training. Then three batches and a bit.
     HANGING.update(calls=0, from_call=5 if evaluates else 4 * BATCH_SIZE * GROUP_SIZE)
-    produce = {**run_table(tmp_path)["produce"], "stall_after_s": 1.0}
+    # Without a weight sync, whose pause would wait for the hanging judge, too.
+    produce = {**run_table(tmp_path)["produce"], "stall_after_s": 1.0, "sync_weights_interval": 100}
     with pytest.raises(StallError, match=r"no progress for 1 s; .*group sorting/\S+ being judged"):
         train(tmp_path, tasks=[task], produce=produce)
     if not evaluates:

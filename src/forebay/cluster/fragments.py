@@ -6,8 +6,8 @@
                                           ^        | killed: Ray makes it anew, it goes on from its folder
     connect_replay_buffer() --> client ---'
 
-The store is files of one machine: workers and trainers on that machine read and write the payloads themselves,
-and only ids and metadata pass through the actor.
+The store is files of one machine: workers and trainers on that machine read and write the payloads
+themselves, and only ids and metadata pass through the actor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forebay.fragments import FragmentBatch, FragmentMetadata, Lease, ReplayBuff
 
 DEFAULT_NAME = "replay_buffer"
 MAX_CALLS = 10_000
-"""Under way at a time. A waiting fetch and a held-back writer are calls, so a small number would stand still."""
+"""Under way at a time. A waiting fetch or a held-back writer is a call too: few would stand still."""
 
 
 def _import_ray() -> Any:
@@ -56,9 +56,9 @@ def connect_replay_buffer(name: str = DEFAULT_NAME) -> ReplayBufferClient:
 class ReplayBufferClient:
     """The methods of `ReplayBufferActor`, called in its actor.
 
-    Invariants: equal calls have equal results and errors; a cancelled call is cancelled in the actor too. While
-    the actor is being made anew, calls raise Ray's ``ActorUnavailableError``: every method may be called again,
-    and a batch that such a fetch took comes free when its lease is over.
+    Invariants: equal calls have equal results and errors; a cancelled call is cancelled in the actor too.
+    While the actor is being made anew, calls raise Ray's ``ActorUnavailableError``: every method may be
+    called again, and a batch that such a fetch took comes free when its lease is over.
 
     >>> buffer = connect_replay_buffer()
     >>> batch = await buffer.fetch_fragments(64)

@@ -197,10 +197,10 @@ class Environment:
         self._reserved_bytes = size
 
     def _full_text(self) -> str:
+        size = self._lmdb.info()["map_size"]
         return (
-            f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes, and arrays "
-            f"of this process hold {self.num_pinned} snapshots, whose freed pages cannot be used: drop arrays, or raise "
-            f"max_bytes"
+            f"{str(self._file)!r} has reached {size} bytes, and arrays of this process hold "
+            f"{self.num_pinned} snapshots, whose freed pages cannot be used: drop arrays, or raise max_bytes"
         )
 
     def used_bytes(self) -> int:

@@ -265,8 +265,9 @@ class RemoteReplayBuffer:
                 raise unknown
             try:
                 link = await self._linked()
-            except ConnectionLost:
-                raise unknown from None
+            except ConnectionLost as error:
+                # What only looks has happened or not: all the same.
+                raise error if again == "any" else unknown from None
             if again == "same" and link.instance != first.instance:
                 raise unknown
 

@@ -160,6 +160,11 @@ class Link:
         """
         sizes = [packed.size for packed in groups]
         encoded = msgspec.Raw(messages.encode(arguments))
+        if len(encoded) > messages.MAX_ARGUMENT_BYTES:
+            raise ValueError(
+                f"the arguments of {method} have {len(encoded)} bytes, and a server takes at most "
+                f"{messages.MAX_ARGUMENT_BYTES}; make several calls"
+            )
         num_bytes = sum(map(sum, sizes))
         if num_bytes > self._channel.max_frame_bytes:
             raise ValueError(

@@ -139,9 +139,15 @@ class Channel(Generic[Message]):
         """Send a message and its groups.
 
         Raises:
+            ValueError: the message is larger than a peer takes; nothing is sent.
             OSError: the connection is broken, or the peer takes nothing.
         """
         header = encode(message)
+        if len(header) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"a message has at most {MAX_HEADER_BYTES} bytes, this one has {len(header)}; "
+                f"ask for less at once"
+            )
         buffers: list[Buffer] = [_PRELUDE.pack(_MAGIC, len(header)) + header]
         for group in groups:
             buffers += (group.head, *group.buffers)

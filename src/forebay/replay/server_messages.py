@@ -34,6 +34,9 @@ MAX_FRAME_BYTES = 256 << 20
 MAX_HEADER_BYTES = 1 << 20
 """A message without its groups; the largest are counts of tens of thousands of tasks."""
 
+MAX_ARGUMENT_BYTES = MAX_HEADER_BYTES - 1024
+"""Of a call, what its other parts leave; reading it takes the server's event loop some 30 ms."""
+
 PUT_WINDOW_BYTES = 64 << 20
 """Puts of one client that wait for their answers at most; one larger put goes alone."""
 

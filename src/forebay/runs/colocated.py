@@ -14,11 +14,8 @@ the same from smaller steps.
 
 from __future__ import annotations
 
-from forebay.produce import ProductionError
 from forebay.runs import steps
 from forebay.runs.build import Run
-from forebay.stalls import StallError
-from forebay.train import OffPolicyError
 
 
 async def run_colocated(run: Run) -> None:
@@ -29,7 +26,7 @@ async def run_colocated(run: Run) -> None:
         StallError: nothing has moved for ``produce.stall_after_s``; the last finished step is saved.
         OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
         FloatingPointError: the training diverged; the last finished step is saved where it still exists.
-        ConfigError: the trainer refuses a batch.
+        ConfigError: the trainer refuses a batch; saved likewise.
     """
     config = run.config
     try:
@@ -52,7 +49,7 @@ async def run_colocated(run: Run) -> None:
         if run.train_step == config.steps and not steps.is_evaluated(run):
             await steps.evaluate(run, "after")
         await steps.finish(run)
-    except (ProductionError, StallError, OffPolicyError, FloatingPointError) as error:
+    except steps.RESCUED as error:
         await steps.rescue(run, error)
         raise
     finally:

@@ -169,7 +169,13 @@ class RunConfig(StrictModel):
         train, group_size = self.train, self.rollouts_per_prompt
         needs_group = train.advantage != "gae" and ":" not in train.advantage
         sequences = self.batch_size * group_size
+        own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         return [
+            (
+                bool(own_limits) and not self.produce.is_async,
+                f"max_staleness of task {', '.join(own_limits)}: only read by produce.strategy 'async'; set "
+                f"it, or leave max_staleness out",
+            ),
             (
                 self.steps > 0 and needs_group and group_size < 2,
                 f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare: "

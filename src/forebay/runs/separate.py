@@ -24,11 +24,9 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from forebay.produce import ProductionError
 from forebay.runs import steps
 from forebay.runs.build import Run
 from forebay.stalls import StallError
-from forebay.train import OffPolicyError
 
 
 async def run_separate(run: Run) -> None:
@@ -39,7 +37,7 @@ async def run_separate(run: Run) -> None:
         StallError: nothing has moved for ``produce.stall_after_s``; the last finished step is saved.
         OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
         FloatingPointError: the training diverged; the last finished step is saved where it still exists.
-        ConfigError: the trainer refuses a batch.
+        ConfigError: the trainer refuses a batch; saved likewise.
     """
     try:
         await steps.sync_weights(run)
@@ -48,13 +46,17 @@ async def run_separate(run: Run) -> None:
         async with _producer(run):
             try:
                 await _train(run)
-            except (ProductionError, StallError, OffPolicyError, FloatingPointError) as error:
-                await run.manager.pause_produce()
+                if run.train_step == run.config.steps and not steps.is_evaluated(run):
+                    await steps.evaluate(run, "after")
+                await steps.finish(run)
+            except steps.RESCUED as error:
+                if isinstance(error, StallError):
+                    # What has not moved for so long will not stop by itself either.
+                    await run.manager.shutdown()
+                else:
+                    await run.manager.pause_produce()
                 await steps.rescue(run, error)
                 raise
-            if run.train_step == run.config.steps and not steps.is_evaluated(run):
-                await steps.evaluate(run, "after")
-            await steps.finish(run)
     finally:
         await steps.close(run)
 

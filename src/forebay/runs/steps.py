@@ -26,18 +26,22 @@ from typing import Any, TypeVar
 
 from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.config import ConfigError
-from forebay.produce import ProduceBatchResult
+from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import EvalSet, Run
 from forebay.runs.folder import prune_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.runs.record.observers import note_training
-from forebay.stalls import StallWatch
+from forebay.stalls import StallError, StallWatch
+from forebay.train import OffPolicyError
 from forebay.types import RolloutState
 
 T = TypeVar("T")
 
 ROLLOUTS_PER_RECORD = 8
 """Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
+
+RESCUED = (ProductionError, StallError, OffPolicyError, FloatingPointError, ConfigError)
+"""What ends a run whose last finished step is sound, and is saved."""
 
 STEP_PHASES = ("generate", "wait", "train", "pause", "sync")
 
@@ -122,12 +126,11 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
                 note_training(run.record, run.train_step + 1, groups, thresholds)
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
             batch = await compute(run, fit_step, groups)
-    except ValueError as error:
-        raise ConfigError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
-    except FloatingPointError as error:
+    except (ValueError, FloatingPointError) as error:
         # A train step that did not happen: its batch is live again.
         await run.manager.give_back(groups, run.train_step + 1)
-        raise FloatingPointError(f"the trainer, in train step {run.train_step + 1}: {error}") from error
+        kind = ConfigError if isinstance(error, ValueError) else FloatingPointError
+        raise kind(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     return batch.metrics
 
 
@@ -319,8 +322,8 @@ async def resume(run: Run, path: Path) -> None:
 
 async def rescue(run: Run, error: Exception) -> None:
     """Save the last finished step of a run that failed with `error`, if there is one to save."""
-    # After a diverged optimiser step that was not the step's first, the weights belong to no step.
-    between = isinstance(error, FloatingPointError) and (
+    # After an optimiser step that failed and was not the step's first, the weights belong to no step.
+    between = isinstance(error, FloatingPointError | ConfigError) and (
         run.config.train.optimiser_steps > 1 or run.config.train.uses_critic
     )
     if run.train_step > 0 and not between:

@@ -1,0 +1,169 @@
+"""The store: whole or not at all, shared by processes, bounded, and views that stay what they are."""
+
+import gc
+import pickle
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from fragment_factory import make_fragment
+
+from forebay.fragments import FragmentStore, StoreFullError
+from forebay.fragments.mapped import MAX_SNAPSHOTS
+
+
+@pytest.fixture
+def make_store(tmp_path):
+    return lambda **settings: FragmentStore(**{"path": tmp_path / "store"} | settings)
+
+
+def big(fid):
+    return make_fragment(fid=fid, obs=np.full((100, 1000), fid, np.float32))
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_shards": 3}, {"compression": "lz4"}, {"compression": "zstd"}])
+def test_what_is_added_is_there_until_it_is_deleted(make_store, settings):
+    store = make_store(**settings)
+    ids = store.add_fragments([make_fragment(fid=i) for i in range(20)])
+    assert len(set(ids)) == len(store) == 20
+    assert sorted(store.ids()) == sorted(ids)
+    assert [fragment.fid_in_worker for fragment in store.get_fragments(ids)] == list(range(20))
+    assert store.stack(ids).obs[:, 0, 0].tolist() == list(range(20))
+    assert store.num_bytes() > 0
+    assert store.get_disk_space() > 0
+    assert store.delete_fragments(ids[:5]) == 5
+    assert not store.delete_fragment(ids[0])
+    assert ids[0] not in store
+    with pytest.raises(KeyError, match=ids[0]):
+        store.get_fragment(ids[0])
+    store.clear()
+    assert (len(store), store.num_bytes()) == (0, 0)
+
+
+def test_stores_on_one_folder_are_one_store(make_store):
+    (fragment_id,) = make_store().add_fragments([make_fragment(fid=3)])
+    assert pickle.loads(pickle.dumps(make_store())).get_fragment(fragment_id).fid_in_worker == 3
+    with pytest.raises(ValueError, match="was made with num_shards=1, got num_shards=2"):
+        make_store(num_shards=2)
+
+
+def test_another_process_reads_and_writes_the_same_fragments(make_store):
+    store = make_store()
+    fragment_id = store.add_fragment(big(7))
+    code = (
+        "import sys; from forebay.fragments import FragmentStore\n"
+        "store = FragmentStore(sys.argv[1]); fragment = store.get_fragment(sys.argv[2])\n"
+        "assert (fragment.obs == 7).all(); print(store.add_fragment(fragment)); import os; os._exit(9)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(store.path), fragment_id], capture_output=True, text=True
+    )
+    copy = store.get_fragment(done.stdout.strip())
+    assert (copy.obs == 7).all(), done.stderr
+    assert len(store) == 2
+
+
+def test_large_fragments_are_read_without_a_copy_and_small_ones_aligned(make_store):
+    store = make_store()
+    first, second = (store.get_fragment(i).obs for i in [store.add_fragment(big(1))] * 2)
+    assert np.shares_memory(first, second)
+    assert not first.flags.writeable
+    small = store.get_fragment(store.add_fragment(make_fragment())).obs
+    assert small.ctypes.data % 16 == 0
+
+
+def test_a_view_stays_what_it_is_when_its_fragment_is_deleted_and_the_room_is_used_again(make_store):
+    store = make_store(max_bytes=40 << 20)
+    fragment_id = store.add_fragment(big(1))
+    view = store.get_fragment(fragment_id).obs[3:]
+    store.delete_fragment(fragment_id)
+    for fid in range(2, 60):
+        store.delete_fragment(store.add_fragment(big(fid)))
+    del store
+    gc.collect()
+    assert (view == 1).all()
+
+
+def test_freed_room_is_used_again_once_no_view_needs_it(make_store):
+    store = make_store(max_bytes=4 << 20)
+    for fid in range(500):  # 200 MB in all
+        fragment_id = store.add_fragment(big(fid))
+        assert (store.get_fragment(fragment_id).obs == fid).all()
+        store.delete_fragment(fragment_id)
+    assert store.get_disk_space() < 20 << 20
+
+
+def test_views_of_more_moments_than_are_held_are_copies(make_store):
+    store = make_store()
+    views = [store.get_fragment(store.add_fragment(big(fid))).obs for fid in range(2 * MAX_SNAPSHOTS)]
+    assert all((view == fid).all() for fid, view in enumerate(views))
+
+
+def test_a_full_store_refuses_more_and_goes_on_when_there_is_room(make_store):
+    store = make_store(max_bytes=1 << 20)
+    ids = [store.add_fragment(big(fid)) for fid in range(2)]
+    with pytest.raises(StoreFullError, match="exceed its bound of 1048576"):
+        store.add_fragment(big(2))
+    assert len(store) == 2
+    store.delete_fragment(ids[0])
+    assert (store.get_fragment(store.add_fragment(big(3))).obs == 3).all()
+
+
+def test_views_that_hold_everything_end_in_an_error_that_says_so(make_store):
+    store = make_store(max_bytes=1 << 20)
+    view = store.get_fragment(store.add_fragment(big(1))).obs
+    store.clear()
+
+    def churn():
+        for fid in range(2, 10_000):
+            store.delete_fragment(store.add_fragment(big(fid)))
+
+    with pytest.raises(StoreFullError, match="hold 1 snapshots, whose freed pages cannot be used"):
+        churn()
+    assert (view == 1).all()
+    del view
+    assert store.add_fragment(big(1)) in store
+
+
+def test_threads_share_a_store(make_store):
+    store = make_store()
+    failures = []
+
+    def work(number):
+        try:
+            for fid in range(50):
+                fragment_id = store.add_fragment(big(number * 50 + fid))
+                assert (store.get_fragment(fragment_id).obs == number * 50 + fid).all()
+                store.delete_fragment(fragment_id)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(store) == 0
+
+
+def test_only_equal_fragments_are_stacked(make_store):
+    store = make_store()
+    ids = store.add_fragments([make_fragment(), make_fragment(size=9)])
+    with pytest.raises(ValueError, match="these 2 have 2"):
+        store.stack(ids)
+    with pytest.raises(ValueError, match="these 0 have 0"):
+        store.stack([])
+
+
+@pytest.mark.parametrize("settings", [{"num_shards": 0}, {"compression": "brotli9"}])
+def test_impossible_settings_are_refused(make_store, settings):
+    with pytest.raises(ValueError, match="must be"):
+        make_store(**settings)
+
+
+def test_the_package_loads_lmdb_only_when_a_store_is_used():
+    code = "import sys, forebay.fragments; assert not {'lmdb', 'ray', 'torch'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

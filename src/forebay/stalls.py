@@ -4,7 +4,7 @@
 
     guard() / wait(x): somebody waits --> timer --> warn_after_s without progress --> one warning
           progressed(): counts from here again            | fail_after_s
-                                                          v
+          progress() has grown: from the last look        v
                                               StallError in every guarded wait
 
     consumes: nothing    waits for: the clock, while somebody waits
@@ -12,8 +12,11 @@
     produces: one log line per stall, and errors
 
 It does not know what progress is: whoever finishes something that others wait for (a stored group, a train
-step, an evaluated prompt) calls `progressed`. Guard only the waits that production has to end: a producer
-that waits for room while the trainer trains for an hour is not stalled.
+step, an evaluated prompt) calls `progressed`, and what goes on in small steps (the tokens of one long
+rollout) may be a number that the watch looks at before it warns or fails. Guard only the waits that
+production has to end: a producer that waits for room while the trainer trains for an hour is not stalled.
+
+`answered` is for the other kind of wait: one thing is asked for, and its answer is due within a fixed time.
 """
 
 from __future__ import annotations
@@ -65,8 +68,28 @@ _AROUND = frozenset({WAIT_BATCH, EVALUATE})
 """Stages that end when others do: named last, for they are older and say nothing of the cause."""
 
 
+ANSWER_LIMIT_S = 60.0
+"""Longer than an engine needs for the forward pass that it has to end before it can answer."""
+
+
 class StallError(RuntimeError):
     """Nothing has made progress for too long; the message is the stall report."""
+
+
+async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_S) -> T:
+    """What `call` gives within `limit_s` seconds; then it is cancelled.
+
+    Raises:
+        StallError: it took longer; the message begins with `what`, which says who is to do what.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise StallError(f"{what}: no answer within {limit_s:g} s") from None
 
 
 class StallWatch:
@@ -74,7 +97,8 @@ class StallWatch:
 
     Invariants: while nobody waits no timer runs; one stall, however many wait, is one warning; at the limit
     every guarded wait ends with a `StallError`. The time counts from the latest progress, or from when the
-    first of those who wait now began to, whichever is later.
+    first of those who wait now began to, whichever is later. What `progress` counts is dated to the look that
+    finds it, so a stall among such steps is noticed at most `warn_after_s` later.
 
     >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
     >>> batch = await watch.wait(batch_ready.wait())                                # doctest: +SKIP
@@ -88,8 +112,12 @@ class StallWatch:
         warn_after_s: float = 60.0,
         fail_after_s: float | None = 600.0,
         describe: Callable[[Activity], str] | None = None,
+        progress: Callable[[], int] | None = None,
     ) -> None:
         """`fail_after_s` None only warns. `describe` adds what else is known of an activity ("412 tokens").
+
+        `progress` is a number that grows with the work done and never falls (tokens made so far): asked when
+        the first begins to wait and every `warn_after_s` from then on, not more often.
 
         Raises:
             ValueError: the limits are not positive, or the second is not the longer one.
@@ -103,6 +131,8 @@ class StallWatch:
         self._warn_after_s = warn_after_s
         self._fail_after_s = limit_s
         self._describe = describe
+        self._progress = progress
+        self._seen_progress = 0
         self._waiting: dict[asyncio.Timeout, None] = {}
         self._since_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
@@ -165,6 +195,7 @@ class StallWatch:
     def _enter(self, limit: asyncio.Timeout) -> None:
         if not self._waiting:
             self._since_s = max(self._since_s, loop_time())
+            self._has_grown()
         self._waiting[limit] = None
         if self._timer is None:
             self._set_timer()
@@ -180,9 +211,19 @@ class StallWatch:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        after_s = self._fail_after_s if self._warned else self._warn_after_s
-        if self._waiting and after_s < math.inf:
-            self._timer = asyncio.get_running_loop().call_at(self._since_s + after_s, self._look)
+        at_s = self._since_s + (self._fail_after_s if self._warned else self._warn_after_s)
+        if self._warned and self._progress is not None:
+            # Between the warning and the failure, too: what goes on again is told before it is late.
+            at_s = min(at_s, loop_time() + self._warn_after_s)
+        if self._waiting and at_s < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
+
+    def _has_grown(self) -> bool:
+        """Whether there is more progress than when this was asked last."""
+        if self._progress is None:
+            return False
+        before, self._seen_progress = self._seen_progress, self._progress()
+        return self._seen_progress > before
 
     def _look(self) -> None:
         """The timer's time has come; progress may have moved the moment that matters."""
@@ -190,7 +231,9 @@ class StallWatch:
         # The timer's own time, not the clock's: a sum that rounds down would set the timer again and again.
         reached_s = self._timer.when()
         self._timer = None
-        if reached_s >= self._since_s + self._fail_after_s:
+        if self._has_grown():
+            self.progressed()
+        elif reached_s >= self._since_s + self._fail_after_s:
             self._fail()
         elif reached_s >= self._since_s + self._warn_after_s and not self._warned:
             self._warned = True

@@ -197,15 +197,14 @@ class Witness:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
+        now_s = asyncio.get_running_loop().time()
         self.buffer = ReplayBufferActor(database_config=self.config, **self.rules)
-        await self.buffer.metrics()
-        end_s = asyncio.get_running_loop().time() + self.rules["lease_s"]
-        await self.buffer.remove_worker("nobody")
-        self.leases = {
-            lease_id: (batch, end_s)
-            for lease_id, (batch, _) in self.leases.items()
-            if await self.buffer.renew(batch.lease)
-        }
+        for lease_id, (batch, end_s) in list(self.leases.items()):
+            if await self.buffer.renew(batch.lease):
+                self.leases[lease_id] = batch, now_s + self.rules["lease_s"]
+            else:
+                assert end_s <= now_s
+                del self.leases[lease_id]
 
     async def check_account(self):
         metrics = await self.buffer.metrics()

@@ -13,11 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from forebay.activity import Activity
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
+from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
 from forebay.types import (
     RolloutState,
     SampleParams,
@@ -28,8 +31,28 @@ from forebay.types import (
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOAD_LIMIT_S = 600.0
+"""For taking over weights and for freeing them: minutes are usual where a model is large."""
+
 _MAX_SESSIONS = 65_536
 """Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A request at an engine."""
+
+    engine: Engine
+    request: GenerateRequest
+    num_counted: int = 0
+    """Its tokens that `RolloutController.count_tokens_made` has seen."""
+
+    def num_made(self) -> int:
+        return self.engine.num_made(self.request.request_id)
 
 
 class RolloutController:
@@ -77,7 +100,8 @@ class RolloutController:
         self._num_in_flight = [0] * len(self.engines)
         self._engine_of_session: dict[str, int] = {}
         self._num_unnamed = 0
-        self._at_engine: dict[str | int | None, tuple[Engine, GenerateRequest]] = {}
+        self._at_engine: dict[str | int | None, _Call] = {}
+        self._num_tokens_made = 0
 
     @property
     def model_step(self) -> int:
@@ -125,25 +149,54 @@ class RolloutController:
         """
         if activity.name not in self._at_engine:
             return ""
-        engine, request = self._at_engine[activity.name]
-        return f"{request.num_earlier + engine.num_made(request.request_id)} tokens"
+        call = self._at_engine[activity.name]
+        return f"{call.request.num_earlier + call.num_made()} tokens"
+
+    def count_tokens_made(self) -> int:
+        """Tokens that engines have made so far, those of running requests included; it never falls.
+
+        For `forebay.stalls.StallWatch`. It asks for every request at an engine: not for every token.
+        """
+        for call in self._at_engine.values():
+            self._note_made(call, call.num_made())
+        return self._num_tokens_made
 
     async def pause_generation(self) -> None:
-        """End what runs and waits as aborted, and take nothing new until `continue_generation`."""
-        await asyncio.gather(*(engine.pause() for engine in self.engines))
+        """End what runs and waits as aborted, and take nothing new until `continue_generation`.
+
+        Raises:
+            StallError: an engine did not answer within a minute; the others are paused.
+        """
+        await self._ask_all("pause", lambda engine: engine.pause())
 
     async def continue_generation(self) -> None:
-        """Take rollouts again."""
-        await asyncio.gather(*(engine.resume() for engine in self.engines))
+        """Take rollouts again.
+
+        Raises:
+            StallError: an engine did not answer within a minute.
+        """
+        await self._ask_all("resume", lambda engine: engine.resume())
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
-        """Give every engine the weights after train step `model_step`."""
+        """Give every engine the weights after train step `model_step`.
+
+        Raises:
+            StallError: an engine did not take them within ten minutes.
+        """
         shared = list(weights)
-        await asyncio.gather(*(engine.load_weights(shared, model_step) for engine in self.engines))
+        await self._ask_all(
+            f"load the weights of step {model_step}",
+            lambda engine: engine.load_weights(shared, model_step),
+            LOAD_LIMIT_S,
+        )
 
     async def health(self) -> EngineHealth:
-        """All engines together: ok if all are, sums of requests, the oldest model step."""
-        parts = await asyncio.gather(*(engine.health() for engine in self.engines))
+        """All engines together: ok if all are, sums of requests, the oldest model step.
+
+        Raises:
+            StallError: an engine did not answer within a minute.
+        """
+        parts = await self._ask_all("report its health", lambda engine: engine.health())
         return EngineHealth(
             ok=all(part.ok for part in parts),
             num_running=sum(part.num_running for part in parts),
@@ -153,8 +206,26 @@ class RolloutController:
         )
 
     async def close(self) -> None:
-        """End everything and free the engines."""
-        await asyncio.gather(*(engine.close() for engine in self.engines))
+        """End everything and free the engines; one that does not answer is left as it is."""
+        try:
+            await self._ask_all("close", lambda engine: engine.close(), LOAD_LIMIT_S)
+        except StallError:
+            # The end of a run: there is nobody left whom an error would help.
+            logger.exception("an engine was not closed")
+
+    async def _ask_all(
+        self, what: str, ask: Callable[[Engine], Awaitable[T]], limit_s: float = ANSWER_LIMIT_S
+    ) -> list[T]:
+        """What every engine answers; the error of the first that gives none, once all others have."""
+        asked = [
+            answered(ask(engine), f"engine {i} ({type(engine).__name__}) was asked to {what}", limit_s)
+            for i, engine in enumerate(self.engines)
+        ]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return cast("list[T]", answers)
 
     @contextlib.asynccontextmanager
     async def _engine_for(self, session_id: str | None) -> AsyncIterator[Engine]:
@@ -171,11 +242,20 @@ class RolloutController:
                 self._num_in_flight[index] -= 1
 
     async def _generate(self, engine: Engine, state: RolloutState, request: GenerateRequest) -> Completion:
-        self._at_engine[state.rollout_id] = engine, request
+        # Those without an id have a request id that is theirs alone.
+        name, call = request.request_id if state.rollout_id is None else state.rollout_id, _Call(engine, request)
+        self._at_engine[name] = call
         try:
-            return await engine.generate(request)
+            completion = await engine.generate(request)
         finally:
-            self._at_engine.pop(state.rollout_id, None)
+            self._at_engine.pop(name, None)
+        self._note_made(call, len(completion.response_ids))
+        return completion
+
+    def _note_made(self, call: _Call, num_made: int) -> None:
+        # An engine that fails takes back what it has made; what was counted stays counted.
+        self._num_tokens_made += max(0, num_made - call.num_counted)
+        call.num_counted = max(call.num_counted, num_made)
 
     def _remember(self, session_id: str, index: int) -> None:
         self._engine_of_session.pop(session_id, None)

@@ -5,20 +5,37 @@
     start() -> one task: take a group -> generate it -> store it -> gone from here, waiters woken
                              |               |             |
     cancel():          not generated     cut short     left to end
+                                             |
+                             again and again, then given up: its prompt is stored, its task is left alone
 
 Every group's own task stores it, so a caller that is cancelled loses nothing, nobody can store a group twice,
-and a finished group costs the same however many others are in flight.
+and a finished group costs the same however many others are in flight. Only of a group that is given up a copy
+is stored, by the caller; what its task makes of the original is nobody's any more.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from forebay.activity import loop_time
+from forebay.produce.budget import ProductionError
 from forebay.replay.changes import Changes
+from forebay.replay.groups import StoredGroup, copy_group
 from forebay.types import RolloutState, Status
+
+logger = logging.getLogger(__name__)
+
+CANCEL_REPEAT_S = 5.0
+"""Code that swallows a cancellation often does so once, to clean up; then the next one ends it."""
+GIVE_UP_AFTER_S = 30.0
+"""A generation that has swallowed cancellations for this long will go on doing so."""
+STORE_LIMIT_S = 600.0
+"""Taking and storing are waited for longer: a buffer elsewhere may be starting again."""
 
 Group = list[RolloutState]
 
@@ -50,10 +67,12 @@ class _Work:
     store: StoreGroup
     is_stopped: Callable[[], bool]
     time_limit_s: float | None
+    started_s: float
     task: asyncio.Task[None] | None = None
     group: Group | None = None
     is_generating: bool = False
     ended: Ended = Ended.RETURNED
+    is_given_up: bool = False
 
     def interrupt(self, ended: Ended) -> None:
         """End the generation; taking and storing are left to end, for they would lose the group."""
@@ -61,9 +80,14 @@ class _Work:
         if self.is_generating and self.task is not None:
             self.task.cancel()
 
+    def __str__(self) -> str:
+        name = "a group that is being taken" if self.group is None else f"group {self.group[0].group_id}"
+        stage = ", being generated" if self.is_generating else "" if self.group is None else ", being stored"
+        return f"{name}{stage}, {loop_time() - self.started_s:.0f} s old"
+
 
 class PendingGroups:
-    """In-flight groups of one task; each is stored exactly once, by its own task.
+    """In-flight groups of one task; each is stored exactly once, by its own task or when it is given up.
 
     Invariant: a group that was taken is in here until it is stored.
 
@@ -79,6 +103,8 @@ class PendingGroups:
         self._works: dict[_Work, None] = {}
         self._changes = Changes()
         self._error: BaseException | None = None
+        self._given_up: set[asyncio.Task[None]] = set()
+        """Held, because the event loop alone would let a task that waits be collected."""
 
     def __len__(self) -> int:
         return len(self._works)
@@ -102,8 +128,16 @@ class PendingGroups:
         self._changes.note()
 
     def raise_error(self) -> None:
-        """Raise what escaped from taking or storing a group; once."""
+        """Raise what escaped from taking or storing a group; once.
+
+        Raises:
+            ProductionError: with the error as its cause.
+        """
         error, self._error = self._error, None
+        if isinstance(error, Exception) and not isinstance(error, ProductionError):
+            raise ProductionError(
+                f"a group could not be taken or stored: {type(error).__name__}: {error}"
+            ) from error
         if error is not None:
             raise error
 
@@ -120,16 +154,56 @@ class PendingGroups:
 
         Once `is_stopped`, nothing is taken any more, and what was taken is not generated.
         """
-        work = _Work(take, generate, store, is_stopped, time_limit_s)
+        work = _Work(take, generate, store, is_stopped, time_limit_s, loop_time())
         self._works[work] = None
         work.task = asyncio.create_task(self._run(work))
 
     async def cancel(self) -> None:
-        """Cut every generation short and wait until all groups are stored."""
-        for work in list(self._works):
-            work.interrupt(Ended.INTERRUPTED)
+        """Cut every generation short and wait until all groups are stored.
+
+        Raises:
+            ProductionError: generations swallowed every cancellation, or groups could not be taken or stored
+                in time; it names them. The prompts of those generations are stored.
+        """
+        started_s = loop_time()
         while self._works:
-            await self._changes.wait(self._changes.version)
+            for work in list(self._works):
+                work.interrupt(Ended.INTERRUPTED)
+            if await self._all_end(CANCEL_REPEAT_S):
+                return
+            names = "; ".join(map(str, self._works))
+            waited_s = loop_time() - started_s
+            logger.warning("not ended %.0f s after it was cancelled: %s", waited_s, names)
+            deaf = [work for work in self._works if work.is_generating]
+            if deaf and waited_s >= GIVE_UP_AFTER_S:
+                await self._give_up(deaf)
+            elif waited_s >= STORE_LIMIT_S:
+                raise ProductionError(f"not ended {waited_s:.0f} s after it was cancelled: {names}")
+
+    async def _all_end(self, limit_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self._works:
+                    await self._changes.wait(self._changes.version)
+        return not self._works
+
+    async def _give_up(self, deaf: Sequence[_Work]) -> None:
+        """Store the prompts of these groups, and leave their tasks to themselves."""
+        names = "; ".join(map(str, deaf))
+        for work in deaf:
+            assert work.group is not None
+            assert work.task is not None
+            work.is_given_up = True
+            self._given_up.add(work.task)
+            work.task.add_done_callback(self._given_up.discard)
+            # A copy: the task may write into the original whenever it likes.
+            await work.store(list(copy_group(StoredGroup(work.group))), Ended.INTERRUPTED)
+            self._works.pop(work, None)
+            self._changes.note()
+        self._error = self._error or ProductionError(
+            f"agents or judges swallow every cancellation and were given up after {GIVE_UP_AFTER_S:g} s; a "
+            f"coroutine must let asyncio.CancelledError pass: {names}"
+        )
 
     async def _run(self, work: _Work) -> None:
         try:
@@ -140,14 +214,16 @@ class PendingGroups:
                 work.ended = Ended.NOT_STARTED
             else:
                 group = await self._generate(work, group)
-            await work.store(group, work.ended)
+            if not work.is_given_up:
+                await work.store(group, work.ended)
         # Not only errors: whatever ends this task early has to be seen by who waits for the group.
         except BaseException as error:
-            self._error = self._error or error
+            if not work.is_given_up:
+                self._error = self._error or error
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
                 raise
         finally:
-            del self._works[work]
+            self._works.pop(work, None)
             self._changes.note()
 
     async def _generate(self, work: _Work, group: Group) -> Group:

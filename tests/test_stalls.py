@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.activity import Activities
-from forebay.stalls import StallError, StallWatch
+from forebay.stalls import StallError, StallWatch, answered
 from forebay.virtual_time import run
 
 
@@ -168,6 +169,74 @@ def test_it_fails_exactly_when_no_progress_came_for_the_limit(seed: int) -> None
             break
         now_s += gap
     assert run(main()) == expected
+
+
+class Tokens:
+    """A number that grows by 1 every `every_s` until `end_s`."""
+
+    def __init__(self, every_s: float, end_s: float) -> None:
+        self.every_s, self.end_s = every_s, end_s
+
+    def __call__(self) -> int:
+        return int(min(asyncio.get_running_loop().time(), self.end_s) / self.every_s)
+
+
+def test_one_long_generation_is_no_stall_while_its_tokens_come(caplog) -> None:
+    async def main() -> None:
+        tokens = Tokens(every_s=1, end_s=5000)
+        watch = StallWatch(Activities(), warn_after_s=60, fail_after_s=600, progress=tokens)
+        with pytest.raises(StallError, match="no progress for 600 s"):
+            await watch.wait(asyncio.Event().wait())
+        assert 5600 <= asyncio.get_running_loop().time() <= 5600 + 60
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    first, second = messages(caplog)
+    assert first.startswith("no progress for 60 s")
+    assert second.startswith("no progress for 600 s")
+
+
+def test_slow_tokens_end_a_stall_when_they_come_and_not_when_it_would_fail(caplog) -> None:
+    async def main() -> None:
+        tokens = Tokens(every_s=150, end_s=math.inf)
+        watch = StallWatch(Activities(), warn_after_s=60, fail_after_s=600, progress=tokens)
+        await watch.wait(asyncio.sleep(2000))
+
+    with caplog.at_level(logging.WARNING):
+        run(main())
+    said = messages(caplog)
+    assert said[:2] == ["no progress for 60 s; nothing is in flight", "progress again after 180 s"]
+    assert not any("600 s" in message for message in said)
+
+
+def test_what_was_made_before_anybody_waited_is_no_progress() -> None:
+    async def main() -> None:
+        tokens = Tokens(every_s=1, end_s=100)
+        watch = StallWatch(Activities(), warn_after_s=60, fail_after_s=600, progress=tokens)
+        for _ in range(2):
+            await asyncio.sleep(100)
+            started_s = asyncio.get_running_loop().time()
+            with pytest.raises(StallError):
+                await watch.wait(asyncio.Event().wait())
+            assert asyncio.get_running_loop().time() == started_s + 600
+
+    run(main())
+
+
+def test_an_answer_that_is_due_comes_in_time_or_is_an_error_that_says_whose() -> None:
+    async def main() -> None:
+        assert await answered(asyncio.sleep(9, "done"), "engine 0 was asked to pause", 10) == "done"
+        with pytest.raises(StallError, match="engine 0 was asked to pause: no answer within 10 s"):
+            await answered(asyncio.sleep(11), "engine 0 was asked to pause", 10)
+        assert asyncio.get_running_loop().time() == 19
+
+        async def give_up() -> None:
+            raise TimeoutError("of its own")
+
+        with pytest.raises(TimeoutError, match="of its own"):
+            await answered(give_up(), "engine 0")
+
+    run(main())
 
 
 @pytest.mark.parametrize("limits", [(0, 10), (-1, None), (10, 10), (float("nan"), 3)])

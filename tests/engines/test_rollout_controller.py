@@ -6,8 +6,10 @@ import math
 import numpy as np
 import pytest
 
+from forebay import virtual_time
 from forebay.engines import Completion, RolloutController
 from forebay.engines.controller import request_seed
+from forebay.stalls import StallError
 from forebay.testing import ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -169,3 +171,46 @@ async def test_steps_are_kept_token_by_token():
     state = await RolloutController(ScriptedEngine(lambda request: answer)).generate_sample(rollout())
     assert state.response_model_steps.tolist() == [3, 4]
     assert state.status is Status.ABORTED
+
+
+async def hang(*_) -> None:
+    await asyncio.Event().wait()
+
+
+def test_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(caplog):
+    async def main() -> None:
+        silent, other = ScriptedEngine({}), ScriptedEngine({})
+        controller = RolloutController([other, silent])
+        silent.pause = silent.load_weights = silent.close = hang
+        with pytest.raises(StallError, match=r"engine 1 \(ScriptedEngine\) was asked to pause: no answer"):
+            await controller.pause_generation()
+        with pytest.raises(StallError, match="engine 1 .* was asked to load the weights of step 3"):
+            await controller.update_weights([], 3)
+        assert other.model_step == 3
+        await controller.close()
+        assert not (await other.health()).ok
+
+    virtual_time.run(main())
+    assert "engine 1 (ScriptedEngine) was asked to close" in caplog.text
+
+
+def test_tokens_are_counted_while_they_are_made_and_only_once():
+    async def main() -> None:
+        engine = ScriptedEngine(lambda request: [1] * 10, token_latency_s=1.0)
+        controller = RolloutController(engine)
+        assert controller.count_tokens_made() == 0
+        # Two without an id are two.
+        states = [rollout(max_tokens=100, rollout_id=name) for name in ("a", None, None)]
+        running = [asyncio.create_task(controller.generate_sample(state)) for state in states]
+        await asyncio.sleep(3.5)
+        assert controller.count_tokens_made() == controller.count_tokens_made() == 9
+        running[0].cancel()
+        await asyncio.sleep(1)
+        assert controller.count_tokens_made() == 3 + 8
+        await asyncio.gather(*running, return_exceptions=True)
+        assert controller.count_tokens_made() == 3 + 20
+        states[1].status = Status.ABORTED
+        await controller.generate_sample(states[1])
+        assert controller.count_tokens_made() == 3 + 30
+
+    virtual_time.run(main())

@@ -32,7 +32,7 @@ async def work(buffer, store, rng, worker):
 
 async def consume(buffer, store, rng, leases):
     while True:
-        if leases and rng.random() < 0.5:
+        if leases and rng.random() < len(leases) / 8:
             lease_id = leases.pop(rng.randrange(len(leases)))
             note("begin release", lease_id)
             assert await buffer.release(lease_id), lease_id

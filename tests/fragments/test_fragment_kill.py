@@ -15,7 +15,7 @@ from forebay import virtual_time
 from forebay.fragments import FragmentStore, ReplayBufferActor
 
 ROUNDS = 200 if os.environ.get("FOREBAY_SOAK") == "1" else 4
-HERE = Path(__file__).parent
+CHILD = str(Path(__file__).parent / "fragment_kill_child.py")
 
 
 class Journal:
@@ -28,19 +28,9 @@ class Journal:
         self.releasing = None
 
     def run_until_killed(self, folder, round_, rng):
-        child = subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "fragment_kill_child.py"),
-                folder,
-                str(rng.randrange(10**6)),
-                str(round_),
-            ]
-            + list(self.leases),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        num_lines = rng.randrange(1, 400)
+        arguments = [folder, str(rng.randrange(10**6)), str(round_), *self.leases]
+        child = subprocess.Popen([sys.executable, CHILD, *arguments], stdout=subprocess.PIPE, text=True)
+        num_lines = len(self.leases) + rng.randrange(1, 400)
         self.releasing = None
         with child.stdout:
             for number, line in enumerate(child.stdout):

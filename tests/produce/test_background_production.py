@@ -17,6 +17,7 @@ from forebay.produce import (
     SyncProduceStrategyConfig,
     TaskRunner,
 )
+from forebay.produce.batch_wait import START_GRACE_S
 from forebay.produce.starvation import HELD_UP_S, HUNGRY_BATCHES
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.stalls import StallError, StallWatch
@@ -393,9 +394,110 @@ def test_a_broken_sampler_ends_production_with_its_reason():
         producing = asyncio.create_task(world.manager.produce_loop(2))
         with pytest.raises(ProductionError, match="data set is gone"):
             await world.manager.get_batch(2, 1)
-        with pytest.raises(ValueError, match="data set is gone"):
+        with pytest.raises(ProductionError, match="data set is gone"):
             await producing
         assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+
+
+def test_waiting_for_a_producer_that_nobody_started_is_an_error_after_a_grace():
+    async def main():
+        world = World().build()
+        waiting = asyncio.create_task(world.manager.get_batch(3, 1))
+        # Somebody else fills the buffer, and then no more.
+        for index in range(2):
+            await asyncio.sleep(9)
+            await world.buffer.put(completed(index), "t")
+        with pytest.raises(ProductionError, match="produce_loop was never started.*train step 1 needs"):
+            await waiting
+        assert now() == 18 + START_GRACE_S
+        # One that starts within the grace is not missed, whenever it gets to its first group.
+        waiting = asyncio.create_task(world.manager.get_batch(3, 1))
+        await asyncio.sleep(9)
+        world.token_s = 1000
+        producing = asyncio.create_task(world.manager.produce_loop(3))
+        assert len((await waiting).rollout_states) == 3
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_an_engine_that_never_answers_a_pause_is_named_and_what_was_in_flight_is_kept():
+    async def main():
+        world = World(longest=10**5).build()
+        producing = asyncio.create_task(world.manager.produce_loop(3))
+        await asyncio.sleep(1)
+        world.engine.pause = asyncio.Event().wait
+        with pytest.raises(StallError, match=r"engine 0 \(ScriptedEngine\) was asked to pause: no answer"):
+            await world.manager.pause_produce()
+        assert world.manager.pending_task_count() == {"t": 0}
+        assert await world.buffer.count("t", Status.ABORTED) == 3
+        assert world.manager.status is ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+        started_s = now()
+        await stop(world, producing)
+        assert now() <= started_s + 1
+        await world.check_balance()
+
+    virtual_time.run(main())
+
+
+def test_a_controller_or_a_strategy_of_someone_elses_that_never_answers_is_named():
+    async def main():
+        strategy = RecordingStrategy([ProduceBatchStatus.EXPIRED_BATCH])
+        manager = AgentLoopManager(
+            task_runners=[
+                TaskRunner(task_name="t", agent_loop=None, produce_strategy=strategy, sampler=None)
+            ],
+            replay_buffer=AsyncReplayBufferConfig().build(),
+            rollout_controller=Silent(),
+        )
+        producing = asyncio.create_task(manager.produce_loop(1))
+        await asyncio.sleep(1)
+        with pytest.raises(StallError, match="Silent was asked to pause"):
+            await manager.pause_produce()
+        with pytest.raises(StallError, match="Silent was asked to go on"):
+            await manager.continue_produce(1)
+
+        async def hang(ctx):
+            await asyncio.Event().wait()
+
+        manager.rollout_controller = manager._background._controller = None
+        strategy.produce_batch = hang
+        await manager.continue_produce(1)
+        await asyncio.sleep(1)
+        with pytest.raises(StallError, match=r"tasks \['t'\] were asked to pause"):
+            await manager.pause_produce()
+        producing.cancel()
+        await asyncio.wait([producing])
+
+    virtual_time.run(main())
+
+
+class Silent:
+    """A controller that never answers."""
+
+    async def pause_generation(self):
+        await asyncio.Event().wait()
+
+    continue_generation = pause_generation
+
+
+def test_storing_that_fails_during_a_pause_is_an_error_of_production():
+    async def main():
+        world = World(longest=1000).build()
+        producing = asyncio.create_task(world.manager.produce_loop(3))
+        await asyncio.sleep(1)
+
+        async def put(*_, **__):
+            raise OSError("no space")
+
+        store, world.buffer.put = world.buffer.put, put
+        with pytest.raises(ProductionError, match="OSError: no space"):
+            await world.manager.pause_produce()
+        world.buffer.put = store
+        await world.manager.pause_produce()
+        await stop(world, producing)
 
     virtual_time.run(main())
 

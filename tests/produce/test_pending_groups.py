@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from forebay import virtual_time
-from forebay.produce.pending import Ended, PendingGroups
+from forebay.produce.budget import ProductionError
+from forebay.produce.pending import CANCEL_REPEAT_S, GIVE_UP_AFTER_S, Ended, PendingGroups
 from forebay.types import RolloutState, Status
 
 
@@ -127,6 +128,89 @@ def test_a_cancellation_from_within_fails_the_group():
     virtual_time.run(main())
 
 
+def swallowing(bench, times):
+    """An agent that goes on after being cancelled, so often."""
+
+    async def generate(group):
+        for _ in range(times):
+            try:
+                await asyncio.sleep(10**6)
+            except asyncio.CancelledError:
+                group[0].response_ids = [*group[0].response_ids, 7]
+        await asyncio.sleep(10**6)
+
+    bench.generate = generate
+
+
+def test_a_cancellation_that_is_swallowed_is_repeated_and_named(caplog):
+    async def main():
+        bench = Bench()
+        swallowing(bench, 2)
+        bench.start(1)
+        await asyncio.sleep(100)
+        await bench.pending.cancel()
+        bench.pending.raise_error()
+        assert bench.stored == [(0, Ended.INTERRUPTED)]
+        assert asyncio.get_running_loop().time() == 100 + 2 * CANCEL_REPEAT_S
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+    assert [record.getMessage() for record in caplog.records] == [
+        "not ended 5 s after it was cancelled: group 0, being generated, 105 s old",
+        "not ended 10 s after it was cancelled: group 0, being generated, 110 s old",
+    ]
+
+
+def test_who_swallows_every_cancellation_is_given_up_and_the_prompt_is_stored_once():
+    async def main():
+        bench, groups = Bench(), []
+        store = bench.store
+
+        async def remember(group, ended):
+            groups.append(group)
+            await store(group, ended)
+
+        bench.store = remember
+        swallowing(bench, 20)
+        bench.start(2)
+        await asyncio.sleep(100)
+        originals = list(bench.pending.groups)
+        await bench.pending.cancel()
+        assert asyncio.get_running_loop().time() == 100 + GIVE_UP_AFTER_S
+        assert sorted(bench.stored, key=str) == [(0, Ended.INTERRUPTED), (1, Ended.INTERRUPTED)]
+        assert len(bench.pending) == 0
+        with pytest.raises(ProductionError, match=r"swallow every cancellation.*group 0, being gen.*group 1, "):
+            bench.pending.raise_error()
+        # What is still at work has nothing to do with what was stored, and is not heard of again.
+        assert all(stored is not state for g in groups for stored in g for o in originals for state in o)
+        length = len(groups[0][0].response_ids)
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert len(left) == 2
+        for _ in range(20):
+            for task in left:
+                task.cancel()
+            await asyncio.sleep(1)
+        assert all(task.done() for task in left)
+        assert len(bench.stored) == 2
+        assert len(groups[0][0].response_ids) == length
+        bench.pending.raise_error()
+
+    virtual_time.run(main())
+
+
+def test_storing_that_hangs_is_an_error_that_names_the_group():
+    async def main():
+        bench = Bench(store_s=10**6)
+        bench.start(1)
+        await asyncio.sleep(10)
+        with pytest.raises(ProductionError, match=r"not ended 600 s after .*group 0, being stored, 610 s old"):
+            await bench.pending.cancel()
+        await asyncio.sleep(10**6)
+        assert bench.stored == [(0, Ended.RETURNED)]
+
+    virtual_time.run(main())
+
+
 def test_what_escapes_from_taking_or_storing_is_raised_once():
     async def main():
         bench = Bench()
@@ -137,8 +221,9 @@ def test_what_escapes_from_taking_or_storing_is_raised_once():
         bench.store = store
         bench.start(2)
         await bench.pending.wait(bench.pending.version)
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(ProductionError, match="OSError: no space") as caught:
             bench.pending.raise_error()
+        assert isinstance(caught.value.__cause__, OSError)
         bench.pending.raise_error()
 
     virtual_time.run(main())

@@ -283,7 +283,7 @@ async def test_a_task_that_fails_to_pause_leaves_neither_the_others_nor_the_engi
 
     bad.pause_produce, good.pause_produce = cannot_pause, note_pause
     manager.rollout_controller = engines = Engines()
-    with pytest.raises(OSError, match="full"):
+    with pytest.raises(ProductionError, match="OSError.*full"):
         await manager.produce_batch(2, 1, 0)
     assert (paused, engines.is_running) == (["b"], False)
 
@@ -449,3 +449,21 @@ def test_reward_variance_is_the_filter_it_says(scores):
     for state, score in zip(group, scores, strict=True):
         state.reward = {"score": score}
     assert has_reward_variance(group) == any(a != b for a, b in itertools.pairwise(scores))
+
+
+async def test_more_than_the_batch_is_produced_side_by_side_and_no_more_than_wanted():
+    loop = ScriptedLoop(delay=lambda index: 5)
+    ctx, most = make_context(loop, batch_size=4), []
+    generate = loop.generate_group
+
+    async def note_and_generate(states, **options):
+        most.append((loop.running + 1, len(loop.started) >= 4))
+        return await generate(states, **options)
+
+    loop.generate_group = note_and_generate
+    strategy = SyncProduceStrategyConfig(should_continue_fn=lambda done, size, **_: done < 10).build()
+    await strategy.produce_batch(ctx)
+    assert await ctx.replay_buffer.count("t", Status.COMPLETED) == 10
+    assert sorted(loop.started) == list(range(10))
+    assert max(running for running, _ in most) == 4
+    assert max(running for running, is_beyond in most if is_beyond) == 4

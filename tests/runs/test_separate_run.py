@@ -204,6 +204,10 @@ def test_a_producer_that_cannot_go_on_ends_the_run_with_its_reason(tmp_path):
         ({"in_flight_update": True}, "needs mode 'separate'"),
         ({"max_staleness": 1}, "max_staleness: only read by strategy 'async'"),
         ({"mode": "separate", "staleness_rule": "forget"}, "forget"),
+        (
+            {"mode": "separate", "enable_partial_rollout": True, "tail_batch_max_tries": 2},
+            "tail_batch_max_tries = 2 counts rollouts that start over",
+        ),
     ],
 )
 def test_settings_that_nothing_would_read_are_errors(tmp_path, produce, message):

@@ -243,7 +243,10 @@ class RolloutController:
 
     async def _generate(self, engine: Engine, state: RolloutState, request: GenerateRequest) -> Completion:
         # Those without an id have a request id that is theirs alone.
-        name, call = request.request_id if state.rollout_id is None else state.rollout_id, _Call(engine, request)
+        name, call = (
+            request.request_id if state.rollout_id is None else state.rollout_id,
+            _Call(engine, request),
+        )
         self._at_engine[name] = call
         try:
             completion = await engine.generate(request)

@@ -35,6 +35,7 @@ from forebay.produce.staleness import (
     find_staleness_rule,
 )
 from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy, ProduceStrategyConfig, woken_by
+from forebay.stalls import StallError, answered
 from forebay.types import (
     Status,
     calculate_seq_staleness,
@@ -338,8 +339,9 @@ class AsyncProduceStrategy(ProduceStrategy):
             stops.append(self.rollout_controller.pause_generation)
         for stop in stops:
             try:
-                async with asyncio.timeout(PAUSE_REPEAT_S):
-                    await stop()
+                await answered(stop(), f"{stop.__qualname__}", PAUSE_REPEAT_S)
+            except StallError as error:
+                logger.warning("task %s: asked to stop: %s", ctx.task_name, error)
             # Agents are user code and engines are remote: whatever they raise, the rest has to stop too.
             except Exception:
                 logger.exception("task %s: asking to stop failed", ctx.task_name)

@@ -28,6 +28,7 @@ from forebay.produce.progress import ProduceProgress
 from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy
 from forebay.produce.tasks import TaskRunner
 from forebay.replay.changes import Changes
+from forebay.stalls import ANSWER_LIMIT_S, answered
 
 STATUS_PRECEDENCE = (ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT, ProduceBatchStatus.EXPIRED_BATCH)
 
@@ -50,6 +51,30 @@ class Generation(Protocol):
     async def continue_generation(self) -> None:
         """Take requests again."""
         ...
+
+
+CONTROLLER_LIMIT_S = 1.5 * ANSWER_LIMIT_S
+"""Longer than for one engine, so that a controller can say first which engine it is."""
+
+
+async def pause_generation(controller: Generation) -> None:
+    """Have `controller` pause.
+
+    Raises:
+        StallError: it does not answer.
+    """
+    what = f"{type(controller).__name__} was asked to pause"
+    await answered(controller.pause_generation(), what, CONTROLLER_LIMIT_S)
+
+
+async def continue_generation(controller: Generation) -> None:
+    """Have `controller` go on.
+
+    Raises:
+        StallError: it does not answer.
+    """
+    what = f"{type(controller).__name__} was asked to go on"
+    await answered(controller.continue_generation(), what, CONTROLLER_LIMIT_S)
 
 
 def worst_status(statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
@@ -90,11 +115,21 @@ async def collect_tasks(
 
 
 def pause_seconds(results: Mapping[str, float | BaseException]) -> dict[str, float]:
-    """The seconds of `collect_tasks` by task; raises the first of what was raised."""
+    """The seconds of `collect_tasks` by task.
+
+    Raises:
+        ProductionError: a task could not be paused; the first of them.
+    """
     seconds: dict[str, float] = {}
     for name, result in results.items():
-        if isinstance(result, BaseException):
+        if isinstance(result, ProductionError) or (
+            isinstance(result, BaseException) and not isinstance(result, Exception)
+        ):
             raise result
+        if isinstance(result, Exception):
+            raise ProductionError(
+                f"task {name!r} could not be paused: {type(result).__name__}: {result}"
+            ) from result
         seconds[name] = result
     return seconds
 
@@ -149,6 +184,11 @@ class BackgroundProducer:
         if self.is_waiting_for_weights:
             return ProduceBatchStatus.EXPIRED_BATCH
         return ProduceBatchStatus.NORMAL
+
+    @property
+    def was_started(self) -> bool:
+        """Whether `run` was ever called."""
+        return self.is_running or self.has_ended
 
     @property
     def is_in_round(self) -> bool:
@@ -257,17 +297,26 @@ class BackgroundProducer:
         return status
 
     async def pause(self) -> dict[str, float]:
-        """Stop, and have everything in flight stored; the seconds it took each task."""
+        """Stop, and have everything in flight stored; the seconds it took each task.
+
+        Raises:
+            StallError: a strategy or the controller does not answer; what was in flight is stored.
+            ProductionError: groups could not be stored, or their agents did not stop.
+        """
         async with self._switching:
             self._stop_starting()
             step = self._progress.producer_future_step
             contexts = {name: self._make_context(runner, 0, step) for name, runner in self._runners.items()}
             results = await collect_tasks(self._runners, contexts)
-            while self.is_in_round:
-                await self.changes.wait(self.changes.version)
+            if self.is_in_round:
+                await answered(self._end_of_round(), f"tasks {list(self._contexts)} were asked to pause")
             if self._controller is not None:
-                await self._controller.pause_generation()
+                await pause_generation(self._controller)
         return pause_seconds(results)
+
+    async def _end_of_round(self) -> None:
+        while self.is_in_round:
+            await self.changes.wait(self.changes.version)
 
     async def _end(self) -> None:
         """Store what is in flight, without much ado."""
@@ -276,9 +325,11 @@ class BackgroundProducer:
             async with asyncio.timeout(END_GRACE_S):
                 await self.pause()
         except TimeoutError:
-            for runner in self._runners.values():
-                if isinstance(runner.produce_strategy, ProduceStrategy):
-                    await runner.produce_strategy.cut_short()
+            strategies = [runner.produce_strategy for runner in self._runners.values()]
+            ending = [s.cut_short() for s in strategies if isinstance(s, ProduceStrategy)]
+            for error in await asyncio.gather(*ending, return_exceptions=True):
+                if error is not None:
+                    raise error from None
 
     def _stop_starting(self) -> None:
         self.is_paused = True
@@ -286,13 +337,17 @@ class BackgroundProducer:
         self._commands.note()
 
     async def resume(self, model_step: int) -> None:
-        """Go on, with the weights of `model_step`; without a pause before, what is in flight goes on too."""
+        """Go on, with the weights of `model_step`; without a pause before, what is in flight goes on too.
+
+        Raises:
+            StallError: the controller does not answer.
+        """
         async with self._switching:
             self.model_step = model_step
             for ctx in self._contexts.values():
                 ctx.model_step = model_step
             if self._controller is not None:
-                await self._controller.continue_generation()
+                await continue_generation(self._controller)
             self.is_paused = False
             if not self.is_shut_down:
                 self.update_event.clear()

@@ -4,8 +4,10 @@
 
     every put, every change of the producer's state --> whole?  yes --> take it
                                                           |  no, and the producer ...
-           works, or is paused, or was never started <----+--> has ended --> ProductionError
-           (wait on)                                      +--> has weights that are too old
+           works, or is paused  (wait on) <---------------+--> has ended --> ProductionError
+                                                          +--> was never started, and nobody else puts
+                                                          |    groups, for a while: ProductionError
+                                                          +--> has weights that are too old
                                                                newer ones exist: synchronise
                                                                none do: ProductionError
 
@@ -15,6 +17,7 @@ It takes nothing and starts nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from forebay.produce.background import BackgroundProducer, ProductionStopped
@@ -25,6 +28,9 @@ from forebay.produce.waiting import relayed
 from forebay.replay import ReplayBuffer
 from forebay.types import Status
 
+START_GRACE_S = 10.0
+"""For a producer whose task is about to start, or for whoever fills the buffer in its place."""
+
 Describe = Callable[[Mapping[str, int], int], Awaitable[str]]
 """Words for every counter, given the shares and the train step."""
 
@@ -33,7 +39,7 @@ class BatchWait:
     """Waits for batches.
 
     Invariant: a wait ends with the put that completes the batch, and no state in which nobody can complete it
-    goes unnoticed while a producer runs.
+    goes unnoticed.
 
     >>> ready = await BatchWait(runners, buffer, producer, describe).until_ready({"math": 16}, train_step=3)
     """
@@ -53,7 +59,8 @@ class BatchWait:
     async def until_ready(self, sizes: Mapping[str, int], train_step: int) -> bool:
         """True once the buffer has the batch; False if only newer weights, which exist, can help.
 
-        waits for: puts, and the producer's state; woken by: both; produces: nothing.
+        waits for: puts, and the producer's state; woken by: both, and a timer where no producer runs;
+        produces: nothing.
 
         Raises:
             ProductionError: there will be no batch.
@@ -79,7 +86,21 @@ class BatchWait:
                     elif producer.is_waiting_for_weights and not self._may_still_come(lacking):
                         await self._require_newer_weights(sizes, train_step)
                         return False
-                    await news.wait()
+                    await self._wait_for(news, sizes, train_step)
+
+    async def _wait_for(self, news: asyncio.Event, sizes: Mapping[str, int], train_step: int) -> None:
+        if self._producer.was_started:
+            await news.wait()
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_GRACE_S):
+                await news.wait()
+        if not news.is_set() and not self._producer.was_started:
+            counters = await self._describe(sizes, train_step)
+            raise ProductionError(
+                f"produce_loop was never started, and nothing else has changed the buffer for "
+                f"{START_GRACE_S:g} s; start it as a task before get_batch: {counters}"
+            )
 
     def _may_still_come(self, lacking: Sequence[str]) -> bool:
         """Whether what is in flight can complete the batch: where nothing expires, old groups count."""

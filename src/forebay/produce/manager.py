@@ -33,6 +33,8 @@ from forebay.produce.background import (
     BackgroundProducer,
     Generation,
     collect_tasks,
+    continue_generation,
+    pause_generation,
     pause_seconds,
     produce_tasks,
     worst_status,
@@ -188,7 +190,7 @@ class AgentLoopManager:
             if size > 0
         }
         if self.rollout_controller is not None:
-            await self.rollout_controller.continue_generation()
+            await continue_generation(self.rollout_controller)
         try:
             async with self._watched():
                 statuses = await produce_tasks(self._runners, contexts)
@@ -196,7 +198,7 @@ class AgentLoopManager:
             update_event.set()
             results = await collect_tasks(self._runners, contexts)
             if self.rollout_controller is not None:
-                await self.rollout_controller.pause_generation()
+                await pause_generation(self.rollout_controller)
         return statuses, pause_seconds(results)
 
     # -- Separate

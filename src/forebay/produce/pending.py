@@ -9,8 +9,8 @@
                              again and again, then given up: its prompt is stored, its task is left alone
 
 Every group's own task stores it, so a caller that is cancelled loses nothing, nobody can store a group twice,
-and a finished group costs the same however many others are in flight. Only of a group that is given up a copy
-is stored, by the caller; what its task makes of the original is nobody's any more.
+and a finished group costs the same however many others are in flight. Of a group that is given up a copy is
+stored, by a new task; what the old one makes of the original is nobody's any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import contextlib
 import enum
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from forebay.activity import loop_time
 from forebay.produce.budget import ProductionError
@@ -87,7 +87,7 @@ class _Work:
 
 
 class PendingGroups:
-    """In-flight groups of one task; each is stored exactly once, by its own task or when it is given up.
+    """In-flight groups of one task; each is stored exactly once, by its own task.
 
     Invariant: a group that was taken is in here until it is stored.
 
@@ -161,9 +161,10 @@ class PendingGroups:
     async def cancel(self) -> None:
         """Cut every generation short and wait until all groups are stored.
 
+        Of generations that swallow every cancellation the prompts are stored, and `raise_error` names them.
+
         Raises:
-            ProductionError: generations swallowed every cancellation, or groups could not be taken or stored
-                in time; it names them. The prompts of those generations are stored.
+            ProductionError: groups could not be taken or stored in time; it names them.
         """
         started_s = loop_time()
         while self._works:
@@ -176,7 +177,7 @@ class PendingGroups:
             logger.warning("not ended %.0f s after it was cancelled: %s", waited_s, names)
             deaf = [work for work in self._works if work.is_generating]
             if deaf and waited_s >= GIVE_UP_AFTER_S:
-                await self._give_up(deaf)
+                self._give_up(deaf)
             elif waited_s >= STORE_LIMIT_S:
                 raise ProductionError(f"not ended {waited_s:.0f} s after it was cancelled: {names}")
 
@@ -187,9 +188,14 @@ class PendingGroups:
                     await self._changes.wait(self._changes.version)
         return not self._works
 
-    async def _give_up(self, deaf: Sequence[_Work]) -> None:
+    def _give_up(self, deaf: Sequence[_Work]) -> None:
         """Store the prompts of these groups, and leave their tasks to themselves."""
-        names = "; ".join(map(str, deaf))
+        error = ProductionError(
+            f"agents or judges swallow every cancellation and were given up after {GIVE_UP_AFTER_S:g} s; "
+            f"a coroutine must let asyncio.CancelledError pass: {'; '.join(map(str, deaf))}"
+        )
+        logger.error("%s", error)
+        self._error = self._error or error
         for work in deaf:
             assert work.group is not None
             assert work.task is not None
@@ -197,24 +203,16 @@ class PendingGroups:
             self._given_up.add(work.task)
             work.task.add_done_callback(self._given_up.discard)
             # A copy: the task may write into the original whenever it likes.
-            await work.store(list(copy_group(StoredGroup(work.group))), Ended.INTERRUPTED)
-            self._works.pop(work, None)
-            self._changes.note()
-        self._error = self._error or ProductionError(
-            f"agents or judges swallow every cancellation and were given up after {GIVE_UP_AFTER_S:g} s; a "
-            f"coroutine must let asyncio.CancelledError pass: {names}"
-        )
+            group = list(copy_group(StoredGroup(work.group)))
+            heir = replace(work, group=group, is_generating=False, ended=Ended.INTERRUPTED, is_given_up=False)
+            del self._works[work]
+            self._works[heir] = None
+            heir.task = asyncio.create_task(self._run(heir))
 
     async def _run(self, work: _Work) -> None:
         try:
-            if work.is_stopped() or work.ended is not Ended.RETURNED:
-                return
-            group = work.group = await work.take()
-            if work.is_stopped() or work.ended is not Ended.RETURNED:
-                work.ended = Ended.NOT_STARTED
-            else:
-                group = await self._generate(work, group)
-            if not work.is_given_up:
+            group = await self._make(work) if work.group is None else work.group
+            if group is not None and not work.is_given_up:
                 await work.store(group, work.ended)
         # Not only errors: whatever ends this task early has to be seen by who waits for the group.
         except BaseException as error:
@@ -225,6 +223,16 @@ class PendingGroups:
         finally:
             self._works.pop(work, None)
             self._changes.note()
+
+    async def _make(self, work: _Work) -> Group | None:
+        """The group, generated if nothing stopped it before; None if it was not even taken."""
+        if work.is_stopped() or work.ended is not Ended.RETURNED:
+            return None
+        group = work.group = await work.take()
+        if work.is_stopped() or work.ended is not Ended.RETURNED:
+            work.ended = Ended.NOT_STARTED
+            return group
+        return await self._generate(work, group)
 
     async def _generate(self, work: _Work, group: Group) -> Group:
         loop = asyncio.get_running_loop()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -146,7 +147,7 @@ class SyncProduceStrategy(ProduceStrategy):
         """
         if ctx.should_abort():
             return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-        batch = _SyncBatch(ctx, self._pending)
+        batch = _SyncBatch(ctx, self._pending, self.should_continue_fn)
         batch.completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
         try:
             async with woken_by(ctx.update_event, self._pending):
@@ -173,9 +174,12 @@ class SyncProduceStrategy(ProduceStrategy):
 class _SyncBatch:
     """The groups of one call."""
 
-    def __init__(self, ctx: ProduceContext, pending: PendingGroups) -> None:
+    def __init__(
+        self, ctx: ProduceContext, pending: PendingGroups, should_continue_fn: ShouldContinueFn
+    ) -> None:
         self.ctx = ctx
         self.pending = pending
+        self.should_continue_fn = should_continue_fn
         self.completed = 0
         self.budget = ProductionBudget()
 
@@ -184,13 +188,23 @@ class _SyncBatch:
         ctx = self.ctx
         self.pending.raise_error()
         self.budget.check(ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size)
-        while len(self.pending) < max(1, ctx.task_batch_size - self.completed):
+        for _ in range(self._num_missing() - len(self.pending)):
             self.pending.start(
                 partial(ctx.sample_group, from_expired_pool=False),
                 ctx.generate_group,
                 self.store,
                 is_stopped=ctx.should_abort,
             )
+
+    def _num_missing(self) -> int:
+        size = self.ctx.task_batch_size
+        if self.completed < size:
+            return size - self.completed
+        # `should_continue_fn` wants more than the batch. How many more, it alone knows.
+        more = itertools.takewhile(
+            lambda count: self.should_continue_fn(self.completed + count, size), range(1, size)
+        )
+        return 1 + sum(1 for _ in more)
 
     async def store(self, group: Group, ended: Ended) -> None:
         """Count and store one group."""

@@ -305,6 +305,7 @@ def _watch(config: RunConfig, activities: Activities, controller: RolloutControl
         warn_after_s=_warn_after_s(config),
         fail_after_s=config.produce.stall_after_s,
         describe=controller.describe,
+        progress=controller.count_tokens_made,
     )
 
 

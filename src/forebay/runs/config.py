@@ -60,7 +60,7 @@ class ProduceConfig(StrictModel):
     tail_batch_trigger_size: int = Field(default=0, ge=0)
     """So many expired groups are generated again in a round of their own; 0: never."""
     tail_batch_max_tries: int = Field(default=0, ge=0)
-    """Interruptions after which a group joins the tail batch; 0: it never does."""
+    """Interruptions without partial rollout after which a group joins the tail batch; 0: it never does."""
     max_retries: int = Field(default=1, ge=0)
     """How often the failed rollouts of a group are generated again before the group is dropped."""
     in_flight_update: bool = False
@@ -87,6 +87,11 @@ class ProduceConfig(StrictModel):
         if unread and not self.is_async:
             raise ConfigError(
                 f"{', '.join(unread)}: only read by strategy 'async'; set it, or leave them out"
+            )
+        if self.enable_partial_rollout and self.tail_batch_max_tries:
+            raise ConfigError(
+                f"tail_batch_max_tries = {self.tail_batch_max_tries} counts rollouts that start over, and "
+                f"with enable_partial_rollout they go on instead: leave one of the two out"
             )
         return self
 

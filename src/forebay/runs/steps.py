@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import json
 import math
+import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
@@ -254,7 +255,11 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
 
 
 def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:
-    with (run.folder / "rollouts.jsonl").open("a", encoding="utf-8") as file:
+    with (run.folder / "rollouts.jsonl").open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            # A killed run may have left half a line; the next one must not be glued to it.
+            file.write(b"" if file.read(1) == b"\n" else b"\n")
         for state in [state for group in groups for state in group][:ROLLOUTS_PER_RECORD]:
             record = {
                 "train_step": train_step,
@@ -265,7 +270,7 @@ def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]
                 "finish_reason": state.finish_reason,
                 "staleness": state.seq_staleness,
             }
-            file.write(json.dumps(record, default=str) + "\n")
+            file.write(json.dumps(record, default=str).encode() + b"\n")
 
 
 def is_due(step: int, every: int) -> bool:

@@ -1,6 +1,6 @@
 """What production itself costs per finished group, with few and with many groups in flight.
 
-    python benchmarks/production_overhead.py [--finished 4000] [--repeats 5] [--members 8] [--burst 16]
+    python benchmarks/production_overhead.py [--finished 4000] [--repeats 5] [--members 8] [--burst 16] [--write]
 
 Scripted agents answer at once, a burst at a time: as soon as one burst of groups is stored, the next may
 finish. With ``--burst 1`` every group wakes the strategy by itself, the most expensive case. The same work
@@ -10,7 +10,8 @@ The garbage collector is off: its passes go over what the buffer holds, whoever 
     total     CPU time per finished group in a run of `AsyncProduceStrategy.produce_batch`
     beyond    total less prompt, agent and put: sampling, counting, deciding, tasks, wake-ups, ledger
 
-Prints both for 100 and 10,000 groups in flight and their ratio; exits with 1 if a target is missed.
+Prints both for 100 and 10,000 groups in flight and their ratio; with ``--write`` they go into
+benchmarks/results/production.md. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import json
 import statistics
 import time
 from collections import deque
+
+from production_report import write_section
 
 from forebay.ledger import Ledger
 from forebay.produce import AsyncProduceStrategyConfig, ProduceContext, ProduceProgress, Prompt, Sampler
@@ -135,6 +138,7 @@ def main() -> None:
     parser.add_argument("--burst", type=int, default=16, help="groups that finish together")
     parser.add_argument("--few", type=int, default=100)
     parser.add_argument("--many", type=int, default=10_000)
+    parser.add_argument("--write", action="store_true", help="into benchmarks/results/production.md")
     options = parser.parse_args()
     gc.disable()
     few, many, without = [], [], []
@@ -157,8 +161,33 @@ def main() -> None:
         "ratio_beyond": (many_s - base) / (few_s - base),
     }
     print(json.dumps({name: round(value, 3) for name, value in report.items()}, indent=2))
+    if options.write:
+        write_results(options, report)
     if report["ratio_total"] > MAX_RATIO or report[f"beyond_us_{options.many}"] > MAX_BEYOND_US:
         raise SystemExit(1)
+
+
+def write_results(options, report) -> None:
+    """The section of the results page."""
+    few, many = options.few, options.many
+    lines = [
+        f"CPU time per finished group of {options.members} rollouts, median of {options.repeats} runs of "
+        f"{options.finished} groups,",
+        f"bursts of {options.burst}. Beyond: total less making the group, the agent and the put, measured beside.",
+        "",
+        f"| | target | {few} in flight | {many} in flight |",
+        "|---|---|---|---|",
+        f"| total | | {report[f'total_us_{few}']:.0f} us | {report[f'total_us_{many}']:.0f} us |",
+        f"| beyond | <= {MAX_BEYOND_US:g} us | {report[f'beyond_us_{few}']:.0f} us "
+        f"| {report[f'beyond_us_{many}']:.0f} us |",
+        f"| total, over {few} in flight | <= {MAX_RATIO:g} x | 1 | {report['ratio_total']:.2f} x |",
+    ]
+    command = (
+        f"python benchmarks/production_overhead.py --finished {options.finished} --repeats {options.repeats} "
+        f"--burst {options.burst} --write"
+    )
+    heading = f"Overhead per finished group, bursts of {options.burst}"
+    write_section(heading, command, lines)
 
 
 if __name__ == "__main__":

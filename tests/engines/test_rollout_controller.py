@@ -184,7 +184,7 @@ def test_an_engine_that_does_not_answer_is_named_and_keeps_nobody_waiting(caplog
         silent.pause = silent.load_weights = silent.close = hang
         with pytest.raises(StallError, match=r"engine 1 \(ScriptedEngine\) was asked to pause: no answer"):
             await controller.pause_generation()
-        with pytest.raises(StallError, match="engine 1 .* was asked to load the weights of step 3"):
+        with pytest.raises(StallError, match=r"engine 1 .* was asked to load the weights of step 3"):
             await controller.update_weights([], 3)
         assert other.model_step == 3
         await controller.close()

@@ -409,7 +409,7 @@ def test_waiting_for_a_producer_that_nobody_started_is_an_error_after_a_grace():
         for index in range(2):
             await asyncio.sleep(9)
             await world.buffer.put(completed(index), "t")
-        with pytest.raises(ProductionError, match="produce_loop was never started.*train step 1 needs"):
+        with pytest.raises(ProductionError, match=r"produce_loop was never started.*train step 1 needs"):
             await waiting
         assert now() == 18 + START_GRACE_S
         # One that starts within the grace is not missed, whenever it gets to its first group.

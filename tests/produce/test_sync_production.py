@@ -283,7 +283,7 @@ async def test_a_task_that_fails_to_pause_leaves_neither_the_others_nor_the_engi
 
     bad.pause_produce, good.pause_produce = cannot_pause, note_pause
     manager.rollout_controller = engines = Engines()
-    with pytest.raises(ProductionError, match="OSError.*full"):
+    with pytest.raises(ProductionError, match=r"OSError.*full"):
         await manager.produce_batch(2, 1, 0)
     assert (paused, engines.is_running) == (["b"], False)
 

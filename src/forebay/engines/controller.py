@@ -217,11 +217,15 @@ class RolloutController:
         self, what: str, ask: Callable[[Engine], Awaitable[T]], limit_s: float = ANSWER_LIMIT_S
     ) -> list[T]:
         """What every engine answers; the error of the first that gives none, once all others have."""
-        asked = [
-            answered(ask(engine), f"engine {i} ({type(engine).__name__}) was asked to {what}", limit_s)
-            for i, engine in enumerate(self.engines)
-        ]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+
+        async def asked(number: int, engine: Engine) -> T:
+            # Called only here: cancelled before it has begun, nothing is left that was never awaited.
+            who = f"engine {number} ({type(engine).__name__})"
+            return await answered(ask(engine), f"{who} was asked to {what}", limit_s)
+
+        answers = await asyncio.gather(
+            *(asked(number, engine) for number, engine in enumerate(self.engines)), return_exceptions=True
+        )
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer

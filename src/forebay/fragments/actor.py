@@ -112,7 +112,7 @@ class ReplayBufferActor:
         self._writers = Turns()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._closed: BufferClosed | None = None
+        self._closed: str | None = None
         self._reported_at = self._state.meta.tallies.added
         self._reported_s = 0.0
 
@@ -259,7 +259,7 @@ class ReplayBufferActor:
 
     async def close(self) -> None:
         """End all waits with `BufferClosed` and finish deleting; what is held stays in the folder."""
-        self._end(BufferClosed("the buffer was closed"))
+        self._end("the buffer was closed")
         await self._collector.drained()
 
     # Around every change.
@@ -274,7 +274,7 @@ class ReplayBufferActor:
     def _refresh(self) -> None:
         """Do what time has brought; called by the timer, and before every change."""
         if self._closed is not None:
-            raise self._closed
+            raise BufferClosed(self._closed)
         self._follow_clock()
         self._state.advance(self._now_s())
         if self._state.changes:
@@ -287,7 +287,7 @@ class ReplayBufferActor:
         try:
             self._index.commit(state.changes, state.meta)
         except BufferClosed as reason:
-            self._end(reason)
+            self._end(str(reason))
             raise
         state.changes.clear()
         free, state.free = state.free, []
@@ -306,7 +306,7 @@ class ReplayBufferActor:
     def _is_named(self, fragment_id: str) -> bool:
         return fragment_id in self._state.references or fragment_id in self._arriving
 
-    def _end(self, reason: BufferClosed) -> None:
+    def _end(self, reason: str) -> None:
         self._closed = self._closed or reason
         if self._timer is not None:
             self._timer.cancel()
@@ -351,7 +351,7 @@ class ReplayBufferActor:
         try:
             self._refresh()
         except BufferClosed as reason:
-            logger.warning("fragment buffer: %s", reason)
+            logger.warning("fragment buffer: %s", str(reason))
 
     # Metrics.
 

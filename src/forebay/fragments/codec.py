@@ -34,6 +34,8 @@ ALIGNMENT = 16
 """Bytes. The map gives a large payload 16-byte aligned memory, and no dtype needs more."""
 COMPRESSIONS = (None, "lz4", "zstd")
 """A payload names its compression by the position here, so entries are only added."""
+SMALL_BYTES = 4096
+_PADDING = bytes(ALIGNMENT)
 _HEADER = struct.Struct("<8sIB3xQ")
 _FIELDS = tuple(field.name for field in fields(SampleFragment))
 
@@ -132,10 +134,16 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
 def _body(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
     parts: list[Any] = []
     for array in arrays:
-        parts.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        if padding := _aligned(array.nbytes) - array.nbytes:
-            parts.append(bytes(padding))
+        num_bytes = array.nbytes
+        # A copy of a few bytes is cheaper than a view of them.
+        parts.append(array.tobytes() if num_bytes < SMALL_BYTES else _flat_bytes(array))
+        if rest := num_bytes % ALIGNMENT:
+            parts.append(_PADDING[rest:])
     return parts
+
+
+def _flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _split(value: Any, where: str, arrays: list[np.ndarray[Any, Any]], values: list[Any]) -> tuple[Any, ...]:
@@ -171,11 +179,18 @@ def _split_foreign(value: Any, where: str, arrays: list[np.ndarray[Any, Any]]) -
 
 
 def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
-    if dtype.hasobject or np.dtype(dtype.str) != dtype:
+    text = _raw_dtype_text(dtype)
+    if text is None:
         raise ValueError(
             f"{where} has the dtype {dtype}, which raw bytes cannot hold; use a plain number type"
         )
-    return dtype.str
+    return text
+
+
+@lru_cache(maxsize=256)
+def _raw_dtype_text(dtype: np.dtype[Any]) -> str | None:
+    """None: values of `dtype` are more than their bytes, or its text does not say all of it."""
+    return None if dtype.hasobject or np.dtype(dtype.str) != dtype else dtype.str
 
 
 def schema_id_of(payload: Any) -> bytes:

@@ -40,7 +40,7 @@ class Turns:
         """`on_wait` is called when someone has got in line: others may go on because of it."""
         self._line: deque[_Waiter] = deque()
         self._on_wait = on_wait
-        self._closed: BufferClosed | None = None
+        self._closed: str | None = None
 
     def __len__(self) -> int:
         return len(self._line)
@@ -60,7 +60,7 @@ class Turns:
             BufferClosed: there will be no turn.
         """
         if self._closed is not None:
-            raise self._closed
+            raise BufferClosed(self._closed)
         if not self._line and ready():
             return
         loop = asyncio.get_running_loop()
@@ -84,9 +84,9 @@ class Turns:
         if self._line and not self._line[0].woken.done() and self._line[0].ready():
             self._line[0].woken.set_result(None)
 
-    def close(self, reason: BufferClosed) -> None:
-        """End all waits with `reason`, now and later."""
+    def close(self, reason: str) -> None:
+        """End all waits with a `BufferClosed` that says `reason`, now and later."""
         self._closed = reason
         for waiter in self._line:
             if not waiter.woken.done():
-                waiter.woken.set_exception(reason)
+                waiter.woken.set_exception(BufferClosed(reason))

@@ -237,7 +237,9 @@ class Ledger:
         return self._tasks[task_name].place_of(group_id) if task_name in self._tasks else None
 
     def _enter(self, event: Mapping[str, Any]) -> None:
-        lives = self._tasks.setdefault(event["task"], Lives())
+        lives = self._tasks.get(event["task"])
+        if lives is None:
+            lives = self._tasks[event["task"]] = Lives()
         self._repeated[event["task"]] += lives.enter(
             event["group"],
             event["event"],

@@ -334,14 +334,14 @@ class AsyncProduceStrategy(ProduceStrategy):
 
     async def _ask_to_stop(self, ctx: ProduceContext) -> None:
         """Ask whoever generates; who does not answer is asked again, or overruled by the time-out."""
-        stops: list[Callable[[], Awaitable[Any]]] = [ctx.agent_loop.pause]
+        asked: list[tuple[object, Callable[[], Awaitable[Any]]]] = [(ctx.agent_loop, ctx.agent_loop.pause)]
         if self.rollout_controller is not None:
-            stops.append(self.rollout_controller.pause_generation)
-        for stop in stops:
+            asked.append((self.rollout_controller, self.rollout_controller.pause_generation))
+        for who, stop in asked:
             try:
-                await answered(stop(), f"{stop.__qualname__}", PAUSE_REPEAT_S)
+                await answered(stop(), f"{type(who).__name__} was asked to stop", PAUSE_REPEAT_S)
             except StallError as error:
-                logger.warning("task %s: asked to stop: %s", ctx.task_name, error)
+                logger.warning("task %s: %s", ctx.task_name, error)
             # Agents are user code and engines are remote: whatever they raise, the rest has to stop too.
             except Exception:
                 logger.exception("task %s: asking to stop failed", ctx.task_name)

@@ -31,7 +31,7 @@ _FORMAT = "forebay-sampler/1"
 
 
 class GroupSource(Protocol):
-    """What the sampler needs of a replay buffer."""
+    """What the sampler needs of a replay buffer; one with a `version`, as a buffer has, is asked less often."""
 
     async def get(self, batch_size: int, task_name: str, group_status: Status, /) -> list[list[RolloutState]]:
         """Remove and return up to `batch_size` groups of this task and status."""
@@ -85,6 +85,8 @@ class Sampler:
         self.shuffle = shuffle
         self.sample_params = sample_params
         self.already_has = already_has
+        self._empty_at: dict[Status, int] = {}
+        """The version of the buffer at which it held no group of that status."""
         self._epoch: int
         self._position: int
         self._start_epoch(0)
@@ -119,10 +121,16 @@ class Sampler:
             raise ValueError(f"this sampler serves task {self.task_name!r}, not {task_name!r}")
         statuses = [group_status] if isinstance(group_status, Status) else group_status or []
         for status in statuses:
+            version: int | None = getattr(self.replay_buffer, "version", None)
+            # Many groups are started between two changes of the buffer, and to find nothing is not cheap.
+            if version is not None and self._empty_at.get(status) == version:
+                continue
             for group in await self.replay_buffer.get(1, task_name, status):
                 if status is not Status.ABORTED:
                     _start_over(group)
                 return group
+            if version is not None:
+                self._empty_at[status] = version
         return self._next_group()
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What production itself costs per finished group, with few and with many groups in flight.
 
-    python benchmarks/production_overhead.py [--finished 4000] [--repeats 5] [--members 8] [--burst 16] [--write]
+    python benchmarks/production_overhead.py [--finished 4000] [--repeats 5] [--members 8] [--burst 16]
+        [--write]
 
 Scripted agents answer at once, a burst at a time: as soon as one burst of groups is stored, the next may
 finish. With ``--burst 1`` every group wakes the strategy by itself, the most expensive case. The same work
@@ -173,7 +174,7 @@ def write_results(options, report) -> None:
     lines = [
         f"CPU time per finished group of {options.members} rollouts, median of {options.repeats} runs of "
         f"{options.finished} groups,",
-        f"bursts of {options.burst}. Beyond: total less making the group, the agent and the put, measured beside.",
+        f"bursts of {options.burst}. Beyond: total less group, agent and put, measured beside.",
         "",
         f"| | target | {few} in flight | {many} in flight |",
         "|---|---|---|---|",

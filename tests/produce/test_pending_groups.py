@@ -179,9 +179,7 @@ def test_who_swallows_every_cancellation_is_given_up_and_the_prompt_is_stored_on
         assert asyncio.get_running_loop().time() == 100 + GIVE_UP_AFTER_S
         assert sorted(bench.stored, key=str) == [(0, Ended.INTERRUPTED), (1, Ended.INTERRUPTED)]
         assert len(bench.pending) == 0
-        with pytest.raises(
-            ProductionError, match=r"swallow every cancellation.*group 0, .*group 1, "
-        ):
+        with pytest.raises(ProductionError, match=r"swallow every cancellation.*group 0, .*group 1, "):
             bench.pending.raise_error()
         # What is still at work has nothing to do with what was stored, and is not heard of again.
         assert all(stored is not state for g in groups for stored in g for o in originals for state in o)
@@ -205,9 +203,7 @@ def test_storing_that_hangs_is_an_error_that_names_the_group():
         bench = Bench(store_s=10**6)
         bench.start(1)
         await asyncio.sleep(10)
-        with pytest.raises(
-            ProductionError, match=r"not ended 600 s .*group 0, being stored, 610 s old"
-        ):
+        with pytest.raises(ProductionError, match=r"not ended 600 s .*group 0, being stored, 610 s old"):
             await bench.pending.cancel()
         await asyncio.sleep(10**6)
         assert bench.stored == [(0, Ended.RETURNED)]

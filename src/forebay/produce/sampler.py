@@ -31,7 +31,7 @@ _FORMAT = "forebay-sampler/1"
 
 
 class GroupSource(Protocol):
-    """What the sampler needs of a replay buffer; one with a `version`, as a buffer has, is asked less often."""
+    """What the sampler needs of a replay buffer; one that has a `version` is asked less often."""
 
     async def get(self, batch_size: int, task_name: str, group_status: Status, /) -> list[list[RolloutState]]:
         """Remove and return up to `batch_size` groups of this task and status."""

@@ -41,13 +41,15 @@ class GatedLoop:
 
     def __init__(self):
         self.gates = deque()
+        self.model_step = 0
+        """The label of the tokens."""
 
     async def generate_group(self, states, *, enable_partial_rollout=False):
         gate = asyncio.get_running_loop().create_future()
         self.gates.append(gate)
         await gate
         for state in states:
-            state.append(RESPONSE, logprobs=[-1.0] * len(RESPONSE), model_step=0)
+            state.append(RESPONSE, logprobs=[-1.0] * len(RESPONSE), model_step=self.model_step)
             state.finish_reason, state.status, state.reward = "stop", Status.COMPLETED, {"score": 1.0}
         return states
 

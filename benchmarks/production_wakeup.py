@@ -79,6 +79,7 @@ async def measure(batches, groups, members):
         times.append((watch.woken_s - watch.stored_s, returned_s - watch.stored_s))
         await buffer.commit(step)
         await manager.pause_produce()
+        loop.model_step = step
         await manager.continue_produce(step)
     await manager.shutdown()
     await producing

@@ -60,6 +60,36 @@ def stored_group(status: Status, name: str) -> list[RolloutState]:
     return group
 
 
+class CountedShelf(Shelf):
+    """A buffer that says how often it changed."""
+
+    version = 0
+
+
+async def test_a_buffer_that_has_not_changed_is_not_asked_again_and_a_change_is_never_missed() -> None:
+    shelf = CountedShelf()
+    sampler = Sampler(make_prompts(9), shelf, task_name=TASK, prompt_repeat_k=2, shuffle=False)
+    statuses = [Status.EXPIRED, Status.ABORTED]
+    for _ in range(3):
+        await sampler.sample(TASK, statuses)
+    assert shelf.asked == statuses
+    shelf.groups, shelf.version = [stored_group(Status.ABORTED, name) for name in "ab"], 1
+    names = [(await sampler.sample(TASK, statuses))[0].group_id for _ in range(2)]
+    assert names == ["a", "b"]
+    # A change while it is asked counts as one after it.
+    shelf.version, get = 2, shelf.get
+
+    async def get_and_change(batch_size, task_name, group_status, /):
+        found = await get(batch_size, task_name, group_status)
+        shelf.groups, shelf.version = [stored_group(Status.EXPIRED, "c")], 3
+        return found
+
+    shelf.get = get_and_change
+    assert (await sampler.sample(TASK, Status.EXPIRED))[0].group_id == "math/0/0/3"
+    shelf.get = get
+    assert (await sampler.sample(TASK, Status.EXPIRED))[0].group_id == "c"
+
+
 # New groups
 
 

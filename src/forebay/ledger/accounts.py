@@ -41,9 +41,6 @@ from forebay.ledger.lives import (
 STATE_VERSION = 1
 REWOUND = "rewound"
 
-_TOLD = ("reason", "train_step", "num_tokens", "latency_s", "score")
-"""What `Lives.enter` takes of an event beside its time, in this order."""
-
 
 @dataclass(frozen=True)
 class Balance:
@@ -145,14 +142,19 @@ class Ledger:
                 raise ValueError(f"group {group_id!r}: {name} must be from 0 to {MAX_COUNT}, got {count!r}")
         if event == DROPPED and not reason:
             raise ValueError(f"group {group_id!r} was dropped: give the reason, got {reason!r}")
-        time_s, told = self._clock(), (reason, train_step, num_tokens, latency_s, score)
+        given = {
+            "reason": reason,
+            "train_step": train_step,
+            "num_tokens": num_tokens,
+            "latency_s": latency_s,
+            "score": score,
+            **details,
+        }
+        said = {name: value for name, value in given.items() if value is not None}
+        line = {"time_s": self._clock(), "event": event, "task": task_name, "group": group_id, **said}
         # Written first: a line that no file takes must not be in the books alone.
-        if self._journal is not None:
-            said = {n: v for n, v in (*zip(_TOLD, told, strict=True), *details.items()) if v is not None}
-            self._write({"time_s": time_s, "event": event, "task": task_name, "group": group_id, **said})
-        else:
-            self._num_events += 1
-        self._enter(time_s, event, task_name, group_id, *told)
+        self._write(line)
+        self._enter(line)
 
     def has_seen(self, group_id: GroupId, task_name: str) -> bool:
         """Whether anything came of the group: it has an event other than ``admitted``."""
@@ -234,12 +236,20 @@ class Ledger:
     def _place(self, group_id: GroupId, task_name: str) -> str | None:
         return self._tasks[task_name].place_of(group_id) if task_name in self._tasks else None
 
-    def _enter(self, time_s: float, event: str, task_name: str, group_id: GroupId, *told: Any) -> None:
-        """`told` as in `_TOLD`."""
-        lives = self._tasks.get(task_name)
+    def _enter(self, event: Mapping[str, Any]) -> None:
+        lives = self._tasks.get(event["task"])
         if lives is None:
-            lives = self._tasks[task_name] = Lives()
-        self._repeated[task_name] += lives.enter(group_id, event, time_s, *told)
+            lives = self._tasks[event["task"]] = Lives()
+        self._repeated[event["task"]] += lives.enter(
+            event["group"],
+            event["event"],
+            time_s=event["time_s"],
+            reason=event.get("reason"),
+            train_step=event.get("train_step"),
+            num_tokens=event.get("num_tokens"),
+            latency_s=event.get("latency_s"),
+            score=event.get("score"),
+        )
 
     def _enter_read(self, event: Mapping[str, Any]) -> None:
         """Enter a line of a file, which may say anything."""
@@ -247,8 +257,7 @@ class Ledger:
             return
         if event["event"] not in EVENTS:
             raise ValueError(f"unknown event {event['event']!r}; known: {', '.join(EVENTS)}")
-        told = (event.get(name) for name in _TOLD)
-        self._enter(event["time_s"], event["event"], event["task"], event["group"], *told)
+        self._enter(event)
 
     def _task_balance(self, task_name: str, live: int) -> Balance:
         lives = self._tasks.get(task_name, Lives())

@@ -118,6 +118,7 @@ class Lives:
         self,
         group_id: GroupId,
         event: str,
+        *,
         time_s: float,
         reason: str | None = None,
         train_step: int | None = None,

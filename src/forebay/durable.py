@@ -21,6 +21,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(folder: Path) -> None:
+    """`sync` of everything under `folder`, and of `folder` itself last."""
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replace the file at `path` by one with `text` (UTF-8): whatever happens, the old one or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")

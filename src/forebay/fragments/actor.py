@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forebay.cancelling import finish
 from forebay.fragments.collector import Collector
 from forebay.fragments.index import Index
 from forebay.fragments.leases import FragmentBatch, Lease
@@ -238,12 +239,7 @@ class ReplayBufferActor:
         self._refresh()
         async with self._collector.paused():
             # A thread cannot be stopped: a cancelled call lets go of the pause only when it is done.
-            copying = asyncio.ensure_future(asyncio.to_thread(self._copy, target))
-            try:
-                await asyncio.shield(copying)
-            except asyncio.CancelledError:
-                await asyncio.wait([copying])
-                raise
+            await finish(asyncio.to_thread(self._copy, target))
 
     def _copy(self, target: Path) -> None:
         from forebay import durable

@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
+from forebay.cancelling import outlast
+
 T = TypeVar("T")
 
 
@@ -53,8 +55,6 @@ async def whole_or_undone(work: Coroutine[Any, Any, T], undo: Callable[[T], Awai
                 await undo(task.result())
 
         undoing = asyncio.create_task(take_back())
-        while not undoing.done():
-            with contextlib.suppress(asyncio.CancelledError):
-                await asyncio.shield(undoing)
+        await outlast(undoing)
         undoing.result()
         raise

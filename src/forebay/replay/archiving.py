@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from forebay.replay.cancelling import outlast
+from forebay.cancelling import outlast
 from forebay.replay.query import QueryLike
 from forebay.replay.storage import StorageBackend, StorageItem, copy_row
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import msgspec
 
+from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group
-from forebay.replay.cancelling import finish
 from forebay.replay.client_link import Link, new_key
 from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.server_address import Address

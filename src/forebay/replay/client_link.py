@@ -25,8 +25,8 @@ from typing import Any
 
 import msgspec
 
+from forebay.cancelling import outlast
 from forebay.replay import server_messages as messages
-from forebay.replay.cancelling import outlast
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import Address, dial, prove
 from forebay.replay.server_channel import Channel, Received

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay.replay.cancelling import finish
+from forebay.cancelling import finish
 from forebay.replay.storage import StorageBackend
 
 if TYPE_CHECKING:

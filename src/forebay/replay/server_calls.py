@@ -17,9 +17,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
 from forebay.replay.buffer import Group, ReplayBuffer
-from forebay.replay.cancelling import finish
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_gate import Census, Gate
 from forebay.replay.server_handover import Handover, recover, take_over

@@ -25,8 +25,8 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
-from forebay.replay.cancelling import finish
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import is_proof
 from forebay.replay.server_calls import ARGUMENTS, Served

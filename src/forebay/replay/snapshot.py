@@ -31,6 +31,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from forebay.durable import sync
 from forebay.replay.payload import damage_named
 from forebay.replay.snapshot_checks import DATA_FILE, check_manifest, check_table, check_together
 from forebay.replay.storage import STATE_VERSION, StorageItem
@@ -96,7 +97,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     with _TemporaryFile(path) as temporary:
         temporary.write(json.dumps(manifest, indent=1).encode())
         temporary.publish(MANIFEST)
-    _sync_directory(path)
+    sync(path)
     current = {MANIFEST, groups["name"], rollouts["name"]}
     for name in os.listdir(path):
         if name not in current and _is_ours(name):
@@ -166,7 +167,7 @@ def _claim(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise ValueError(f"{str(path)!r} is a file; a snapshot is a directory, name another path")
     path.mkdir(parents=True, exist_ok=True)
-    _sync_directory(path.parent)
+    sync(path.parent)
     foreign = [name for name in os.listdir(path) if not _is_ours(name)]
     if MANIFEST in foreign and _says_it_is_ours(path):
         foreign.remove(MANIFEST)
@@ -287,12 +288,3 @@ def _open_arrow(path: Path, kind: str, manifest: Mapping[str, Any]) -> pa.Record
         reader = pa.ipc.open_file(data)
         check_table(reader, _SCHEMAS[kind], OPTIONAL_COLUMNS[kind])
     return reader
-
-
-def _sync_directory(path: Path) -> None:
-    """Make renames and new names in `path` durable."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
-from forebay.replay.cancelling import outlast
+from forebay.cancelling import outlast
 
 Result = TypeVar("Result")
 

@@ -259,8 +259,7 @@ def build_rollouts(
         prompts = _checked(config, task, part.training, tokenizer, engine) if trains else part.training
         if part.held_out:
             held_out = _checked(config, task, part.held_out, tokenizer, engine)
-            eval_sets.append(_eval_set(config, task, held_out, controller, tokenizer, buffer))
-            eval_sets[-1].agent_loop.activities = activities
+            eval_sets.append(_eval_set(config, task, held_out, controller, tokenizer, buffer, activities))
         runners.append(
             TaskRunner(
                 task_name=task.name,
@@ -377,6 +376,7 @@ def _eval_set(
     controller: RolloutController,
     tokenizer: Any,
     buffer: ReplayBuffer,
+    activities: Activities,
 ) -> EvalSet:
     # A control run shuffles the rewards it trains on; what it has learned is still measured honestly.
     honest = task.judge.model_copy(update={"shuffle_seed": None}) if task.judge else None
@@ -385,7 +385,11 @@ def _eval_set(
         task_name=task.name,
         prompts=prompts,
         agent_loop=SingleTurnAgentLoop(
-            controller, build_judger(honest), tokenizer, sample_params=sample_params
+            controller,
+            build_judger(honest),
+            tokenizer,
+            sample_params=sample_params,
+            activities=activities,
         ),
         rollouts_per_prompt=config.evaluate.rollouts_per_prompt,
         replay_buffer=buffer,

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forebay.config import ConfigError, load_config
-from forebay.durable import sync, write_text
+from forebay.durable import sync, sync_tree, write_text
 from forebay.runs.config import RunConfig, to_toml
 
 RUN_FILE = "run.toml"
@@ -120,7 +120,6 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
 
 def publish(temporary: Path, final: Path) -> None:
     """Make every file under `temporary` durable, then rename it: a crash leaves nothing or the whole."""
-    for path in [*temporary.rglob("*"), temporary]:
-        sync(path)
+    sync_tree(temporary)
     temporary.rename(final)
     sync(final.parent)

@@ -228,16 +228,11 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     """Count the step as done, log its numbers and show them."""
     run.train_step = train_step
     groups = batch.rollout_states
-    scores = [state.reward["score"] for group in groups for state in group if state.reward]
-    tokens = sum(int(state.response_mask.sum()) for group in groups for state in group)
     phases = run.timer.consume()
     # An evaluation or a checkpoint since the last report is not part of the step.
     wall_s = sum(phases[name].wall_s for name in STEP_PHASES if name in phases)
     values = {
-        "reward": sum(scores) / len(scores),
-        "response_tokens": tokens / len(scores),
-        "samples": float(len(scores)),
-        "staleness": max(state.seq_staleness for group in groups for state in group),
+        **batch_numbers(groups),
         "tokens_per_s": batch.produced_tokens / wall_s if wall_s > 0 else 0.0,
         "step_s": wall_s,
         **{f"time/{name}_s": wall for name, (wall, _) in phases.items()},
@@ -252,6 +247,18 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     if run.config.show_every and (train_step - 1) % run.config.show_every == 0:
         run.display.rollouts(groups)
     _record_rollouts(run, train_step, groups)
+
+
+def batch_numbers(groups: list[list[RolloutState]]) -> dict[str, float]:
+    """What a step logs of its batch itself."""
+    states = [state for group in groups for state in group]
+    scores = [state.reward["score"] for state in states if state.reward]
+    return {
+        "reward": sum(scores) / len(scores),
+        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
+        "samples": float(len(scores)),
+        "staleness": max(state.seq_staleness for state in states),
+    }
 
 
 def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from forebay.durable import sync, sync_tree
 from forebay.train.critic import Critic
 from forebay.train.lora import is_lora, merged_copy, without_adapters
 from forebay.train.optimisation import Optimiser
@@ -45,30 +45,15 @@ def replace_folder(path: Path) -> Iterator[Path]:
     new.mkdir()
     try:
         yield new
-        _sync_tree(new)
+        sync_tree(new)
         if path.exists():
             path.rename(old)
         new.rename(path)
-        _sync(path.parent)
+        sync(path.parent)
     finally:
         shutil.rmtree(new, ignore_errors=True)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync_tree(folder: Path) -> None:
-    for entry in sorted(folder.rglob("*")):
-        _sync(entry)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of files, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -31,6 +31,7 @@ from forebay.runs.record.observers import Groups
 from forebay.runs.record.operations import Operations
 from forebay.runs.record.reader import Facts, Segment, read_events, read_history
 from forebay.runs.record.writer import RUN_FILE
+from forebay.runs.steps import batch_numbers
 from forebay.train import TrainController
 
 Numbers = Mapping[str, float | None]
@@ -138,7 +139,7 @@ class Replay:
     def _train(self, facts: Facts) -> ReplayedStep:
         train_step = facts["train_step"]
         groups = self._operations.batch(train_step, facts["groups"])
-        numbers = _batch_numbers(groups)
+        numbers = batch_numbers(groups)
         failure = None
         if self.trainer is not None:
             try:
@@ -167,18 +168,6 @@ def _read_metrics(folder: Path) -> dict[int, Numbers]:
         if step is not None and "train/loss" in row:
             rows[int(step)] = row
     return rows
-
-
-def _batch_numbers(groups: Groups) -> dict[str, float]:
-    """Of the batch itself, as `forebay.runs.steps.report` logs them."""
-    states = [state for group in groups for state in group]
-    scores = [state.reward["score"] for state in states if state.reward]
-    return {
-        "reward": sum(scores) / len(scores),
-        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
-        "samples": float(len(scores)),
-        "staleness": max(state.seq_staleness for state in states),
-    }
 
 
 def _as_logged(value: float) -> float | None:

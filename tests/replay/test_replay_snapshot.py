@@ -171,7 +171,7 @@ async def test_an_earlier_snapshot_is_replaced_and_nothing_is_left_over(tmp_path
     assert len(resumed) == len(buffer)
 
 
-@pytest.mark.parametrize("step", ["_write_arrow", "_digest_of", "_sync_directory"])
+@pytest.mark.parametrize("step", ["_write_arrow", "_digest_of", "sync"])
 async def test_a_save_that_dies_leaves_the_earlier_snapshot(tmp_path, monkeypatch, step):
     """Whatever step fails, what lies there afterwards is one whole snapshot, and the next save cleans up."""
     buffer = await filled_buffer()
@@ -195,7 +195,7 @@ async def test_a_save_that_dies_leaves_the_earlier_snapshot(tmp_path, monkeypatc
     await resumed.resume(tmp_path)
     found = await content(resumed)
     assert same_content(found, before) or (
-        step == "_sync_directory" and same_content(found, await content(buffer))
+        step == "sync" and same_content(found, await content(buffer))
     )
     await buffer.save(tmp_path)
     assert len(os.listdir(tmp_path)) == 3

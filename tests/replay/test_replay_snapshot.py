@@ -194,9 +194,7 @@ async def test_a_save_that_dies_leaves_the_earlier_snapshot(tmp_path, monkeypatc
     resumed = fifo()
     await resumed.resume(tmp_path)
     found = await content(resumed)
-    assert same_content(found, before) or (
-        step == "sync" and same_content(found, await content(buffer))
-    )
+    assert same_content(found, before) or (step == "sync" and same_content(found, await content(buffer)))
     await buffer.save(tmp_path)
     assert len(os.listdir(tmp_path)) == 3
 

@@ -30,7 +30,7 @@ import torch
 import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from forebay.engines import Completion, EngineConfig, GenerateRequest, TransformersEngine
+from forebay.engines import Completion, GenerateRequest, TransformersEngine
 from forebay.types import SampleParams
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def timed(function: Callable[[], Any]) -> tuple[float, float]:
 
 def compare(size: str, name: str, requests: list[Request], repeats: int) -> None:
     model, paged_model = make_model(size), make_model(size)
-    engine = TransformersEngine(model, config=EngineConfig(max_batch=len(requests)))
+    engine = TransformersEngine(model, max_batch=len(requests))
     asked = engine_requests(requests)
     with asyncio.Runner() as runner:
         ways: dict[str, Callable[[], Any]] = {

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class ConfigError(ValueError):
@@ -29,6 +30,27 @@ class StrictModel(BaseModel):
     """Base of every config model: unknown keys are errors and values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+class Component(StrictModel):
+    """Which implementation of a part of the run, and its own settings.
+
+    In a run file it is a table, or only the name: ``cluster = "ray"`` is ``cluster = { name = "ray" }``. What
+    `arguments` may hold is for the named thing to say: they are its keyword arguments.
+
+    >>> Component.model_validate("transformers") == Component(name="transformers", arguments={})
+    True
+    """
+
+    name: str
+    """A word of the part's table, or ``package.module:Name``."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -188,6 +210,29 @@ def look_up(kind: str, name: str, table: Mapping[str, Any]) -> Any:
     raise ConfigError(
         f"unknown {kind} {name!r}; {hint}known: {', '.join(sorted(table))}, or 'package.module:Name'"
     )
+
+
+def check_arguments(
+    kind: str, name: str, function: Callable[..., Any], arguments: Mapping[str, Any], *given: str
+) -> None:
+    """Check that `function` takes `arguments`, besides those named `given`, which the caller fills in.
+
+    Raises:
+        ConfigError: an argument is unknown, missing or the caller's; the message lists those it takes.
+    """
+    signature = inspect.signature(function)
+    known = [parameter for parameter in signature.parameters if parameter not in given]
+    if taken := sorted(set(arguments) & set(given)):
+        raise ConfigError(f"{kind} {name!r}: the run itself sets {', '.join(taken)}; leave them out")
+    try:
+        signature.bind(**dict.fromkeys(given), **arguments)
+    except TypeError as error:
+        near = [match for key in arguments for match in difflib.get_close_matches(key, known, n=1)]
+        unknown = set(arguments) - set(known)
+        hint = f"; did you mean {near[0]!r}?" if unknown and near else ""
+        raise ConfigError(
+            f"{kind} {name!r}: {error}{hint}; its arguments: {', '.join(known) or 'none'}"
+        ) from None
 
 
 def import_object(kind: str, path: str) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.engines import Completion, EngineConfig, GenerateRequest, TransformersEngine
+from forebay.engines import Completion, GenerateRequest, TransformersEngine
 
 KINDS = ["llama", "qwen2", "gpt_neox", "gpt2"]
 LENGTHS = [1, 2, 3, 17, 32, 33, 34, 70]
@@ -62,7 +62,7 @@ async def test_logprobs_are_those_of_a_plain_forward_while_rows_join_and_leave(
 ):
     model = make_model(kind)
     # Three places for sixteen requests of different lengths and budgets: rows join and leave all the time.
-    engine = TransformersEngine(model, config=EngineConfig(max_batch=3, prefill_tokens=64))
+    engine = TransformersEngine(model, max_batch=3, prefill_tokens=64)
     requests = [
         make_request(ids, str(i), seed=i, max_tokens=3 + 5 * (i % 4), temperature=0.7)
         for i, ids in enumerate(prompts(LENGTHS * 2))
@@ -82,7 +82,7 @@ async def test_a_request_draws_the_same_whatever_runs_beside_it(max_batch, llama
     ]
     alone = TransformersEngine(llama)
     expected = [await alone.generate(request) for request in requests]
-    beside = TransformersEngine(llama, config=EngineConfig(max_batch=max_batch, prefill_tokens=100))
+    beside = TransformersEngine(llama, max_batch=max_batch, prefill_tokens=100)
     for one, other in zip(expected, await generate_all(beside, requests), strict=True):
         assert one.response_ids.tolist() == other.response_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
@@ -112,7 +112,7 @@ async def test_requests_that_share_a_prompt_share_its_prefill(llama, make_reques
 
 
 async def test_a_prompt_longer_than_the_prefill_budget_goes_alone(llama, make_request):
-    engine = TransformersEngine(llama, config=EngineConfig(prefill_tokens=1))
+    engine = TransformersEngine(llama, prefill_tokens=1)
     requests = [make_request(ids, str(i), max_tokens=4) for i, ids in enumerate(prompts([5, 70, 100]))]
     for request, completion in zip(requests, await generate_all(engine, requests), strict=True):
         np.testing.assert_allclose(completion.logprobs, plain_logprobs(llama, request, completion), atol=1e-4)

@@ -18,7 +18,7 @@ import torch
 
 from forebay.activity import Activities
 from forebay.agents import AgentLoop
-from forebay.engines import EngineConfig, RolloutController, TransformersEngine
+from forebay.engines import RolloutController, TransformersEngine
 from forebay.judges import FunctionJudger
 from forebay.types import RolloutState, SampleParams, Status, update_sample_version
 
@@ -216,7 +216,7 @@ async def test_completed_members_of_an_aborted_group_keep_response_and_reward(co
 
 
 async def test_a_time_limit_ends_the_straggler_with_its_tokens_and_no_other(llama):
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=2))
+    engine = TransformersEngine(llama, max_batch=2)
     controller = RolloutController(engine, time_limit_s=3600.0)
     tokens, clock = Tokens(llama), asyncio.get_running_loop()
     tokens.stop_before(6)

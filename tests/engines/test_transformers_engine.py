@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.engines import Completion, EngineConfig, GenerateRequest, TransformersEngine
+from forebay.engines import Completion, GenerateRequest, TransformersEngine
 from forebay.models.tiny import character_tokenizer
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ class Gate:
 
 @pytest.fixture
 async def engine(llama: Any) -> Any:
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=4))
+    engine = TransformersEngine(llama, max_batch=4)
     yield engine
     await engine.close()
 
@@ -88,7 +88,7 @@ async def test_abort_gives_back_the_tokens_made_so_far(engine, llama, make_reque
 
 
 async def test_abort_and_cancel_reach_requests_that_wait(llama, make_request):
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=1))
+    engine = TransformersEngine(llama, max_batch=1)
     gate = Gate(llama)
     running, aborted, cancelled, last = start(
         engine, *(make_request(PROMPT, name, max_tokens=3) for name in "abcd")
@@ -107,7 +107,7 @@ async def test_abort_and_cancel_reach_requests_that_wait(llama, make_request):
 
 
 async def test_cancelling_a_running_request_frees_its_place(llama, make_request):
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=1))
+    engine = TransformersEngine(llama, max_batch=1)
     gate = Gate(llama)
     running, waiting = start(engine, make_request(PROMPT, "a", max_tokens=100), make_request(PROMPT, "b"))
     await gate.reached()
@@ -121,7 +121,7 @@ async def test_cancelling_a_running_request_frees_its_place(llama, make_request)
 
 
 async def test_a_request_joins_what_runs_at_the_next_token(llama, make_request):
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=8))
+    engine = TransformersEngine(llama, max_batch=8)
     gate = Gate(llama)
     running = start(engine, *(make_request(PROMPT, str(i), max_tokens=100) for i in range(5)))
     await gate.reached()
@@ -135,7 +135,7 @@ async def test_a_request_joins_what_runs_at_the_next_token(llama, make_request):
 
 
 async def test_pause_ends_everything_and_holds_until_resume(llama, make_request):
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=2))
+    engine = TransformersEngine(llama, max_batch=2)
     gate = Gate(llama)
     tasks = start(engine, *(make_request(PROMPT, str(i), max_tokens=50) for i in range(3)))
     await gate.reached()
@@ -320,7 +320,7 @@ async def test_what_can_never_run_is_refused(llama, make_request, ids, changes, 
 
 
 async def test_requests_submitted_together_start_together(llama, make_request):
-    engine = TransformersEngine(llama, config=EngineConfig(max_batch=64))
+    engine = TransformersEngine(llama, max_batch=64)
     sizes = []
     hook = llama.register_forward_pre_hook(
         lambda model, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True

@@ -2,6 +2,7 @@
 
 import pytest
 from fragment_factory import SETTINGS
+from ray_cluster import local_cluster
 
 from forebay.fragments import FragmentStore, ReplayBufferActor
 
@@ -28,13 +29,11 @@ def make_plain(database_config):
 
 @pytest.fixture(scope="session")
 def ray():
-    ray = pytest.importorskip("ray", reason="ray is not installed; it is no dependency of the package")
-    ray.init(num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    with local_cluster() as ray:
+        yield ray
 
 
-@pytest.fixture(params=["plain", "ray"])
+@pytest.fixture(params=["plain", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
 def make(request, make_plain, database_config):
     """Makes the buffer of either kind."""
     if request.param == "plain":

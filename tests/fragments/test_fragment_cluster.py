@@ -6,6 +6,8 @@ import signal
 import pytest
 from fragment_factory import SETTINGS, fids, send
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 
 @pytest.fixture
 def client(ray, database_config):

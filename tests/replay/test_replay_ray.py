@@ -5,21 +5,22 @@ import sys
 
 import numpy as np
 import pytest
+from ray_cluster import local_cluster
 from replay_factory import make_state, same
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.replay.codec import GroupCodec
 from forebay.types import Status
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 IMAGE = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray():
-    ray = pytest.importorskip("ray", reason="ray is not installed; it is no dependency of the package")
-    ray.init(num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    with local_cluster() as ray:
+        yield ray
 
 
 def make_group(ray):

@@ -8,6 +8,7 @@ import pytest
 from simulated_runs import run_config, run_table
 
 from forebay.config import ConfigError, parse_config
+from forebay.engines.build import DEFAULT_MAX_BATCH
 from forebay.runs.config import RunConfig
 from forebay.simulation import simulate
 from forebay.simulation.calibration import calibrate, measure_rates
@@ -50,7 +51,7 @@ def test_a_run_is_measured(tmp_path):
     assert (cluster.train_s, cluster.sync_s, cluster.judge_s) == (3, 0.5, 0.25)
     assert sorted(set(cluster.lengths.values)) == [15, 20]
     assert cluster.tokens_per_s == ((2, pytest.approx(17.5)),)
-    assert cluster.slots == run_config().engine.max_batch
+    assert cluster.slots == DEFAULT_MAX_BATCH
 
 
 def test_a_run_without_a_trace_is_refused(tmp_path):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
-from forebay.engines.config import EngineConfig
+from forebay.engines.build import ENGINES, EngineSurroundings, build_engines
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 
@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from forebay.engines.transformers import TransformersEngine
 
 __all__ = [
+    "ENGINES",
     "Completion",
     "Engine",
-    "EngineConfig",
     "EngineHealth",
+    "EngineSurroundings",
     "GenerateRequest",
     "RolloutController",
     "ScriptedEngine",
     "TransformersEngine",
+    "build_engines",
 ]
 
 

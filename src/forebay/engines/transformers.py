@@ -31,8 +31,8 @@ import torch
 
 from forebay.engines.base import Completion, EngineHealth, GenerateRequest
 from forebay.engines.batch import DecodeBatch, Ended, Row
+from forebay.engines.build import DEFAULT_MAX_BATCH
 from forebay.engines.compatibility import check_config, probe
-from forebay.engines.config import EngineConfig
 from forebay.engines.weights import copy_weights
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class TransformersEngine:
         model: Any,
         tokenizer: Any = None,
         *,
-        config: EngineConfig | None = None,
+        max_batch: int = DEFAULT_MAX_BATCH,
+        prefill_tokens: int = 8192,
         max_context_tokens: int | None = None,
         model_step: int = 0,
         device: str = "cpu",
@@ -67,12 +68,18 @@ class TransformersEngine:
         """Take over `model` (it is put into evaluation mode and on `device`).
 
         Without a `tokenizer` requests cannot have stop texts. `max_context_tokens` left out is the model's
-        own limit.
+        own limit. `max_batch` requests decode together, the rest wait; `prefill_tokens`, padding included, is
+        what one prefill pass may hold, and a longer prompt goes alone.
 
         Raises:
-            ValueError: the model is not a decoder with plain attention, or the context is over its limit.
+            ValueError: the model is not a decoder with plain attention, the context is over its limit, or
+                `max_batch` or `prefill_tokens` is below 1.
         """
-        self._config = config or EngineConfig()
+        if max_batch < 1 or prefill_tokens < 1:
+            raise ValueError(
+                f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}"
+            )
+        self._max_batch = max_batch
         self._model = model.eval().to(device)
         self._has_tokenizer = tokenizer is not None
         self._max_context_tokens = _context_limit(model, max_context_tokens)
@@ -80,7 +87,7 @@ class TransformersEngine:
         self._batch = DecodeBatch(
             self._model,
             max_context_tokens=self._max_context_tokens,
-            prefill_tokens=self._config.prefill_tokens,
+            prefill_tokens=prefill_tokens,
             eos_token_ids=end_token_ids(model, tokenizer),
             tokenizer=tokenizer,
         )
@@ -126,7 +133,7 @@ class TransformersEngine:
         self._num_arrivals += 1
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive())
-        elif len(self._running) < self._config.max_batch:
+        elif len(self._running) < self._max_batch:
             self._news.set()
         try:
             # Shielded: the row leaves the batch before its future is done, also when the caller is cancelled.
@@ -235,9 +242,9 @@ class TransformersEngine:
         try:
             await self._in_thread(self._batch.clear)
             while self._waiting or self._running:
-                if len(self._running) < self._config.max_batch:
+                if len(self._running) < self._max_batch:
                     await self._settle()
-                admitted = list(self._waiting)[: self._config.max_batch - len(self._running)]
+                admitted = list(self._waiting)[: self._max_batch - len(self._running)]
                 self._running |= {row: self._waiting.pop(row) for row in admitted}
                 self._start_time_limits(admitted)
                 aborting, self._aborting = self._aborting, set()

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -480,13 +481,14 @@ class SyncReplayBufferConfig(StrictModel):
         )
 
 
-class AsyncReplayBufferConfig(StrictModel):
-    """A buffer in memory that hands out the most stale groups first.
+@dataclass(frozen=True, kw_only=True)
+class AsyncReplayBufferConfig:
+    """A buffer in memory that hands out the most stale groups first; an asynchronous run's ``[replay]``.
 
     >>> buffer = AsyncReplayBufferConfig().build()
     """
 
-    limit: int | None = Field(default=None, ge=1)
+    limit: int | None = None
     """Live groups at most; what arrived first is evicted and counted. None: no limit."""
     keep_consumed: bool = False
     """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""

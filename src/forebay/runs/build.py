@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from forebay.activity import Activities
-from forebay.agents import SingleTurnAgentLoop
+from forebay.agents import AgentLoop, build_agent_loop
 from forebay.busy import BusyShare
 from forebay.config import ConfigError, look_up
-from forebay.engines import RolloutController, TransformersEngine
+from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.evaluate import Evaluator
 from forebay.judges import build_judger
 from forebay.ledger import Ledger
@@ -75,7 +75,7 @@ class EvalSet:
 
     task_name: str
     prompts: Sequence[Prompt]
-    agent_loop: SingleTurnAgentLoop
+    agent_loop: AgentLoop
     rollouts_per_prompt: int
     replay_buffer: ReplayBuffer
 
@@ -229,13 +229,20 @@ def build_trainer(config: RunConfig, model_folder: Path, tokenizer: Any) -> Trai
         raise ConfigError(f"[train] cannot be built: {error}") from error
 
 
-def _engine(config: RunConfig, model_folder: Path, tokenizer: Any) -> TransformersEngine:
-    model, loaded = config.model, _load(model_folder, config)
+def _engines(config: RunConfig, model_folder: Path, tokenizer: Any) -> list[Engine]:
+    model = config.model
+    surroundings = EngineSurroundings(
+        model_folder=model_folder,
+        load_model=lambda: _load(model_folder, config),
+        tokenizer=tokenizer,
+        max_context_tokens=model.max_context,
+        scratch=config.folder / "engines",
+    )
     try:
-        return config.engine.build(loaded, tokenizer, max_context_tokens=config.model.max_context)
-    except ValueError as error:
+        return build_engines(config.engine, surroundings)
+    except ConfigError as error:
         raise ConfigError(
-            f"the engine cannot run {model.source!r} with model.max_context = {model.max_context}: {error}"
+            f"{model.source!r} cannot be run with model.max_context = {model.max_context}: {error}"
         ) from error
 
 
@@ -250,23 +257,24 @@ def build_rollouts(
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
     """
     tokenizer, activities = load_tokenizer(model_folder), Activities()
-    engine = _engine(config, model_folder, tokenizer)
-    controller = RolloutController(engine, seed=config.seed)
+    controller = RolloutController(_engines(config, model_folder, tokenizer), seed=config.seed)
+    context = min(engine.max_context_tokens for engine in controller.engines)
     buffer = build_buffer(config)
     eval_sets: list[EvalSet] = []
     runners = []
     for task, part in zip(config.tasks, data, strict=True):
-        prompts = _checked(config, task, part.training, tokenizer, engine) if trains else part.training
+        prompts = _checked(config, task, part.training, tokenizer, context) if trains else part.training
         if part.held_out:
-            held_out = _checked(config, task, part.held_out, tokenizer, engine)
+            held_out = _checked(config, task, part.held_out, tokenizer, context)
             eval_sets.append(_eval_set(config, task, held_out, controller, tokenizer, buffer, activities))
         runners.append(
             TaskRunner(
                 task_name=task.name,
-                agent_loop=SingleTurnAgentLoop(
-                    controller,
-                    build_judger(task.judge),
-                    tokenizer,
+                agent_loop=build_agent_loop(
+                    task.agent,
+                    rollout_controller=controller,
+                    judger=build_judger(task.judge),
+                    tokenizer=tokenizer,
                     sample_params=task.sample,
                     activities=activities,
                 ),
@@ -317,9 +325,9 @@ def _load(folder: Path, config: RunConfig) -> Any:
 
 
 def _checked(
-    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, engine: TransformersEngine
+    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
 ) -> Sequence[Prompt]:
-    context, budget, room = engine.max_context_tokens, config.train.token_budget, task.sample.max_tokens
+    budget, room = config.train.token_budget, task.sample.max_tokens
     if context <= room:
         raise ConfigError(
             f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
@@ -384,10 +392,11 @@ def _eval_set(
     return EvalSet(
         task_name=task.name,
         prompts=prompts,
-        agent_loop=SingleTurnAgentLoop(
-            controller,
-            build_judger(honest),
-            tokenizer,
+        agent_loop=build_agent_loop(
+            task.agent,
+            rollout_controller=controller,
+            judger=build_judger(honest),
+            tokenizer=tokenizer,
             sample_params=sample_params,
             activities=activities,
         ),

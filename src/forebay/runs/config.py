@@ -8,8 +8,9 @@ from typing import Any, Literal
 import tomli_w
 from pydantic import Field, model_validator
 
-from forebay.config import ConfigError, StrictModel, look_up
-from forebay.engines import EngineConfig
+from forebay.agents import AGENTS
+from forebay.config import Component, ConfigError, StrictModel, look_up
+from forebay.engines import ENGINES
 from forebay.judges import JudgeConfig, build_judger
 from forebay.metrics import MetricsConfig
 from forebay.models import ModelConfig
@@ -17,6 +18,9 @@ from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample
 from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
+
+CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
+"""What ``cluster`` may be, by import path: this row knows no cluster."""
 
 FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
 
@@ -30,6 +34,8 @@ class TaskConfig(StrictModel):
     """Held-out prompts; without them the task is not evaluated."""
     judge: JudgeConfig | None = None
     """Required; None only so that its absence gets a message that helps."""
+    agent: Component = Component(name="single_turn")
+    """``single_turn``, ``multi_turn``, ``tools``, or ``package.module:Class`` of an `AgentLoop`."""
     sample: SampleParams = SampleParams()
     weight: float = Field(default=1.0, ge=0)
     overlong_prompts: Literal["error", "drop"] = "error"
@@ -141,7 +147,10 @@ class RunConfig(StrictModel):
     record: bool = False
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig
-    engine: EngineConfig = EngineConfig()
+    engine: Component = Component(name="transformers")
+    """``transformers`` (in this process), ``vllm``, ``sglang``, or ``package.module:function``."""
+    cluster: Component | None = None
+    """``ray``: engines, agents, buffer and trainer as Ray actors. None: everything in this process."""
     tasks: list[TaskConfig] = Field(min_length=1)
     replay: SyncReplayBufferConfig = SyncReplayBufferConfig()
     produce: ProduceConfig = ProduceConfig()
@@ -164,6 +173,9 @@ class RunConfig(StrictModel):
             raise ValueError("at least one task needs a positive weight")
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
+        look_up("engine", self.engine.name, ENGINES)
+        if self.cluster is not None:
+            look_up("cluster", self.cluster.name, CLUSTERS)
         check_staleness_rule(self.produce.staleness_rule, self.train)
         for wrong, message in self._rules():
             if wrong:
@@ -204,6 +216,7 @@ def _check_task(number: int, task: TaskConfig) -> None:
             f"tasks.{number}.sample.temperature is 0, which makes all rollouts of a prompt equal; training "
             f"needs more than 0 (evaluation has its own, evaluate.temperature)"
         )
+    look_up("agent", task.agent.name, AGENTS)
     try:
         # Thrown away: a judger costs nothing before its first verdict.
         build_judger(task.judge)

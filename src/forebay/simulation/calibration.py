@@ -23,6 +23,7 @@ import numpy as np
 
 from forebay.activity import GENERATE, JUDGE, SYNC, TRAIN
 from forebay.config import ConfigError
+from forebay.engines.build import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
 from forebay.metrics import STEP_S, Row, read_jsonl
 from forebay.runs.config import RunConfig
@@ -75,7 +76,7 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     rollouts, lengths = _rollouts(bars, start_s)
     if not rollouts or not lengths:
         raise ConfigError(f"the trace in {str(folder)!r} holds no generated rollouts after its first steps")
-    slots = config.engine.max_batch
+    slots = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
     seconds = {stage: _mean_s(bars, stage, start_s) for stage in (TRAIN, SYNC, JUDGE)}
     cluster = ClusterConfig(
         slots=slots,

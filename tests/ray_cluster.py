@@ -1,0 +1,31 @@
+"""One local Ray cluster for all tests of a process: starting one takes seconds.
+
+A test that uses it, or its module, carries ``pytest.mark.xdist_group("ray")``, so that with
+``--dist loadgroup`` all of them run in one worker process and share the cluster.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+
+LOGICAL_CPUS = 4
+"""What actors may ask for; the machine may have fewer."""
+
+
+@contextmanager
+def local_cluster() -> Iterator[ModuleType]:
+    """The module `ray`, connected to the cluster of this process, which is started when it is missing."""
+    ray = pytest.importorskip("ray", reason="ray is not installed; it is an optional extra")
+    if not ray.is_initialized():
+        ray.init(
+            num_cpus=LOGICAL_CPUS,
+            include_dashboard=False,
+            object_store_memory=128 << 20,
+            log_to_driver=False,
+            _node_ip_address="127.0.0.1",
+        )
+    yield ray
+    # Of several users each comes here at the session's end; after the first there is nothing left to do.
+    ray.shutdown()

@@ -69,11 +69,17 @@ def train(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
     ] = False,
+    verify_weights: Annotated[
+        bool,
+        typer.Option("--verify-weights", help="Prove after every hand-over that engines hold the weights."),
+    ] = False,
 ) -> None:
     """Train a model as a run file says, or go on with an interrupted run."""
     if resume is not None and run_file is not None:
         # With --resume the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
+    if verify_weights:
+        overrides = [*(overrides or []), "verify_weights=true"]
     _guarded(lambda: _train(run_file, overrides or [], dry_run, resume, overwrite))
 
 
@@ -107,13 +113,23 @@ def _guarded(action: Callable[[], Any]) -> None:
     # The user's own judgers and functions are found beside them, as with ``python -m``.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    from forebay.environments import WorkerError
     from forebay.produce import ProductionError
+    from forebay.runs.verify import WeightsDifferError
     from forebay.stalls import StallError
     from forebay.train import OffPolicyError
 
     try:
         action()
-    except (ConfigError, ProductionError, StallError, OffPolicyError, FloatingPointError) as error:
+    except (
+        ConfigError,
+        ProductionError,
+        StallError,
+        OffPolicyError,
+        WeightsDifferError,
+        WorkerError,
+        FloatingPointError,
+    ) as error:
         Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
         sys.exit(2)
     except KeyboardInterrupt:
@@ -123,6 +139,9 @@ def _guarded(action: Callable[[], Any]) -> None:
 def _train(
     run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
 ) -> None:
+    if _is_in_environments(resume / "run.toml" if resume is not None else run_file):
+        _train_in_environments(run_file, overrides, dry_run, resume, overwrite)
+        return
     from forebay.config import load_config
     from forebay.runs.config import RunConfig, to_toml
 
@@ -146,7 +165,45 @@ def _train(
         sys.exit(INTERRUPTED)
 
 
+def _is_in_environments(run_file: Path | None) -> bool:
+    """Whether the run file has an ``[environment]`` table: another kind of run, with a recipe of its own."""
+    from forebay.config import read_toml
+
+    # A missing file gets its message from whoever reads it next.
+    return run_file is not None and run_file.exists() and "environment" in read_toml(run_file)
+
+
+def _train_in_environments(
+    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
+) -> None:
+    from forebay.config import load_config
+    from forebay.environments import folder
+    from forebay.environments.config import FragmentRunConfig
+
+    if resume is not None:
+        config = folder.saved_config(resume, overrides)
+    else:
+        assert run_file is not None
+        config = load_config(FragmentRunConfig, run_file, overrides)
+    if dry_run:
+        typer.echo(folder.to_toml(config), nl=False)
+        return
+    from forebay.environments.launch import launch
+
+    if asyncio.run(launch(config, resume=resume, overwrite=overwrite)):
+        sys.exit(INTERRUPTED)
+
+
 def _evaluate(folder: Path, overrides: list[str], model: Path | None) -> None:
+    if _is_in_environments(folder / "run.toml"):
+        from forebay.environments.folder import saved_config as saved_recipe
+        from forebay.environments.launch import evaluate as play
+
+        if model is not None:
+            raise ConfigError("--model is for runs that train language models; leave it out")
+        for name, value in asyncio.run(play(saved_recipe(folder, overrides))).items():
+            typer.echo(f"{name} {value:g}")
+        return
     from forebay.runs.folder import saved_config
     from forebay.runs.launch import launch_evaluation
 

@@ -433,11 +433,14 @@ async def test_the_configs_build_what_they_say():
     sync = SyncReplayBufferConfig(limit=5, keep_consumed=True).build()
     assert (type(sync.policy), sync.limit, sync.keep_consumed) == (FIFOReplayPolicy, 5, True)
     assert isinstance(AsyncReplayBufferConfig().build().policy, StalenessReplayPolicy)
-    for config in (SyncReplayBufferConfig, AsyncReplayBufferConfig):
-        with pytest.raises(ConfigError, match="did you mean 'limit'"):
-            parse_config(config, {"limits": 3})
-        with pytest.raises(ConfigError, match="limit"):
-            parse_config(config, {"limit": 0})
+    with pytest.raises(ConfigError, match="did you mean 'limit'"):
+        parse_config(SyncReplayBufferConfig, {"limits": 3})
+    with pytest.raises(ConfigError, match="limit"):
+        parse_config(SyncReplayBufferConfig, {"limit": 0})
+    with pytest.raises(TypeError, match="limits"):
+        AsyncReplayBufferConfig(limits=3)
+    with pytest.raises(ValueError, match="limit must be at least 1"):
+        AsyncReplayBufferConfig(limit=0).build()
 
 
 async def test_queries_by_indices_on_the_buffers_store(buffer):

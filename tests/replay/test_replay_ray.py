@@ -5,12 +5,12 @@ import sys
 
 import numpy as np
 import pytest
-from ray_cluster import local_cluster
 from replay_factory import make_state, same
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.replay.codec import GroupCodec
 from forebay.types import Status
+from ray_cluster import local_cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 

@@ -92,6 +92,9 @@ def call(number, method, arguments, sizes=()):
 
 
 COUNT = messages.CountArguments("math", COMPLETED, None)
+PUT = messages.PutArguments(b"", "t", None, None, {}, 1.0)
+PACKED = pack_group(make_group("raw", steps=[1]))
+SIZE, GROUP = PACKED.size, PACKED.head + b"".join(PACKED.buffers)
 
 
 @pytest.mark.parametrize(
@@ -108,11 +111,15 @@ COUNT = messages.CountArguments("math", COMPLETED, None)
         (HELLO + call(1, "count", COUNT, [(2**40, 2**40)]), "at most"),
         (HELLO + call(1, "count", COUNT, [(-1, 5)]), "negative"),
         (HELLO + call(0, "count", COUNT), "call 0"),
-        (HELLO + call(1, "put", messages.PutArguments(b"", "t", None, None, {}, 1.0)), "one group"),
+        (HELLO + call(1, "put", PUT), "does not bring 0 groups"),
+        (HELLO + call(1, "put_groups", PUT), "does not bring 0 groups"),
+        (HELLO + frame(messages.Piece(1, [])), "no groups"),
+        (HELLO + frame(messages.Piece(0, [SIZE])) + GROUP, "call 0"),
+        (HELLO + frame(messages.Piece(1, [(2, 3)])) + b"\x92\x90abc", "damaged"),
+        (HELLO + frame(messages.Piece(1, [SIZE])) + GROUP + call(1, "count", COUNT), "brings no groups"),
+        (HELLO + call(1, "put", PUT, [SIZE, SIZE]) + GROUP + GROUP, "does not bring 2 groups"),
         (
-            HELLO
-            + call(1, "put", messages.PutArguments(b"", "t", None, None, {}, 1.0), [(2, 3)])
-            + b"\x92\x90abc",
+            HELLO + call(1, "put", PUT, [(2, 3)]) + b"\x92\x90abc",
             "damaged",
         ),
     ],
@@ -333,7 +340,7 @@ async def test_a_put_whose_answer_was_lost_is_stored_once(path):
         link = client._link
         arguments = messages.PutArguments(b"key", "math", None, None, {}, 1.0)
         for _ in range(2):
-            await link.call("put", arguments, [pack_group(make_group("b"))])
+            await link.put("put", arguments, [[pack_group(make_group("b"))]])
         assert await client.count("math", COMPLETED) == 2
 
 
@@ -344,9 +351,9 @@ async def test_a_put_that_failed_may_be_tried_again(buffer, path):
             arguments = messages.PutArguments(b"key", "math", 1, threshold, {}, 1.0)
             if outcome:
                 with pytest.raises(outcome, match="threshold"):
-                    await link.call("put", arguments, [pack_group(make_group("b"))])
+                    await link.put("put", arguments, [[pack_group(make_group("b"))]])
             else:
-                await link.call("put", arguments, [pack_group(make_group("b"))])
+                await link.put("put", arguments, [[pack_group(make_group("b"))]])
         assert len(buffer) == 1
         await link.close()
 

@@ -135,7 +135,7 @@ async def test_a_put_that_fails_leaves_its_room(clients, served, monkeypatch):
         raise OSError("disk")
 
     with monkeypatch.context() as patch:
-        patch.setattr(served, "put", fail)
+        patch.setattr(served, "_store", fail)
         for _ in range(3):
             with pytest.raises(OSError, match="disk"):
                 await put(one, "x")
@@ -174,13 +174,13 @@ async def test_the_gate_never_lets_in_more_than_there_is_room_for():
 
     async def enter(number):
         nonlocal inside, peak
-        await gate.admit()
+        await gate.admit(1)
         inside += 1
         peak = max(peak, inside)
         for _ in range(number % 5):
             await asyncio.sleep(0)
         inside -= 1
-        gate.leave()
+        gate.leave(1)
 
     tasks = [asyncio.create_task(enter(number)) for number in range(60)]
     await asyncio.sleep(0)

@@ -13,7 +13,8 @@ def gradient(model, groups, monkeypatch=None, *, old_noise=0.0, **changes):
     """The gradient at the optimiser step of one `fit`, and the metrics."""
     trainer = TrainController(model, TrainConfig(**{**BASE, **changes}), pad_token_id=0)
     taken = []
-    trainer._optimiser.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
+    optimiser = trainer._learner._optimiser
+    optimiser.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
     batch = trainer.compute_advantages(trainer.pack(groups))
     batch = trainer.compute_old_logprobs(batch)
     if old_noise:

@@ -94,7 +94,8 @@ def gradient(model, groups, *, weighted=False, **settings):
     """The gradient at the only optimiser step of one train step, and the metrics."""
     trainer = trainer_for(model, max_grad_norm=0.0, **settings)
     taken = []
-    trainer._optimiser.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
+    optimiser = trainer._learner._optimiser
+    optimiser.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
     batch = trainer.compute_old_logprobs(trainer.pack(groups))
     # The proximal policy differs from the current one; by rollout, so that layouts can be compared.
     for name, part in zip(batch.rollout_ids, batch.by_sequence(batch.old_logprobs), strict=True):

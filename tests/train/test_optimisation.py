@@ -68,8 +68,8 @@ def test_only_weights_that_require_a_gradient_are_trained():
 
 def test_the_state_of_another_model_is_refused():
     optimisers = [Optimiser(layer, lr=0.1) for layer in (nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)))]
-    assert optimisers[0].state_tensors() == {}
+    assert dict(optimisers[0].state_tensors()) == {}
     (optimisers[0]._parameters["weight"].sum() + optimisers[0]._parameters["bias"].sum()).backward()
     optimisers[0].step(0)
     with pytest.raises(ValueError, match="of another model"):
-        optimisers[1].load_state_tensors(optimisers[0].state_tensors())
+        optimisers[1].load_state_tensors(dict(optimisers[0].state_tensors()))

@@ -231,7 +231,7 @@ def test_dropout_is_off_even_if_someone_turned_training_mode_on(make_model, make
 def test_gradients_of_an_interrupted_step_are_forgotten(make_model, make_groups):
     trainer = trainer_for(make_model())
     batch = trainer.compute_advantages(trainer.pack(make_groups()))
-    real, calls = trainer._policy_loss, []
+    real, calls = trainer._learner._policy_loss, []
 
     def interrupted(inputs, config):
         calls.append(None)
@@ -239,10 +239,10 @@ def test_gradients_of_an_interrupted_step_are_forgotten(make_model, make_groups)
             raise KeyboardInterrupt
         return real(inputs, config)
 
-    trainer._policy_loss = interrupted
+    trainer._learner._policy_loss = interrupted
     with pytest.raises(KeyboardInterrupt):
         trainer.train(batch)
-    trainer._policy_loss = real
+    trainer._learner._policy_loss = real
     assert numbers(trainer.fit(make_groups())) == numbers(trainer_for(make_model()).fit(make_groups()))
 
 

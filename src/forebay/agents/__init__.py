@@ -1,22 +1,52 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.base import TRAJECTORY_OF_KEY, AgentLoop, Generator, GroupJudger, split_attempts
 from forebay.agents.build import AGENTS, build_agent_loop
+from forebay.agents.environment import ENVIRONMENTS, Environment, Episode, LiveEnvironment, Reply
+from forebay.agents.increments import IncrementRenderer
+from forebay.agents.multi_turn import (
+    CONVERSATION_KEY,
+    EPISODE_KEY,
+    TURNS_KEY,
+    MultiTurnAgentLoop,
+    episode_reward,
+)
 from forebay.agents.single_turn import (
     ChatTokenizer,
     SingleTurnAgentLoop,
     render_prompt,
     require_chat_template,
 )
+from forebay.agents.tool_calls import PARSERS, ToolCall
+from forebay.agents.tools import TOOL_CALLS_KEY, TOOL_ERRORS_KEY, ToolAgentLoop, ToolEnvironment
 
 __all__ = [
     "AGENTS",
+    "CONVERSATION_KEY",
+    "ENVIRONMENTS",
+    "EPISODE_KEY",
+    "PARSERS",
+    "TOOL_CALLS_KEY",
+    "TOOL_ERRORS_KEY",
+    "TRAJECTORY_OF_KEY",
+    "TURNS_KEY",
     "AgentLoop",
     "ChatTokenizer",
+    "Environment",
+    "Episode",
     "Generator",
     "GroupJudger",
+    "IncrementRenderer",
+    "LiveEnvironment",
+    "MultiTurnAgentLoop",
+    "Reply",
     "SingleTurnAgentLoop",
+    "ToolAgentLoop",
+    "ToolCall",
+    "ToolEnvironment",
     "build_agent_loop",
+    "episode_reward",
     "render_prompt",
     "require_chat_template",
+    "split_attempts",
 ]

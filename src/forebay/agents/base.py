@@ -8,6 +8,12 @@
 Token-in, token-out: the model sees and makes token ids; text is decoded for judges and people, and what the
 model wrote is never tokenised again.
 
+Several trajectories. `generate_sample` may return a list: the given rollout, which is judged, and further
+trajectories of the same attempt that are to be trained on too (the work of a sub-agent, or what came before a
+history was shortened). They join the group, marked in ``extra_fields``, and have the judged one's reward
+unless they bring their own. An attempt is kept only whole: where one of its trajectories is not COMPLETED,
+the further ones are dropped and made anew with the first.
+
 Whatever goes wrong with one rollout makes it FAILED, with a reason that names it and who failed, and leaves
 its siblings alone: an engine's error (the controller's doing), an agent that raises (here), a judge that
 raises or takes too long (`forebay.judges.base`).
@@ -18,12 +24,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
 from forebay.activity import GENERATE, JUDGE, Activities
+from forebay.agents.interruption import is_cancelled
 from forebay.types import RolloutState, Status, reset_rollout_response
 
 logger = logging.getLogger(__name__)
+
+TRAJECTORY_OF_KEY = "trajectory_of"
+"""Key in ``extra_fields`` of a further trajectory: the rollout id of the one that it was made with."""
+
+Attempt = list[RolloutState]
+"""A rollout and the further trajectories that were made with it."""
 
 
 class Generator(Protocol):
@@ -79,8 +93,11 @@ class AgentLoop(ABC):
         self.activities = Activities() if activities is None else activities
 
     @abstractmethod
-    async def generate_sample(self, state: RolloutState) -> RolloutState:
-        """Produce one rollout, unjudged, in place (or return another); its status says how it ended."""
+    async def generate_sample(self, state: RolloutState) -> RolloutState | list[RolloutState]:
+        """Produce one rollout, unjudged, in place (or return another); its status says how it ended.
+
+        A list is the rollout and the further trajectories of the same attempt.
+        """
 
     async def generate_group(
         self, states: list[RolloutState], *, enable_partial_rollout: bool = False
@@ -88,40 +105,55 @@ class AgentLoop(ABC):
         """Produce and judge the k rollouts of one prompt, and return them in the given order.
 
         A rollout that is COMPLETED already (its siblings were aborted) is kept. An ABORTED one continues
-        from its tokens if `enable_partial_rollout`, else it starts over from its prompt.
+        from its tokens if `enable_partial_rollout`, else it starts over from its prompt. Further
+        trajectories follow the one that they were made with.
         """
-        group = await asyncio.gather(*(self._run_one(state, enable_partial_rollout) for state in states))
-        unjudged = [state for state in group if state.status is Status.COMPLETED and state.reward is None]
+        attempts = await asyncio.gather(
+            *(self._run_one(attempt, enable_partial_rollout) for attempt in split_attempts(states))
+        )
+        firsts = [attempt[0] for attempt in attempts]
+        unjudged = [state for state in firsts if state.status is Status.COMPLETED and state.reward is None]
         if self.judger is not None and unjudged:
             await self._judge(self.judger, unjudged)
-        return group
+        for attempt in attempts:
+            _share_verdict(attempt)
+        return [state for attempt in attempts for state in attempt]
 
     async def pause(self) -> None:
         """Ask for what is running to end as ABORTED."""
         await self.rollout_controller.pause_generation()
 
-    async def _run_one(self, state: RolloutState, enable_partial_rollout: bool) -> RolloutState:
-        if state.status is Status.COMPLETED and len(state.response_ids):
-            return state
+    async def close(self) -> None:
+        """Free what the loop holds; nothing is generated any more."""
+
+    async def _run_one(self, attempt: Attempt, enable_partial_rollout: bool) -> Attempt:
+        if all(state.status is Status.COMPLETED and len(state.response_ids) for state in attempt):
+            return attempt
+        state = attempt[0]
         if not (enable_partial_rollout and state.status is Status.ABORTED):
             reset_rollout_response(state)
         state.status = Status.INIT
+        attempt = [state]
         with self.activities.span(
             GENERATE, state.rollout_id, task=state.task_name, group=state.group_id
         ) as activity:
             try:
                 # Working in place and returning nothing is as clear as returning the state.
-                state = await self.generate_sample(state) or state
-                if state.status is Status.INIT:
+                made = await self.generate_sample(state) or state
+                attempt = _joined(state, made) if isinstance(made, list) else [made]
+                if any(member.status is Status.INIT for member in attempt):
                     raise RuntimeError("generate_sample left the rollout without a status")
             # Agents are user code: whatever one raises fails this rollout, and only this one.
             except (Exception, asyncio.CancelledError) as error:
-                if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                # Passed on, the agent's own would end the group while the siblings still write into it.
+                if isinstance(error, asyncio.CancelledError) and is_cancelled():
                     raise
                 logger.exception("rollout %s failed", state.rollout_id)
-                _fail(state, type(self).__name__, error)
-            activity.note = f"{state.status.value}, {len(state.response_ids)} tokens"
-        return state
+                attempt = attempt[:1]
+                _fail(attempt[0], type(self).__name__, error)
+            first = attempt[0]
+            activity.note = f"{first.status.value}, {len(first.response_ids)} tokens"
+        return attempt
 
     async def _judge(self, judger: GroupJudger, states: list[RolloutState]) -> None:
         first = states[0]
@@ -137,13 +169,52 @@ class AgentLoop(ABC):
                         _fail(state, f"judger {type(judger).__name__}", error)
 
 
-def _is_cancelled() -> bool:
-    """Whether somebody cancelled this rollout; else the agent let a cancellation of its own escape.
+def split_attempts(group: Sequence[RolloutState]) -> list[Attempt]:
+    """The rollouts of a group in their order, each with the further trajectories that were made with it."""
+    attempts: list[Attempt] = []
+    for state in group:
+        if TRAJECTORY_OF_KEY in state.extra_fields and attempts:
+            attempts[-1].append(state)
+        else:
+            attempts.append([state])
+    return attempts
 
-    Passed on, that one would end the group while the siblings still write into it.
+
+def _joined(first: RolloutState, made: Sequence[RolloutState]) -> Attempt:
+    """`made`, beginning with `first`, the others marked and named after it.
+
+    Raises:
+        ValueError: the given rollout is not the first of them.
     """
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
+    if not made or made[0].rollout_id != first.rollout_id:
+        raise ValueError(
+            f"generate_sample must return the given rollout {first.rollout_id!r} first, then further "
+            f"trajectories; got {[state.rollout_id for state in made]}"
+        )
+    failed = next((state for state in made if state.status is Status.FAILED), None)
+    if failed is not None:
+        # Only whole: made again, all of it draws other random numbers.
+        first.status, first.error_msg = Status.FAILED, failed.error_msg
+    for number, state in enumerate(made[1:], start=1):
+        state.extra_fields[TRAJECTORY_OF_KEY] = first.rollout_id
+        state.rollout_id = f"{first.rollout_id}/{number}"
+        for name in ("group_id", "task_name", "num_tries", "data_source", "reward_model"):
+            setattr(state, name, getattr(first, name))
+        state.session_id = state.session_id or first.session_id
+        state.sample_params = state.sample_params or first.sample_params
+    return list(made)
+
+
+def _share_verdict(attempt: Attempt) -> None:
+    """Give the first trajectory's reward, or its failure, to those without a reward of their own."""
+    first = attempt[0]
+    for state in attempt[1:]:
+        if state.status is not Status.COMPLETED or state.reward is not None:
+            continue
+        if first.status is Status.FAILED:
+            state.status, state.error_msg = Status.FAILED, first.error_msg
+        elif first.reward is not None:
+            state.reward = dict(first.reward)
 
 
 def _fail(state: RolloutState, who: str, error: BaseException) -> None:

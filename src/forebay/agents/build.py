@@ -6,11 +6,19 @@ from typing import Any
 
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.multi_turn import MultiTurnAgentLoop
+from forebay.agents.program import ProgramAgentLoop
 from forebay.agents.single_turn import ChatTokenizer, SingleTurnAgentLoop
+from forebay.agents.tools import ToolAgentLoop
 from forebay.config import Component, ConfigError, check_arguments, look_up
 from forebay.types import SampleParams
 
-AGENTS: dict[str, Any] = {"single_turn": SingleTurnAgentLoop}
+AGENTS: dict[str, Any] = {
+    "single_turn": SingleTurnAgentLoop,
+    "multi_turn": MultiTurnAgentLoop,
+    "program": ProgramAgentLoop,
+    "tools": ToolAgentLoop,
+}
 """What ``agent.name`` may be; besides, ``package.module:Class`` with the same first arguments."""
 
 GIVEN = ("rollout_controller", "judger", "tokenizer", "sample_params", "activities")

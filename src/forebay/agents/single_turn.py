@@ -59,6 +59,29 @@ def render_prompt(
     return np.asarray(ids, dtype=np.int32)
 
 
+class PromptRenderer:
+    """Renders the prompts of rollouts, once for all members of a group.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        require_chat_template(tokenizer)
+        self._tokenizer = tokenizer
+        # The latest prompt: the members of a group start one after the other, so one entry serves them all.
+        self._latest: tuple[list[Message], list[dict[str, Any]] | None, IntArray] | None = None
+
+    def render(self, message: list[Message], tools: list[dict[str, Any]] | None = None) -> IntArray:
+        """int32, P: as `render_prompt`."""
+        if self._latest is not None and self._latest[:2] == (message, tools):
+            return self._latest[2]
+        prompt_ids = render_prompt(self._tokenizer, message, tools)
+        # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
+        self._latest = ([dict(part) for part in message], tools, prompt_ids)
+        return prompt_ids
+
+
 class SingleTurnAgentLoop(AgentLoop):
     """Renders the prompt, has one response generated, and decodes it.
 
@@ -90,12 +113,10 @@ class SingleTurnAgentLoop(AgentLoop):
         activities: Activities | None = None,
     ) -> None:
         super().__init__(rollout_controller, judger, activities=activities)
-        require_chat_template(tokenizer)
         self.tokenizer = tokenizer
         self.sample_params = sample_params
         self.max_prompt_tokens = max_prompt_tokens
-        # The latest prompt: the members of a group start one after the other, so one entry serves them all.
-        self._rendered: tuple[list[Message], list[dict[str, Any]] | None, IntArray] | None = None
+        self._prompts = PromptRenderer(tokenizer)
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Generate, or continue, one rollout in place.
@@ -104,7 +125,7 @@ class SingleTurnAgentLoop(AgentLoop):
             ValueError: the prompt is longer than `max_prompt_tokens`.
         """
         if len(state.prompt_ids) == 0:
-            state.prompt_ids = self._render(state)
+            state.prompt_ids = self._prompts.render(state.message, state.tools)
         if len(state.tokens) == 0:
             state.tokens = state.prompt_ids
         self._check_length(state)
@@ -113,16 +134,6 @@ class SingleTurnAgentLoop(AgentLoop):
         await self.rollout_controller.generate_sample(state)
         state.response = self.tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True)
         return state
-
-    def _render(self, state: RolloutState) -> IntArray:
-        if self._rendered is not None:
-            message, tools, prompt_ids = self._rendered
-            if message == state.message and tools == state.tools:
-                return prompt_ids
-        prompt_ids = render_prompt(self.tokenizer, state.message, state.tools)
-        # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
-        self._rendered = ([dict(part) for part in state.message], state.tools, prompt_ids)
-        return prompt_ids
 
     def _check_length(self, state: RolloutState) -> None:
         limit = self.max_prompt_tokens

@@ -10,6 +10,9 @@ An engine takes token ids and returns token ids: it never sees chat messages and
 
 Contract:
 
+* An engine that lives elsewhere (a server) can be lost. Its requests then end with ``"error"`` and ``lost``,
+  with the tokens known so far, and its other calls raise `EngineLost`. It has one method more, ``bring_up``:
+  see `Remote`.
 * `generate` may be called concurrently without bound; the engine decides how many run together and the rest
   wait. It returns a `Completion` for everything that happens to a request, also for an engine error
   (``finish_reason="error"``); it raises `ValueError` only for a request that can never run (too long, say).
@@ -35,7 +38,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,6 +46,10 @@ from forebay.types import FloatArray, IntArray, SampleParams
 
 if TYPE_CHECKING:
     import torch
+
+
+class EngineLost(RuntimeError):
+    """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +87,8 @@ class Completion:
     finish_reason: str
     """``stop``, ``length``, ``tool_calls``, ``abort`` or ``error``."""
     error_msg: str | None = None
+    lost: bool = False
+    """With ``error``: the engine failed, not the request, so another may go on from `response_ids`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,4 +145,20 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """End everything and free the weights; `generate` afterwards returns an error completion."""
+        ...
+
+
+@runtime_checkable
+class Remote(Protocol):
+    """What an engine has besides `Engine` if it can be lost and come back."""
+
+    async def bring_up(self) -> None:
+        """Return once it serves, with the weights that it was given last: start it, restart it, or wait.
+
+        It is called before the first request too, and again whenever the engine was lost. It takes minutes
+        where a large model is loaded, and limits itself.
+
+        Raises:
+            EngineLost: it does not come; the message says what was tried.
+        """
         ...

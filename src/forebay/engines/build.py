@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.config import Component, ConfigError, check_arguments, look_up
-from forebay.engines.base import Engine
+from forebay.engines.base import Engine, EngineLost
+from forebay.models import ModelConfig, load_model
 
 DEFAULT_MAX_BATCH = 256
 """Requests that decode together in a `TransformersEngine`, if its arguments do not say."""
@@ -20,11 +21,9 @@ class EngineSurroundings:
 
     model_folder: Path
     """Hugging Face folder of the weights the run starts from."""
-    load_model: Callable[[], Any]
-    """The model in it, as ``[model]`` says."""
+    model: ModelConfig
+    """How it is held in memory."""
     tokenizer: Any
-    max_context_tokens: int | None
-    """None: the model's own limit."""
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""
 
@@ -36,15 +35,80 @@ def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[En
     check_arguments("engine", "transformers", TransformersEngine, arguments, *given)
     return [
         TransformersEngine(
-            surroundings.load_model(),
+            load_model(surroundings.model_folder, surroundings.model),
             surroundings.tokenizer,
-            max_context_tokens=surroundings.max_context_tokens,
+            max_context_tokens=surroundings.model.max_context,
             **arguments,
         )
     ]
 
 
-ENGINES: dict[str, Callable[..., list[Engine]]] = {"transformers": _transformers}
+def _processes(
+    surroundings: EngineSurroundings,
+    *,
+    engines: int = 1,
+    engine: str = "transformers",
+    threads: int = 1,
+    checksum: bool = False,
+    **arguments: Any,
+) -> list[Engine]:
+    """`engines` processes on this machine, each with an engine of its own that takes the `arguments`.
+
+    `checksum`: weights are compared with their CRC-32 when they arrive.
+    """
+    from forebay.engines.process import EngineRecipe, ProcessEngine
+    from forebay.engines.weight_handover import SharedMemoryHandOver
+
+    if engines < 1 or threads < 1:
+        raise ConfigError(f"engines and threads must be at least 1, got {engines} and {threads}")
+    recipe = EngineRecipe(
+        model_folder=surroundings.model_folder,
+        model=surroundings.model,
+        engine=Component(name=engine, arguments=arguments),
+        threads=threads,
+    )
+    hand_over = SharedMemoryHandOver(checksum=checksum)
+    logs = surroundings.scratch
+    started = [
+        ProcessEngine(recipe, hand_over, log=logs / f"engine_{number}.log") for number in range(engines)
+    ]
+    try:
+        for process in started:
+            process.wait_until_ready()
+    except EngineLost as error:
+        for process in started:
+            process.kill()
+        raise ConfigError(f"engine 'process': {error}") from None
+    return list(started)
+
+
+def _http(kind: str) -> Callable[..., list[Engine]]:
+    def build(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
+        """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPSettings`."""
+        try:
+            from forebay.engines.http_build import HTTPSettings, http_engines
+        except ImportError as error:
+            raise ConfigError(f'engine {kind!r} needs pip install "forebay[http]": {error}') from error
+        check_arguments("engine", kind, HTTPSettings, arguments)
+        return http_engines(
+            kind,
+            HTTPSettings(**arguments),
+            model_folder=surroundings.model_folder,
+            dtype=surroundings.model.dtype,
+            max_context_tokens=surroundings.model.max_context,
+            tokenizer=surroundings.tokenizer,
+            scratch=surroundings.scratch,
+        )
+
+    return build
+
+
+ENGINES: dict[str, Callable[..., list[Engine]]] = {
+    "process": _processes,
+    "sglang": _http("sglang"),
+    "transformers": _transformers,
+    "vllm": _http("vllm"),
+}
 """What ``engine.name`` may be; besides, ``package.module:function`` of the same signature."""
 
 

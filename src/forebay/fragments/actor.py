@@ -148,6 +148,16 @@ class ReplayBufferActor:
         self._report_if_due()
         await self._collector.drained()
 
+    async def wait_for_room(self) -> None:
+        """Return when the rate limit would let a writer in: who asks before it acts, acts with newer weights.
+
+        Nothing is reserved: several who asked may write, and those who are too many wait then.
+
+        Raises:
+            BufferClosed: the buffer was closed.
+        """
+        await self._writers.wait(self._may_insert)
+
     async def remove_worker(self, worker_uuid: str) -> None:
         """A worker has ended: let its partial chunk go now, not when it has been silent for long."""
         with self._change():
@@ -273,21 +283,18 @@ class ReplayBufferActor:
             raise BufferClosed(self._closed)
         self._follow_clock()
         self._state.advance(self._now_s())
-        if self._state.changes:
+        if self._state.has_changed:
             self._commit()
         self._collector.advance(self._now_s())
         self._set_timer()
 
     def _commit(self) -> None:
-        state = self._state
         try:
-            self._index.commit(state.changes, state.meta)
+            self._index.commit(self._state.rows(), self._state.meta)
         except BufferClosed as reason:
             self._end(str(reason))
             raise
-        state.changes.clear()
-        free, state.free = state.free, []
-        self._collector.discard(free)
+        self._collector.discard(self._state.committed())
         self._wake()
         self._set_timer()
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -35,9 +36,22 @@ ALIGNMENT = 16
 COMPRESSIONS = (None, "lz4", "zstd")
 """A payload names its compression by the position here, so entries are only added."""
 SMALL_BYTES = 4096
+HUGE_BYTES = 4 << 20
+"""Arrays of this size get huge pages from numpy."""
 _PADDING = bytes(ALIGNMENT)
 _HEADER = struct.Struct("<8sIB3xQ")
+_HEADS = np.dtype(
+    [("schema_id", "S8"), ("meta_bytes", "<u4"), ("compression", "u1"), ("rest", "V3"), ("body_bytes", "<u8")]
+)
+"""The same."""
 _FIELDS = tuple(field.name for field in fields(SampleFragment))
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder().decode
+_fields_of = attrgetter(*_FIELDS)
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_TEXT = frozenset((str,))
+_VALUE = ("value",)
+_NO_DICT = ("dict", (), ())
 
 
 class _Leaf(NamedTuple):
@@ -80,10 +94,25 @@ class Schema:
 
 
 @lru_cache(maxsize=1024)
-def _schema_of(skeleton: Any) -> tuple[Schema, bytes]:
-    """With its id: the same few skeletons come again and again."""
-    schema = Schema.parse(json.dumps(skeleton, separators=(",", ":")).encode())
+def _schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
+    """Of a fragment whose fields have these nodes, with its id: the same few come again and again."""
+    schema = Schema.parse(json.dumps(("dict", _FIELDS, nodes), separators=(",", ":")).encode())
     return schema, schema.schema_id
+
+
+@lru_cache(maxsize=1024)
+def _schema_with(kinds: tuple[type, ...], nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
+    """The same, `nodes` being only those of the fields that are not plain."""
+    rest = iter(nodes)
+    return _schema_of(tuple(_VALUE if kind in _PLAIN else next(rest) for kind in kinds))
+
+
+@lru_cache(maxsize=256)
+def _places(kinds: tuple[type, ...]) -> tuple[tuple[int, ...], Callable[[Any], Any]]:
+    """Of fields of these types: which are not plain, and what takes out the plain ones."""
+    plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
+    others = tuple(i for i, kind in enumerate(kinds) if kind not in _PLAIN)
+    return others, lambda given: [given[i] for i in plain]
 
 
 def _leaves_of(node: Any) -> Iterator[tuple[str, Sequence[int], bool]]:
@@ -102,11 +131,28 @@ def _aligned(num_bytes: int) -> int:
 
 
 class Packed(NamedTuple):
-    """A payload, and the schema it cannot be read without."""
+    """A payload in parts, and the schema it cannot be read without."""
 
     schema_id: bytes
     schema: Schema
-    payload: bytes
+    parts: list[Any]
+    """Bytes and uint8 arrays that look into the fragment's own."""
+    num_bytes: int
+    """Of all parts."""
+
+    @property
+    def payload(self) -> bytes:
+        """All of it, copied together."""
+        return b"".join(self.parts)
+
+    def write(self, memory: memoryview) -> memoryview:
+        """Copy all of it to the front of `memory`; what was written there."""
+        start = 0
+        for part in self.parts:
+            end = start + len(part)
+            memory[start:end] = part
+            start = end
+        return memory[:start]
 
 
 def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
@@ -117,18 +163,31 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
     """
     arrays: list[np.ndarray[Any, Any]] = []
     values: list[Any] = []
-    nodes = tuple(_split(getattr(fragment, name), name, arrays, values) for name in _FIELDS)
-    schema, schema_id = _schema_of(("dict", _FIELDS, nodes))
-    body = _body(arrays)
+    given = _fields_of(fragment)
+    kinds = tuple(map(type, given))
+    places, plain_of = _places(kinds)
+    nodes = tuple([_split(given[i], _FIELDS[i], arrays, values) for i in places])
+    if values:
+        # A nested plain value stands between those of the fields before and after it.
+        values.clear()
+        arrays.clear()
+        all_nodes = tuple([_split(value, _FIELDS[i], arrays, values) for i, value in enumerate(given)])
+        schema, schema_id = _schema_of(all_nodes)
+    else:
+        schema, schema_id = _schema_with(kinds, nodes)
+        values = plain_of(given)
+    parts, body_bytes = _body(arrays), schema.body_bytes
     if compression is not None:
-        body = [_codec(compression).compress(b"".join(body), asbytes=True)]
+        parts = [_codec(compression).compress(b"".join(parts), asbytes=True)]
+        body_bytes = len(parts[0])
     try:
-        meta = msgspec.msgpack.encode(values)
+        meta = _encode(values)
     except OverflowError:
         raise ValueError("the fragment holds an integer of more than 64 bits; store it as text") from None
-    head = _HEADER.pack(schema_id, len(meta), COMPRESSIONS.index(compression), schema.body_bytes)
-    padding = bytes(_aligned(len(head) + len(meta)) - len(head) - len(meta))
-    return Packed(schema_id, schema, b"".join((head, meta, padding, *body)))
+    head = _HEADER.pack(schema_id, len(meta), COMPRESSIONS.index(compression), schema.body_bytes) + meta
+    head += _PADDING[: -len(head) % ALIGNMENT]
+    parts.insert(0, head)
+    return Packed(schema_id, schema, parts, len(head) + body_bytes)
 
 
 def _body(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
@@ -152,17 +211,21 @@ def _split(value: Any, where: str, arrays: list[np.ndarray[Any, Any]], values: l
     if kind is np.ndarray:
         arrays.append(value)
         return ("array", _dtype_text(value.dtype, where), value.shape)
-    if value is None or kind in (bool, int, float, str, bytes):
+    if kind in _PLAIN:
         values.append(value)
-        return ("value",)
+        return _VALUE
+    if kind is list or kind is tuple:
+        if not value:
+            return (kind.__name__, ())
+        children = [_split(item, f"{where}[{i}]", arrays, values) for i, item in enumerate(value)]
+        return (kind.__name__, tuple(children))
     if isinstance(value, dict):
-        if not all(type(key) is str for key in value):
+        if not value:
+            return _NO_DICT
+        if not _TEXT.issuperset(map(type, value)):
             raise ValueError(f"{where} has keys that are not text: {list(value)[:5]!r}")
         children = [_split(item, f"{where}[{key!r}]", arrays, values) for key, item in value.items()]
         return ("dict", tuple(value), tuple(children))
-    if kind is list or kind is tuple:
-        children = [_split(item, f"{where}[{i}]", arrays, values) for i, item in enumerate(value)]
-        return (kind.__name__, tuple(children))
     return _split_foreign(value, where, arrays)
 
 
@@ -201,7 +264,7 @@ def schema_id_of(payload: Any) -> bytes:
 def _parts(payload: Bytes, schema: Schema) -> tuple[list[Any], Bytes]:
     """The plain values, and the body as it was before compression."""
     _, meta_bytes, compression, body_bytes = _HEADER.unpack_from(payload.data)
-    values = msgspec.msgpack.decode(payload.data[_HEADER.size : _HEADER.size + meta_bytes])
+    values = _decode(payload.data[_HEADER.size : _HEADER.size + meta_bytes])
     body = payload[_aligned(_HEADER.size + meta_bytes) :]
     assert body_bytes == schema.body_bytes
     if compression:
@@ -222,21 +285,71 @@ def _view(leaf: _Leaf, body: Bytes) -> Any:
     return array[()] if leaf.is_scalar else array
 
 
-def stack(payloads: Sequence[Bytes], schema: Schema) -> SampleFragment:
+def stack(payloads: Sequence[Any], schema: Schema) -> SampleFragment:
     """All fragments as one: a leading axis on every array, and lists where one has a plain value.
 
     The arrays may be written to, and look into one block that nothing else holds.
     """
-    parts = [_parts(payload, schema) for payload in payloads]
-    block = np.frombuffer(bytearray().join(body.data for _, body in parts), np.uint8)
-    arrays = [_stacked_view(leaf, block, len(parts), schema.body_bytes) for leaf in schema.leaves]
-    columns = [list(column) for column in zip(*(values for values, _ in parts), strict=True)]
+    rows = _alike(payloads, schema) or _bodies(payloads, schema)
+    arrays = [rows.column(leaf) for leaf in schema.leaves]
+    columns = [list(column) for column in zip(*rows.values, strict=True)]
     return SampleFragment(**_build(schema.skeleton, iter(arrays), iter(columns)))
 
 
-def _stacked_view(leaf: _Leaf, block: Bytes, count: int, stride: int) -> np.ndarray[Any, Any]:
-    inner = np.ndarray(leaf.shape, leaf.dtype, block, leaf.offset).strides if leaf.shape else ()
-    return np.ndarray((count, *leaf.shape), leaf.dtype, block, leaf.offset, (stride, *inner))
+class _Rows(NamedTuple):
+    """Bodies of one schema at equal distances."""
+
+    block: Bytes
+    stride: int
+    start: int
+    """Of the first body."""
+    values: list[list[Any]]
+
+    def column(self, leaf: _Leaf) -> np.ndarray[Any, Any]:
+        """[num_rows, *leaf.shape]: the arrays of all rows."""
+        offset = self.start + leaf.offset
+        inner = np.ndarray(leaf.shape, leaf.dtype, self.block, offset).strides if leaf.shape else ()
+        shape = (len(self.values), *leaf.shape)
+        return np.ndarray(shape, leaf.dtype, self.block, offset, (self.stride, *inner))
+
+
+def _alike(payloads: Sequence[Any], schema: Schema) -> _Rows | None:
+    """Payloads that lie alike, joined as they are; None: they do not, or are compressed.
+
+    With small fragments, looking at each on its own takes many times as long as copying them.
+    """
+    stride, count = len(payloads[0]), len(payloads)
+    if set(map(len, payloads)) != {stride}:
+        return None
+    joined = _joined(payloads, stride)
+    block = np.frombuffer(joined, np.uint8)
+    heads = block.reshape(count, stride)[:, : _HEADER.size].copy().view(_HEADS)[:, 0]
+    if heads["compression"].any():
+        return None
+    # Without compression bodies are of one size, so here they begin at one place.
+    start = stride - schema.body_bytes
+    data = memoryview(joined)
+    ends = (heads["meta_bytes"] + np.arange(_HEADER.size, count * stride, stride)).tolist()
+    metas = zip(range(_HEADER.size, len(data), stride), ends, strict=True)
+    return _Rows(block, stride, start, [_decode(data[at:end]) for at, end in metas])
+
+
+def _bodies(payloads: Sequence[Any], schema: Schema) -> _Rows:
+    parts = [_parts(np.frombuffer(payload, np.uint8), schema) for payload in payloads]
+    joined = _joined([body.data for _, body in parts], schema.body_bytes)
+    return _Rows(np.frombuffer(joined, np.uint8), schema.body_bytes, 0, [values for values, _ in parts])
+
+
+def _joined(rows: Sequence[Any], stride: int) -> Any:
+    """All bytes of `rows`, which have `stride` each, one after the other."""
+    if len(rows) * stride < HUGE_BYTES:
+        return bytearray().join(rows)
+    # numpy asks for huge pages: at this size, getting memory page by page takes as long as filling it.
+    block: Bytes = np.empty(len(rows) * stride, np.uint8)
+    memory = block.data
+    for number, row in enumerate(rows):
+        memory[number * stride : (number + 1) * stride] = row
+    return block
 
 
 def _build(node: Any, arrays: Iterator[Any], values: Iterator[Any]) -> Any:

@@ -5,7 +5,7 @@
     ReplayState --changes--> commit (one transaction) --> folder/index/ --load--> the next process's state
                                   '-- the folder has a newer owner: BufferClosed
 
-    rows:  meta | chunk + number | part + number (fragments without a chunk yet) | lease + number
+    rows:  meta | segment, uses, priorities + number (`segments`: chunks) | part + number | lease + number
 
 The rows are committed before anybody is told, and before a payload that they no longer name is deleted. So
 whatever the moment of a crash, every payload that a row names is there, and one that no row names is garbage.
@@ -20,18 +20,20 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from forebay.fragments import segments
 from forebay.fragments.chunks import Chunk, Fragment
 from forebay.fragments.leases import LeaseRow
 from forebay.fragments.mapped import Environment
+from forebay.fragments.segments import RowKey
 from forebay.fragments.tallies import Tallies
 from forebay.fragments.turns import BufferClosed
 
 MAX_BYTES = 4 << 30
 """Room for ten million fragments and more; what is not used takes no disk."""
-RowKey = tuple[str, int]
-"""Kind and number."""
-_KINDS: dict[str, type[Chunk] | type[Fragment] | type[LeaseRow]] = {
-    "chunk": Chunk,
+_KINDS: dict[str, Any] = {
+    "segment": list[Chunk],
+    "uses": bytes,
+    "priorities": bytes,
     "part": Fragment,
     "lease": LeaseRow,
 }
@@ -65,7 +67,10 @@ class Rows(NamedTuple):
     meta: Meta | None
     """None: the index is new."""
     chunks: list[Chunk]
+    segments: list[int]
+    """Numbers of the rows that they are in."""
     parts: list[Fragment]
+    """Fragments without a chunk yet."""
     leases: list[LeaseRow]
 
 
@@ -86,6 +91,7 @@ class Index:
             self._owner = _OWNER.unpack(raw)[0] + 1 if raw is not None else 1
             transaction.put(_OWNER_KEY, _OWNER.pack(self._owner), db=self._table)
         self._path = path
+        self._encoder = msgspec.msgpack.Encoder()
 
     def load(self) -> Rows:
         """All rows, each kind by number.
@@ -93,7 +99,7 @@ class Index:
         Raises:
             ValueError: another program, or another version of this one, made them.
         """
-        rows: dict[str, list[Any]] = {kind: [] for kind in _KINDS}
+        rows: dict[str, dict[int, Any]] = {kind: {} for kind in _KINDS}
         meta = None
         snapshot = self._environment.read()
         try:
@@ -101,11 +107,12 @@ class Index:
                 if key == _META_KEY:
                     meta = msgspec.msgpack.decode(raw, type=Meta)
                 elif key != _OWNER_KEY:
-                    kind = key[:-8].decode()
-                    rows[kind].append(msgspec.msgpack.decode(raw, type=_KINDS[kind]))
+                    kind, number = key[:-8].decode(), int.from_bytes(key[-8:], "big")
+                    rows[kind][number] = msgspec.msgpack.decode(raw, type=_KINDS[kind])
         except (msgspec.MsgspecError, KeyError) as error:
             raise ValueError(f"{str(self._path)!r} is not the index of a fragment buffer: {error}") from error
-        return Rows(meta, rows["chunk"], rows["part"], rows["lease"])
+        chunks = segments.read(*(rows[kind] for kind in segments.KINDS))
+        return Rows(meta, chunks, [*rows["segment"]], [*rows["part"].values()], [*rows["lease"].values()])
 
     def commit(self, changes: Mapping[RowKey, Any], meta: Meta) -> None:
         """Put the rows (None: delete), and `meta`: all of it or nothing.
@@ -113,10 +120,10 @@ class Index:
         Raises:
             BufferClosed: another buffer opened the folder since.
         """
-        rows = {key: None if row is None else msgspec.msgpack.encode(row) for key, row in changes.items()}
-        with self._environment.write(
-            sum(len(row) for row in rows.values() if row is not None)
-        ) as transaction:
+        encode = self._encoder.encode
+        rows = {key: None if row is None else encode(row) for key, row in changes.items()}
+        num_bytes = sum(len(row) for row in rows.values() if row is not None)
+        with self._environment.write(num_bytes) as transaction:
             raw = transaction.get(_OWNER_KEY, db=self._table)
             assert raw is not None
             if _OWNER.unpack(raw)[0] != self._owner:
@@ -127,7 +134,7 @@ class Index:
                     transaction.delete(key, db=self._table)
                 else:
                     transaction.put(key, row, db=self._table)
-            transaction.put(_META_KEY, msgspec.msgpack.encode(meta), db=self._table)
+            transaction.put(_META_KEY, encode(meta), db=self._table)
 
     def copy(self, path: Path) -> None:
         """A copy in the new folder `path`."""

@@ -70,7 +70,10 @@ class LeaseRow(msgspec.Struct, array_like=True):
 
     def batch(self) -> FragmentBatch:
         """What was served with it."""
-        entries = (fragment.entry for fragment in self.fragments)
+        entries = [
+            (FragmentIndex(fragment.worker_uuid, fragment.fid_in_worker), fragment.fragment_id)
+            for fragment in self.fragments
+        ]
         return FragmentBatch(entries, Lease(str(self.number), self.term_s), self.staleness)
 
 

@@ -113,7 +113,8 @@ class Environment:
         key = (os.getpid(), stat.st_dev, stat.st_ino)
         with cls._opening:
             environment = cls._opened.get(key)
-            if environment is None:
+            # A deleted folder's number may be given to a new one while arrays still look into the old file.
+            if environment is None or not environment._is_at(path):
                 environment = cls._opened[key] = cls(path, max_bytes)
         return environment
 
@@ -135,8 +136,13 @@ class Environment:
         self._tables: dict[str, Any] = {}
         self._pinned: WeakSet[Snapshot] = WeakSet()
         self._file = path / "data.mdb"
+        self._file_number = self._file.stat().st_ino
         self._reserved_bytes = 0
         self._lmdb.reader_check()
+
+    def _is_at(self, path: Path) -> bool:
+        file = path / "data.mdb"
+        return file.exists() and file.stat().st_ino == self._file_number
 
     def table(self, name: str) -> Any:
         """The named table, made if it is missing."""

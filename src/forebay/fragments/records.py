@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class FragmentIndex:
+
+class FragmentIndex(msgspec.Struct, frozen=True):
     """Where a fragment stands in the stream of its worker.
 
     >>> FragmentIndex("worker-0", 7)
@@ -30,8 +31,7 @@ class FragmentIndex:
     """Counts the fragments of the worker: 0, 1, 2, ..."""
 
 
-@dataclass(frozen=True, slots=True)
-class FragmentMetadata:
+class FragmentMetadata(msgspec.Struct, frozen=True):
     """All the buffer knows about a fragment.
 
     >>> FragmentMetadata("worker-0", 7, model_version=3, session_id="run").index

@@ -10,7 +10,7 @@ cut.
                                '--serve--> lease --released, over
                                                         '--> payload free, if nothing else holds it
 
-    changes: rows to be committed (`index`)           free: ids of payloads to be deleted after that
+    rows: to be committed (`index`)            committed: ids of payloads to be deleted after that
 
 Each fragment is in exactly one place, so at any moment
 ``added = in chunks + in sequences + used up + dropped (by reason)``.
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.fragments.chunks import SAMPLING, Chunk, ChunkTable, Fragment
-from forebay.fragments.index import Meta, RowKey, Rows
+from forebay.fragments.index import Meta, Rows
 from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, LeaseTable
 from forebay.fragments.rate_limit import RateLimit
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.references import References
+from forebay.fragments.segments import RowKey, Segments
 from forebay.fragments.sequences import Sequences
 
 
@@ -101,15 +102,32 @@ class ReplayState:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.meta = Meta(rules.fragments_per_chunk)
-        self.changes: dict[RowKey, Any] = {}
-        self.free: list[str] = []
+        self._changes: dict[RowKey, Any] = {}
+        self._free: list[str] = []
         self.references = References()
         self.leases = LeaseTable()
         self.prepared = FragmentBatch()
         """The batch served last."""
         self._chunks = ChunkTable()
+        self._segments = Segments()
         self._sequences = Sequences(rules.fragments_per_chunk)
         self._chunk_of: dict[str, int] = {}
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is anything for `rows` or `committed`."""
+        return bool(self._changes or self._free or self._segments.has_changed)
+
+    def rows(self) -> dict[RowKey, Any]:
+        """What is to be committed since the last `committed`; None: to be deleted."""
+        self._changes |= self._segments.take_rows()
+        return self._changes
+
+    def committed(self) -> list[str]:
+        """The rows are on disk; ids of payloads that are to be deleted after that, but once."""
+        free, self._free = self._free, []
+        self._changes.clear()
+        return free
 
     @property
     def num_chunks(self) -> int:
@@ -130,7 +148,7 @@ class ReplayState:
     def add(self, fragment_id: str, metadata: FragmentMetadata, now_s: float) -> None:
         """Take the fragment in, or drop it; one that is here already changes nothing."""
         tallies = self.meta.tallies
-        if fragment_id in self.references:
+        if self.references.is_known(fragment_id):
             tallies.duplicates += 1
             return
         tallies.added += 1
@@ -148,28 +166,31 @@ class ReplayState:
             # A chunk has no holes: what came before is no use either.
             return
         useless, complete = self._sequences.add(fragment, now_s)
-        self._drop_parts(useless, "gap")
+        if useless:
+            self._drop_parts(useless, "gap")
         if complete:
             self._insert(complete)
         else:
-            self.changes["part", fragment.number] = fragment
+            self._changes["part", fragment.number] = fragment
 
     def _insert(self, fragments: list[Fragment]) -> None:
         while len(self._chunks) >= self.rules.max_chunks:
             self._drop_chunk(self._chunks.oldest(), "evicted")
-        oldest = min(fragment.model_version for fragment in fragments)
+        oldest = min([fragment.model_version for fragment in fragments])
         chunk = Chunk(self.meta.num_chunks, fragments, oldest, self.meta.max_priority)
         self.meta.num_chunks += 1
         if limit := self.rules.rate_limit:
             self.meta.difference += limit.samples_per_insert
         self._hold_chunk(chunk)
         # The last one was never a row.
-        self.changes.update((("part", fragment.number), None) for fragment in fragments[:-1])
+        for fragment in fragments[:-1]:
+            self._changes["part", fragment.number] = None
 
     def _hold_chunk(self, chunk: Chunk) -> None:
         self._chunks.add(chunk)
-        self.changes["chunk", chunk.number] = chunk
-        self._chunk_of.update((fragment.fragment_id, chunk.number) for fragment in chunk.fragments)
+        self._segments.add(chunk)
+        for fragment in chunk.fragments:
+            self._chunk_of[fragment.fragment_id] = chunk.number
 
     def set_version(self, session_id: str, model_version: int) -> None:
         """The weights are those now; what is too old for them, or of another session, is dropped."""
@@ -201,7 +222,7 @@ class ReplayState:
             if number is not None:
                 largest[number] = max(priority, largest.get(number, 0.0))
         for number, priority in largest.items():
-            self.changes["chunk", number] = self._chunks.set_priority(number, priority)
+            self._segments.set_priority(self._chunks.set_priority(number, priority))
             self.meta.max_priority = max(self.meta.max_priority, priority)
 
     # What goes out.
@@ -223,12 +244,11 @@ class ReplayState:
         meta, version = self.meta, self.meta.model_version
         seed = (self.rules.seed, meta.num_draws)
         chunks = self._chunks.sample(num_chunks, self.rules.sampling, version, seed)
-        fragments, staleness = [], []
-        for chunk in chunks:
-            age = version - chunk.oldest_version
-            meta.tallies.count_use(staleness=age, is_first=not chunk.uses)
-            fragments += chunk.fragments
-            staleness += [age] * len(chunk.fragments)
+        ages = [version - chunk.oldest_version for chunk in chunks]
+        meta.tallies.count_uses(ages, sum([not chunk.uses for chunk in chunks]))
+        fragments = [fragment for chunk in chunks for fragment in chunk.fragments]
+        length = self.rules.fragments_per_chunk
+        staleness = ages if length == 1 else [age for age in ages for _ in range(length)]
         row = LeaseRow(meta.num_leases, lease_s or self.rules.lease_s, fragments, staleness)
         meta.num_draws += 1
         meta.num_leases += 1
@@ -237,19 +257,22 @@ class ReplayState:
         meta.tallies.served += len(fragments)
         self.references.hold(fragments)
         self.leases.add(row, now_s)
-        self.changes["lease", row.number] = row
-        for chunk in chunks:
-            self._count_use(chunk)
+        self._changes["lease", row.number] = row
+        self._count_uses(chunks)
         self.prepared = row.batch()
         return self.prepared
 
-    def _count_use(self, chunk: Chunk) -> None:
-        chunk.uses += 1
-        self.changes["chunk", chunk.number] = chunk
-        if chunk.uses >= self.rules.max_reuse:
+    def _count_uses(self, chunks: list[Chunk]) -> None:
+        left = []
+        for chunk in chunks:
+            chunk.uses += 1
+            if chunk.uses < self.rules.max_reuse:
+                left.append(chunk)
+                continue
             self._remove_chunk(chunk)
             self.meta.tallies.used_up += len(chunk.fragments)
-            self.free += self.references.let_go(chunk.fragments)
+            self._free += self.references.let_go(chunk.fragments)
+        self._segments.set_uses(left)
 
     # What leaves.
 
@@ -270,8 +293,8 @@ class ReplayState:
 
     def _end_lease(self, row: LeaseRow) -> None:
         self.leases.remove(row)
-        self.changes["lease", row.number] = None
-        self.free += self.references.let_go(row.fragments)
+        self._changes["lease", row.number] = None
+        self._free += self.references.let_go(row.fragments)
 
     def drop_worker(self, worker_uuid: str) -> None:
         """Drop the partial chunk of a worker that sends no more; its whole chunks stay."""
@@ -306,17 +329,17 @@ class ReplayState:
 
     def _remove_chunk(self, chunk: Chunk) -> None:
         self._chunks.remove(chunk)
-        self.changes["chunk", chunk.number] = None
+        self._segments.remove(chunk)
         for fragment in chunk.fragments:
             del self._chunk_of[fragment.fragment_id]
 
     def _drop_parts(self, fragments: list[Fragment], reason: str) -> None:
-        self.changes.update((("part", fragment.number), None) for fragment in fragments)
+        self._changes.update((("part", fragment.number), None) for fragment in fragments)
         self._drop(fragments, reason)
 
     def _drop(self, fragments: list[Fragment], reason: str) -> None:
         self.meta.tallies.dropped[reason] += len(fragments)
-        self.free += self.references.let_go(fragments)
+        self._free += self.references.let_go(fragments)
 
     # Going on after a restart.
 
@@ -334,6 +357,7 @@ class ReplayState:
                 f"fragments_per_chunk={self.rules.fragments_per_chunk}: keep that, or take an empty folder"
             )
         self.meta = rows.meta
+        self._segments = Segments(rows.segments)
         for row in rows.leases:
             self.references.hold(row.fragments)
             self.leases.add(row, now_s=0.0)
@@ -356,7 +380,7 @@ class ReplayState:
             elif chunk.uses >= self.rules.max_reuse:
                 self._remove_chunk(chunk)
                 self.meta.tallies.used_up += len(chunk.fragments)
-                self.free += self.references.let_go(chunk.fragments)
+                self._free += self.references.let_go(chunk.fragments)
         lost = {f.worker_uuid for f in self._sequences if not has_payload(f.fragment_id)}
         for worker in lost:
             self._drop_parts(self._sequences.drop_worker(worker), "lost_payload")

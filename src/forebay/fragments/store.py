@@ -31,6 +31,8 @@ _TOTALS = struct.Struct("<QQ")
 _TOTALS_KEY = b"totals"
 _ROOM_BYTES = 64 << 20
 """A shard's file may grow to twice its payloads plus this: freed pages that arrays still look into stay."""
+_STAGED_BYTES = 16 << 10
+"""A smaller payload is put together in memory of its own: that is there at once."""
 
 
 class FragmentStore:
@@ -128,14 +130,14 @@ class FragmentStore:
             ValueError: there are none, or they differ in nesting, dtypes or shapes.
         """
         reading = _Reading(self)
-        payloads = [reading.payload(fragment_id) for fragment_id in fragment_ids]
-        schemas = {schema.text: schema for _, schema in payloads}
-        if len(schemas) != 1:
+        payloads = [reading.raw(fragment_id) for fragment_id in fragment_ids]
+        schema_ids = {schema_id_of(payload) for payload in payloads}
+        if len(schema_ids) != 1:
             raise ValueError(
                 f"only fragments of one nesting, with equal dtypes and shapes, can be stacked; "
-                f"these {len(payloads)} have {len(schemas)}"
+                f"these {len(payloads)} have {len(schema_ids)}"
             )
-        return stack([payload for payload, _ in payloads], *schemas.values())
+        return stack(payloads, reading.schema(fragment_ids[0], *schema_ids))
 
     def delete_fragment(self, fragment_id: str) -> bool:
         """Delete the fragment; whether it was there."""
@@ -197,26 +199,39 @@ class _Reading:
 
     def __init__(self, store: FragmentStore) -> None:
         self._store = store
-        self._snapshots: dict[_Shard, tuple[Snapshot, bool]] = {}
+        self._snapshots: dict[_Shard, Snapshot] = {}
+        self._copies: dict[_Shard, bool] = {}
 
-    def payload(self, fragment_id: str) -> tuple[Bytes, Schema]:
+    def raw(self, fragment_id: str) -> memoryview:
+        """The payload, for use before this is let go."""
         shard = self._store._shard_of(fragment_id)
-        if shard not in self._snapshots:
-            snapshot = shard.environment.read()
-            self._snapshots[shard] = snapshot, not shard.environment.pin(snapshot)
-        snapshot, copy = self._snapshots[shard]
+        snapshot = self._snapshots.get(shard)
+        if snapshot is None:
+            snapshot = self._snapshots[shard] = shard.environment.read()
         raw = snapshot.get(fragment_id.encode(), shard.payloads)
         if raw is None:
             raise KeyError(
                 f"no fragment {fragment_id!r} in {str(self._store.path)!r}: it was never added, or was "
                 f"deleted when its lease was released or had expired"
             )
-        return snapshot.value(raw, copy=copy), self._schema(schema_id_of(raw), shard, snapshot)
+        return raw
 
-    def _schema(self, schema_id: bytes, shard: _Shard, snapshot: Snapshot) -> Schema:
+    def payload(self, fragment_id: str) -> tuple[Bytes, Schema]:
+        """The payload as an array that may outlive this, and its schema."""
+        raw = self.raw(fragment_id)
+        shard = self._store._shard_of(fragment_id)
+        snapshot = self._snapshots[shard]
+        if shard not in self._copies:
+            self._copies[shard] = not shard.environment.pin(snapshot)
+        value = snapshot.value(raw, copy=self._copies[shard])
+        return value, self.schema(fragment_id, schema_id_of(raw))
+
+    def schema(self, fragment_id: str, schema_id: bytes) -> Schema:
+        """The schema `schema_id`, which the fragment has."""
         known = self._store._schemas
         if schema_id not in known:
-            text = snapshot.get(schema_id, shard.schemas)
+            shard = self._store._shard_of(fragment_id)
+            text = self._snapshots[shard].get(schema_id, shard.schemas)
             assert text is not None
             known[schema_id] = Schema.parse(bytes(text))
         return known[schema_id]
@@ -233,9 +248,11 @@ class _Shard:
         self.schemas = self.environment.table("schemas")
         self._totals = self.environment.table("totals")
         self._known_schemas: set[bytes] = set()
+        self._stage = memoryview(b"")
+        """Used inside a transaction only, so by one thread at a time."""
 
     def put(self, rows: list[tuple[bytes, Packed]]) -> None:
-        num_bytes = sum(len(one.payload) for _, one in rows)
+        num_bytes = sum(one.num_bytes for _, one in rows)
         new = {one.schema_id: one.schema.text for _, one in rows if one.schema_id not in self._known_schemas}
         with self.environment.write(num_bytes) as transaction:
             count, held = self._read_totals(transaction)
@@ -247,10 +264,23 @@ class _Shard:
             for schema_id, text in new.items():
                 transaction.put(schema_id, text, db=self.schemas)
             cursor = transaction.cursor(self.payloads)
-            _, added = cursor.putmulti(((key, one.payload) for key, one in rows), overwrite=False)
+            _, added = cursor.putmulti(self._staged(rows), overwrite=False)
             assert added == len(rows), "an id was used twice"
             transaction.put(_TOTALS_KEY, _TOTALS.pack(count + len(rows), held + num_bytes), db=self._totals)
         self._known_schemas |= new.keys()
+
+    def _staged(self, rows: list[tuple[bytes, Packed]]) -> Iterator[tuple[bytes, Any]]:
+        """Keys and payloads; a large payload lies in memory that the next one is written to again.
+
+        New memory for each would take longer than copying to it.
+        """
+        for key, one in rows:
+            if one.num_bytes < _STAGED_BYTES:
+                yield key, one.payload
+                continue
+            if one.num_bytes > len(self._stage):
+                self._stage = memoryview(bytearray(one.num_bytes))
+            yield key, one.write(self._stage)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted = num_bytes = 0

@@ -45,12 +45,13 @@ class Tallies(msgspec.Struct):
         """Of what was served; 0 before anything was."""
         return self.staleness_sum / max(1, self.uses)
 
-    def count_use(self, *, staleness: int, is_first: bool) -> None:
-        """A chunk was served."""
-        self.staleness_max = max(self.staleness_max, staleness) if self.uses else staleness
-        self.staleness_sum += staleness
-        self.uses += 1
-        self.served_chunks += is_first
+    def count_uses(self, staleness: list[int], num_first: int) -> None:
+        """Chunks of this staleness were served, so many of them for the first time."""
+        largest = max(staleness)
+        self.staleness_max = max(self.staleness_max, largest) if self.uses else largest
+        self.staleness_sum += sum(staleness)
+        self.uses += len(staleness)
+        self.served_chunks += num_first
 
     def as_metrics(self) -> dict[str, float]:
         """By the name under which they are reported."""

@@ -2,10 +2,13 @@
 
 ::
 
-    judge(state | group) -> score(state) --> reward = {"score": ..., ...}, status kept
-                                | raises, or takes longer than timeout_s
+    judge(rollout | group) -> verdicts(completed rollouts) --> reward = {"score": ..., ...}, status kept
+                                |                        '--> status FAILED, error_msg says which rollout,
+                                |                             judger and why; reward stays None
                                 v
-                            status FAILED, error_msg says which rollout, judger and why; reward stays None
+      score(rollout), one by one, or score_group(all of them) for a `GroupJudger`
+         | raises TransientJudgeError: again after a pause, up to max_retries times
+         | raises anything else, or all of it takes longer than timeout_s: a failure
 
 A failure is never a zero reward: a rollout without a verdict must not be trained on.
 """
@@ -15,15 +18,43 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from forebay.types import RolloutState, Status
 
 Target = TypeVar("Target", RolloutState, list[RolloutState])
+ResultT = TypeVar("ResultT")
+Verdict = float | Mapping[str, Any]
+GroupScorer = Callable[[Sequence[RolloutState]], Awaitable[Sequence[Verdict | Exception]]]
 
 DEFAULT_TIMEOUT_S = 30.0
 """Long enough for any rule-based judge on a busy machine, short enough to notice one that hangs."""
+
+DEFAULT_MAX_RETRIES = 4
+"""With the pauses below about eight seconds: enough for a service that restarts."""
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+
+
+class JudgeError(Exception):
+    """Why a rollout has no verdict; as text, it is what the rollout's ``error_msg`` ends in."""
+
+
+class TransientJudgeError(Exception):
+    """Raised by a judge that may well succeed if it is asked again: it will be.
+
+    >>> raise TransientJudgeError("the service is restarting", after_s=2.0)
+
+    Args:
+        message: becomes the rollout's error if the last try fails too.
+        after_s: when to try again; None lets the pause double with each try.
+    """
+
+    def __init__(self, message: str, *, after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.after_s = after_s
 
 
 class Judger(ABC):
@@ -32,20 +63,34 @@ class Judger(ABC):
     >>> class Length(Judger):
     ...     async def score(self, state):
     ...         return float(len(state.response_ids))
+
+    Args:
+        timeout_s: for one rollout, all its tries together; None waits for ever.
+        max_retries: how often a rollout is tried again after a `TransientJudgeError`.
     """
 
-    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(
+        self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES
+    ) -> None:
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
+        if max_retries < 0:
+            raise ValueError(f"max_retries must not be negative, got {max_retries}")
         self.timeout_s = timeout_s
+        self.max_retries = max_retries
 
     @property
     def name(self) -> str:
         """What error messages call this judger."""
         return type(self).__name__
 
+    @property
+    def needs_whole_group(self) -> bool:
+        """Whether verdicts depend on the other rollouts of the group, so that all must be finished first."""
+        return False
+
     @abstractmethod
-    async def score(self, state: RolloutState) -> float | Mapping[str, Any]:
+    async def score(self, state: RolloutState) -> Verdict:
         """The score of one completed rollout, or a mapping with ``score`` and whatever should be logged."""
 
     async def judge(self, target: Target) -> Target:
@@ -54,30 +99,129 @@ class Judger(ABC):
         Rollouts of any other status are left as they are.
         """
         states = [target] if isinstance(target, RolloutState) else target
-        await asyncio.gather(
-            *(self._judge_one(state) for state in states if state.status is Status.COMPLETED)
-        )
+        completed = [state for state in states if state.status is Status.COMPLETED]
+        if not completed:
+            return target
+        for state, verdict in zip(completed, await self.verdicts(completed), strict=True):
+            if isinstance(verdict, JudgeError):
+                state.reward = None
+                state.status = Status.FAILED
+                state.error_msg = f"rollout {state.rollout_id}: judger {self.name}: {verdict}"
+            else:
+                state.reward = verdict
         return target
 
-    async def _judge_one(self, state: RolloutState) -> None:
+    async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
+        """For each rollout its reward or why it has none; nothing is written to the rollouts."""
+        return await asyncio.gather(*(self._verdict(state) for state in states))
+
+    async def _verdict(self, state: RolloutState) -> dict[str, Any] | JudgeError:
+        async def attempt() -> dict[str, Any]:
+            return checked_reward(await self.score(state))
+
+        return await self.attempts(attempt)
+
+    async def attempts(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT | JudgeError:
+        """The result of `work`, tried again where that may help, or why there is none."""
         limit = asyncio.timeout(self.timeout_s)
         try:
             async with limit:
-                verdict = await self.score(state)
-            state.reward = _checked_reward(verdict)
-        # Judges are user code: whatever they raise fails this rollout, and only this one.
+                return await self._with_retries(work)
+        # Judges are user code: whatever they raise fails what they judged, and only that.
         except Exception as error:
-            state.reward = None
-            state.status = Status.FAILED
-            reason = (
-                f"no verdict within {self.timeout_s} s"
-                if limit.expired()
-                else f"{type(error).__name__}: {error}"
-            )
-            state.error_msg = f"rollout {state.rollout_id}: judger {self.name}: {reason}"
+            if limit.expired():
+                return JudgeError(f"no verdict within {self.timeout_s} s")
+            return error if isinstance(error, JudgeError) else JudgeError(f"{type(error).__name__}: {error}")
+
+    async def _with_retries(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        pause_s = _FIRST_PAUSE_S
+        for _ in range(self.max_retries):
+            try:
+                return await work()
+            except TransientJudgeError as error:
+                await asyncio.sleep(pause_s if error.after_s is None else error.after_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        try:
+            return await work()
+        except TransientJudgeError as error:
+            raise JudgeError(f"{error} (tried {self.max_retries + 1} times)") from error
+
+    # Not abstract: most judgers hold nothing.
+    def close(self) -> None:  # noqa: B027
+        """Give back what the judger holds; may block for a moment."""
+
+    async def aclose(self) -> None:
+        """`close`, off the event loop."""
+        await asyncio.to_thread(self.close)
 
 
-def _checked_reward(verdict: float | Mapping[str, Any]) -> dict[str, Any]:
+class GroupJudger(Judger):
+    """Judges the rollouts of a group together: rankings, pairwise comparisons, novelty within the group.
+
+    Invariants: `score_group` gets the COMPLETED rollouts of one group, all at once; `timeout_s` and retries
+    are for the whole group. An exception in place of a verdict fails that rollout; one that is raised, a
+    time-out and a wrong number of verdicts fail all of them.
+
+    >>> class Shortest(GroupJudger):
+    ...     async def score_group(self, states):
+    ...         shortest = min(len(state.response_ids) for state in states)
+    ...         return [float(len(state.response_ids) == shortest) for state in states]
+    """
+
+    @property
+    def needs_whole_group(self) -> bool:
+        """True."""
+        return True
+
+    @abstractmethod
+    async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
+        """A verdict for each rollout, in their order."""
+
+    async def score(self, state: RolloutState) -> Verdict:
+        """The verdict on a group of one."""
+        (verdict,) = await self.score_group([state])
+        if isinstance(verdict, Exception):
+            raise verdict
+        return verdict
+
+    async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
+        """See `Judger.verdicts`."""
+        return await judge_together(self, self.score_group, states)
+
+
+async def judge_together(
+    judger: Judger, score_group: GroupScorer, states: Sequence[RolloutState]
+) -> list[dict[str, Any] | JudgeError]:
+    """`Judger.verdicts` by one call of `score_group`, with the time-out and the retries of `judger`."""
+
+    async def attempt() -> list[dict[str, Any] | JudgeError]:
+        verdicts = await score_group(states)
+        if len(verdicts) != len(states):
+            raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
+        return [_checked_or_error(verdict) for verdict in verdicts]
+
+    result = await judger.attempts(attempt)
+    return [result] * len(states) if isinstance(result, JudgeError) else result
+
+
+def _checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeError:
+    try:
+        if isinstance(verdict, Exception):
+            raise verdict
+        return checked_reward(verdict)
+    except JudgeError as error:
+        return error
+    # One member's failure, of whatever kind, must not be its siblings'.
+    except Exception as error:
+        return JudgeError(f"{type(error).__name__}: {error}")
+
+
+def checked_reward(verdict: Verdict) -> dict[str, Any]:
+    """The verdict as a reward: a dict with a finite ``score``.
+
+    Raises:
+        ValueError, TypeError: it has none.
+    """
     reward = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
     if "score" not in reward:
         raise ValueError(f"the verdict has no 'score', only {sorted(reward)}")

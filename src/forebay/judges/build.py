@@ -2,22 +2,71 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
 from forebay.config import ConfigError, StrictModel, look_up
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
+from forebay.judges.code import CodeJudger
+from forebay.judges.composed import ComposedJudger, Part
 from forebay.judges.exact_match import ExactMatchJudger
 from forebay.judges.functions import FunctionJudger
+from forebay.judges.llm import LLMJudger
 from forebay.judges.math import MathVerifyJudger
 from forebay.judges.reasoning_gym import ReasoningGymJudger
 from forebay.judges.shuffled import ShuffledJudger
 
+
+def compose(
+    *,
+    parts: Sequence[Mapping[str, Any]],
+    by: str = "data_source",
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+) -> ComposedJudger:
+    """A `ComposedJudger` of what the tables `parts` describe.
+
+    >>> compose(parts=[{"name": "math_verify"}, {"name": "mine:politeness", "weight": 0.1}])
+
+    Args:
+        parts: each with ``name``, ``arguments`` and ``timeout_s`` as in ``[tasks.judge]``, and ``label``
+            (the part after the colon of the name by default), ``weight`` and ``only`` as of a `Part`.
+        by: see `ComposedJudger`.
+        timeout_s: of the parts that have none of their own.
+
+    Raises:
+        ConfigError: a part cannot be built.
+        ValueError: they do not fit together.
+    """
+    return ComposedJudger([_part(dict(table), timeout_s) for table in parts], by=by)
+
+
+def _part(table: dict[str, Any], timeout_s: float | None) -> Part:
+    known = ("name", "arguments", "timeout_s", "label", "weight", "only")
+    if unknown := set(table) - set(known):
+        raise ConfigError(f"composed: a part has unknown keys {sorted(unknown)}; known: {', '.join(known)}")
+    name = str(table.get("name", ""))
+    only = table.get("only")
+    return Part(
+        label=table.get("label", name.rpartition(":")[2]),
+        weight=float(table.get("weight", 1.0)),
+        only=(only,) if isinstance(only, str) else only and tuple(map(str, only)),
+        judger=build_judger(
+            JudgeConfig(
+                name=name,
+                arguments=table.get("arguments", {}),
+                timeout_s=table.get("timeout_s", timeout_s),
+            )
+        ),
+    )
+
+
 JUDGERS: dict[str, Callable[..., Judger]] = {
+    "code": CodeJudger,
+    "composed": compose,
+    "llm": LLMJudger,
     "exact_match": ExactMatchJudger,
     "math_verify": MathVerifyJudger,
     "reasoning_gym": ReasoningGymJudger,
@@ -55,18 +104,18 @@ def build_judger(config: JudgeConfig | None) -> Judger:
     factory = look_up("judger", config.name, JUDGERS)
     if not callable(factory):
         raise ConfigError(f"judger {config.name!r} is a {type(factory).__name__}, not a function or class")
-    if isinstance(factory, type) and issubclass(factory, Judger):
+    if config.name in JUDGERS or (isinstance(factory, type) and issubclass(factory, Judger)):
         judger = _construct(config, factory)
     else:
         judger = _wrap_function(config, factory)
     return judger if config.shuffle_seed is None else ShuffledJudger(judger, seed=config.shuffle_seed)
 
 
-def _construct(config: JudgeConfig, judger_class: type[Judger]) -> Judger:
+def _construct(config: JudgeConfig, factory: Callable[..., Judger]) -> Judger:
     arguments = {"timeout_s": config.timeout_s, **config.arguments}
-    _check_arguments(config, judger_class, arguments)
+    _check_arguments(config, factory, arguments)
     try:
-        return judger_class(**arguments)
+        return factory(**arguments)
     except ConfigError:
         raise
     except ValueError as error:
@@ -76,8 +125,7 @@ def _construct(config: JudgeConfig, judger_class: type[Judger]) -> Judger:
 def _wrap_function(config: JudgeConfig, function: Callable[..., Any]) -> Judger:
     # The rollout stands for the first argument.
     _check_arguments(config, function, config.arguments, None)
-    bound = functools.partial(function, **config.arguments)
-    return FunctionJudger(bound, name=config.name, timeout_s=config.timeout_s)
+    return FunctionJudger(function, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments)
 
 
 def _check_arguments(

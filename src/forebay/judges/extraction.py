@@ -10,6 +10,8 @@ PATTERNS = {
     # A minus belongs to the number unless something is subtracted from: "= -4" but not "10-4".
     "last_number": r"((?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?)",
     "answer_tag": r"<answer>(.*?)</answer>",
+    # Cut off in its middle, a block has no end.
+    "code_block": r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)",
 }
 """Named patterns; any regular expression with one group may be written instead."""
 

@@ -41,14 +41,14 @@ class JudgeProcessError(RuntimeError):
     """A scoring function raised, took too long, or took its process down."""
 
 
-def require_library(module: str, wanted_by: str) -> None:
-    """Raise unless `module` is installed; it is imported only in the children.
+def require_library(module: str, wanted_by: str, *, extra: str = "tasks") -> None:
+    """Raise unless `module`, which `extra` brings, is installed; it is imported where it is used.
 
     Raises:
         ConfigError: it is not; the message says what to install.
     """
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{wanted_by} needs the library {module}: pip install 'forebay[tasks]'")
+        raise ConfigError(f"{wanted_by} needs the library {module}: pip install 'forebay[{extra}]'")
 
 
 class JudgeProcesses:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping
-from typing import Any
 
-from forebay.judges.base import Judger, Target
+from forebay.judges.base import Judger, Target, Verdict
 from forebay.types import RolloutState
 
 
@@ -31,7 +29,12 @@ class ShuffledJudger(Judger):
         """The inner judger's name, marked."""
         return f"shuffled {self.inner.name}"
 
-    async def score(self, state: RolloutState) -> float | Mapping[str, Any]:
+    @property
+    def needs_whole_group(self) -> bool:
+        """True: a part of the group would be permuted among itself."""
+        return True
+
+    async def score(self, state: RolloutState) -> Verdict:
         """The inner judger's score: one rollout has nothing to be permuted with."""
         return await self.inner.score(state)
 
@@ -41,6 +44,10 @@ class ShuffledJudger(Judger):
         if isinstance(target, list):
             self._permute([state for state in target if state.reward is not None])
         return target
+
+    async def aclose(self) -> None:
+        """Close the inner judger."""
+        await self.inner.aclose()
 
     def _permute(self, judged: list[RolloutState]) -> None:
         if not judged:

@@ -2,7 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from forebay.replay.buffer import AsyncReplayBufferConfig, ReplayBuffer, SyncReplayBufferConfig
+from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.building import AsyncReplayBufferConfig, SyncReplayBufferConfig
 from forebay.replay.dataframe import PandasStorage
 from forebay.replay.indexed import IndexedStorage
 from forebay.replay.naive import NaiveStorage

@@ -33,20 +33,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from forebay.config import StrictModel
 from forebay.replay.archiving import ArchivingStorage, taking
+from forebay.replay.arrivals import arrived_row, check_threshold, label_group
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
 from forebay.replay.groups import StoredGroup, copy_group, hand_out
-from forebay.replay.indexed import IndexedStorage
 from forebay.replay.locks import SharedLock
-from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy
+from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices, plain_value, read_field
 from forebay.replay.saving import load, read, run_to_the_end, state_of, write
 from forebay.replay.storage import (
@@ -58,15 +54,7 @@ from forebay.replay.storage import (
     check_tags,
     revive_row,
 )
-from forebay.types import (
-    RolloutState,
-    Status,
-    expire_group,
-    fill_token_fields,
-    get_group_status,
-    maybe_expire_group,
-    update_sample_version,
-)
+from forebay.types import RolloutState, Status, expire_group
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -77,6 +65,8 @@ _CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
 
 EXPIRE_AT_ONCE = 64
 """Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
+STORE_AT_ONCE = 256
+"""Groups of one call that are labelled and aged between two turns of the event loop; it takes about 10 ms."""
 COPY_AT_ONCE = 128
 """Groups handed out between two turns of the event loop: copying them takes about 15 ms."""
 
@@ -156,30 +146,71 @@ class ReplayBuffer:
             ValueError: the threshold is not positive, a tag or the priority is not one, or token fields of a
                 rollout have different lengths; nothing is stored.
         """
-        if stale_threshold is not None:
-            _check_threshold(task_name, stale_threshold)
-        tags, priority = check_tags(tags), check_priority(priority)
-        if not items:
-            return
-        for state in items:
-            if model_step is not None:
-                update_sample_version(state, model_step)
-            fill_token_fields(state)
-        async with self._lock.shared():
-            group = await self._aged(StoredGroup(items), task_name, current_train_step)
-            if stale_threshold is not None and maybe_expire_group(group, stale_threshold):
-                group = StoredGroup(group)
-            row = _new_row(group, task_name)
-            row.tags, row.priority = tags, priority
-            try:
-                await self.policy.put(row, self.storage)
-                evicted = [] if self.limit is None else await self.storage.evict(self.limit)
-            finally:
-                # Also if cancelled: the group may be stored.
-                self._changes.note()
+        await self.put_groups(
+            [items],
+            task_name,
+            model_step=model_step,
+            current_train_step=current_train_step,
+            stale_threshold=stale_threshold,
+            tags=tags,
+            priority=priority,
+        )
+
+    async def put_groups(
+        self,
+        groups: Iterable[Sequence[RolloutState]],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        tags: Mapping[str, TagValue] | None = None,
+        priority: float | None = None,
+    ) -> None:
+        """Store many groups, each as `put` does and in this order: all of them or none.
+
+        `tags` and `priority` are those of every group. A store on disk writes them in one commit.
+
+        Raises:
+            ValueError: as for `put`; nothing is stored.
+        """
+        evicted = await self._store(
+            groups, task_name, model_step, current_train_step, stale_threshold, tags, priority
+        )
         if self.on_evict is not None:
             for item in evicted:
                 self.on_evict(item)
+
+    async def _store(
+        self,
+        groups: Iterable[Sequence[RolloutState]],
+        task_name: str,
+        model_step: int | None,
+        current_train_step: int | None,
+        stale_threshold: int | None,
+        tags: Mapping[str, TagValue] | None,
+        priority: float | None,
+    ) -> list[StorageItem]:
+        """Put the groups; what was evicted for them."""
+        check_threshold(task_name, stale_threshold)
+        tags, priority = check_tags(tags), check_priority(priority)
+        if not (listed := [label_group(group, model_step) for group in groups if group]):
+            return []
+        async with self._lock.shared():
+            step = await self._see_step(task_name, current_train_step)
+            rows = []
+            for group in listed:
+                rows.append(arrived_row(group, task_name, step, current_train_step, stale_threshold))
+                rows[-1].tags, rows[-1].priority = tags, priority
+                if len(rows) % STORE_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            try:
+                await self.policy.put_many(rows, self.storage)
+                evicted = [] if self.limit is None else await self.storage.evict(self.limit)
+            finally:
+                # Also if cancelled: the groups may be stored.
+                self._changes.note()
+        return evicted
 
     async def get(
         self,
@@ -295,7 +326,7 @@ class ReplayBuffer:
             ValueError: a threshold is not positive; nothing is changed.
         """
         for task, threshold in task_stale_thresholds.items():
-            _check_threshold(task, threshold)
+            check_threshold(task, threshold)
         asked = _CAN_EXPIRE if statuses is None else tuple(statuses)
         expiring = [status for status in _CAN_EXPIRE if status in asked]
         async with self._lock.alone():
@@ -394,14 +425,12 @@ class ReplayBuffer:
         if len(self):
             raise RuntimeError(f"resume needs an empty buffer; this one holds {len(self)} groups")
 
-    async def _aged(self, group: StoredGroup, task_name: str, current_train_step: int | None) -> StoredGroup:
-        """`group` with the staleness of `current_train_step`, or of the train step last seen."""
-        if current_train_step is not None:
-            await self.storage.set_train_step(task_name, current_train_step)
-            group.refresh(current_train_step, reset_unlabelled=True)
-        elif (known := await self.storage.get_train_step(task_name)) is not None:
-            group.refresh(known)
-        return group
+    async def _see_step(self, task_name: str, current_train_step: int | None) -> int | None:
+        """Remember the train step of the task; without one, return the one last seen."""
+        if current_train_step is None:
+            return await self.storage.get_train_step(task_name)
+        await self.storage.set_train_step(task_name, current_train_step)
+        return current_train_step
 
     async def _take(
         self,
@@ -444,57 +473,3 @@ class ReplayBuffer:
             # The lock is held, but other work than the buffer's may go on.
             await asyncio.sleep(0)
         return num_expired
-
-
-def _new_row(group: StoredGroup, task_name: str) -> StorageItem:
-    return StorageItem(
-        group,
-        uid=-1,
-        timestamp_id=-1,
-        task_name=task_name,
-        status=get_group_status(group),
-        staleness=max(state.seq_staleness for state in group),
-        oldest_model_step=group.oldest_step,
-    )
-
-
-def _check_threshold(task_name: str, threshold: int) -> None:
-    if threshold <= 0:
-        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
-
-
-class SyncReplayBufferConfig(StrictModel):
-    """A buffer in memory that hands groups out in order of arrival.
-
-    >>> buffer = SyncReplayBufferConfig(limit=10_000).build()
-    """
-
-    limit: int | None = Field(default=None, ge=1)
-    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
-    keep_consumed: bool = False
-    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
-
-    def build(self) -> ReplayBuffer:
-        """The buffer."""
-        return ReplayBuffer(
-            FIFOReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class AsyncReplayBufferConfig:
-    """A buffer in memory that hands out the most stale groups first; an asynchronous run's ``[replay]``.
-
-    >>> buffer = AsyncReplayBufferConfig().build()
-    """
-
-    limit: int | None = None
-    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
-    keep_consumed: bool = False
-    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
-
-    def build(self) -> ReplayBuffer:
-        """The buffer."""
-        return ReplayBuffer(
-            StalenessReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
-        )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,17 @@ import msgspec
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
+from forebay.replay.arrivals import check_threshold, label_group
 from forebay.replay.buffer import Group
-from forebay.replay.client_link import Link, new_key
-from forebay.replay.packing import PackedGroup, pack_group
+from forebay.replay.client_link import Link, Pieces, new_key
+from forebay.replay.client_rows import RemoteRows
 from forebay.replay.server_address import Address
 from forebay.replay.server_messages import ConnectionLost
-from forebay.replay.storage import TagValue, check_priority, check_tags
-from forebay.types import (
-    RolloutState,
-    Status,
-    expire_group,
-    fill_token_fields,
-    update_sample_version,
-)
+from forebay.replay.storage import StorageItem, TagValue, check_priority, check_tags
+from forebay.types import RolloutState, Status, expire_group
+
+Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
+"""Where the server is now, and the token that it asks for."""
 
 
 class RemoteReplayBuffer:
@@ -54,10 +52,12 @@ class RemoteReplayBuffer:
     ...     groups, counts = await buffer.take_batch({"math": 64}, train_step=4)
     """
 
-    def __init__(self, address: Address, token: str | None, link: Link) -> None:
-        self.address = str(address)
-        self._address = address
-        self._token = token
+    def __init__(self, locate: Locate, link: Link) -> None:
+        self.on_evict: Callable[[StorageItem], None] | None = None
+        """Called for each group that a put of this client has evicted; its rollouts have only their ids."""
+        self.storage = RemoteRows(self._ask)
+        """The rows there, to be looked at."""
+        self._locate = locate
         self._link = link
         self._connecting = asyncio.Lock()
         self._is_closed = False
@@ -71,7 +71,20 @@ class RemoteReplayBuffer:
             ConnectionLost: nobody listens there, or the server refuses; a `ConnectionError`.
         """
         found = Address.parse(address)
-        return cls(found, token, await Link.open(found, token))
+
+        async def locate() -> tuple[Address, str | None]:
+            return found, token
+
+        return await cls.connect_through(locate)
+
+    @classmethod
+    async def connect_through(cls, locate: Locate) -> RemoteReplayBuffer:
+        """Connect to wherever `locate` says the server is now; it is asked again when the connection is lost.
+
+        Raises:
+            ConnectionLost: nobody listens there, or the server refuses.
+        """
+        return cls(locate, await Link.open(*await locate()))
 
     async def __aenter__(self) -> RemoteReplayBuffer:
         return self
@@ -83,6 +96,11 @@ class RemoteReplayBuffer:
         """End the connection; the buffer itself stays with the server."""
         self._is_closed = True
         await self._link.close()
+
+    @property
+    def address(self) -> str:
+        """Of the server, when it was last connected to."""
+        return self._link.address
 
     def __len__(self) -> int:
         return self._link.num_live
@@ -118,25 +136,53 @@ class RemoteReplayBuffer:
             ConnectionLost: the connection broke and the server was started anew or is gone, so that nobody
                 knows whether the group is stored.
         """
-        if stale_threshold is not None and stale_threshold <= 0:
-            raise ValueError(
-                f"the stale threshold of task {task_name!r} must be positive, got {stale_threshold}"
-            )
-        checked_tags, checked_priority = check_tags(tags), check_priority(priority)
-        if not items:
-            return
-        for state in items:
-            if model_step is not None:
-                update_sample_version(state, model_step)
-            fill_token_fields(state)
-        arguments = messages.PutArguments(
-            new_key(), task_name, current_train_step, stale_threshold, checked_tags, checked_priority
+        await self._put(
+            "put", [items], task_name, model_step, current_train_step, stale_threshold, tags, priority
         )
-        (has_expired, staleness), _ = await self._call("put", arguments, [pack_group(items)], again="same")
-        for state, value in zip(items, staleness, strict=True):
-            state.seq_staleness = value
-        if has_expired:
-            expire_group(items)
+
+    async def put_groups(
+        self,
+        groups: Iterable[Sequence[RolloutState]],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        tags: Mapping[str, TagValue] | None = None,
+        priority: float | None = None,
+    ) -> None:
+        """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
+        await self._put(
+            "put_groups", groups, task_name, model_step, current_train_step, stale_threshold, tags, priority
+        )
+
+    async def _put(
+        self,
+        method: str,
+        groups: Iterable[Sequence[RolloutState]],
+        task_name: str,
+        model_step: int | None,
+        current_train_step: int | None,
+        stale_threshold: int | None,
+        tags: Mapping[str, TagValue] | None,
+        priority: float | None,
+    ) -> None:
+        check_threshold(task_name, stale_threshold)
+        checked = check_tags(tags), check_priority(priority)
+        if not (listed := [group for group in groups if group]):
+            return
+        arguments = messages.PutArguments(new_key(), task_name, current_train_step, stale_threshold, *checked)
+        # Labelled as they are packed, while the server has the earlier ones.
+        pieces = Pieces(label_group(group, model_step) for group in listed)
+        (outcomes, evicted), _ = await self._call(method, arguments, pieces, again="same")
+        for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
+            for state, value in zip(group, staleness, strict=True):
+                state.seq_staleness = value
+            if has_expired:
+                expire_group(group)
+        if self.on_evict is not None:
+            for row in msgspec.convert(evicted, list[messages.EvictedGroup]):
+                self.on_evict(row.to_row())
 
     async def get(
         self,
@@ -243,11 +289,15 @@ class RemoteReplayBuffer:
             return await self.wait_for_change(version)
         return int(found)
 
+    async def _ask(self, method: str, arguments: messages.RowsArguments) -> Any:
+        found, _ = await self._call(method, arguments, again="any")
+        return found
+
     async def _call(
         self,
         method: str,
         arguments: msgspec.Struct,
-        groups: Sequence[PackedGroup] = (),
+        pieces: Pieces | None = None,
         *,
         again: str = "never",
     ) -> tuple[Any, list[Group]]:
@@ -255,7 +305,9 @@ class RemoteReplayBuffer:
         first = link = await self._linked()
         while True:
             try:
-                return await link.call(method, arguments, groups)
+                if pieces is None:
+                    return await link.call(method, arguments)
+                return await link.put(method, arguments, pieces)
             except ConnectionLost as error:
                 if link.lost is None:
                     # The connection is up: it is what the server says.
@@ -303,7 +355,7 @@ class RemoteReplayBuffer:
                 raise ConnectionLost("this client was closed")
             if self._link.lost is not None:
                 await self._link.close()
-                self._link = await Link.open(self._address, self._token)
+                self._link = await Link.open(*await self._locate())
             return self._link
 
 

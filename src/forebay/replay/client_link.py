@@ -10,7 +10,8 @@ bytes, waits for the next message, is woken by the socket, produces answers. Bot
 then every call that waits raises why.
 
 What waits for answers is bounded: puts by their bytes, other calls by their number. Further calls wait here,
-in order, before anything of them is sent.
+in order, before anything of them is sent. A put of many groups is sent in pieces: while the server unpacks
+one, the next is packed here.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +28,7 @@ import msgspec
 
 from forebay.cancelling import outlast
 from forebay.replay import server_messages as messages
-from forebay.replay.packing import PackedGroup
+from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.server_address import Address, dial, prove
 from forebay.replay.server_channel import Channel, Received
 from forebay.replay.server_groups import receive_group
@@ -35,6 +36,43 @@ from forebay.replay.server_messages import Answer, Call, ConnectionLost, FrameEr
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
 Mail = tuple[msgspec.Struct, Sequence[PackedGroup]]
+Returned = tuple[Any, list[list[RolloutState]]]
+"""A plain value, and groups."""
+
+PIECE_BYTES = 512 << 10
+"""Groups that go in one message while more are packed. With less, both sides wake each other more often,
+which costs more than it saves where no core is free; with more, the server is idle at first where one is."""
+
+
+class Pieces:
+    """Groups to send, packed as they are asked for; they may be asked for again.
+
+    >>> for piece in Pieces(groups):
+    ...     await channel.send(Piece(number, [packed.size for packed in piece]), piece)
+    """
+
+    def __init__(self, groups: Iterable[Sequence[RolloutState]]) -> None:
+        self._left = iter(groups)
+        self._packed: list[list[PackedGroup]] = []
+
+    def __iter__(self) -> Iterator[list[PackedGroup]]:
+        at = 0
+        while at < len(self._packed) or self._pack():
+            yield self._packed[at]
+            at += 1
+
+    def _pack(self) -> bool:
+        """Pack the next piece; False if nothing is left."""
+        piece: list[PackedGroup] = []
+        num_bytes = 0
+        for group in self._left:
+            piece.append(pack_group(group))
+            num_bytes += sum(piece[-1].size)
+            if num_bytes >= PIECE_BYTES:
+                break
+        if piece:
+            self._packed.append(piece)
+        return bool(piece)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,30 +86,34 @@ class _Pending:
 class Window:
     """Lets in as much as `size` at a time, first come, first served; what is larger goes alone.
 
+    Who is in already may ask for more (`held` is what it has), but only one at a time, or two would wait for
+    each other.
+
     >>> await window.enter(100)
-    >>> window.leave(100)
+    >>> await window.enter(50, held=100)
+    >>> window.leave(150)
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._used = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
 
-    async def enter(self, amount: int) -> None:
+    async def enter(self, amount: int, *, held: int = 0) -> None:
         """Wait until there is room for `amount`, and occupy it."""
-        if not self._waiting and self._fits(amount):
+        if not self._waiting and self._fits(amount, held):
             self._used += amount
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, amount))
+        self._waiting.append((turn, amount, held))
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 # It was granted in the same moment.
                 self._used -= amount
-            elif (turn, amount) in self._waiting:
-                self._waiting.remove((turn, amount))
+            elif (turn, amount, held) in self._waiting:
+                self._waiting.remove((turn, amount, held))
             self._wake()
             raise
 
@@ -80,15 +122,40 @@ class Window:
         self._used -= amount
         self._wake()
 
-    def _fits(self, amount: int) -> bool:
-        return not self._used or self._used + amount <= self._size
+    def _fits(self, amount: int, held: int) -> bool:
+        return self._used == held or self._used + amount <= self._size
 
     def _wake(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][1]):
-            turn, amount = self._waiting.popleft()
+        while self._waiting and self._fits(*self._waiting[0][1:]):
+            turn, amount, _ = self._waiting.popleft()
             if not turn.done():
                 self._used += amount
                 turn.set_result(None)
+
+
+class _Share:
+    """What one put occupies of a window, for the time of a block.
+
+    >>> with _Share(window) as share:
+    ...     await share.grow(100)
+    """
+
+    def __init__(self, window: Window) -> None:
+        self._window = window
+        self._held = 0
+
+    async def grow(self, amount: int) -> None:
+        """Wait until there is room for so much more."""
+        if not self._held:
+            amount = max(amount, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS)
+        await self._window.enter(amount, held=self._held)
+        self._held += amount
+
+    def __enter__(self) -> _Share:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._window.leave(self._held)
 
 
 class Link:
@@ -98,7 +165,8 @@ class Link:
     >>> value, groups = await link.call("count", CountArguments("math", Status.COMPLETED, None))
     """
 
-    def __init__(self, channel: Channel[messages.FromServer], greeting: Greeting) -> None:
+    def __init__(self, channel: Channel[messages.FromServer], greeting: Greeting, address: Address) -> None:
+        self.address = str(address)
         self.instance = greeting.instance
         self.num_live = 0
         self.version = 0
@@ -111,6 +179,7 @@ class Link:
         self._outbox: deque[Mail] = deque()
         self._has_mail = asyncio.Event()
         self._puts = Window(messages.PUT_WINDOW_BYTES)
+        self._put_turn = asyncio.Lock()
         self._calls = Window(messages.MAX_CALLS)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -130,7 +199,7 @@ class Link:
         )
         try:
             greeting = await _greet(channel, token)
-            link = cls(channel, greeting)
+            link = cls(channel, greeting, address)
             link._note(await _expect(channel, Answer))
         except BaseException as error:
             channel.close()
@@ -149,50 +218,84 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._channel.close()
 
-    async def call(
-        self, method: str, arguments: msgspec.Struct, groups: Sequence[PackedGroup] = ()
-    ) -> tuple[Any, list[list[RolloutState]]]:
+    async def call(self, method: str, arguments: msgspec.Struct) -> Returned:
         """What the method returned: a plain value, and groups.
 
         Raises:
             ConnectionLost: the connection broke before the answer came.
             ValueError, RuntimeError, ...: what the method raised.
         """
-        sizes = [packed.size for packed in groups]
-        encoded = msgspec.Raw(messages.encode(arguments))
-        if len(encoded) > messages.MAX_ARGUMENT_BYTES:
-            raise ValueError(
-                f"the arguments of {method} have {len(encoded)} bytes, and a server takes at most "
-                f"{messages.MAX_ARGUMENT_BYTES}; make several calls"
-            )
-        num_bytes = sum(map(sum, sizes))
-        if num_bytes > self._channel.max_frame_bytes:
-            raise ValueError(
-                f"the group has {num_bytes} bytes, and the server takes at most "
-                f"{self._channel.max_frame_bytes}; serve the buffer with larger max_frame_bytes"
-            )
-        window, amount = self._calls, 1
-        if groups:
-            window, amount = self._puts, max(num_bytes, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS)
-        await window.enter(amount)
+        encoded = _encode(method, arguments)
+        await self._calls.enter(1)
         try:
             with self._numbered() as (number, pending):
-                mail = (Call(number, method, encoded, sizes), groups)
+                mail = (Call(number, method, encoded), ())
                 self._post(*mail)
                 await self._answered(number, pending, mail)
                 return pending.future.result(), pending.groups
         finally:
-            window.leave(amount)
+            self._calls.leave(1)
+
+    async def put(
+        self, method: str, arguments: msgspec.Struct, pieces: Iterable[Sequence[PackedGroup]]
+    ) -> Returned:
+        """Call a method that brings groups, which are sent piece by piece, each as soon as it is there.
+
+        Raises:
+            ConnectionLost: the connection broke before the answer came.
+            ValueError, RuntimeError, ...: what the method raised, or a piece; or the groups are too large.
+        """
+        encoded = _encode(method, arguments)
+        with _Share(self._puts) as share, ExitStack() as stack:
+            # One at a time: the next piece may have to wait for room.
+            async with self._put_turn:
+                number, pending = stack.enter_context(self._numbered())
+                try:
+                    last = await self._send_all_but_last(number, pending, pieces, share)
+                except BaseException:
+                    self._post(messages.Cancel(number), ())
+                    raise
+                mail = (Call(number, method, encoded, [packed.size for packed in last]), last)
+                self._post(*mail)
+            await self._answered(number, pending, mail)
+            return pending.future.result(), pending.groups
+
+    async def _send_all_but_last(
+        self, number: int, pending: _Pending, pieces: Iterable[Sequence[PackedGroup]], share: _Share
+    ) -> Sequence[PackedGroup]:
+        """Send the pieces that come before the last one, which is returned and goes with the call."""
+        num_bytes = 0
+        before: Sequence[PackedGroup] = ()
+        for piece in pieces:
+            if pending.future.done():
+                # The connection is lost.
+                break
+            if before:
+                self._post(messages.Piece(number, [packed.size for packed in before]), before)
+                # So that it is on its way while the next one is packed.
+                await asyncio.sleep(0)
+            size = sum(sum(packed.size) for packed in piece)
+            num_bytes += size
+            if num_bytes > self._channel.max_frame_bytes:
+                raise ValueError(
+                    f"the groups have {num_bytes} bytes or more, and the server takes at most "
+                    f"{self._channel.max_frame_bytes} in one call; put fewer at once, or serve the buffer "
+                    f"with larger max_frame_bytes"
+                )
+            await share.grow(size)
+            before = piece
+        return before
 
     async def _answered(self, number: int, pending: _Pending, mail: Mail) -> None:
         try:
             await asyncio.wait([pending.future])
         except asyncio.CancelledError:
+            self._post(messages.Cancel(number), ())
             if mail in self._outbox:
+                # The server knows at most of pieces, which it forgets.
                 self._outbox.remove(mail)
                 raise
             # The server undoes what it can; the caller goes on when that is done, as with a local buffer.
-            self._post(messages.Cancel(number), ())
             await outlast(pending.future)
             raise
 
@@ -212,6 +315,9 @@ class Link:
             yield number, pending
         finally:
             del self._pending[number]
+            if pending.future.done() and not pending.future.cancelled():
+                # Retrieved, so that nobody warns of it: the caller may have been told something else.
+                pending.future.exception()
 
     def _post(self, message: msgspec.Struct, groups: Sequence[PackedGroup]) -> None:
         self._outbox.append((message, groups))
@@ -289,6 +395,16 @@ async def _expect(channel: Channel[messages.FromServer], kind: type[Any]) -> Any
     if not isinstance(message, kind):
         raise FrameError(f"it said {type(message).__name__} instead of {kind.__name__}")
     return message
+
+
+def _encode(method: str, arguments: msgspec.Struct) -> msgspec.Raw:
+    encoded = msgspec.Raw(messages.encode(arguments))
+    if len(encoded) > messages.MAX_ARGUMENT_BYTES:
+        raise ValueError(
+            f"the arguments of {method} have {len(encoded)} bytes, and a server takes at most "
+            f"{messages.MAX_ARGUMENT_BYTES}; make several calls"
+        )
+    return encoded
 
 
 def new_key() -> bytes:

@@ -13,7 +13,7 @@ the buffer.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,14 @@ class ReplayPolicy(ABC):
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
         """Store `item`."""
         await storage_backend.put(item)
+
+    async def put_many(self, items: Sequence[StorageItem], storage_backend: StorageBackend) -> None:
+        """Store `items`, all of them or none; one by one for a policy that has a `put` of its own."""
+        if type(self).put is ReplayPolicy.put:
+            await storage_backend.put_many(items)
+            return
+        for item in items:
+            await self.put(item, storage_backend)
 
     @abstractmethod
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:

@@ -29,11 +29,11 @@ from forebay.types import Status, get_group_status
 Value = TypeVar("Value")
 
 MAX_REMEMBERED = 16_384
-"""Puts and takes whose outcome is remembered: many times what clients have under way at once."""
+"""Groups put and takes whose outcome is remembered: many times what clients have under way at once."""
 
 
 class Memory(Generic[Value]):
-    """The latest outcomes by key; the oldest are forgotten.
+    """The latest outcomes by key, up to `size` of them together; the oldest are forgotten.
 
     >>> memory.remember(key, 7)
     >>> memory.get(key)
@@ -41,18 +41,22 @@ class Memory(Generic[Value]):
     """
 
     def __init__(self, size: int = MAX_REMEMBERED) -> None:
-        self._values: OrderedDict[bytes, Value] = OrderedDict()
+        self._values: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
         self._size = size
+        self._used = 0
 
     def get(self, key: bytes) -> Value | None:
         """What was remembered; None if nothing is."""
-        return self._values.get(key)
+        found = self._values.get(key)
+        return None if found is None else found[0]
 
-    def remember(self, key: bytes, value: Value) -> None:
-        """Keep `value`."""
-        self._values[key] = value
-        if len(self._values) > self._size:
-            self._values.popitem(last=False)
+    def remember(self, key: bytes, value: Value, size: int = 1) -> None:
+        """Keep `value`, the latest whatever its size."""
+        self._values[key] = value, size
+        self._used += size
+        while self._used > self._size and len(self._values) > 1:
+            _, (_, forgotten) = self._values.popitem(last=False)
+            self._used -= forgotten
 
 
 @dataclass
@@ -120,51 +124,61 @@ class Served:
         if self._on_evict is not None:
             self._on_evict(item)
 
-    async def admit(self, key: bytes) -> None:
+    async def admit(self, key: bytes, number: int) -> None:
         """Wait for room for a put, unless it is stored or being stored already; then `put` at once."""
         if not self._is_known(key):
-            await self.gate.admit()
+            await self.gate.admit(number)
             # While this one waited, the same put may have come on another connection.
             if self._is_known(key):
-                self.gate.leave()
+                self.gate.leave(number)
 
-    async def put(self, arguments: messages.PutArguments, group: Group) -> Result:
-        """Store the group, which was admitted, unless it was stored under this key before."""
-        key = arguments.key
+    async def put(self, arguments: messages.PutArguments, groups: list[Group]) -> Result:
+        """Store the groups, which were admitted, unless they were stored under this key before.
+
+        The value is, for each group, whether it has expired and the staleness of its members; and what was
+        evicted for them.
+        """
+        key, number = arguments.key, len(groups)
         if (stored := self._stored.get(key)) is not None:
             return stored
         if key not in self._storing:
             # Its own task: once begun, it is not given up when the connection ends.
-            self._storing[key] = asyncio.create_task(self._store(arguments, group))
-            self._storing[key].add_done_callback(lambda task: self._note_stored(key, task))
+            self._storing[key] = asyncio.create_task(self._store(arguments, groups))
+            self._storing[key].add_done_callback(lambda task: self._note_stored(key, task, number))
         return await asyncio.shield(self._storing[key])
 
     def _is_known(self, key: bytes) -> bool:
         return key in self._storing or self._stored.get(key) is not None
 
-    def _note_stored(self, key: bytes, task: asyncio.Task[Result]) -> None:
+    def _note_stored(self, key: bytes, task: asyncio.Task[Result], number: int) -> None:
         del self._storing[key]
         # A put that failed has stored nothing, so it may be tried again.
         if not task.cancelled() and task.exception() is None:
-            self._stored.remember(key, task.result())
+            self._stored.remember(key, task.result(), number)
 
-    async def _store(self, arguments: messages.PutArguments, group: Group) -> Result:
+    async def _store(self, arguments: messages.PutArguments, groups: list[Group]) -> Result:
         try:
-            before = get_group_status(group)
+            before = list(map(get_group_status, groups))
             async with self.census.within():
-                await self.buffer.put(
-                    group,
+                evicted = await self.buffer._store(
+                    groups,
                     arguments.task_name,
-                    current_train_step=arguments.current_train_step,
-                    stale_threshold=arguments.stale_threshold,
-                    tags=arguments.tags,
-                    priority=arguments.priority,
+                    None,
+                    arguments.current_train_step,
+                    arguments.stale_threshold,
+                    arguments.tags,
+                    arguments.priority,
                 )
-                self.census.add(1)
+                self.census.add(len(groups))
         finally:
-            self.gate.leave()
-        has_expired = before is not Status.EXPIRED and get_group_status(group) is Status.EXPIRED
-        return Result([has_expired, [state.seq_staleness for state in group]])
+            self.gate.leave(len(groups))
+        for item in evicted:
+            self._note_eviction(item)
+        outcomes = []
+        for group, status in zip(groups, before, strict=True):
+            has_expired = status is not Status.EXPIRED and get_group_status(group) is Status.EXPIRED
+            outcomes.append([has_expired, [state.seq_staleness for state in group]])
+        return Result([outcomes, list(map(messages.EvictedGroup.of, evicted))])
 
     async def get(self, arguments: messages.GetArguments) -> Result:
         """See `ReplayBuffer.get`; the groups are parked until they are kept."""
@@ -221,6 +235,17 @@ class Served:
         cells = await self.buffer.count_statuses(arguments.task_names, arguments.statuses)
         return Result({task: [of[status] for status in arguments.statuses] for task, of in cells.items()})
 
+    async def count_rows(self, arguments: messages.RowsArguments) -> Result:
+        """See `StorageBackend.count`."""
+        return Result(await self.buffer.storage.count(arguments.query))
+
+    async def get_rows(self, arguments: messages.RowsArguments) -> Result:
+        """See `StorageBackend.get`; without payloads."""
+        rows = await self.buffer.storage.get(
+            arguments.query, order=arguments.order, limit=arguments.limit, rows_only=True
+        )
+        return Result([messages.row_values(row) for row in rows])
+
     async def commit(self, arguments: messages.StepArguments) -> Result:
         """See `ReplayBuffer.commit`."""
         await self.buffer.commit(arguments.train_step)
@@ -266,12 +291,15 @@ class Served:
 
 ARGUMENTS: dict[str, type[Any]] = {
     "put": messages.PutArguments,
+    "put_groups": messages.PutArguments,
     "get": messages.GetArguments,
     "take_batch": messages.TakeArguments,
     "keep": messages.KeyArguments,
     "release": messages.KeyArguments,
     "count": messages.CountArguments,
     "count_statuses": messages.CountStatusesArguments,
+    "count_rows": messages.RowsArguments,
+    "get_rows": messages.RowsArguments,
     "commit": messages.StepArguments,
     "restore": messages.StepArguments,
     "refresh_staleness": messages.RefreshArguments,

@@ -17,7 +17,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -36,8 +38,11 @@ STALL_S = 60.0
 _MAGIC = b"FBS1"
 _PRELUDE = struct.Struct("<4sI")
 
-_INBOX_BYTES = 64 << 10
-"""Read at once for what is small; what is larger goes to its place directly."""
+_INBOX_BYTES = 4 << 10
+"""Read at once for what is small; what is larger goes to its place directly, but for so much of it."""
+
+_GROUPS_AT_ONCE = 32
+"""Groups for which memory is taken before they are there."""
 
 _BUFFERS_AT_ONCE = 64
 """In one system call, which looks at all of them and takes some 200 kB, the arrays of 20 to 40 rollouts."""
@@ -81,7 +86,7 @@ class Channel(Generic[Message]):
         # the task that its last message began.
         await asyncio.sleep(0)
         prelude = bytearray(_PRELUDE.size)
-        if not await self._fill(memoryview(prelude), may_end=True):
+        if not await self._fill([prelude], may_end=True):
             return None
         magic, length = _PRELUDE.unpack(prelude)
         if magic != _MAGIC:
@@ -89,46 +94,59 @@ class Channel(Generic[Message]):
         if length > self.max_header_bytes:
             raise FrameError(f"a header has at most {self.max_header_bytes} bytes, got {length}")
         header = bytearray(length)
-        await self._fill(memoryview(header))
+        await self._fill([header])
         message = self._decode(header)
         sizes = getattr(message, "sizes", ())
         if any(size < 0 for pair in sizes for size in pair):
             raise FrameError("a group has a negative size")
         if (total := sum(map(sum, sizes))) > self.max_frame_bytes:
             raise FrameError(f"a message has at most {self.max_frame_bytes} bytes, got {total}")
-        return message, [await self._receive_group(*pair) for pair in sizes]
+        return message, await self._receive_groups(sizes) if sizes else []
 
-    async def _receive_group(self, head_bytes: int, num_bytes: int) -> Received:
-        head = bytearray(head_bytes)
-        await self._fill(memoryview(head))
-        # Not zeroed first, as a bytearray would be.
-        data = np.empty(num_bytes, np.uint8)
-        await self._fill(data.data)
-        return head, data
+    async def _receive_groups(self, sizes: Sequence[tuple[int, int]]) -> list[Received]:
+        groups: list[Received] = []
+        # Some at a time: memory is given out as data comes, not as it is promised.
+        for start in range(0, len(sizes), _GROUPS_AT_ONCE):
+            # An empty array is not zeroed first, as a bytearray would be.
+            some = [(bytearray(n), np.empty(m, np.uint8)) for n, m in sizes[start : start + _GROUPS_AT_ONCE]]
+            await self._fill([part for group in some for part in group])
+            groups += some
+        return groups
 
-    async def _fill(self, target: memoryview, *, may_end: bool = False) -> bool:
-        """Read until `target` is full; False if there was nothing and there may be."""
-        wanted = len(target)
-        while target:
+    async def _fill(self, targets: Sequence[Any], *, may_end: bool = False) -> bool:
+        """Read until these buffers are full; False if there was nothing and there may be."""
+        left = deque(memoryview(target) for target in targets if len(target))
+        is_begun = False
+        while left:
             if self._start < self._end:
-                number = min(len(target), self._end - self._start)
-                target[:number] = self._inbox[self._start : self._start + number]
+                number = min(len(left[0]), self._end - self._start)
+                left[0][:number] = self._inbox[self._start : self._start + number]
                 self._start += number
-            elif len(target) >= _INBOX_BYTES:
-                number = await self._read(target)
-            else:
-                self._start, self._end = 0, (number := await self._read(self._inbox))
+            elif len(left[0]) < _INBOX_BYTES and len(left) == 1:
+                self._start, self._end = 0, (number := await self._read([self._inbox]))
                 if number:
                     continue
+            else:
+                number = await self._read(list(islice(left, _BUFFERS_AT_ONCE)))
             if not number:
-                if may_end and len(target) == wanted:
+                if may_end and not is_begun:
                     return False
                 raise FrameError("the connection ended in the middle of a message")
-            target = target[number:]
+            is_begun = True
+            while left and number >= len(left[0]):
+                number -= len(left.popleft())
+            if number:
+                left[0] = left[0][number:]
         return True
 
-    async def _read(self, target: memoryview) -> int:
-        number = await self._loop.sock_recv_into(self._sock, target)
+    async def _read(self, targets: list[memoryview]) -> int:
+        """Read what there is, at least one byte, into these buffers one after another; 0 at the end."""
+        while True:
+            try:
+                number = self._sock.recvmsg_into(targets)[0]
+                break
+            except (BlockingIOError, InterruptedError):
+                await self._when_ready(self._loop.add_reader, self._loop.remove_reader)
         self._num_read += number
         if self._num_read > _TURN_BYTES:
             self._num_read = 0
@@ -186,18 +204,19 @@ class Channel(Generic[Message]):
         """Wait until the peer has read something; True if cancelled meanwhile."""
         try:
             async with asyncio.timeout(STALL_S):
-                await self._writable()
+                await self._when_ready(self._loop.add_writer, self._loop.remove_writer)
         except asyncio.CancelledError:
             return True
         return False
 
-    async def _writable(self) -> None:
+    async def _when_ready(self, add: Callable[..., None], remove: Callable[[int], bool]) -> None:
+        """Wait until the socket can be read or written, as `add` says."""
         ready = self._loop.create_future()
-        self._loop.add_writer(self._sock.fileno(), _set, ready)
+        add(self._sock.fileno(), _set, ready)
         try:
             await ready
         finally:
-            self._loop.remove_writer(self._sock.fileno())
+            remove(self._sock.fileno())
 
     def end(self) -> None:
         """End the connection: whoever receives or sends on it, here or there, is woken."""

@@ -63,7 +63,7 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
         OSError: a file cannot be read or written, or the address is taken.
     """
     stop = _stop_signal()
-    buffer = await _open_buffer(options)
+    buffer = await open_buffer(options)
     try:
         token = read_token(options.token_file)
         async with serve(buffer, options.address, token=token, max_live=options.max_live) as server:
@@ -108,7 +108,13 @@ def _stop_signal() -> asyncio.Event:
     return stop
 
 
-async def _open_buffer(options: ServeOptions) -> ReplayBuffer:
+async def open_buffer(options: ServeOptions) -> ReplayBuffer:
+    """The buffer of these options, with what its store or its snapshot holds.
+
+    Raises:
+        ValueError: the options contradict each other, or a snapshot is of another policy or damaged.
+        OSError: a file cannot be read.
+    """
     if options.policy not in POLICIES:
         raise ValueError(f"unknown policy {options.policy!r}; known: {', '.join(POLICIES)}")
     if options.snapshot is not None and options.store != IN_MEMORY:

@@ -3,6 +3,7 @@
 ::
 
     accepted -> greeting -> proof -> reading --Call--> a task each --> Part ..., Answer | Failure
+                              |         |-- Piece ---> unpacked, and kept for its call
                               |         |-- Cancel --> that task is cancelled
                               |         |-- Done ----> the take is settled
                               v         v
@@ -22,11 +23,13 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 import msgspec
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
+from forebay.replay.buffer import Group
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import is_proof
 from forebay.replay.server_calls import ARGUMENTS, Served
@@ -47,12 +50,22 @@ PART_BYTES = 1 << 20
 SLACK = 2
 """A client counts what it has under way by its own clock, and the server by the work that is left."""
 
-LASTING = ("put", "keep", "release")
+PUTS = ("put", "put_groups")
+
+LASTING = (*PUTS, "keep", "release")
 """Methods that come to their end once they have begun."""
 
 NOT_HAPPENED = "the server is closing; the call has not happened"
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Pieces:
+    """What has come of a put whose call has not."""
+
+    groups: list[Group] = field(default_factory=list)
+    num_bytes: int = 0
 
 
 class Connection:
@@ -77,6 +90,7 @@ class Connection:
         self._output = asyncio.Lock()
         self._lasting: set[int] = set()
         """Of the calls, those to methods that are `LASTING`."""
+        self._pieces: dict[int, _Pieces] = {}
         self._put_bytes = 0
         self._evictions_sent = -1
         self._is_closing = False
@@ -170,6 +184,8 @@ class Connection:
         match message:
             case Call():
                 self._begin(message, groups, tasks)
+            case messages.Piece():
+                self._gather(message, groups)
             case messages.Cancel(number=number):
                 self._cancel(number)
             case messages.Done(key=key):
@@ -177,24 +193,47 @@ class Connection:
             case _:
                 raise FrameError("there is one hello only")
 
+    def _gather(self, piece: messages.Piece, received: list[Received]) -> None:
+        """Keep the groups until their call comes; unpacked, so that it has less to do then."""
+        if not received:
+            raise FrameError("a piece has no groups")
+        pieces = self._pieces.setdefault(piece.number, _Pieces())
+        self._occupy(piece.number, pieces, sum(map(sum, piece.sizes)))
+        pieces.groups += [receive_group(*group) for group in received]
+
+    def _occupy(self, number: int, pieces: _Pieces, num_bytes: int) -> None:
+        """Count the bytes of a call that brings groups, as long as it may bring them."""
+        if number in self._calls or number == 0:
+            raise FrameError(f"there is a call {number} already")
+        others = self._put_bytes - pieces.num_bytes
+        pieces.num_bytes += num_bytes
+        if pieces.num_bytes > self._channel.max_frame_bytes:
+            raise FrameError(f"a put has at most {self._channel.max_frame_bytes} bytes")
+        if others and others + pieces.num_bytes > SLACK * messages.PUT_WINDOW_BYTES:
+            raise FrameError(f"puts of {others} bytes wait for their answers already")
+        self._put_bytes += num_bytes
+
     def _begin(self, call: Call, groups: list[Received], tasks: asyncio.TaskGroup) -> None:
-        num_bytes = sum(map(sum, call.sizes))
-        limit = SLACK * messages.PUT_WINDOW_BYTES
-        if call.number in self._calls or call.number == 0:
-            raise FrameError(f"there is a call {call.number} already")
         if len(self._calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
             raise FrameError(f"{len(self._calls)} calls wait for their answers already")
-        if self._put_bytes and self._put_bytes + num_bytes > limit:
-            raise FrameError(f"puts of {self._put_bytes} bytes wait for their answers already")
-        self._put_bytes += num_bytes
-        task = tasks.create_task(self._serve(call, groups))
+        pieces = self._pieces.pop(call.number, _Pieces())
+        self._occupy(call.number, pieces, sum(map(sum, call.sizes)))
+        if pieces.groups and call.method not in PUTS:
+            raise FrameError(f"{call.method} brings no groups")
+        num_bytes = pieces.num_bytes
+        task = tasks.create_task(self._serve(call, pieces.groups, groups))
         self._calls[call.number] = task
         if call.method in LASTING:
             self._lasting.add(call.number)
         task.add_done_callback(lambda _: self._note_end(call.number, num_bytes))
 
     def _cancel(self, number: int) -> None:
-        """End a call if it can be undone; its client waits for the answer in any case."""
+        """End a call if it can be undone; its client waits for the answer in any case.
+
+        Of a call that has not come, forget the pieces; there will be no answer.
+        """
+        if (pieces := self._pieces.pop(number, None)) is not None:
+            self._put_bytes -= pieces.num_bytes
         task = self._calls.get(number)
         if task is not None and (task in self._waiting or number not in self._lasting):
             self._cancelled.add(number)
@@ -207,8 +246,9 @@ class Connection:
         self._cancelled.discard(number)
         self._settled.set()
 
-    async def _serve(self, call: Call, groups: list[Received]) -> None:
+    async def _serve(self, call: Call, groups: list[Group], last: list[Received]) -> None:
         try:
+            groups += [receive_group(*group) for group in last]
             await self._run_call(call, groups)
         except asyncio.CancelledError as error:
             if call.number in self._cancelled:
@@ -226,7 +266,7 @@ class Connection:
     async def _fail(self, number: int, error: BaseException) -> None:
         await self._channel.send(messages.failure_of(number, error))
 
-    async def _run_call(self, call: Call, groups: list[Received]) -> None:
+    async def _run_call(self, call: Call, groups: list[Group]) -> None:
         if (kind := ARGUMENTS.get(call.method)) is None:
             raise ValueError(f"the server has no method {call.method!r}; is it of another version?")
         try:
@@ -236,8 +276,8 @@ class Connection:
         if self._is_closing and call.method not in ("keep", "release"):
             raise ServerClosed(NOT_HAPPENED)
         match call.method:
-            case "put":
-                await self._put(call.number, arguments, groups)
+            case "put" | "put_groups":
+                await self._put(call, arguments, groups)
             case "get" | "take_batch":
                 await self._hand_over(call, arguments)
             case "keep":
@@ -250,14 +290,13 @@ class Connection:
                     result = await getattr(self._served, call.method)(arguments)
                 await self._answer(call.number, result.value)
 
-    async def _put(self, number: int, arguments: messages.PutArguments, groups: list[Received]) -> None:
-        if len(groups) != 1:
-            raise FrameError(f"a put brings one group, not {len(groups)}")
-        group = receive_group(*groups[0])
+    async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[Group]) -> None:
+        if not groups or (call.method == "put" and len(groups) > 1):
+            raise FrameError(f"{call.method} does not bring {len(groups)} groups")
         async with self._waits(True):
-            await self._served.admit(arguments.key)
-        result = await self._served.put(arguments, group)
-        await self._answer(number, result.value)
+            await self._served.admit(arguments.key, len(groups))
+        result = await self._served.put(arguments, groups)
+        await self._answer(call.number, result.value)
 
     async def _hand_over(self, call: Call, arguments: messages.GetArguments | messages.TakeArguments) -> None:
         """Take and send, when all groups of earlier calls are sent."""

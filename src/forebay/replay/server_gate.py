@@ -83,9 +83,9 @@ class Gate:
 
     Consumes nothing, waits for room, is woken by `note_change` and by puts that are done.
 
-    >>> await gate.admit()
+    >>> await gate.admit(1)
     >>> await buffer.put(group, "math")
-    >>> gate.leave()
+    >>> gate.leave(1)
     """
 
     def __init__(self, census: Census, max_live: int | None) -> None:
@@ -99,26 +99,35 @@ class Gate:
         """The content changed."""
         self._changes.note()
 
-    async def admit(self) -> None:
-        """Wait for room and occupy it until `leave`."""
+    async def admit(self, number: int) -> None:
+        """Wait for room for so many groups and occupy it until `leave`.
+
+        Raises:
+            ValueError: there can never be so much room.
+        """
         if self.max_live is None:
             return
+        if number > self.max_live:
+            raise ValueError(
+                f"{number} groups at once never fit under max_live {self.max_live}; put fewer in one call"
+            )
         # Whoever has the turn waits for room, the others for the turn.
         async with self._turn:
             while True:
                 seen = self._changes.version
-                if self._census.knows_all and self._has_room(self._census.num_live):
+                if self._census.knows_all and self._num_free(self._census.num_live) >= number:
                     break
-                if self._has_room(await self._census.measure()):
+                if self._num_free(await self._census.measure()) >= number:
                     break
                 await self._changes.wait(seen)
-            self._num_entering += 1
+            self._num_entering += number
 
-    def leave(self) -> None:
+    def leave(self, number: int) -> None:
         """The put is done, and the store counts it, or it has failed."""
         if self.max_live is not None:
-            self._num_entering -= 1
+            self._num_entering -= number
             self._changes.note()
 
-    def _has_room(self, num_live: int) -> bool:
-        return self.max_live is not None and num_live + self._num_entering < self.max_live
+    def _num_free(self, num_live: int) -> int:
+        assert self.max_live is not None, "without a limit nobody waits"
+        return self.max_live - num_live - self._num_entering

@@ -7,6 +7,7 @@
       <------------------------------------ Hello (proof of the token)
       Answer to call 0 (welcome) -------------------->
       <------------------------------------ Call 1 (method, arguments; a group with `put`)
+      <------------------------------------ Piece 3, Piece 3, Call 3           of a put of many groups
       <------------------------------------ Call 2, Cancel 1, Done, ...       in any order, by number
       Part 2, Part 2, Answer 2 | Failure 2 ---------->                        groups come in parts
       Goodbye (why) --------------------------------->
@@ -19,17 +20,20 @@ arguments of a call that do not fit theirs end only that call. There is no pickl
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from forebay.types import ROLLOUT_FIELDS, Status
+from forebay.replay.storage import StorageItem
+from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 MAX_FRAME_BYTES = 256 << 20
-"""A group at most: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
+"""Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
 
 MAX_HEADER_BYTES = 1 << 20
 """A message without its groups; the largest are counts of tens of thousands of tasks."""
@@ -97,6 +101,13 @@ class Call(_Message, tag="call"):
     """Of each group that follows: bytes of its head and of its arrays."""
 
 
+class Piece(_Message, tag="piece"):
+    """Some of the groups of a put whose call follows; the server unpacks them while the next are packed."""
+
+    number: int
+    sizes: list[tuple[int, int]]
+
+
 class Cancel(_Message, tag="cancel"):
     """Nobody waits for the answer any more."""
 
@@ -141,8 +152,42 @@ class Goodbye(_Message, tag="goodbye"):
     message: str
 
 
+class EvictedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """What the ledger of whoever put the next group has to know of one that had to go."""
+
+    uid: int
+    task_name: str
+    status: Status
+    staleness: int
+    names: list[tuple[str | int | None, str | int | None]]
+    """The rollout id and the group id of each member."""
+
+    @classmethod
+    def of(cls, row: StorageItem) -> EvictedGroup:
+        """The evicted row."""
+        names = [(_id(state.rollout_id), _id(state.group_id)) for state in row.item]
+        return cls(row.uid, row.task_name, Status(row.status), row.staleness, names)
+
+    def to_row(self) -> StorageItem:
+        """A row whose rollouts have their ids and nothing else."""
+        states = [
+            RolloutState([], rollout_id=rollout, group_id=group, task_name=self.task_name, status=self.status)
+            for rollout, group in self.names
+        ]
+        return StorageItem(states, self.uid, -1, self.task_name, self.status, self.staleness)
+
+
+def _id(value: Any) -> str | int | None:
+    return value if isinstance(value, str | int) else None
+
+
+ROW_FIELDS = tuple(field.name for field in fields(StorageItem) if field.name != "item")
+row_values = attrgetter(*ROW_FIELDS)
+"""The fields of a `StorageItem`, in this order, without the payload."""
+
+
 FromServer = Greeting | Part | Answer | Failure | Goodbye
-FromClient = Hello | Call | Cancel | Done
+FromClient = Hello | Call | Piece | Cancel | Done
 
 
 class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -150,7 +195,7 @@ class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class PutArguments(_Arguments):
-    """Of `ReplayBuffer.put`; the client has labelled the tokens."""
+    """Of `ReplayBuffer.put` and `ReplayBuffer.put_groups`; the client has labelled the tokens."""
 
     key: bytes
     task_name: str
@@ -198,6 +243,14 @@ class CountStatusesArguments(_Arguments):
 
     task_names: list[str]
     statuses: list[Status]
+
+
+class RowsArguments(_Arguments):
+    """Of `StorageBackend.count` and, without payloads, `StorageBackend.get`."""
+
+    query: dict[str, Any]
+    order: str | None = None
+    limit: int | None = None
 
 
 class StepArguments(_Arguments):

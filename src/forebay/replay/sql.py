@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -62,6 +62,7 @@ from forebay.replay.sql_shared import (
     Content,
     Evicted,
     GetTrainStep,
+    PreparedRows,
     RowWriter,
     SetTrainStep,
     count_evicted,
@@ -147,8 +148,13 @@ class SQLStorage(StorageBackend):
 
     async def put(self, item: StorageItem) -> int:
         """See `StorageBackend.put`."""
-        uid: int = await self._worker.share(self._rows, item)
+        [uid] = await self.put_many([item])
         return uid
+
+    async def put_many(self, items: Sequence[StorageItem]) -> list[int]:
+        """See `StorageBackend.put_many`."""
+        uids: list[int] = await self._worker.share(self._rows, tuple(items))
+        return uids
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
@@ -392,8 +398,10 @@ class SQLStorage(StorageBackend):
         delete_rows(connection, [row.uid for row in rows])
         insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
 
-    def _prepare(self, content: StorageItem | Content) -> Content:
-        return prepare(content, self._codec) if isinstance(content, StorageItem) else content
+    def _prepare(self, content: tuple[StorageItem, ...] | Content) -> Content:
+        if not isinstance(content, tuple):
+            return content
+        return PreparedRows([prepare(item, self._codec) for item in content])
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 
 import sqlalchemy as sa
 
@@ -48,7 +49,14 @@ class GetTrainStep:
     task_name: str
 
 
-Content = PreparedRow | SetTrainStep | GetTrainStep
+@dataclass(frozen=True, slots=True)
+class PreparedRows:
+    """The rows of a call of `StorageBackend.put_many`, which are written together."""
+
+    rows: list[PreparedRow]
+
+
+Content = PreparedRows | SetTrainStep | GetTrainStep
 
 
 class RowWriter:
@@ -59,7 +67,7 @@ class RowWriter:
     one meanwhile; that stands, as the latest that was seen.)
 
     >>> writer = RowWriter(reading, writing)
-    >>> uid, _ = writer.write([prepare(item, codec), SetTrainStep("math", 4)])
+    >>> [uid], _ = writer.write([PreparedRows([prepare(item, codec)]), SetTrainStep("math", 4)])
     """
 
     def __init__(self, reading: Open, writing: Open) -> None:
@@ -77,11 +85,11 @@ class RowWriter:
         self._known_tasks.clear()
         self._steps.clear()
 
-    def write(self, contents: Sequence[Content]) -> list[int | None]:
-        """The uid of each row and the train step of each question, as if done in this order."""
-        rows = [content for content in contents if isinstance(content, PreparedRow)]
+    def write(self, contents: Sequence[Content]) -> list[list[int] | int | None]:
+        """The uids of all rows and the train step of each question, as if done in this order."""
+        rows = [row for content in contents if isinstance(content, PreparedRows) for row in content.rows]
         set_steps = [content for content in contents if isinstance(content, SetTrainStep)]
-        asks = len(rows) + len(set_steps) < len(contents)
+        asks = any(isinstance(content, GetTrainStep) for content in contents)
         with (self._writing if rows or set_steps else self._reading)() as connection:
             steps = train_steps(connection) if asks else {}
             names = {row.columns["task_name"] for row in rows} - self._known_tasks
@@ -97,7 +105,10 @@ class RowWriter:
         self._steps |= written
         uids = iter(uid for uid, _ in ids)
         return [
-            next(uids) if isinstance(content, PreparedRow) else _step(content, steps) for content in contents
+            list(islice(uids, len(content.rows)))
+            if isinstance(content, PreparedRows)
+            else _step(content, steps)
+            for content in contents
         ]
 
 

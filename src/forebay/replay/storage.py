@@ -41,7 +41,7 @@ import math
 import numbers
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
@@ -138,6 +138,13 @@ class StorageBackend(ABC):
         An id that `item` brings is used if it is above every id given before, so that rows can be moved
         between stores one by one.
         """
+
+    async def put_many(self, items: Sequence[StorageItem]) -> list[int]:
+        """`put` the rows in this order, all of them or none, and return their uids.
+
+        Here one by one, which is all or none in memory, where no `put` waits or fails.
+        """
+        return [await self.put(item) for item in items]
 
     @abstractmethod
     async def get(

@@ -144,6 +144,8 @@ class RunConfig(StrictModel):
     """Train steps between tables of sampled rollouts; 0: never."""
     trace: bool = False
     """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
+    verify_weights: bool = False
+    """After every hand-over, compare log probabilities of engines and trainer; costs a short generation."""
     record: bool = False
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig

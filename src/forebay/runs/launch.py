@@ -17,11 +17,12 @@ import transformers
 from forebay.config import ConfigError
 from forebay.evaluate import Evaluator
 from forebay.runs import steps
-from forebay.runs.build import Run, build_rollouts, build_run, load_data
+from forebay.runs.build import Run, build_run
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints, new_folder, write_run_file
+from forebay.runs.rollouts import build_rollouts, load_data
 from forebay.runs.separate import run_separate
 
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}

@@ -28,10 +28,12 @@ from typing import Any, TypeVar
 from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.config import ConfigError
 from forebay.produce import ProduceBatchResult, ProductionError
-from forebay.runs.build import EvalSet, Run
+from forebay.runs.build import Run
 from forebay.runs.folder import prune_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.runs.record.observers import note_training
+from forebay.runs.rollouts import EvalSet
+from forebay.runs.verify import WeightCheck, WeightsDifferError
 from forebay.stalls import StallError, StallWatch
 from forebay.train import OffPolicyError
 from forebay.types import RolloutState
@@ -41,7 +43,14 @@ T = TypeVar("T")
 ROLLOUTS_PER_RECORD = 8
 """Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
 
-RESCUED = (ProductionError, StallError, OffPolicyError, FloatingPointError, ConfigError)
+RESCUED = (
+    ProductionError,
+    StallError,
+    OffPolicyError,
+    WeightsDifferError,
+    FloatingPointError,
+    ConfigError,
+)
 """What ends a run whose last finished step is sound, and is saved."""
 
 STEP_PHASES = ("generate", "wait", "train", "pause", "sync")
@@ -65,6 +74,16 @@ async def sync_weights(run: Run) -> None:
     """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
     with phase(run, "sync", SYNC):
         await run.trainer.sync_weights(run.controller)
+        if run.weight_check is not None:
+            await _verify_weights(run, run.weight_check)
+
+
+async def _verify_weights(run: Run, check: WeightCheck) -> None:
+    differences = []
+    for number, engine in enumerate(run.controller.engines):
+        states = await check.probe(engine, number)
+        differences.append(await compute(run, check.compare, number, states, run.trainer))
+    run.metrics.log(run.train_step, {"sync/logprob_difference": max(differences)})
 
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:

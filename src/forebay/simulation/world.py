@@ -25,8 +25,9 @@ from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.produce import AgentLoopManager, IsValidSampleFn, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer
-from forebay.runs.build import ProductionProgress, Run, build_buffer, build_strategy
+from forebay.runs.build import ProductionProgress, Run
 from forebay.runs.config import RunConfig, TaskConfig
+from forebay.runs.rollouts import build_buffer, build_strategy
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import ModelledEngine
 from forebay.simulation.standins import PromptTokenizer, SilentDisplay, TimedJudger, TimedThread, TimedTrainer

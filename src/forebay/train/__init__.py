@@ -18,18 +18,25 @@ if TYPE_CHECKING:
     from forebay.train.controller import TrainController
     from forebay.train.critic import Critic
     from forebay.train.losses import PolicyInputs, PolicyLoss
+    from forebay.train.rank_worker import RankWorker
+    from forebay.train.ranks import LocalRanks, RankError, Ranks
     from forebay.train.warmup import supervised_warmup
-    from forebay.train.weight_sync import WeightReceiver
+    from forebay.train.weight_sync import AdapterReceiver, WeightReceiver
 
 __all__ = [
+    "AdapterReceiver",
     "Correction",
     "Critic",
     "GuardDecision",
+    "LocalRanks",
     "OffPolicyError",
     "OffPolicyGuard",
     "Packer",
     "PolicyInputs",
     "PolicyLoss",
+    "RankError",
+    "RankWorker",
+    "Ranks",
     "TrainBatch",
     "TrainConfig",
     "TrainController",
@@ -40,9 +47,14 @@ __all__ = [
 ]
 
 _WITH_TORCH = {
+    "AdapterReceiver": "weight_sync",
     "Critic": "critic",
+    "LocalRanks": "ranks",
     "PolicyInputs": "losses",
     "PolicyLoss": "losses",
+    "RankError": "ranks",
+    "RankWorker": "rank_worker",
+    "Ranks": "ranks",
     "TrainController": "controller",
     "WeightReceiver": "weight_sync",
     "supervised_warmup": "warmup",

@@ -5,7 +5,9 @@
     replace_folder(path): path.saving/ (files written) -> fsync -> old path aside -> rename -> old one deleted
 
     TrainerParts --save_trainer--> model/ (Hugging Face, adapters merged)   adapter/ (LoRA only, peft format)
-                                   optimiser, critic, critic_optimiser, random .safetensors   trainer.json
+                                   optimiser, critic, critic_optimiser .safetensors   trainer.json
+    (of sharded weights the whole tensors, so that the folder says nothing of how many ranks wrote it)
+    save_random --> random.safetensors
 
 A crash at any point leaves either the old folder or the new one under `path`, or, in the instant between two
 renames, the old one as ``path.replaced``.
@@ -16,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,11 +30,15 @@ from torch import nn
 
 from forebay.durable import sync, sync_tree
 from forebay.train.critic import Critic
-from forebay.train.lora import is_lora, merged_copy, without_adapters
+from forebay.train.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimisation import Optimiser
+from forebay.train.sharding import fill, plain_class, whole
 
 FORMAT = 1
 """Version of the checkpoint folder."""
+RANDOM_FILE = "random.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
+"""The name that peft looks for."""
 
 
 @contextmanager
@@ -57,8 +63,8 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors as a safetensors file; each gets its own memory there."""
-    save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
+    """Write tensors on the CPU, which share no memory, as a safetensors file."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -85,14 +91,16 @@ def load_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def random_state() -> dict[str, torch.Tensor]:
-    """The state of torch's global generators: CPU, and each CUDA device if there is one."""
+def save_random(folder: Path) -> None:
+    """Write the state of torch's global generators: CPU, and each CUDA device if there is one."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return {"cpu": torch.get_rng_state(), **{f"cuda:{i}": state for i, state in enumerate(devices)}}
+    states = {"cpu": torch.get_rng_state(), **{f"cuda:{i}": state for i, state in enumerate(devices)}}
+    save_tensors(states, folder / RANDOM_FILE)
 
 
-def set_random_state(states: Mapping[str, torch.Tensor]) -> None:
-    """Take over what `random_state` gave; states of devices that are not here are left out."""
+def load_random(folder: Path) -> None:
+    """Take over what `save_random` wrote; states of devices that are not here are left out."""
+    states = load_tensors(folder / RANDOM_FILE)
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for number in range(count):
@@ -108,7 +116,8 @@ class TrainerParts:
     optimiser: Optimiser
     critic: Critic | None
     critic_optimiser: Optimiser | None
-    ref_model: nn.Module | None
+    starting_weights: str | None
+    """`fingerprint` of the frozen weights that are not saved: below adapters, or the reference model."""
 
     def kind(self) -> dict[str, Any]:
         """What must be equal in the trainer that saves and the one that resumes."""
@@ -116,39 +125,65 @@ class TrainerParts:
             "format": FORMAT,
             "adapters": is_lora(self.model),
             "critic": self.critic is not None,
-            "starting_weights": self._starting_weights(),
+            "starting_weights": self.starting_weights,
         }
 
-    def _starting_weights(self) -> str | None:
-        """A fingerprint of the frozen weights that are not saved: below adapters, or the reference model."""
-        frozen = without_adapters(self.model) if is_lora(self.model) else self.ref_model
-        if frozen is None:
-            return None
-        digest = hashlib.sha256()
-        for name, parameter in frozen.named_parameters():
-            if ".lora_" not in name:
-                # A sample of each tensor is enough to tell two models apart, and takes no time.
-                sample = parameter.detach().flatten()[:256].float().cpu().numpy()
-                digest.update(name.encode() + sample.tobytes())
-        return digest.hexdigest()
+
+def fingerprint(model: nn.Module) -> str:
+    """Tells the weights of a model that is not sharded (yet) from others; adapters do not count."""
+    digest = hashlib.sha256()
+    for name, parameter in without_adapters(model).named_parameters():
+        if ".lora_" not in name:
+            # A sample of each tensor is enough to tell two models apart, and takes no time.
+            sample = parameter.detach().flatten()[:256].float().cpu().numpy()
+            digest.update(name.encode() + sample.tobytes())
+    return digest.hexdigest()
 
 
-def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, tokenizer: Any = None) -> None:
-    """Write a trainer into an empty folder."""
-    merged: Any = merged_copy(parts.model)
-    with _no_progress_bars():
-        merged.save_pretrained(folder / "model")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder / "model")
+def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, writes: bool = True) -> None:
+    """Write a trainer into an empty folder.
+
+    Where the weights are sharded, every rank calls this, and all but one with `writes` False: they give
+    their slices and keep nothing.
+    """
+    weights = _on_cpu(model_weights(parts.model), writes)
+    if writes:
+        _save_model(folder / "model", parts.model, weights)
+    del weights
     if is_lora(parts.model):
-        adapted: Any = parts.model
-        adapted.save_pretrained(folder / "adapter", save_embedding_layers=False)
-    save_tensors(parts.optimiser.state_tensors(), folder / "optimiser.safetensors")
+        adapter = _on_cpu(adapter_weights(parts.model), writes)
+        if writes:
+            (folder / "adapter").mkdir()
+            save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
+            save_tensors(adapter, folder / "adapter" / ADAPTER_FILE)
+    rest = {"optimiser": parts.optimiser.state_tensors()}
     if parts.critic is not None and parts.critic_optimiser is not None:
-        save_tensors(parts.critic.state_dict(), folder / "critic.safetensors")
-        save_tensors(parts.critic_optimiser.state_tensors(), folder / "critic_optimiser.safetensors")
-    save_tensors(random_state(), folder / "random.safetensors")
-    save_json({**parts.kind(), "train_step": train_step}, folder / "trainer.json")
+        rest["critic"] = iter(parts.critic.state_dict().items())
+        rest["critic_optimiser"] = parts.critic_optimiser.state_tensors()
+    for name, tensors in rest.items():
+        gathered = _on_cpu(tensors, writes)
+        if writes:
+            save_tensors(gathered, folder / f"{name}.safetensors")
+    if writes:
+        save_json({**parts.kind(), "train_step": train_step}, folder / "trainer.json")
+
+
+def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
+    """Copies of the tensors, whole; or nothing, but to be gathered they are gone through in both cases."""
+    kept = {}
+    for name, tensor in tensors:
+        full = whole(tensor.detach())
+        if keep:
+            kept[name] = full.to("cpu", copy=True)
+    return kept
+
+
+def _save_model(folder: Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    base: Any = without_adapters(model)
+    saved_names = base.state_dict().keys()
+    buffers = {name: buffer for name, buffer in base.named_buffers() if name in saved_names}
+    with _no_progress_bars():
+        base.save_pretrained(folder, state_dict=weights | buffers)
 
 
 def load_trainer(folder: Path, parts: TrainerParts) -> int:
@@ -167,23 +202,28 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     _load_weights(parts.model, folder)
     parts.optimiser.load_state_tensors(load_tensors(folder / "optimiser.safetensors"))
     if parts.critic is not None and parts.critic_optimiser is not None:
-        parts.critic.load_state_dict(load_tensors(folder / "critic.safetensors"))
+        _fill_all(parts.critic.state_dict(), load_tensors(folder / "critic.safetensors"))
         parts.critic_optimiser.load_state_tensors(load_tensors(folder / "critic_optimiser.safetensors"))
-    set_random_state(load_tensors(folder / "random.safetensors"))
     return int(saved["train_step"])
 
 
 def _load_weights(model: Any, folder: Path) -> None:
     if is_lora(model):
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_tensors(folder / "adapter" / "adapter_model.safetensors"))
+        _fill_all(dict(adapter_weights(model)), load_tensors(folder / "adapter" / ADAPTER_FILE))
         return
     # Through the model's class: names on disk may differ from those in memory.
+    loader: Any = plain_class(model)
     dtype = next(model.parameters()).dtype
     with _no_progress_bars():
-        saved = type(model).from_pretrained(folder / "model", dtype=dtype)
-    model.load_state_dict(saved.state_dict())
+        saved = loader.from_pretrained(folder / "model", dtype=dtype)
+    _fill_all(model.state_dict(), saved.state_dict())
+
+
+def _fill_all(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    if different := sorted(set(targets) ^ set(tensors)):
+        raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
+    for name, target in targets.items():
+        fill(target, tensors[name])
 
 
 @contextmanager

@@ -21,6 +21,7 @@ tokens of the whole batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,12 @@ from numpy.typing import NDArray
 from forebay.train.batch import Pack, TrainBatch
 
 Ints = NDArray[np.int64]
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor with the content of `array`; a copy to a GPU does not wait for the work queued there."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,7 +79,7 @@ class MicroBatch:
 
     def gather(self, values_R: NDArray[np.float32]) -> torch.Tensor:
         """The entries of an array by response token that belong to the N trained tokens."""
-        return torch.from_numpy(values_R[self.token_index]).to(self.targets.device)
+        return to_device(values_R[self.token_index], self.targets.device)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -94,15 +101,16 @@ class _Trained:
 def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.device) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
-    An empty pack gives one pad token and nothing to train: the pass of a rank that has no work left.
+    An empty pack gives one pad token by pass and nothing to train: a rank that has no work left makes as many
+    passes as the others.
     """
 
     def place(array: Ints) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
+        return to_device(array, device)
 
     trained = _trained_tokens(batch, pack)
     prompts = attention_mask = position_ids = None
-    if batch.layout == "padded" or len(pack) == 0:
+    if batch.layout == "padded":
         ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
         cells = trained.rows * ids_BL.shape[1] + trained.offsets - 1
     elif batch.layout == "packed":
@@ -139,9 +147,9 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
 def _trained_tokens(batch: TrainBatch, pack: Pack) -> _Trained:
     lengths = batch.response_lengths[pack]
     everything = _Trained(
-        token_index=_ranges(batch.response_starts[pack], lengths),
+        token_index=ranges(batch.response_starts[pack], lengths),
         rows=np.repeat(np.arange(len(pack)), lengths),
-        offsets=_ranges(batch.prompt_lengths[pack], lengths),
+        offsets=ranges(batch.prompt_lengths[pack], lengths),
     )
     return everything.take(np.flatnonzero(batch.response_mask[everything.token_index]))
 
@@ -166,12 +174,14 @@ def _concatenate(batch: TrainBatch, pack: Pack, pad_token_id: int) -> tuple[Ints
     firsts = np.cumsum(widths) - widths
     if not widths.any():
         return np.full((1, 1), pad_token_id, np.int64), np.zeros((1, 1), np.int64), firsts
-    ids = batch.input_ids[_ranges(batch.token_starts[pack], widths)].astype(np.int64)
-    return ids[None], _ranges(np.zeros_like(widths), widths)[None], firsts
+    ids = batch.input_ids[ranges(batch.token_starts[pack], widths)].astype(np.int64)
+    return ids[None], ranges(np.zeros_like(widths), widths)[None], firsts
 
 
 def _distinct_prompts(batch: TrainBatch, pack: Pack, pad_token_id: int) -> tuple[Ints, Ints]:
     """The distinct prompts of a pack (Q x P), and which of them each sequence has (B)."""
+    if len(pack) == 0:
+        return np.full((1, 1), pad_token_id, np.int64), np.zeros(1, np.int64)
     _, members, rows = np.unique(batch.prompt_index[pack], return_index=True, return_inverse=True)
     chosen = pack[members]
     return _pad(batch, batch.token_starts[chosen], batch.prompt_lengths[chosen], pad_token_id), rows
@@ -181,6 +191,8 @@ def _responses(
     batch: TrainBatch, pack: Pack, longest_prompt: int, pad_token_id: int
 ) -> tuple[Ints, Ints, Ints | None]:
     """The rows of responses, their position ids, and the mask of prompt pads if there are any."""
+    if len(pack) == 0:
+        return np.full((1, 1), pad_token_id, np.int64), np.ones((1, 1), np.int64), None
     ends = batch.prompt_lengths[pack]
     widths = np.maximum(batch.response_lengths[pack] - 1, 0)
     ids_BL = _pad(batch, batch.token_starts[pack] + ends, widths, pad_token_id)
@@ -191,7 +203,7 @@ def _responses(
     return ids_BL, ends[:, None] + columns, np.concatenate([mask_BP, np.ones_like(ids_BL)], axis=1)
 
 
-def _ranges(starts: Ints, lengths: Ints) -> Ints:
+def ranges(starts: Ints, lengths: Ints) -> Ints:
     """``starts[0], starts[0] + 1, ...`` for `lengths[0]` numbers, then the same from ``starts[1]``, ..."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
@@ -203,4 +215,4 @@ def _inverse_temperature(
 ) -> torch.Tensor | None:
     if np.all(temperatures == 1):
         return None
-    return torch.from_numpy(1 / temperatures[rows]).to(device)
+    return to_device(1 / temperatures[rows], device)

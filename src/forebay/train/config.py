@@ -74,6 +74,8 @@ class TrainConfig(StrictModel):
     attention in every layer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the forward pass (autocast); the weights keep their own."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes that hold a slice of the weights each and share out the micro-batches."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     # Advantage and loss

@@ -1,7 +1,9 @@
-"""`TrainController`: one model, its optimiser, and the steps that a train step is made of.
+"""`TrainController`: the steps that a train step is made of, for a model in this process or on several ranks.
 
-It knows rollouts only as a `TrainBatch` and engines only as something that takes weights. All steps but
-`sync_weights` are plain blocking code: a caller with an event loop runs them in a thread.
+It knows rollouts only as a `TrainBatch`, engines only as something that takes weights, and the model only
+through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. What concerns the
+whole batch (packs, advantages, token weights, metrics) is done here, once. All steps but `sync_weights` are
+plain blocking code: a caller with an event loop runs them in a thread.
 
 ::
 
@@ -15,10 +17,8 @@ Every step takes the batch and returns it. `fit` is their composition, without t
 
 from __future__ import annotations
 
-import copy
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +27,19 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from forebay.config import look_up
-from forebay.train import checkpoint, lora, weight_sync
+from forebay.train import checkpoint, weight_sync
 from forebay.train.advantages import AdvantageFunction, find_advantage, spread
-from forebay.train.batch import Pack, TrainBatch
-from forebay.train.collate import MicroBatch, collate
+from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.critic import Critic
-from forebay.train.forward import checkpoint_activations, output_head, response_logprobs
-from forebay.train.losses import POLICY_LOSSES, PolicyInputs, PolicyLossFunction, kl_penalty, value_loss
-from forebay.train.measures import TokenRecords, batch_measures, timed
+from forebay.train.learner import Learner, Update
+from forebay.train.measures import batch_measures, timed, token_measures
 from forebay.train.normalisation import batch_token_weights
 from forebay.train.off_policy import Corrector, staleness_measures
-from forebay.train.optimisation import Optimiser
+from forebay.train.optimisation import schedule_factor
 from forebay.train.packing import Packer
+from forebay.train.ranked import RankedLearner
+from forebay.train.ranks import LocalRanks, Ranks
 from forebay.types import FloatArray, RolloutState
 
 logger = logging.getLogger(__name__)
@@ -87,55 +86,46 @@ class TrainController:
         seed: int = 0,
         total_steps: int | None = None,
         tokenizer: Any = None,
+        device: torch.device | str | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        output_head(model)
+        if ranks is not None and config.ranks not in (1, ranks.num_ranks):
+            raise ValueError(f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given")
         self.config = config
         self.train_step = 0
         """Completed train steps."""
-        self.critic = (value_model or Critic.from_policy(model)) if config.uses_critic else None
-        if config.lora_rank > 0:
-            alpha = config.lora_alpha or 2.0 * config.lora_rank
-            model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
-        self.model = model
-        self.ref_model = ref_model
-        if ref_model is None and config.kl_coef > 0 and not lora.is_lora(model):
-            self.ref_model = copy.deepcopy(model)
-        if self.ref_model is not None:
-            self.ref_model.requires_grad_(False).eval()
-        self._pad_token_id = pad_token_id
         self._temperature = temperature
         self._seed = seed
+        self._total_steps = total_steps
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
-        self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config)
-        self._packer = Packer(config.token_budget, layout=config.layout, mini_batches=config.mini_batches)
-        self._optimiser = self._build_optimiser(model, config.lr, total_steps)
-        self._critic_optimiser = (
-            self._build_optimiser(self.critic, config.critic_lr, total_steps)
-            if self.critic is not None and config.critic_lr is not None
-            else None
+        self._own_ranks: LocalRanks | None = None
+        if ranks is None and config.ranks > 1:
+            where = torch.device(device) if device is not None else next(model.parameters()).device
+            ranks = self._own_ranks = LocalRanks(config.ranks, device=where.type)
+        models: dict[str, Any] = {"ref_model": ref_model, "value_model": value_model}
+        settings: dict[str, Any] = {"pad_token_id": pad_token_id, "total_steps": total_steps}
+        self._learner: Learner | RankedLearner
+        if ranks is None:
+            self._learner = Learner(model, config, **models, **settings, device=device)
+        else:
+            try:
+                self._learner = RankedLearner(ranks, model, config, **models, **settings)
+            except BaseException:
+                self.close()
+                raise
+        self._packer = Packer(
+            config.token_budget,
+            num_ranks=1 if ranks is None else ranks.num_ranks,
+            layout=config.layout,
+            mini_batches=config.mini_batches,
         )
-        self._set_modes()
 
-    def _build_optimiser(self, model: nn.Module, lr: float, total_steps: int | None) -> Optimiser:
-        return Optimiser(
-            model,
-            lr=lr,
-            schedule=self.config.schedule,
-            warmup_steps=self.config.schedule_warmup_steps,
-            total_steps=total_steps,
-            weight_decay=self.config.weight_decay,
-            max_grad_norm=self.config.max_grad_norm,
-        )
-
-    def _set_modes(self) -> None:
-        """Dropout off; activation checkpointing on if configured. Others may have called ``train()``."""
-        trained = [self.model] if self.critic is None else [self.model, self.critic.body]
-        for module in trained:
-            module.eval()
-            if self.config.gradient_checkpointing:
-                checkpoint_activations(module)
+    def close(self) -> None:
+        """End the rank processes that the controller started; on one rank there is nothing to end."""
+        if self._own_ranks is not None:
+            self._own_ranks.close()
 
     @property
     def model_step(self) -> int:
@@ -143,9 +133,34 @@ class TrainController:
         return self.train_step
 
     @property
+    def _local(self) -> Learner:
+        if not isinstance(self._learner, Learner):
+            raise RuntimeError("the models are on the ranks, in slices; use sync_weights or save to see them")
+        return self._learner
+
+    @property
+    def model(self) -> nn.Module:
+        """The trained model, if it is in this process.
+
+        Raises:
+            RuntimeError: it is on several ranks; so for `critic`, `ref_model` and `device`.
+        """
+        return self._local.model
+
+    @property
+    def critic(self) -> Critic | None:
+        """The critic, if there is one."""
+        return self._local.critic
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The reference model, if there is one beside the adapters switched off."""
+        return self._local.ref_model
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
-        return next(self.model.parameters()).device
+        return self._local.device
 
     # The steps
 
@@ -180,7 +195,7 @@ class TrainController:
             if self.config.correction == "ratio":
                 batch.old_logprobs = _known_rollout_logprobs(batch)
             else:
-                batch.old_logprobs = self._map_tokens(batch, self._logprobs_of(self.model))
+                batch.old_logprobs = self._token_values("old_logprobs", batch)
         return batch
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -190,13 +205,7 @@ class TrainController:
             ValueError: there is no reference, because ``kl_coef`` is 0 and no model was given.
         """
         with timed(batch, "ref_logprobs"):
-            if self.ref_model is not None:
-                batch.ref_logprobs = self._map_tokens(batch, self._logprobs_of(self.ref_model))
-            elif lora.is_lora(self.model):
-                with lora.adapters_off(self.model):
-                    batch.ref_logprobs = self._map_tokens(batch, self._logprobs_of(self.model))
-            else:
-                raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
+            batch.ref_logprobs = self._token_values("ref_logprobs", batch)
         return batch
 
     def compute_values(self, batch: TrainBatch) -> TrainBatch:
@@ -205,12 +214,18 @@ class TrainController:
         Raises:
             ValueError: there is no critic.
         """
-        critic = self.critic
-        if critic is None:
-            raise ValueError("there is no critic; set critic_lr (and advantage = 'gae')")
         with timed(batch, "values"):
-            batch.values = self._map_tokens(batch, lambda micro: critic(micro))
+            batch.values = self._token_values("values", batch)
         return batch
+
+    def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
+        """float32, R: log probabilities of the response tokens by the current weights."""
+        return self._token_values("old_logprobs", batch)
+
+    def _token_values(self, name: str, batch: TrainBatch) -> FloatArray:
+        if not batch.packs:
+            raise ValueError("the batch is not packed; use TrainController.pack before the compute steps")
+        return self._learner.token_values(name, batch)
 
     def compute_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Fill ``advantages``, and ``returns`` where the estimator gives them.
@@ -239,26 +254,15 @@ class TrainController:
             FloatingPointError: a gradient is not finite; earlier optimiser steps of this call stand.
         """
         self._check_ready(batch)
-        self._set_modes()
-        records, norms, critic_norms = TokenRecords(), [], []
         importance_R = self._corrector.weights(batch)
         with timed(batch, "update"):
-            for _ in range(self.config.epochs):
-                for ranks in batch.packs:
-                    self._zero_grad()
-                    if not self._accumulate(batch, ranks[0], importance_R, records):
-                        continue
-                    norms.append(self._optimiser.step(self.train_step))
-                    if self._critic_optimiser is not None:
-                        critic_norms.append(self._critic_optimiser.step(self.train_step))
-        batch.metrics |= records.reduce(len(norms)) | batch_measures(batch) | self._off_policy(batch, records)
-        batch.metrics["train/grad_norm"] = float(np.mean(norms)) if norms else 0.0
-        batch.metrics["train/lr"] = self._optimiser.learning_rate(self.train_step)
-        batch.metrics["train/skipped_updates"] = float(self.config.optimiser_steps - len(norms))
-        if critic_norms:
-            batch.metrics["train/critic_grad_norm"] = float(np.mean(critic_norms))
+            weights_R, steps = self._token_weights(batch, importance_R)
+            done = self._learner.update(
+                batch, weights_R, importance_R, train_step=self.train_step, steps=steps
+            )
+        batch.metrics |= self._step_measures(batch, done)
         self.train_step += 1
-        if not norms:
+        if not done.norms:
             logger.warning(
                 "train step %d changed no weight: all of its tokens are masked (%s)",
                 self.train_step,
@@ -286,156 +290,27 @@ class TrainController:
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
-        await weight_sync.sync_weights(self.model, rollout_controller, self.model_step)
+        await weight_sync.sync_weights(self._learner, rollout_controller, self.model_step)
 
     def save(self, path: Path | str) -> None:
         """Write everything that continuing needs into the folder `path`, whole or not at all.
 
         ``model/`` is a complete Hugging Face model, adapters merged; see docs/training.md for the rest.
         """
-        parts = self._parts()
         with checkpoint.replace_folder(Path(path)) as folder:
-            checkpoint.save_trainer(folder, parts, train_step=self.train_step, tokenizer=self._tokenizer)
+            self._learner.save(folder, self.train_step)
+            checkpoint.save_random(folder)
+            if self._tokenizer is not None:
+                self._tokenizer.save_pretrained(folder / "model")
 
     def resume(self, path: Path | str) -> None:
-        """Continue from what `save` wrote, in a controller built as the saved one was.
+        """Continue from what `save` wrote, in a controller built as the saved one was; any number of ranks.
 
         Raises:
             ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
         """
-        self.train_step = checkpoint.load_trainer(Path(path), self._parts())
-
-    def _parts(self) -> checkpoint.TrainerParts:
-        return checkpoint.TrainerParts(
-            model=self.model,
-            optimiser=self._optimiser,
-            critic=self.critic,
-            critic_optimiser=self._critic_optimiser,
-            ref_model=self.ref_model,
-        )
-
-    # Forward and backward passes
-
-    def _zero_grad(self) -> None:
-        """An interrupted step may have left gradients behind."""
-        self._optimiser.zero_grad()
-        if self._critic_optimiser is not None:
-            self._critic_optimiser.zero_grad()
-
-    def _accumulate(
-        self,
-        batch: TrainBatch,
-        packs: Sequence[Pack],
-        importance_R: FloatArray | None,
-        records: TokenRecords,
-    ) -> bool:
-        """Add the gradients of one mini-batch, micro-batch by micro-batch; whether any token has a weight."""
-        sequences = np.concatenate(packs)
-        weights_R = batch_token_weights(self.config.normalisation, batch, sequences, importance_R)
-        for pack in packs:
-            micro = self._collate(batch, pack)
-            weight_N = micro.gather(weights_R)
-            records.add(weight=weight_N, token_index=torch.from_numpy(micro.token_index))
-            self._policy_backward(batch, micro, weight_N, importance_R, records)
-            if self.critic is not None:
-                self._value_backward(self.critic, batch, micro, weight_N, records)
-        return bool(weights_R.any())
-
-    def _policy_backward(
-        self,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        weight_N: torch.Tensor,
-        importance_R: FloatArray | None,
-        records: TokenRecords,
-    ) -> None:
-        config = self.config
-        with self._autocast():
-            output = response_logprobs(
-                self.model, micro, entropy="train" if config.entropy_coef else "measure"
-            )
-        assert output.entropy is not None
-        old_N = output.logprobs.detach()
-        if batch.old_logprobs is not None:
-            old_N = micro.gather(batch.old_logprobs)
-        assert batch.advantages is not None
-        policy = self._policy_loss(
-            PolicyInputs(
-                output.logprobs,
-                old_N,
-                micro.gather(batch.advantages),
-                micro.sequence_index,
-                micro.num_sequences,
-            ),
-            config,
-        )
-        if importance_R is not None:
-            policy = policy._replace(loss=policy.loss * micro.gather(importance_R))
-        elif self._corrector.weighs_tokens:
-            # One optimiser step: these logprobs are the proximal ones, and no mask needs them any sooner.
-            weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
-            policy = policy._replace(loss=policy.loss * torch.from_numpy(weights_N).to(old_N))
-        loss_N, kl_N = policy.loss, None
-        if batch.ref_logprobs is not None:
-            kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)
-            loss_N = loss_N + config.kl_coef * kl_N
-        if config.entropy_coef:
-            loss_N = loss_N - config.entropy_coef * output.entropy
-        (weight_N * loss_N).sum().backward()  # type: ignore[no-untyped-call]
-        records.add(
-            loss=loss_N,
-            policy_loss=policy.loss,
-            kl=kl_N,
-            entropy=output.entropy,
-            logprob=output.logprobs,
-            old_logprob=old_N,
-            clip_low=policy.clipped_low,
-            clip_high=policy.clipped_high,
-        )
-
-    def _value_backward(
-        self,
-        critic: Critic,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        weight_N: torch.Tensor,
-        records: TokenRecords,
-    ) -> None:
-        assert batch.values is not None
-        assert batch.returns is not None
-        with self._autocast():
-            values_N = critic(micro)
-        loss_N, clipped_N = value_loss(
-            values_N, micro.gather(batch.values), micro.gather(batch.returns), self.config.clip_high
-        )
-        (weight_N * loss_N).sum().backward()  # type: ignore[no-untyped-call]
-        records.add(value_loss=loss_N, value_clip=clipped_N)
-
-    def _map_tokens(self, batch: TrainBatch, compute: Callable[[MicroBatch], torch.Tensor]) -> FloatArray:
-        """The results of `compute` without gradient, by response token (R); 0 where the mask is 0."""
-        results_R = np.zeros(batch.num_response_tokens, np.float32)
-        with torch.no_grad(), self._autocast():
-            for micro in self._micro_batches(batch):
-                results_R[micro.token_index] = compute(micro).cpu().numpy()
-        return results_R
-
-    def _micro_batches(self, batch: TrainBatch) -> Iterator[MicroBatch]:
-        if not batch.packs:
-            raise ValueError("the batch is not packed; use TrainController.pack before the compute steps")
-        for ranks in batch.packs:
-            for pack in ranks[0]:
-                yield self._collate(batch, pack)
-
-    def _logprobs_of(self, model: nn.Module) -> Callable[[MicroBatch], torch.Tensor]:
-        return lambda micro: response_logprobs(model, micro).logprobs
-
-    def _collate(self, batch: TrainBatch, pack: Pack) -> MicroBatch:
-        return collate(batch, pack, pad_token_id=self._pad_token_id, device=self.device)
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.dtype == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        self.train_step = self._learner.resume(Path(path))
+        checkpoint.load_random(Path(path))
 
     # Checks and measures
 
@@ -452,14 +327,41 @@ class TrainController:
         if missing:
             raise ValueError(f"before train, the batch needs {', '.join(missing)}; or call fit")
 
-    def _off_policy(self, batch: TrainBatch, records: TokenRecords) -> dict[str, float]:
+    def _token_weights(
+        self, batch: TrainBatch, importance_R: FloatArray | None
+    ) -> tuple[FloatArray, list[bool]]:
+        """Each token's weight in its mini-batch's loss, and which mini-batches have any that is not 0."""
+        weights_R, steps = np.zeros(batch.num_response_tokens, np.float32), []
+        for ranks in batch.packs:
+            sequences = np.concatenate([pack for packs in ranks for pack in packs])
+            part_R = batch_token_weights(self.config.normalisation, batch, sequences, importance_R)
+            weights_R += part_R
+            steps.append(bool(part_R.any()))
+        return weights_R, steps
+
+    def _step_measures(self, batch: TrainBatch, done: Update) -> dict[str, float]:
+        config, num_steps = self.config, len(done.norms)
+        metrics = token_measures(done.columns, num_steps) | batch_measures(batch)
+        metrics |= self._off_policy(batch, done) | staleness_measures(batch, self.train_step + 1)
+        metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
+        metrics["train/lr"] = config.lr * schedule_factor(
+            config.schedule,
+            self.train_step,
+            warmup_steps=config.schedule_warmup_steps,
+            total_steps=self._total_steps,
+        )
+        metrics["train/skipped_updates"] = float(config.optimiser_steps - num_steps)
+        if done.critic_norms:
+            metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
+        return metrics
+
+    def _off_policy(self, batch: TrainBatch, done: Update) -> dict[str, float]:
         """Engine against trainer at the start of the step (correction ratio: over the first epoch)."""
         column = "logprob" if self.config.correction == "ratio" else "old_logprob"
-        tokens = records.column("token_index").astype(np.int64)
+        tokens = done.columns["token_index"]
         first_epoch = slice(len(tokens) // self.config.epochs)
-        proximal_N = records.column(column)[first_epoch].astype(np.float32)
-        measures = self._corrector.measures(batch, proximal_N, tokens[first_epoch])
-        return measures | staleness_measures(batch, self.train_step + 1)
+        proximal_N = done.columns[column][first_epoch].astype(np.float32)
+        return self._corrector.measures(batch, proximal_N, tokens[first_epoch])
 
 
 def _known_rollout_logprobs(batch: TrainBatch) -> FloatArray:

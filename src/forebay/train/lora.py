@@ -8,7 +8,7 @@ errors behind.
 
 from __future__ import annotations
 
-import copy
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -16,6 +16,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from forebay.train.sharding import buckets, gathered, is_sharded
+
+ADAPTER = "default"
+"""What peft calls the one adapter of a model."""
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[str, ...]) -> nn.Module:
@@ -58,13 +63,19 @@ def without_adapters(model: Any) -> nn.Module:
 def model_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values of all weights as the model without adapters has them, merged one at a time.
 
-    Plain weights are the model's own tensors, not copies.
+    Plain weights are the model's own tensors, not copies. Of a sharded model every rank goes through all of
+    it, and a tensor is valid only until the next one is asked for.
     """
-    from peft.tuners.lora import LoraLayer
-
     base = without_adapters(model)
+    for bucket in buckets(base):
+        with gathered(bucket):
+            yield from merged_weights(base)
+
+
+def merged_weights(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of `model_weights` that are whole now: a gathered bucket's, or all."""
     for name, parameter in base.named_parameters():
-        if ".lora_" in name:
+        if ".lora_" in name or is_sharded(parameter):
             continue
         owner_name, _, last = name.rpartition(".base_layer.")
         if not owner_name:
@@ -72,16 +83,22 @@ def model_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         layer: Any = base.get_submodule(owner_name)
         value = parameter.detach()
-        if isinstance(layer, LoraLayer) and last == "weight":
+        if hasattr(layer, "get_delta_weight") and last == "weight":
             with torch.no_grad():
-                value = value + layer.get_delta_weight(layer.active_adapters[0]).to(value.dtype)
+                value = value + layer.get_delta_weight(ADAPTER).to(value.dtype)
         yield f"{owner_name}.{last}", value
 
 
-def merged_copy(model: nn.Module) -> nn.Module:
-    """A model without adapters that computes what `model` computes; `model` itself if it has none."""
-    if not is_lora(model):
-        return model
-    merged: Any = copy.deepcopy(model)
-    result: nn.Module = merged.merge_and_unload()
-    return result
+def adapter_config(model: Any) -> dict[str, Any]:
+    """What peft writes to ``adapter_config.json``."""
+    config = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+    values: dict[str, Any] = json.loads(json.dumps(config, default=sorted, sort_keys=True))
+    return values
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The adapters' weights under the names that peft gives them in files."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            # peft puts the name of the adapter into names in memory only.
+            yield name.replace(f".{ADAPTER}.", "."), parameter

@@ -1,6 +1,7 @@
 """What a train step reports: per-token records of its forward passes, reduced once to a flat dict.
 
-    each micro-batch --TokenRecords.add--> 1-D tensors (no transfer) --reduce--> {"train/NAME": float}
+    each micro-batch --TokenRecords.add--> 1-D tensors (no transfer) --columns--> arrays (of all ranks)
+                                                        --token_measures--> {"train/NAME": float}
 
 Every name is ``train/NAME``; means are over trained tokens unless the name says otherwise.
 """
@@ -20,7 +21,8 @@ from numpy.typing import NDArray
 from forebay.train.batch import TrainBatch
 from forebay.train.packing import num_cells
 
-Column = NDArray[np.float64]
+Columns = dict[str, NDArray[Any]]
+"""Arrays by trained token, of one length: float32, bool or int64."""
 
 
 @contextmanager
@@ -32,11 +34,11 @@ def timed(batch: TrainBatch, phase: str) -> Iterator[None]:
 
 
 class TokenRecords:
-    """Columns of numbers by trained token, gathered over all forward passes of a train step.
+    """Columns of numbers by trained token, gathered over the forward passes of one rank.
 
     >>> records = TokenRecords()
     >>> records.add(entropy=torch.tensor([1.0, 3.0]))
-    >>> float(records.column("entropy").mean())
+    >>> records.columns()["entropy"].mean()
     2.0
     """
 
@@ -49,34 +51,32 @@ class TokenRecords:
             if values is not None:
                 self._columns[name].append(values.detach())
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._columns
+    def columns(self) -> Columns:
+        """All values of all columns."""
+        return {name: torch.cat(values).cpu().numpy() for name, values in self._columns.items()}
 
-    def column(self, name: str) -> Column:
-        """All values of a column."""
-        return torch.cat(self._columns[name]).double().cpu().numpy()
 
-    def reduce(self, num_optimiser_steps: int) -> dict[str, float]:
-        """The metrics of a train step; losses are means over its optimiser steps, others over kept tokens."""
-        weights = self.column("weight")
-        kept = weights != 0
-        log_ratio = (self.column("logprob") - self.column("old_logprob"))[kept]
-        metrics = {
-            name: float((self.column(name) * weights).sum()) / max(1, num_optimiser_steps)
-            for name in ("loss", "policy_loss", "value_loss")
-            if name in self
-        }
-        for name in ("kl", "entropy", "clip_low", "clip_high", "value_clip"):
-            if name in self:
-                metrics[name] = _mean(self.column(name)[kept])
-        metrics["clip_share"] = metrics["clip_low"] + metrics["clip_high"]
-        ratio = np.exp(log_ratio)
-        metrics["ratio_mean"] = _mean(ratio)
-        metrics["ratio_min"] = float(ratio.min(initial=1.0))
-        metrics["ratio_max"] = float(ratio.max(initial=1.0))
-        # KL(old || new), the k3 estimate: its tokens were sampled by the old policy.
-        metrics["policy_kl"] = _mean(np.expm1(log_ratio) - log_ratio)
-        return {f"train/{name}": value for name, value in metrics.items()}
+def token_measures(columns: Columns, num_optimiser_steps: int) -> dict[str, float]:
+    """The metrics of a train step; losses are means over its optimiser steps, others over kept tokens."""
+    weights = columns["weight"].astype(np.float64)
+    kept = weights != 0
+    metrics: dict[str, float] = {
+        name: float((columns[name] * weights).sum()) / max(1, num_optimiser_steps)
+        for name in ("loss", "policy_loss", "value_loss")
+        if name in columns
+    }
+    for name in ("kl", "entropy", "clip_low", "clip_high", "value_clip"):
+        if name in columns:
+            metrics[name] = _mean(columns[name][kept].astype(np.float64))
+    metrics["clip_share"] = metrics["clip_low"] + metrics["clip_high"]
+    log_ratio = columns["logprob"][kept].astype(np.float64) - columns["old_logprob"][kept]
+    ratio = np.exp(log_ratio)
+    metrics["ratio_mean"] = _mean(ratio)
+    metrics["ratio_min"] = float(ratio.min(initial=1.0))
+    metrics["ratio_max"] = float(ratio.max(initial=1.0))
+    # KL(old || new), the k3 estimate: its tokens were sampled by the old policy.
+    metrics["policy_kl"] = _mean(np.expm1(log_ratio) - log_ratio)
+    return {f"train/{name}": value for name, value in metrics.items()}
 
 
 def batch_measures(batch: TrainBatch) -> dict[str, float]:

@@ -8,11 +8,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+
+from forebay.train.sharding import slice_like, whole
 
 BETAS = (0.9, 0.999)
 """AdamW's published defaults; no result here depends on other values."""
@@ -91,7 +93,7 @@ class Optimiser:
         Raises:
             FloatingPointError: the norm is not finite.
         """
-        norm = float(nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
+        norm = float(whole(nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)))
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(
@@ -108,13 +110,11 @@ class Optimiser:
         """Forget accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
 
-    def state_tensors(self) -> dict[str, torch.Tensor]:
-        """The moments and step counts as ``WEIGHT|KEY`` tensors; empty before the first step."""
-        return {
-            f"{name}|{key}": value
-            for name, parameter in self._parameters.items()
-            for key, value in self._adamw.state[parameter].items()
-        }
+    def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The moments and step counts, whole, as ``WEIGHT|KEY`` and tensor; none before the first step."""
+        for name, parameter in self._parameters.items():
+            for key, value in self._adamw.state[parameter].items():
+                yield f"{name}|{key}", whole(value)
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_tensors` gave.
@@ -130,7 +130,11 @@ class Optimiser:
             different = sorted(set(state) ^ set(self._parameters))
             raise ValueError(f"the saved optimiser is of another model; weights that differ: {different[:5]}")
         numbers = {id(p): i for i, p in enumerate(p for g in self._adamw.param_groups for p in g["params"])}
-        by_number = {numbers[id(self._parameters[name])]: parts for name, parts in state.items()}
+        by_number = {
+            numbers[id(parameter)]: {key: slice_like(value, parameter) for key, value in state[name].items()}
+            for name, parameter in self._parameters.items()
+            if name in state
+        }
         self._adamw.load_state_dict(
             {"state": by_number, "param_groups": self._adamw.state_dict()["param_groups"]}
         )

@@ -25,12 +25,13 @@ from forebay.config import load_config
 from forebay.metrics import read_jsonl
 from forebay.models import load_tokenizer, resolve_model
 from forebay.replay import ReplayBuffer
-from forebay.runs.build import build_buffer, build_trainer
+from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
 from forebay.runs.record.observers import Groups
 from forebay.runs.record.operations import Operations
 from forebay.runs.record.reader import Facts, Segment, read_events, read_history
 from forebay.runs.record.writer import RUN_FILE
+from forebay.runs.rollouts import build_buffer
 from forebay.runs.steps import batch_numbers
 from forebay.train import TrainController
 

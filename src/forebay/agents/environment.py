@@ -1,0 +1,175 @@
+"""What answers the model between its turns, and what of it is kept with the rollout.
+
+::
+
+    reset(state) --> memory --+--> step(state, memory, text) --> Reply --> tokens with mask 0, the next turn
+                              |         done: the episode is over
+              plain data in the rollout's extra_fields: paused, stored, killed and continued with it
+
+One environment object serves all rollouts; what belongs to one episode is in its `memory`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
+from forebay.types import Message, RolloutState
+
+Memory = dict[str, Any]
+"""Of one episode: text, numbers, lists and dicts."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An environment's answer to one turn of the model.
+
+    >>> Reply("higher"), Reply(done=True, reward=1.0)
+    """
+
+    says: str | Sequence[Message] = ""
+    """What the model reads next: a text, which becomes a user message, or messages."""
+    done: bool = False
+    """The episode is over; nothing of `says` reaches the model."""
+    reward: float | None = None
+    """For this turn."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """`says` as messages."""
+        if isinstance(self.says, str):
+            return [{"role": "user", "content": self.says}] if self.says else []
+        return list(self.says)
+
+
+class Environment(ABC):
+    """Replies to the model until the episode is done. Subclasses write `reset` and `step`.
+
+    Invariants: `step` is given its own copy of the memory, which is kept only if it returns; so a step that
+    a pause interrupts is made again later, from the memory it had. Rollouts run at the same time; what one
+    of them needs must be in its memory, not in the object.
+
+    >>> class Guess(Environment):
+    ...     async def reset(self, state):
+    ...         return {"secret": int(state.reward_model["ground_truth"])}
+    ...
+    ...     async def step(self, state, memory, text):
+    ...         if not text.isdigit():
+    ...             return Reply("a number, please")
+    ...         if int(text) == memory["secret"]:
+    ...             return Reply(done=True, reward=1.0)
+    ...         return Reply("higher" if int(text) < memory["secret"] else "lower")
+    """
+
+    roles: tuple[str, ...] = ("user",)
+    """Of the messages that it replies with; the chat template must know them."""
+    reads_special_tokens: bool = False
+    """Whether the texts it reads hold the model's special tokens, all but the end of the turn."""
+
+    @abstractmethod
+    async def reset(self, state: RolloutState) -> Memory:
+        """Begin an episode and return its memory. It may set ``state.tools``; the prompt comes after it."""
+
+    @abstractmethod
+    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
+        """Reply to what the model wrote in this turn; `memory` may be changed in place."""
+
+    async def resume(self, state: RolloutState, memory: Memory) -> None:  # noqa: B027 (most need nothing)
+        """Get ready to go on with an interrupted episode, perhaps in another process."""
+
+    async def close(self, state: RolloutState) -> None:  # noqa: B027
+        """Let go of what `reset` or `resume` took; the episode is over, or interrupted."""
+
+
+class Episode(Protocol):
+    """An environment for one rollout, with a state of its own: a game, a simulator, a shell."""
+
+    async def reset(self, state: RolloutState) -> None:
+        """Begin."""
+        ...
+
+    async def step(self, text: str) -> Reply:
+        """Reply to one turn of the model."""
+        ...
+
+
+class LiveEnvironment(Environment):
+    """Makes one `Episode` object for each rollout, and replays it where a rollout is continued.
+
+    Invariants: an object lives from the start to the end or interruption of its rollout; the memory holds
+    the turns' texts, which are played again to an object that takes its place. So a step must depend only on
+    the rollout and the texts before it. ``close()`` is called on objects that have one.
+
+    >>> environment = LiveEnvironment(Chess, {"skill": 3})
+
+    Args:
+        make: a class or function that makes the object, or ``package.module:Name`` of one.
+        arguments: keyword arguments for it.
+
+    Raises:
+        ConfigError: there is no such class, or it does not take the arguments.
+    """
+
+    def __init__(
+        self, make: Callable[..., Episode] | str, arguments: Mapping[str, Any] | None = None
+    ) -> None:
+        self._make: Callable[..., Episode] = look_up("episode", make, {}) if isinstance(make, str) else make
+        self._arguments = dict(arguments or {})
+        check_arguments("episode", str(make), self._make, self._arguments)
+        self._live: dict[int, Episode] = {}
+
+    async def reset(self, state: RolloutState) -> Memory:
+        """Make the object and begin."""
+        await self._begin(state)
+        return {"texts": []}
+
+    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
+        """What the object replies."""
+        reply = await self._live[id(state)].step(text)
+        memory["texts"].append(text)
+        return reply
+
+    async def resume(self, state: RolloutState, memory: Memory) -> None:
+        """Make an object and bring it to where the interrupted one was."""
+        episode = await self._begin(state)
+        for text in memory["texts"]:
+            await episode.step(text)
+
+    async def close(self, state: RolloutState) -> None:
+        """Close the object."""
+        close = getattr(self._live.pop(id(state), None), "close", None)
+        if close is not None:
+            await close()
+
+    async def _begin(self, state: RolloutState) -> Episode:
+        episode = self._live[id(state)] = self._make(**self._arguments)
+        await episode.reset(state)
+        return episode
+
+
+ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment}
+"""What ``environment`` may name in a run file; besides, ``package.module:Class``."""
+
+
+def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
+    """`environment`, or what it names: a name, or a table with ``name`` and ``arguments``.
+
+    Raises:
+        ConfigError: the name is unknown, or its arguments do not fit.
+    """
+    if isinstance(environment, Environment):
+        return environment
+    named = {"name": environment} if isinstance(environment, str) else environment
+    config = parse_config(Component, named, source="environment")
+    factory = look_up("environment", config.name, ENVIRONMENTS)
+    check_arguments("environment", config.name, factory, config.arguments)
+    made = factory(**config.arguments)
+    if not isinstance(made, Environment):
+        raise ConfigError(
+            f"environment {config.name!r} makes a {type(made).__name__}; it must be an Environment with "
+            f"reset(state) and step(state, memory, text)"
+        )
+    return made

@@ -1,0 +1,180 @@
+"""The tokens between two turns of the model, rendered by its chat template as an increment only.
+
+The template is never given the conversation: what the model wrote would be tokenised again, and a template
+that rewrites history (drops earlier reasoning, say) would change tokens that the model has already seen. It
+renders a stand-in conversation whose last assistant message is a marker, and what follows the marker is what
+any reply adds to any turn::
+
+    stand-in, no reply    <user>x<end><assistant>MARKER<end>
+    stand-in and reply    <user>x<end><assistant>MARKER<end><user>higher<end><assistant>
+                                                       ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ the increment
+                                                       ^^^^^ not what of it the model wrote itself
+
+A template that only ever appends therefore gives, turn by turn, what it would give for the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from forebay.agents.single_turn import ChatTokenizer
+from forebay.types import IntArray, Message
+
+MARKER = "MARKED"
+"""Plain letters, which no template escapes or strips. What is rendered holds no other text of ours."""
+
+CALL_ID = "call00000"
+"""Nine letters and digits, which some templates insist on."""
+
+
+class TurnTokenizer(ChatTokenizer, Protocol):
+    """What is needed of a tokenizer for several turns; those of transformers have it."""
+
+    all_special_ids: list[int]
+    all_special_tokens: list[str]
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """The token ids of a text."""
+        ...
+
+
+class IncrementRenderer:
+    """Renders replies to the model as token increments.
+
+    Invariants: nothing the model wrote is changed or tokenised again; an end-of-turn token stands exactly
+    once at the end of each turn, whether the model wrote it or was cut short before; text that looks like a
+    special token inside a reply is broken up, so that no tool or environment can write control tokens.
+
+    >>> renderer = IncrementRenderer(tokenizer, roles=["user"])         # ChatML
+    >>> ids = renderer.render(turn_ids, [{"role": "user", "content": "higher"}])
+    >>> tokenizer.decode(ids)                                           # the model wrote <|im_end|> itself
+    '\\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n'
+
+    Args:
+        tokenizer: with a chat template.
+        roles: of the replies that will come; each is tried now.
+
+    Raises:
+        ValueError: the template does not render such replies; the message says which and what to do.
+    """
+
+    def __init__(self, tokenizer: TurnTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        longest_first = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._end = _after_marker(self._text(_stand_in()))
+        self._end_ids = self._encode(self._end)
+        self._stand_ins = {role: self._find_stand_in(role) for role in dict.fromkeys(roles)}
+
+    def render(self, turn_ids: Sequence[int], replies: Sequence[Message]) -> IntArray:
+        """int32: what stands between the model's turn `turn_ids` and its next, with `replies` in it.
+
+        Raises:
+            ValueError: the template does not render these replies.
+        """
+        harmless = [self._harmless(reply) for reply in replies]
+        ids = self._encode(self._between(harmless))
+        return np.asarray(ids[self._num_written(turn_ids, ids) :], np.int32)
+
+    def _num_written(self, turn_ids: Sequence[int], ids: Sequence[int]) -> int:
+        """How much of the end of the turn, with which `ids` begin, the model wrote itself."""
+        for length in range(min(len(self._end_ids), len(turn_ids)), 0, -1):
+            if list(turn_ids[-length:]) == list(ids[:length]):
+                return length
+        # Models have several end tokens (<|eom_id|>, <|endoftext|>), and the template writes one.
+        ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self._special_ids
+        return 1 if ended and ids and ids[0] in self._special_ids else 0
+
+    def _between(self, replies: Sequence[Message]) -> str:
+        before = self._stand_ins.get(replies[0]["role"]) or self._find_stand_in(replies[0]["role"])
+        turn = _after_marker(self._text(before))
+        whole = _after_marker(self._text([*before, *replies], add_generation_prompt=True))
+        if not whole.startswith(turn):
+            raise ValueError(
+                f"the chat template of {self._name!r} writes a turn differently once a "
+                f"{replies[0]['role']!r} message follows ({turn!r} becomes {whole[: len(turn) + 20]!r}), so "
+                f"its replies cannot be appended; give the replies another role or use another template"
+            )
+        return self._end + whole[len(turn) :]
+
+    def _find_stand_in(self, role: str) -> list[Message]:
+        """The stand-in conversation after which the template renders replies of this role.
+
+        Raises:
+            ValueError: there is none.
+        """
+        error: Exception | None = None
+        for stand_in in _stand_ins(role):
+            try:
+                before = _after_marker(self._text(stand_in))
+                after = _after_marker(self._text([*stand_in, _probe(role)], add_generation_prompt=True))
+            # Templates refuse what they do not know in many ways: raise_exception, missing attributes.
+            except Exception as refusal:
+                error = error or refusal
+                continue
+            if after.startswith(before) and MARKER.lower() in after[len(before) :]:
+                return stand_in
+        reason = f"{type(error).__name__}: {error}" if error else "it leaves them out"
+        raise ValueError(
+            f"the chat template of {self._name!r} cannot render a message of role {role!r} after an "
+            f"assistant's turn ({reason}); use another role, or a template that knows it"
+        ) from error
+
+    def _harmless(self, message: Message) -> Message:
+        content = message.get("content")
+        if not isinstance(content, str):
+            return message
+        return {**message, "content": self._special.sub(_broken_up, content)}
+
+    def _text(self, messages: Sequence[Message], **options: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def _name(self) -> str:
+        return self._tokenizer.name_or_path or "the given tokenizer"
+
+
+def _stand_in(**assistant: Any) -> list[Message]:
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARKER, **assistant}]
+
+
+def _stand_ins(role: str) -> Iterator[list[Message]]:
+    """For a tool's answer an assistant that called a tool, in the dialects of different templates."""
+    if role == "tool":
+        for content in ("", None):
+            for arguments in ({"x": MARKER}, f'{{"x": "{MARKER}"}}'):
+                function = {"name": "f", "arguments": arguments}
+                call = {"id": CALL_ID, "type": "function", "function": function}
+                yield _stand_in(content=content, tool_calls=[call])
+    yield _stand_in()
+
+
+def _probe(role: str) -> Message:
+    message = {"role": role, "content": MARKER.lower()}
+    return {**message, "name": "f", "tool_call_id": CALL_ID} if role == "tool" else message
+
+
+def _after_marker(text: str) -> str:
+    """What follows the last marker.
+
+    Raises:
+        ValueError: the template left it out.
+    """
+    before, marker, after = text.rpartition(MARKER)
+    if not marker:
+        raise ValueError(
+            f"the chat template left out what the assistant said; it rendered {before + after!r}"
+        )
+    return after
+
+
+def _broken_up(match: re.Match[str]) -> str:
+    return f"{match[0][0]} {match[0][1:]}"

@@ -1,0 +1,303 @@
+"""The multi-turn agent loop: model and environment take turns until one of them ends the episode.
+
+It does not sample tokens (the rollout controller does), parse tool calls (`forebay.agents.tools`) or judge.
+
+::
+
+              +------------------------------ increment, mask 0 <------------------------------+
+              v                                                                                |
+    prompt -> generate a turn, mask 1 --stop, turn limit--> environment.step(text) --Reply--> done? max_turns?
+              | abort         | tokens, context used up          | pause                            | yes
+              v               v                                  v                                  v
+           ABORTED         COMPLETED "length"                 ABORTED             COMPLETED "stop" or "length"
+
+Everything an interrupted episode needs to go on is plain data in the rollout (`EPISODE_KEY`), so it goes on
+in any process: in the middle of a turn from its tokens, after a turn with the environment's reply to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from forebay.activity import TOOL, Activities
+from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.environment import Environment, Memory, build_environment
+from forebay.agents.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.interruption import Interrupted, Interruptible
+from forebay.agents.single_turn import PromptRenderer
+from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status
+
+EPISODE_KEY = "episode"
+"""Key in ``extra_fields``: `EpisodeRecord` as a dict."""
+CONVERSATION_KEY = "conversation"
+"""Key in ``extra_fields``: the messages after the prompt, for judges and people; never made into tokens."""
+TURNS_KEY = "turns"
+"""Key in ``extra_fields``: finished turns of the model."""
+
+ENVIRONMENT_TIMEOUT_S = 60.0
+"""Longer than a game or a look-up takes, short enough to notice an environment that hangs."""
+
+
+@dataclass
+class EpisodeRecord:
+    """Where an episode stands."""
+
+    memory: Memory = field(default_factory=dict)
+    """The environment's."""
+    turn_start: int = 0
+    """Where in ``response_ids`` the model's latest turn begins."""
+    awaits_reply: bool = False
+    """The turn is finished and the environment has not replied to it."""
+    rewards: list[float] = field(default_factory=list)
+    """What the environment has given so far."""
+    ended_by: str | None = None
+    """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
+
+
+def episode_reward(state: RolloutState) -> float:
+    """The sum of the rewards that the environment gave; a judger (``forebay.agents:episode_reward``)."""
+    return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))
+
+
+class MultiTurnAgentLoop(AgentLoop):
+    """Lets the model and an environment take turns.
+
+    Invariants: tokens the model wrote are never changed; the environment's have mask 0, logprob 0 and the
+    model step of the token before them; ``sample_params.max_tokens`` bounds the model's tokens over all
+    turns; ``response`` is the text of the model's latest turn. Without a judger the reward is the sum of the
+    environment's.
+
+    >>> loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=64),
+    ...                           environment=Guess(), max_turns=5)
+    >>> group = await loop.generate_group(await sampler.sample("guess"))
+    >>> group[0].extra_fields["turns"], group[0].reward
+    (3, {'score': 1.0})
+
+    Args:
+        rollout_controller: makes the tokens.
+        judger: gives the rewards.
+        tokenizer: with a chat template that renders the environment's replies.
+        sample_params: for rollouts that bring none.
+        environment: an `Environment`; in a run file its name, or a table with ``name`` and ``arguments``.
+        max_turns: of the model; the environment still replies to the last.
+        max_turn_tokens: a turn is cut after so many tokens, and the environment reads what there is.
+        max_context: tokens of prompt, turns and replies together; None: what the engine allows. Set it to
+            what the trainer packs (``train.token_budget``) where that is less.
+        environment_timeout_s: for one reply; when it passes, the rollout is FAILED.
+        activities: where to note what is being done; None: nobody looks.
+
+    Raises:
+        ValueError: a limit is below 1, or the chat template cannot render the replies.
+    """
+
+    def __init__(
+        self,
+        rollout_controller: Generator,
+        judger: GroupJudger | None,
+        tokenizer: TurnTokenizer,
+        *,
+        sample_params: SampleParams,
+        environment: Environment | str | Mapping[str, Any],
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        max_context: int | None = None,
+        environment_timeout_s: float | None = ENVIRONMENT_TIMEOUT_S,
+        activities: Activities | None = None,
+    ) -> None:
+        super().__init__(rollout_controller, judger, activities=activities)
+        _check_limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens, max_context=max_context)
+        if environment_timeout_s is not None and environment_timeout_s <= 0:
+            raise ValueError(f"environment_timeout_s must be positive or None, got {environment_timeout_s}")
+        self.tokenizer = tokenizer
+        self.sample_params = sample_params
+        self.environment = build_environment(environment)
+        self.max_turns = max_turns
+        self.max_turn_tokens = max_turn_tokens
+        self.max_context = max_context
+        self.environment_timeout_s = environment_timeout_s
+        self._prompts = PromptRenderer(tokenizer)
+        self._increments = IncrementRenderer(tokenizer, roles=self.environment.roles)
+        self._calls = Interruptible()
+
+    async def generate_group(
+        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
+    ) -> list[RolloutState]:
+        """As `AgentLoop.generate_group`; a group that begins ends the pause."""
+        self.go_on()
+        return await super().generate_group(states, enable_partial_rollout=enable_partial_rollout)
+
+    def go_on(self) -> None:
+        """End the pause."""
+        self._calls.allow()
+
+    async def pause(self) -> None:
+        """End turns and environment calls; their rollouts end as ABORTED."""
+        self._calls.pause()
+        await super().pause()
+
+    async def generate_sample(self, state: RolloutState) -> RolloutState:
+        """Play, or go on with, one episode in place."""
+        if state.sample_params is None:
+            state.sample_params = self.sample_params
+        try:
+            async with self._opened(state) as record:
+                await self._play(state, record)
+        except Interrupted:
+            state.status, state.finish_reason = Status.ABORTED, "abort"
+        return state
+
+    @contextlib.asynccontextmanager
+    async def _opened(self, state: RolloutState) -> AsyncIterator[EpisodeRecord]:
+        """The episode of `state`, begun or resumed, and closed however it ends."""
+        try:
+            if len(state.response_ids) and EPISODE_KEY in state.extra_fields:
+                record = EpisodeRecord(**copy.deepcopy(state.extra_fields[EPISODE_KEY]))
+                memory = copy.deepcopy(record.memory)
+                await self._call(self.environment.resume(state, memory), state)
+            else:
+                record = await self._begin(state)
+            try:
+                yield record
+            finally:
+                state.extra_fields[EPISODE_KEY] = asdict(record)
+        finally:
+            await self.environment.close(state)
+
+    async def _begin(self, state: RolloutState) -> EpisodeRecord:
+        """A new episode; what an earlier try left behind is forgotten."""
+        for key in (EPISODE_KEY, TURNS_KEY, CONVERSATION_KEY):
+            state.extra_fields.pop(key, None)
+        memory = await self._call(self.environment.reset(state), state)
+        if len(state.prompt_ids) == 0:
+            state.prompt_ids = self._prompts.render(state.message, state.tools)
+        if len(state.tokens) == 0:
+            state.tokens = state.prompt_ids
+        state.extra_fields[CONVERSATION_KEY] = []
+        state.extra_fields[TURNS_KEY] = 0
+        return EpisodeRecord(memory, turn_start=len(state.response_ids))
+
+    async def _play(self, state: RolloutState, record: EpisodeRecord) -> None:
+        while record.ended_by is None:
+            if not record.awaits_reply:
+                await self._generate_turn(state, record)
+                if not record.awaits_reply:
+                    return
+            await self._reply(state, record)
+
+    async def _generate_turn(self, state: RolloutState, record: EpisodeRecord) -> None:
+        """Write, or finish, the model's turn; the record says whether the environment is next."""
+        whole = state.sample_params
+        assert whole is not None
+        num_earlier = int(state.response_mask[: record.turn_start].sum())
+        limit = whole.max_tokens
+        if self.max_turn_tokens is not None:
+            limit = min(limit, num_earlier + self.max_turn_tokens)
+        state.sample_params = replace(whole, max_tokens=limit)
+        try:
+            await self.rollout_controller.generate_sample(state)
+        finally:
+            state.sample_params = whole
+        turn_ids = state.response_ids[record.turn_start :].tolist()
+        state.response = str(self.tokenizer.decode(turn_ids, skip_special_tokens=True))
+        if state.status is not Status.COMPLETED:
+            return
+        if state.finish_reason == "length" and num_earlier + len(turn_ids) >= whole.max_tokens:
+            self._end(state, record, "max_tokens")
+        elif state.finish_reason == "length" and num_earlier + len(turn_ids) < limit:
+            self._end(state, record, "context")
+        else:
+            record.awaits_reply = True
+            # Until the environment has replied, nobody may take this rollout for a finished one.
+            state.status = Status.INIT
+        if turn_ids:
+            state.extra_fields[TURNS_KEY] += 1
+            self._note(state, {"role": "assistant", "content": self._read(turn_ids)})
+
+    def _read(self, turn_ids: list[int]) -> str:
+        """What the environment, and whoever looks at the conversation, reads of a turn."""
+        special = self.environment.reads_special_tokens
+        if special and turn_ids[-1] in self.tokenizer.all_special_ids:
+            # The end of the turn, not a part of it.
+            turn_ids = turn_ids[:-1]
+        return str(self.tokenizer.decode(turn_ids, skip_special_tokens=not special))
+
+    async def _reply(self, state: RolloutState, record: EpisodeRecord) -> None:
+        turn_ids = state.response_ids[record.turn_start :].tolist()
+        memory = copy.deepcopy(record.memory)
+        reply = await self._call(self.environment.step(state, memory, self._read(turn_ids)), state)
+        record.memory = memory
+        if reply.reward is not None:
+            record.rewards.append(float(reply.reward))
+        messages = [] if reply.done else reply.messages
+        self._note(state, *messages)
+        record.awaits_reply = False
+        if reply.done or state.extra_fields[TURNS_KEY] >= self.max_turns:
+            self._end(state, record, "environment" if reply.done else "max_turns")
+        else:
+            self._append(state, record, turn_ids, messages)
+
+    def _append(
+        self, state: RolloutState, record: EpisodeRecord, turn_ids: list[int], messages: list[Message]
+    ) -> None:
+        if not messages:
+            raise ValueError(
+                f"{self._name} was neither done nor had anything to say after turn "
+                f"{state.extra_fields[TURNS_KEY]}; return Reply(text) or Reply(done=True)"
+            )
+        ids = self._increments.render(turn_ids, messages)
+        if self.max_context is not None and len(state.tokens) + len(ids) >= self.max_context:
+            self._end(state, record, "context")
+            return
+        step = int(state.response_model_steps[-1]) if len(state.response_model_steps) else -1
+        state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
+        record.turn_start = len(state.response_ids)
+
+    def _end(self, state: RolloutState, record: EpisodeRecord, by: str) -> None:
+        record.ended_by = by
+        _cut_unanswered(state, record)
+        state.status = Status.COMPLETED
+        state.finish_reason = "stop" if by == "environment" else "length"
+        if self.judger is None and record.rewards:
+            state.reward = {"score": float(sum(record.rewards))}
+
+    async def _call(self, call: Any, state: RolloutState) -> Any:
+        """Wait for the environment, so that a pause ends it and a stall names it."""
+        what = f"{self._name}, turn {state.extra_fields.get(TURNS_KEY, 0)}"
+        with self.activities.span(
+            TOOL, state.rollout_id, task=state.task_name, group=state.group_id
+        ) as activity:
+            activity.note = what
+            return await self._calls.run(call, what, self.environment_timeout_s)
+
+    @property
+    def _name(self) -> str:
+        return f"environment {type(self.environment).__name__}"
+
+    @staticmethod
+    def _note(state: RolloutState, *messages: Message) -> None:
+        state.extra_fields[CONVERSATION_KEY].extend(messages)
+
+
+def _cut_unanswered(state: RolloutState, record: EpisodeRecord) -> None:
+    """Take off a reply that left the model no room to answer; nothing would learn from it."""
+    end = record.turn_start
+    if end < len(state.response_ids) or not end:
+        return
+    while end and not state.response_mask[end - 1]:
+        end -= 1
+    if end < len(state.response_ids):
+        state.tokens = state.tokens[: len(state.tokens) - len(state.response_ids) + end].copy()
+        for name in TOKEN_FIELDS:
+            setattr(state, name, getattr(state, name)[:end].copy())
+
+
+def _check_limits(**limits: int | None) -> None:
+    for name, limit in limits.items():
+        if limit is not None and limit < 1:
+            raise ValueError(f"{name} must be at least 1 or None, got {limit}")

@@ -1,0 +1,246 @@
+"""The agent loop for programs that talk to a chat API: each attempt is one run of the program.
+
+::
+
+    rollout --> ChatSession + private address --> program(session) --requests--> model
+                     |                                 |
+                     v                                 v returns, maybe with a reward; raises: FAILED
+              trajectories: tokens, logprobs, versions, masks, recorded on the way through
+
+The program is anybody's: an async function, a plain one (in a thread), or a command. It needs no import of
+this package. A pause ends the program, which runs again when the rollout goes on; see
+`forebay.agents.chat_session` for what becomes of the turns it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.activity import TOOL, Activities
+from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.chat_session import RECORD_KEY, ChatSession, TurnReader
+from forebay.agents.endpoint import MODEL, ChatEndpoint
+from forebay.agents.increments import IncrementRenderer, TurnTokenizer
+from forebay.config import import_object
+from forebay.types import Message, RolloutState, SampleParams, Status
+
+PROGRAM_TIMEOUT_S = 600.0
+"""Long for an episode, short enough to notice a program that hangs."""
+_MAX_OUTPUT_BYTES = 1 << 20
+_TAIL_CHARACTERS = 500
+
+Program = Callable[["ProgramSession"], Any]
+
+
+@dataclass(frozen=True)
+class ProgramSession:
+    """What a program is given.
+
+    >>> async def program(session):
+    ...     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    ...     answer = await client.chat.completions.create(model=session.model, messages=session.messages)
+    ...     return float("46" in answer.choices[0].message.content)
+    """
+
+    base_url: str
+    """Of the chat API; it is this rollout's alone."""
+    messages: list[Message]
+    """The prompt of the task."""
+    task: dict[str, Any]
+    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example) and ``rollout_id``."""
+    api_key: str = "unused"
+    model: str = MODEL
+
+
+class ProgramAgentLoop(AgentLoop):
+    """Runs an agent program against the policy and records what it makes of it.
+
+    Invariants: tokens reach the trainer as the model wrote them; sessions know nothing of each other; a
+    program that raises, ends with an error or takes too long makes its rollout FAILED, except where the token
+    budget was used up: then what there is counts as truncated (``length``).
+
+    >>> loop = ProgramAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=2048),
+    ...                         program="my_agent:solve")                           # doctest: +SKIP
+
+    Args:
+        rollout_controller: makes the tokens.
+        judger: gives the rewards; None: what the program returns (a number, or a mapping with ``score``).
+        tokenizer: with a chat template.
+        sample_params: for rollouts that bring none; programs cannot change them.
+        program: a function of a `ProgramSession`, ``package.module:function``, or the words of a command. A
+            command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON on
+            its standard input; its reward is the last line it prints, if that is JSON.
+        timeout_s: for one run of the program; None: no limit.
+        reader: makes chat messages of turns; None: text only.
+        host, port, allow_remote: of the endpoint; see `ChatEndpoint`.
+        activities: where to note what is being done; None: nobody looks.
+
+    Raises:
+        ConfigError: the program cannot be imported, or the endpoint may not listen there.
+    """
+
+    def __init__(
+        self,
+        rollout_controller: Generator,
+        judger: GroupJudger | None,
+        tokenizer: TurnTokenizer,
+        *,
+        sample_params: SampleParams,
+        program: Program | str | Sequence[str],
+        timeout_s: float | None = PROGRAM_TIMEOUT_S,
+        reader: TurnReader | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        allow_remote: bool = False,
+        activities: Activities | None = None,
+    ) -> None:
+        super().__init__(rollout_controller, judger, activities=activities)
+        if timeout_s is not None and timeout_s <= 0:
+            raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
+        self.tokenizer = tokenizer
+        self.sample_params = sample_params
+        self.timeout_s = timeout_s
+        self._program = _as_function(program)
+        self._name = program if isinstance(program, str) else getattr(program, "__name__", str(program))
+        self._endpoint = ChatEndpoint(host=host, port=port, allow_remote=allow_remote)
+        self._increments = IncrementRenderer(tokenizer)
+        self._reader = TurnReader(tokenizer) if reader is None else reader
+
+    async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
+        """Run the program once; the rollout and the further trajectories of this attempt."""
+        if state.sample_params is None:
+            state.sample_params = self.sample_params
+        session = ChatSession(state, self.rollout_controller, self.tokenizer, self._increments, self._reader)
+        async with self._endpoint.serving(session) as base_url:
+            result = await self._run(session, base_url)
+        return self._finish(session, result)
+
+    async def close(self) -> None:
+        """Stop listening."""
+        await self._endpoint.close()
+
+    async def _run(self, session: ChatSession, base_url: str) -> Any:
+        """What the program returns; None if the session ended before it did."""
+        state = session.state
+        given = ProgramSession(
+            base_url,
+            [dict(message) for message in state.message],
+            {
+                "task_name": state.task_name,
+                "data_source": state.data_source,
+                "reward_model": state.reward_model,
+                "rollout_id": state.rollout_id,
+            },
+        )
+        with self.activities.span(
+            TOOL, state.rollout_id, task=state.task_name, group=state.group_id
+        ) as activity:
+            activity.note = f"program {self._name}"
+            program = asyncio.create_task(_awaited(self._program(given)))
+            ended = asyncio.create_task(session.ended.wait())
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
+            except TimeoutError:
+                raise TimeoutError(
+                    f"program {self._name} took longer than {self.timeout_s:g} s, after "
+                    f"{session.num_requests} requests"
+                ) from None
+            finally:
+                for task in (program, ended):
+                    task.cancel()
+                await asyncio.gather(program, ended, return_exceptions=True)
+        if session.ended.is_set():
+            return None
+        if (error := program.exception()) is not None:
+            if session.is_exhausted:
+                return None
+            raise RuntimeError(f"program {self._name}: {type(error).__name__}: {error}") from error
+        return program.result()
+
+    def _finish(self, session: ChatSession, result: Any) -> list[RolloutState]:
+        first = session.state
+        if session.ended.is_set():
+            # Aborted, or the engine failed: the state that it happened to says which.
+            cause = next((s for s in session.finished() if s.status is not Status.INIT), first)
+            first.status, first.error_msg = cause.status, cause.error_msg
+            return [first]
+        if not len(first.response_ids):
+            raise RuntimeError(
+                f"program {self._name} ended without one answer of the model, after {session.num_requests} "
+                f"requests"
+            )
+        trajectories = session.finished()
+        for state in trajectories:
+            state.status = Status.COMPLETED
+            state.finish_reason = "length" if session.is_exhausted else "stop"
+        first.extra_fields["num_requests"] = session.num_requests
+        if self.judger is None and result is not None:
+            first.reward = dict(result) if isinstance(result, Mapping) else {"score": float(result)}
+        return trajectories
+
+
+async def _awaited(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSession], Awaitable[Any]]:
+    if isinstance(program, str):
+        program = import_object("program", program)
+    if not callable(program):
+        command = [str(word) for word in program]
+        if not command:
+            raise ValueError("the program is an empty command")
+        return lambda session: _run_command(command, session)
+    if inspect.iscoroutinefunction(program):
+        return program
+    plain: Any = program
+    return lambda session: asyncio.to_thread(plain, session)
+
+
+async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
+    """Run `command`; the JSON in the last line it prints, if there is any.
+
+    Raises:
+        RuntimeError: it ended with an error; the message ends with what it said.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=_MAX_OUTPUT_BYTES,
+        # Its own group, so that whatever it started ends with it.
+        start_new_session=True,
+        env={
+            **os.environ,
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_KEY": session.api_key,
+            "OPENAI_MODEL": session.model,
+        },
+    )
+    task = json.dumps({"messages": session.messages, "task": session.task}, default=str)
+    try:
+        output, errors = await process.communicate(task.encode())
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+    if process.returncode:
+        said = errors.decode(errors="replace").strip()[-_TAIL_CHARACTERS:]
+        raise RuntimeError(f"it ended with code {process.returncode}: {said or '(it said nothing)'}")
+    lines = output.decode(errors="replace").strip().splitlines()
+    with contextlib.suppress(ValueError, IndexError):
+        return json.loads(lines[-1])
+    return None
+
+
+__all__ = ["RECORD_KEY", "ProgramAgentLoop", "ProgramSession"]

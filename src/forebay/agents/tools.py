@@ -1,0 +1,229 @@
+"""The tool agent loop: the model calls tools until it answers without calling one.
+
+::
+
+    schemas --tools=--> prompt
+    turn --parser--> no calls --> done
+              '----> calls, all at once, each with its time --> results --> messages with mask 0 --> turn
+                         | wrong, too slow: a message that says so
+                         | ToolUnavailableError: the rollout is FAILED
+
+Turns, budgets and pauses are those of `forebay.agents.multi_turn`; this is its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from forebay.activity import Activities
+from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.environment import Environment, Memory, Reply
+from forebay.agents.increments import CALL_ID, TurnTokenizer
+from forebay.agents.multi_turn import MultiTurnAgentLoop
+from forebay.agents.tool_calls import Parser, ToolCall, choose_parser
+from forebay.tools import Tool, ToolError, build_tool
+from forebay.types import Message, RolloutState, SampleParams
+
+TOOL_CALLS_KEY = "num_tool_calls"
+"""Key in ``extra_fields``: calls that the model made, wrong ones included."""
+TOOL_ERRORS_KEY = "num_tool_errors"
+"""Key in ``extra_fields``: those of them that gave an error in place of a result."""
+
+TOOL_TIMEOUT_S = 10.0
+"""For one call: a program, a look-up; a model that computes for longer should learn to compute less."""
+MAX_RESULT_CHARACTERS = 4000
+"""About a thousand tokens: a result must not fill the context."""
+
+
+class ToolEnvironment(Environment):
+    """Runs the tool calls of each turn; a turn without calls is the answer.
+
+    Args:
+        tools: what may be called, by name.
+        parse: finds the calls in a turn.
+        tool_timeout_s: for each call; None: no limit.
+        max_result_characters: longer results are cut, and say so.
+        result_role: of the messages that carry results.
+    """
+
+    reads_special_tokens = True
+
+    def __init__(
+        self,
+        tools: Sequence[Tool],
+        parse: Parser,
+        *,
+        tool_timeout_s: float | None = TOOL_TIMEOUT_S,
+        max_result_characters: int = MAX_RESULT_CHARACTERS,
+        result_role: str = "tool",
+    ) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        if len(self.tools) < len(tools) or not tools:
+            raise ValueError(f"tools need different names, and at least one; got {[t.name for t in tools]}")
+        if tool_timeout_s is not None and tool_timeout_s <= 0:
+            raise ValueError(f"tool_timeout_s must be positive or None, got {tool_timeout_s}")
+        self.roles = (result_role,)
+        self._parse = parse
+        self._timeout_s = tool_timeout_s
+        self._max_characters = max_result_characters
+
+    async def reset(self, state: RolloutState) -> Memory:
+        """Tell the prompt of the tools, unless the data says which."""
+        if state.tools is None:
+            state.tools = [tool.schema for tool in self.tools.values()]
+        state.extra_fields[TOOL_CALLS_KEY] = state.extra_fields[TOOL_ERRORS_KEY] = 0
+        return {}
+
+    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
+        """The results of the calls in `text`, in their order."""
+        calls = self._parse(text)
+        if not calls:
+            return Reply(done=True)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._result_of(call)) for call in calls]
+        except BaseExceptionGroup as errors:
+            # One broken tool is enough, and says more than that there were errors.
+            raise errors.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        state.extra_fields[TOOL_CALLS_KEY] += len(calls)
+        state.extra_fields[TOOL_ERRORS_KEY] += sum(not ok for ok, _ in results)
+        return Reply(
+            [
+                self._message(number, call, text)
+                for number, (call, (_, text)) in enumerate(zip(calls, results, strict=True))
+            ]
+        )
+
+    async def _result_of(self, call: ToolCall) -> tuple[bool, str]:
+        """Whether there is a result, and what the model reads."""
+        limit = asyncio.timeout(self._timeout_s)
+        try:
+            tool, arguments = self._find(call)
+            async with limit:
+                result = await tool.call(arguments)
+        except ToolError as error:
+            return False, self._cut(f"Error: {error}")
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return False, f"Error: no result within {self._timeout_s:g} s"
+        return True, self._cut(result)
+
+    def _find(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
+        """The tool and its arguments.
+
+        Raises:
+            ToolError: the call is malformed, or there is no such tool.
+        """
+        if call.problem is not None:
+            raise ToolError(call.problem)
+        name = next(iter(self.tools)) if call.name is None and len(self.tools) == 1 else call.name
+        if name not in self.tools:
+            raise ToolError(f"there is no tool {name!r}, only {', '.join(self.tools)}")
+        tool = self.tools[name]
+        if isinstance(call.arguments, dict):
+            return tool, call.arguments
+        parameters = list(tool.schema["function"]["parameters"]["properties"])
+        if len(parameters) != 1:
+            raise ToolError(f"{name} takes an object with {', '.join(parameters) or 'nothing'}")
+        return tool, {parameters[0]: call.arguments}
+
+    def _message(self, number: int, call: ToolCall, text: str) -> Message:
+        role = self.roles[0]
+        if role != "tool":
+            return {"role": role, "content": text}
+        # Templates insist on nine characters; the number makes the calls of a turn differ.
+        return {"role": role, "name": call.name, "tool_call_id": f"{CALL_ID[:5]}{number:04}", "content": text}
+
+    def _cut(self, text: str) -> str:
+        left = len(text) - self._max_characters
+        return text if left <= 0 else f"{text[: self._max_characters]}... ({left} characters left out)"
+
+
+class ToolAgentLoop(AgentLoop):
+    """Lets the model call tools until it answers.
+
+    Invariants: as for `MultiTurnAgentLoop`, whose turns these are. The calls of one turn run at the same
+    time and their results come in the order of the calls. What goes wrong with a call is a result that the
+    model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors.
+
+    >>> loop = ToolAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=256),
+    ...                      tools=["calculator", {"name": "search", "arguments": {"corpus": "docs"}}])
+
+    Args:
+        rollout_controller: makes the tokens.
+        judger: gives the rewards; it reads the last turn as the response.
+        tokenizer: with a chat template that knows tools, or with `parser` and `result_role` set.
+        sample_params: for rollouts that bring none.
+        tools: names, tables with ``name`` and ``arguments``, functions or `Tool` objects.
+        parser: how the model writes calls (see `forebay.agents.tool_calls`); None: as its template shows.
+        max_turns: of the model; the tools called in the last are still run.
+        max_turn_tokens: a turn is cut after so many tokens.
+        max_context: tokens of prompt, turns and results together; None: what the engine allows.
+        tool_timeout_s: for each call; None: no limit.
+        max_result_characters: longer results are cut.
+        result_role: of the messages that carry results, where the template does not know ``tool``.
+        activities: where to note what is being done; None: nobody looks.
+
+    Raises:
+        ConfigError: a tool is unknown or does not take its arguments.
+        ValueError: another argument does not fit, or the chat template does not render results.
+    """
+
+    def __init__(
+        self,
+        rollout_controller: Generator,
+        judger: GroupJudger | None,
+        tokenizer: TurnTokenizer,
+        *,
+        sample_params: SampleParams,
+        tools: Sequence[Tool | Callable[..., Any] | str | Mapping[str, Any]],
+        parser: str | Parser | None = None,
+        max_turns: int = 8,
+        max_turn_tokens: int | None = None,
+        max_context: int | None = None,
+        tool_timeout_s: float | None = TOOL_TIMEOUT_S,
+        max_result_characters: int = MAX_RESULT_CHARACTERS,
+        result_role: str = "tool",
+        activities: Activities | None = None,
+    ) -> None:
+        super().__init__(rollout_controller, judger, activities=activities)
+        environment = ToolEnvironment(
+            [build_tool(tool) for tool in tools],
+            choose_parser(parser, tokenizer),
+            tool_timeout_s=tool_timeout_s,
+            max_result_characters=max_result_characters,
+            result_role=result_role,
+        )
+        self.turns = MultiTurnAgentLoop(
+            rollout_controller,
+            judger,
+            tokenizer,
+            sample_params=sample_params,
+            environment=environment,
+            max_turns=max_turns,
+            max_turn_tokens=max_turn_tokens,
+            max_context=max_context,
+            # Every call has a time of its own, after which the model reads that it has passed.
+            environment_timeout_s=None,
+            activities=self.activities,
+        )
+
+    async def generate_sample(self, state: RolloutState) -> RolloutState:
+        """Produce, or go on with, one rollout in place."""
+        self.turns.activities = self.activities
+        return await self.turns.generate_sample(state)
+
+    async def generate_group(
+        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
+    ) -> list[RolloutState]:
+        """As `AgentLoop.generate_group`; a group that begins ends the pause."""
+        self.turns.go_on()
+        return await super().generate_group(states, enable_partial_rollout=enable_partial_rollout)
+
+    async def pause(self) -> None:
+        """End turns and tool calls; their rollouts end as ABORTED."""
+        await self.turns.pause()

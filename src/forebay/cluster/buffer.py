@@ -1,0 +1,181 @@
+"""The replay buffer as a named Ray actor: one buffer for the producers and the trainer of a cluster.
+
+::
+
+    start_buffer(store="run/buffer.db") --> actor: ReplayBuffer, served at a port of its node
+                                              ^  |            ^
+           (Ray: where is it, what token?)    |  | killed:    |  groups: a socket (`replay.server`)
+    connect_buffer() --> RemoteReplayBuffer --'  | Ray makes  |
+                              '------------------+-it anew ---'
+
+Ray places the actor, finds it by name and makes it anew when its process dies. The groups do not pass through
+Ray: they travel out of band from process to process, so that a put needs no task, no pickle and no reference.
+What a killed actor held is what its store kept: all of it on a database, nothing in memory. It comes back on
+the node it was on before if the store is an SQLite file, which is on that node's disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from importlib import import_module
+from typing import Any
+
+from forebay.replay import RemoteReplayBuffer, ReplayBuffer, serve
+from forebay.replay.server_address import Address
+from forebay.replay.server_command import IN_MEMORY, POLICIES, ServeOptions, open_buffer
+
+DEFAULT_NAME = "forebay_buffer"
+MAX_CALLS = 10_000
+"""Clients that ask at the same time where the buffer is; an answer takes a millisecond."""
+
+LOOPBACK = "127.0.0.1"
+
+Place = tuple[str, str]
+"""An address and the token for it."""
+
+
+def _import_ray() -> Any:
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ImportError('forebay.cluster needs Ray; run: pip install "forebay[ray]"') from error
+
+
+class BufferActor:
+    """What runs in the actor: a buffer and its server, opened when the first client asks for them.
+
+    >>> actor = ray.remote(BufferActor).remote(ServeOptions(address="", store="run/buffer.db"), token)
+    >>> address, token = await actor.place.remote()
+    """
+
+    def __init__(self, options: ServeOptions, token: str, host: str | None = None) -> None:
+        self._options = options
+        self._token = token
+        self._host = host
+        self._opening = asyncio.Lock()
+        self._stack = AsyncExitStack()
+        self._buffer: ReplayBuffer | None = None
+        self._place: Place | None = None
+
+    async def place(self) -> Place:
+        """Where the buffer is served, and the token.
+
+        Raises:
+            OSError, ValueError: the store cannot be opened.
+        """
+        async with self._opening:
+            if self._place is None:
+                self._place = await self._open()
+        return self._place
+
+    async def _open(self) -> Place:
+        host = self._host or _node_address(_import_ray())
+        self._buffer = await open_buffer(self._options)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._buffer.close)
+            # Whatever port is free: who lost the connection asks again.
+            address = str(Address(host=host, port=0))
+            serving = serve(self._buffer, address, token=self._token, max_live=self._options.max_live)
+            server = await stack.enter_async_context(serving)
+            self._stack = stack.pop_all()
+        return server.address, self._token
+
+    async def close(self) -> None:
+        """Let what runs come to its end, and close the store."""
+        async with self._opening:
+            await self._stack.aclose()
+            self._place = None
+
+
+def start_buffer(
+    *,
+    name: str = DEFAULT_NAME,
+    store: str = IN_MEMORY,
+    policy: str = "staleness",
+    limit: int | None = None,
+    max_live: int | None = None,
+    keep_consumed: bool = False,
+    host: str | None = None,
+    actor_options: Mapping[str, Any] | None = None,
+) -> Any:
+    """Start a buffer as the actor `name` and return Ray's handle; ``ray.init`` was called before.
+
+    The actor lives as long as somebody has a handle or a client of it in the program that started it;
+    ``actor_options={"lifetime": "detached"}`` keeps it until `stop_buffer`.
+
+    Args:
+        name: by which `connect_buffer` finds it.
+        store: "memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which survive the
+            actor's process.
+        policy: "fifo", "staleness" or "prioritized".
+        limit: live groups at most, beyond which the oldest are evicted.
+        max_live: live groups beyond which puts wait.
+        keep_consumed: see `ReplayBuffer`.
+        host: where to listen on the actor's node. None: loopback if that node is the whole cluster when the
+            first client asks, else the node's address; name one where nodes will join later.
+        actor_options: of Ray, beyond the name: where it is placed, and what it may use.
+
+    Raises:
+        ValueError: there is an actor of that name, or the options contradict each other.
+    """
+    ray = _import_ray()
+    if policy not in POLICIES:
+        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
+    if max_live is not None and limit is not None:
+        raise ValueError(f"give max_live or limit, not both; got {max_live} and {limit}")
+    options = ServeOptions(
+        address="", store=store, policy=policy, limit=limit, max_live=max_live, keep_consumed=keep_consumed
+    )
+    placed: dict[str, Any] = {"num_cpus": 0} | dict(actor_options or {})
+    if store != IN_MEMORY and "://" not in store:
+        placed.setdefault("scheduling_strategy", _on_this_node(ray))
+    actor = ray.remote(BufferActor).options(
+        name=name, max_restarts=-1, max_task_retries=-1, max_concurrency=MAX_CALLS, **placed
+    )
+    # The same one after a restart. It also keeps out those who reach the node and are not of the cluster.
+    return actor.remote(options, secrets.token_urlsafe(32), host)
+
+
+def _node_address(ray: Any) -> str:
+    """Loopback while this node is the whole cluster; else the address by which the others know it."""
+    here = ray.get_runtime_context().get_node_id()
+    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    return addresses[here] if len(addresses) > 1 else LOOPBACK
+
+
+def _on_this_node(ray: Any) -> Any:
+    strategies = import_module("ray.util.scheduling_strategies")
+    node = ray.get_runtime_context().get_node_id()
+    return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer:
+    """A client of the buffer `name`, for one event loop; it finds the actor again after a restart.
+
+    Raises:
+        ValueError: there is no actor of that name.
+        ConnectionLost: it cannot be reached.
+    """
+    actor = _import_ray().get_actor(name)
+
+    async def locate() -> tuple[Address, str]:
+        # Ray answers when the actor runs: a call during a restart waits for its end.
+        address, token = await actor.place.remote()
+        return Address.parse(address), token
+
+    return await RemoteReplayBuffer.connect_through(locate)
+
+
+async def stop_buffer(name: str = DEFAULT_NAME) -> None:
+    """End the buffer `name` for good; clients are told goodbye. What a database holds stays there.
+
+    Raises:
+        ValueError: there is no actor of that name.
+    """
+    ray = _import_ray()
+    actor = ray.get_actor(name)
+    await actor.close.remote()
+    ray.kill(actor)

@@ -1,0 +1,129 @@
+"""Many small calls to one actor as few: what is asked in one turn goes together, answers come as they end.
+
+::
+
+    ask(item) --+                                              actor
+    ask(item) --+--> one call, [items] --> as_they_end([call, call, ...])
+    ask(item) --+                                | those that end together
+          ^                                      v
+          '------ futures <---- stream of [(number, result), ...]
+
+A call to an actor costs about a millisecond at each end, however little it carries, and a train step has
+hundreds of requests. The stream belongs to its call: if the actor's process ends, every item without an
+answer raises `ActorLost`, and none is asked for again by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, Generic, TypeVar
+
+from forebay.cluster.library import import_ray, why
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+QUIET_TURNS = 4
+"""Turns of the event loop without a new item after which those of one moment are all there: what lies between
+a group and its requests (task start, gather, agent loop) takes one or two."""
+
+
+class ActorLost(RuntimeError):
+    """The actor's process has ended, or cannot be reached."""
+
+
+class BatchedCalls(Generic[ItemT, ResultT]):
+    """The caller's side; `stream` is the actor's method, which is given a list of items.
+
+    consumes: items; waits for: a quiet moment, then the answers; woken by: `ask`, the actor;
+    produces: results.
+
+    >>> calls = BatchedCalls(actor.generate.options(num_returns="streaming").remote)
+    >>> completion = await calls.ask(request)
+    """
+
+    def __init__(self, stream: Callable[[list[ItemT]], AsyncIterator[Any]]) -> None:
+        self._stream = stream
+        self._waiting: list[tuple[ItemT, asyncio.Future[ResultT]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Task[None] | None = None
+
+    async def ask(self, item: ItemT) -> ResultT:
+        """The result of `item`. A cancelled caller has to tell the actor itself.
+
+        Raises:
+            ActorLost: the actor ended first.
+        """
+        future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
+        self._waiting.append((item, future))
+        if self._sending is None:
+            self._sending = self._start(self._send())
+        return await future
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        # Held, because the event loop alone would let a task that waits be collected.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _send(self) -> None:
+        quiet = 0
+        while quiet < QUIET_TURNS:
+            seen = len(self._waiting)
+            # Not a wait: lets the other ready tasks run once.
+            await asyncio.sleep(0)
+            quiet = quiet + 1 if len(self._waiting) == seen else 0
+        batch = [pair for pair in self._waiting if not pair[1].done()]
+        self._waiting, self._sending = [], None
+        if batch:
+            self._start(self._receive(batch))
+
+    async def _receive(self, batch: Sequence[tuple[ItemT, asyncio.Future[ResultT]]]) -> None:
+        error: Exception = ActorLost("the actor ended the stream before its time")
+        try:
+            async for ref in self._stream([item for item, _ in batch]):
+                for number, result in await ref:
+                    future = batch[number][1]
+                    if not future.done():
+                        future.set_result(result)
+        except import_ray().exceptions.RayActorError as lost:
+            error = ActorLost(why(lost))
+        # Whatever else the actor raised is an error of the call, and those who wait get it.
+        except Exception as other:
+            error = other
+        finally:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)
+
+
+async def as_they_end(
+    calls: Sequence[Coroutine[Any, Any, ResultT]],
+) -> AsyncIterator[list[tuple[int, ResultT]]]:
+    """The actor's side: run `calls` together; their results, numbered, those that end together together."""
+    ended: list[int] = []
+    news = asyncio.Event()
+
+    def note(number: int) -> None:
+        ended.append(number)
+        news.set()
+
+    tasks = [asyncio.create_task(call) for call in calls]
+    for number, task in enumerate(tasks):
+        task.add_done_callback(lambda _, number=number: note(number))
+    try:
+        num_left = len(tasks)
+        while num_left:
+            await news.wait()
+            # Not a wait: who ends in the same turn goes along.
+            await asyncio.sleep(0)
+            news.clear()
+            batch, ended[:] = ended[:], []
+            num_left -= len(batch)
+            yield [(number, tasks[number].result()) for number in batch]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

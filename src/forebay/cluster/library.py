@@ -1,0 +1,88 @@
+"""Ray itself: imported where it is used, joined or started, and left as it was found.
+
+::
+
+    connect(address) --> joined: somebody else's cluster, or this process is on one already --> left alone
+                     '-> started: one of this machine's own, on the loopback interface ---close--> ended
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from forebay.config import ConfigError
+
+MAX_STORE_BYTES = 8 << 30
+"""Of a local cluster's object store: it holds two models' weights and a few batches, and takes memory."""
+
+
+def import_ray() -> Any:
+    """The module `ray`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module("ray")
+    except ImportError as error:
+        raise ConfigError('cluster "ray" needs Ray; run: pip install "forebay[ray]"') from error
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A Ray cluster that this process is on.
+
+    >>> connection = connect(None, num_cpus=4, store_bytes=1 << 28)
+    >>> connection.close()
+    """
+
+    ray: Any
+    is_ours: bool
+    """Started here, so ended here."""
+
+    def close(self) -> None:
+        """End the cluster if it was started here."""
+        if self.is_ours:
+            self.ray.shutdown()
+
+
+def connect(address: str | None, *, num_cpus: int, store_bytes: int) -> Connection:
+    """Join the cluster at `address`, or at ``RAY_ADDRESS``; else start one with `num_cpus` logical CPUs.
+
+    In a process that is on a cluster already, that one is used.
+
+    Raises:
+        ConfigError: Ray is missing, or nothing answers at the address.
+    """
+    ray = import_ray()
+    if ray.is_initialized():
+        return Connection(ray, is_ours=False)
+    address = address or os.environ.get("RAY_ADDRESS")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                f"cluster.arguments.address = {address!r}: cannot join this Ray cluster: {error}"
+            ) from error
+        return Connection(ray, is_ours=True)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        object_store_memory=min(store_bytes, MAX_STORE_BYTES),
+        _node_ip_address="127.0.0.1",
+        **quiet,
+    )
+    return Connection(ray, is_ours=True)
+
+
+def why(error: BaseException) -> str:
+    """The first line of what Ray says: the rest is advice and addresses."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].rstrip(".")[:300]

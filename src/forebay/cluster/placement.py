@@ -1,0 +1,160 @@
+"""Room on a cluster for the parts of a run: one placement group, and who goes where in it.
+
+::
+
+    Shape of each part --> bundles --> reserve: a placement group, whole or not at all
+                                          | no room in time: ConfigError, with what was asked and what there is
+                                          v
+                                       options(part): what Ray's `actor.options` takes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from forebay.config import ConfigError
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Room:
+    """A part's place: a bundle, and what of it the part takes."""
+
+    bundle: int
+    cpus: float
+    gpus: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The bundles of a run, and each part's place in them.
+
+    >>> plan_parts(1, 2, cpus=0.5, gpus_per_engine=0, gpus_per_trainer=0, shares_gpu=False).bundles
+    ({'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5})
+    """
+
+    bundles: tuple[Bundle, ...]
+    trainer: Room
+    engines: tuple[Room, ...]
+    workers: tuple[Room, ...]
+
+    @property
+    def num_cpus(self) -> float:
+        """Logical CPUs in all."""
+        return sum(bundle["CPU"] for bundle in self.bundles)
+
+    def without_trainer(self) -> Plan:
+        """The same, for a run that only generates."""
+        if any(room.bundle == self.trainer.bundle for room in self.engines):
+            return self
+        moved = {"engines": self.engines, "workers": self.workers}
+        rooms = {
+            name: tuple(Room(room.bundle - 1, room.cpus, room.gpus) for room in part)
+            for name, part in moved.items()
+        }
+        return Plan(self.bundles[1:], self.trainer, rooms["engines"], rooms["workers"])
+
+
+def plan_parts(
+    num_engines: int,
+    num_workers: int,
+    *,
+    cpus: float,
+    gpus_per_engine: float,
+    gpus_per_trainer: float,
+    shares_gpu: bool,
+) -> Plan:
+    """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU."""
+    bundles: list[Bundle] = []
+
+    def room(gpus: float) -> Room:
+        bundles.append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
+        return Room(len(bundles) - 1, cpus, gpus)
+
+    trainer = room(gpus_per_trainer)
+    engines = []
+    if shares_gpu:
+        # Half each: Ray counts shares of a device, and knows nothing of its memory.
+        bundles[0]["CPU"] = 2 * cpus
+        trainer = Room(0, cpus, gpus_per_trainer / 2)
+        engines.append(Room(0, cpus, gpus_per_trainer / 2))
+    engines += [room(gpus_per_engine) for _ in range(num_engines - len(engines))]
+    workers = [room(0) for _ in range(num_workers)]
+    return Plan(tuple(bundles), trainer, tuple(engines), tuple(workers))
+
+
+class Reservation:
+    """A placement group that is there.
+
+    >>> reservation = Reservation.make(ray, plan.bundles, timeout_s=60, may_grow=False)
+    >>> actor = ray.remote(EngineActor).options(**reservation.options(plan.engines[0])).remote(spec)
+    >>> reservation.release()
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @classmethod
+    def make(cls, ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: bool) -> Reservation:
+        """Reserve all bundles, near each other; `may_grow`: nodes may join while it waits.
+
+        Raises:
+            ConfigError: there is no room within `timeout_s`, or there never will be.
+        """
+        if not may_grow and (reason := _never_fits(ray, bundles)):
+            raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
+        groups = import_module("ray.util.placement_group")
+        group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+        if not group.wait(timeout_s):
+            groups.remove_placement_group(group)
+            reason = _never_fits(ray, bundles) or "other programs hold what is missing"
+            raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")
+        return cls(group)
+
+    def options(self, room: Room) -> dict[str, Any]:
+        """Where an actor goes, as Ray's `options` take it."""
+        strategies = import_module("ray.util.scheduling_strategies")
+        return {
+            "num_cpus": room.cpus,
+            "num_gpus": room.gpus,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=room.bundle
+            ),
+        }
+
+    def release(self) -> None:
+        """Give the room back; what runs in it ends."""
+        import_module("ray.util.placement_group").remove_placement_group(self._group)
+
+
+def _never_fits(ray: Any, bundles: Sequence[Bundle]) -> str:
+    """Why there will be no room however long one waits; empty if there may be."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    for bundle in bundles:
+        if not any(all(node.get(name, 0) >= amount for name, amount in bundle.items()) for node in nodes):
+            return f"no machine of the cluster has {_words(bundle)}, which one part of the run asks for"
+    total, have = _sum(bundles), ray.cluster_resources()
+    short = [name for name, amount in total.items() if have.get(name, 0) < amount]
+    return f"the cluster has too few {' and '.join(short)} in all" if short else ""
+
+
+def _what_there_is(ray: Any, bundles: Sequence[Bundle]) -> str:
+    asked, have, free = _sum(bundles), ray.cluster_resources(), ray.available_resources()
+    return (
+        f"asked for {_words(asked)} in {len(bundles)} parts, the cluster has {_words(have, asked)}, of which "
+        f"{_words(free, asked)} are free: lower num_engines, num_workers, cpus or the gpus in "
+        f"cluster.arguments, or join a larger cluster with address"
+    )
+
+
+def _sum(bundles: Sequence[Bundle]) -> Bundle:
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    return {name: sum(bundle.get(name, 0) for bundle in bundles) for name in names}
+
+
+def _words(amounts: Mapping[str, float], names: Mapping[str, Any] | None = None) -> str:
+    return " and ".join(f"{amounts.get(name, 0):g} {name}" for name in (names or amounts))

@@ -1,0 +1,181 @@
+"""Agent loops and judgers in a process of their own: what runs there.
+
+::
+
+    generate([job, ...]) --> agent loop of the job's task --> RolloutController --> RayEngine ...
+                                     | judger
+                                     v
+                             a stream of judged groups, as they end
+
+It holds no state that matters: the run keeps every group as it was until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forebay.activity import Activities
+from forebay.agents import AgentLoop
+from forebay.cluster.calls import as_they_end
+from forebay.cluster.engine_actor import EngineFacts
+from forebay.cluster.engines import RayEngine
+from forebay.engines import RolloutController
+from forebay.runs.config import RunConfig
+from forebay.runs.task_loops import build_task_loop
+from forebay.types import RolloutState
+
+LoopName = tuple[str, bool]
+"""Task name, and whether it is for held-out prompts."""
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """What a worker's process is told."""
+
+    config: RunConfig
+    model_folder: Path
+    name: str
+    engines: tuple[Any, ...]
+    """Ray's handles of `EngineActor`s."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A group to be generated and judged."""
+
+    number: int
+    """By which it can be cancelled."""
+    loop: LoopName
+    states: list[RolloutState]
+    enable_partial_rollout: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a job raised: not the error itself, whose class the run's process may not have."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a worker is."""
+
+    notes: Mapping[str, str]
+    """By rollout or group that something is done to: what, for how long, how far."""
+    num_tokens_made: int
+
+
+class RolloutWorker:
+    """The agent loops of every task of a run.
+
+    >>> actor = ray.remote(RolloutWorker).remote(spec)
+    >>> pid = ray.get(actor.start.remote())
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._activities = Activities()
+        self._engines: list[RayEngine] = []
+        self._controller: RolloutController
+        self._loops: dict[LoopName, AgentLoop] = {}
+        self._jobs: dict[int, asyncio.Task[Any]] = {}
+
+    async def start(self) -> int:
+        """Build the agent loops, if this process has not yet; its process id.
+
+        Raises:
+            ConfigError: an agent or a judger cannot be built here.
+        """
+        if not self._loops:
+            starting = [actor.start.options(max_task_retries=-1).remote() for actor in self._spec.engines]
+            # The imports of this take as long as the engines; nothing else has to be done meanwhile.
+            loading = asyncio.to_thread(_load_tokenizer, self._spec.model_folder)
+            tokenizer, *engines = await asyncio.gather(loading, *starting)
+            self._build(tokenizer, engines)
+        return os.getpid()
+
+    def _build(self, tokenizer: Any, facts: Sequence[EngineFacts]) -> None:
+        spec = self._spec
+        self._engines = [
+            RayEngine(actor, known.max_context_tokens, caller=spec.name)
+            for actor, known in zip(spec.engines, facts, strict=True)
+        ]
+        self._controller = RolloutController(self._engines, seed=spec.config.seed)
+        self._loops = {
+            (task.name, held_out): build_task_loop(
+                spec.config,
+                task,
+                held_out=held_out,
+                controller=self._controller,
+                tokenizer=tokenizer,
+                activities=self._activities,
+            )
+            for task in spec.config.tasks
+            for held_out in (False, True)
+        }
+
+    async def live(self) -> None:
+        """Never returns: whoever waits for it learns of this process's end."""
+        await asyncio.Event().wait()
+
+    async def generate(
+        self, jobs: Sequence[Job]
+    ) -> AsyncIterator[list[tuple[int, list[RolloutState] | Failure]]]:
+        """The groups of `jobs` as they are done."""
+        async for results in as_they_end([self._generate(job) for job in jobs]):
+            yield results
+
+    async def _generate(self, job: Job) -> list[RolloutState] | Failure:
+        work = asyncio.ensure_future(
+            self._loops[job.loop].generate_group(
+                job.states, enable_partial_rollout=job.enable_partial_rollout
+            )
+        )
+        self._jobs[job.number] = work
+        try:
+            return await work
+        except asyncio.CancelledError:
+            # Nobody waits for it any more; if it was this call that was cancelled, the work ends too.
+            work.cancel()
+            return Failure("cancelled")
+        # Agent loops are user code: what they raise fails their group, as in one process.
+        except Exception as error:
+            return Failure(f"{type(error).__name__}: {error}")
+        finally:
+            del self._jobs[job.number]
+
+    async def cancel(self, number: int) -> None:
+        """End a job; nobody waits for its group any more."""
+        if (work := self._jobs.get(number)) is not None:
+            work.cancel()
+
+    async def pause(self) -> None:
+        """Have what is running end as ABORTED; the engines are paused by the run."""
+        for loop in self._loops.values():
+            await loop.pause()
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._controller.continue_generation()
+
+    async def report(self) -> Report:
+        """What is being done, and how far it is."""
+        await asyncio.gather(*(engine.look() for engine in self._engines))
+        notes = {}
+        for activity in self._activities.in_flight():
+            known = self._controller.describe(activity)
+            age_s = self._activities.age_s(activity)
+            notes[str(activity.name)] = f"{known + ', ' if known else ''}{activity.stage} for {age_s:.0f} s"
+        return Report(notes, self._controller.count_tokens_made())
+
+
+def _load_tokenizer(model_folder: Path) -> Any:
+    from forebay.models import load_tokenizer
+
+    return load_tokenizer(model_folder)

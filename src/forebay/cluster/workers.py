@@ -1,0 +1,291 @@
+"""Rollout workers as the run's own process sees them: who gets a group, and what happens if a worker ends.
+
+::
+
+    RayAgentLoop.generate_group --> the least busy worker that is up --> judged group
+                                          | its process ended: the group, which was kept, goes to another
+                                          v
+                                    counted, and told to the ledger; after three times it fails
+
+    ClusterController: pause and continue for engines and workers, weights for engines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from forebay.activity import GENERATE, Activities, Activity
+from forebay.cluster.calls import ActorLost, BatchedCalls
+from forebay.cluster.engines import PlacedEngine
+from forebay.cluster.library import import_ray
+from forebay.cluster.rollout_worker import Failure, Job, LoopName, Report
+from forebay.cluster.supervisor import Supervisor
+from forebay.cluster.weights import Published
+from forebay.engines import RolloutController
+from forebay.engines.pool import LOAD_LIMIT_S
+from forebay.stalls import answered
+from forebay.types import RolloutState, Status
+
+logger = logging.getLogger(__name__)
+
+MAX_LOST_WORKERS = 3
+"""Workers that one group may lose before it fails: a group that brings down every worker must end."""
+
+LOOK_EVERY_S = 1.0
+"""Between two reports of the workers: for people, and for the stall watch, which looks once a minute."""
+
+
+class GroupFailed(RuntimeError):
+    """A group could not be generated; the message says why."""
+
+
+class PlacedWorker:
+    """One rollout worker elsewhere."""
+
+    def __init__(self, name: str, actor: Any, pid: int, *, on_end: Callable[[], None]) -> None:
+        self.pid = pid
+        self.num_in_flight = 0
+        self.num_tokens_before = 0
+        """Made by its earlier processes."""
+        self.report = Report({}, 0)
+        self.supervisor = Supervisor(name, actor, self._set_up, on_end=on_end)
+        self._actor = actor
+        self._calls: BatchedCalls[Job, list[RolloutState] | Failure] = BatchedCalls(
+            actor.generate.options(num_returns="streaming").remote
+        )
+
+    async def generate(self, job: Job) -> list[RolloutState]:
+        """The judged group.
+
+        Raises:
+            ActorLost: its process ended first.
+            GroupFailed: the agent loop raised.
+        """
+        incarnation = self.supervisor.incarnation
+        self.num_in_flight += 1
+        try:
+            group = await self._calls.ask(job)
+        except ActorLost:
+            self.supervisor.suspect(incarnation)
+            raise
+        except asyncio.CancelledError:
+            self._actor.cancel.remote(job.number)
+            raise
+        finally:
+            self.num_in_flight -= 1
+        if isinstance(group, Failure):
+            raise GroupFailed(group.message)
+        return group
+
+    async def tell(self, method: str) -> None:
+        """Call a method without a result; a worker that is not there has nothing to be told."""
+        self.supervisor.watch()
+        if self.supervisor.is_up:
+            incarnation = self.supervisor.incarnation
+            try:
+                await getattr(self._actor, method).remote()
+            except import_ray().exceptions.RayActorError:
+                self.supervisor.suspect(incarnation)
+
+    async def look(self) -> None:
+        """Bring `report` up to date, as far as the worker answers."""
+        if self.supervisor.is_up:
+            try:
+                self.report = await self._actor.report.remote()
+            except import_ray().exceptions.RayError:
+                logger.debug("%s gave no report", self.supervisor.name)
+
+    @property
+    def num_tokens_made(self) -> int:
+        """As of the last report; it never falls."""
+        return self.num_tokens_before + self.report.num_tokens_made
+
+    async def _set_up(self) -> None:
+        self.num_tokens_before, self.report = self.num_tokens_made, Report({}, 0)
+        self.pid = await self._actor.start.options(max_task_retries=-1).remote()
+
+
+class Workers:
+    """All rollout workers of a run.
+
+    Invariant: a group is at one worker at a time, and the caller's rollouts are as they were until it is back.
+
+    >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
+    """
+
+    def __init__(self, workers: Sequence[PlacedWorker]) -> None:
+        self.all = workers
+        self.num_retries = 0
+        """Groups that were generated again because their worker had ended."""
+        self.on_retry: Callable[[str | None, str | int | None, str], None] = lambda task, group, reason: None
+        self._numbers = itertools.count()
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_s = float("-inf")
+
+    async def generate(
+        self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
+    ) -> list[RolloutState]:
+        """The group, generated and judged by some worker; not the very objects that were given.
+
+        Raises:
+            GroupFailed: the agent loop raised, or three workers ended over the group.
+            PartLost: no worker is left, and none comes back.
+        """
+        lost: list[str] = []
+        while True:
+            worker = await self._least_busy()
+            try:
+                return await worker.generate(Job(next(self._numbers), loop, states, enable_partial_rollout))
+            except ActorLost as error:
+                lost.append(f"{worker.supervisor.name}: {error}")
+            if len(lost) == MAX_LOST_WORKERS:
+                raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
+            self.num_retries += 1
+            self.on_retry(states[0].task_name, states[0].group_id, "worker died")
+
+    async def tell(self, method: str) -> None:
+        """Call a method of every worker that is up."""
+        await asyncio.gather(*(worker.tell(method) for worker in self.all))
+
+    def note_of(self, name: str) -> str:
+        """What is known of the rollout or group `name`; a report may be a second old."""
+        self._look()
+        return next((worker.report.notes[name] for worker in self.all if name in worker.report.notes), "")
+
+    def count_tokens_made(self) -> int:
+        """Tokens made so far, as of the last report; it never falls."""
+        self._look()
+        return sum(worker.num_tokens_made for worker in self.all)
+
+    async def close(self) -> None:
+        """Watch no more."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        for worker in self.all:
+            await worker.supervisor.stop()
+
+    async def _least_busy(self) -> PlacedWorker:
+        while True:
+            for worker in self.all:
+                worker.supervisor.watch()
+            up = [worker for worker in self.all if worker.supervisor.is_up]
+            if up:
+                return min(up, key=lambda worker: worker.num_in_flight)
+            await _first_up([worker.supervisor for worker in self.all])
+
+    def _look(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if (self._looking is None or self._looking.done()) and now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._looking = asyncio.create_task(self._look_at_all())
+
+    async def _look_at_all(self) -> None:
+        await asyncio.gather(*(worker.look() for worker in self.all))
+
+
+async def _first_up(supervisors: Sequence[Supervisor]) -> None:
+    """Return once one is up.
+
+    Raises:
+        PartLost: all are gone.
+    """
+    waiting = [asyncio.ensure_future(s.until_up()) for s in supervisors if s.gone is None]
+    if not waiting:
+        gone = supervisors[0].gone
+        assert gone is not None
+        raise gone
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+class RayAgentLoop:
+    """An agent loop whose work is done by rollout workers.
+
+    The caller's rollouts are not changed; the group comes back as others with the same ids.
+
+    >>> group = await RayAgentLoop(workers, ("math", False), activities).generate_group(states)
+    """
+
+    def __init__(self, workers: Workers, loop: LoopName, activities: Activities) -> None:
+        self._workers = workers
+        self._loop = loop
+        self._activities = activities
+
+    async def generate_group(
+        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
+    ) -> list[RolloutState]:
+        """See `forebay.agents.AgentLoop.generate_group`; each rollout counts as generating until all are back.
+
+        Raises:
+            GroupFailed: as `Workers.generate`.
+            PartLost: likewise.
+        """
+        with ExitStack() as spans:
+            for state in states:
+                if not (state.status is Status.COMPLETED and len(state.response_ids)):
+                    spans.enter_context(
+                        self._activities.span(
+                            GENERATE, state.rollout_id, task=state.task_name, group=state.group_id
+                        )
+                    )
+            return await self._workers.generate(
+                self._loop, states, enable_partial_rollout=enable_partial_rollout
+            )
+
+    async def pause(self) -> None:
+        """Ask for what is running to end as ABORTED."""
+        await self._workers.tell("pause")
+
+
+class ClusterController(RolloutController):
+    """What the run's own process has in place of a rollout controller: it generates nothing itself.
+
+    >>> controller = ClusterController(engines, workers)
+    >>> await trainer.sync_weights(controller)
+    """
+
+    def __init__(self, engines: Sequence[PlacedEngine], workers: Workers) -> None:
+        super().__init__(engines)  # type: ignore[arg-type]  # they take weights as `Published`
+        self._workers = workers
+
+    async def update_weights(self, weights: Any, model_step: int) -> None:
+        """Have every engine use `weights`, which are `Published`; one that is starting again gets them then.
+
+        Raises:
+            StallError: an engine did not take them within ten minutes.
+            PartLost: an engine is lost for good.
+        """
+        assert isinstance(weights, Published)
+        what = f"the engines were asked to load the weights of step {model_step}"
+        loading = [engine.load_weights(weights, model_step) for engine in self.engines]  # type: ignore[arg-type]
+        await answered(asyncio.gather(*loading), what, LOAD_LIMIT_S)
+
+    async def pause_generation(self) -> None:
+        """End what runs as aborted, at the engines and in the workers."""
+        await asyncio.gather(super().pause_generation(), self._workers.tell("pause"))
+
+    async def continue_generation(self) -> None:
+        """Take rollouts again."""
+        await self._workers.tell("resume")
+        await super().continue_generation()
+
+    def describe(self, activity: Activity) -> str:
+        """What its worker does to the rollout that `activity` is named after, and how far it is."""
+        return self._workers.note_of(str(activity.name)) if activity.stage == GENERATE else ""
+
+    def count_tokens_made(self) -> int:
+        """Tokens that all workers' rollouts have got so far; it never falls, and may be a look behind."""
+        return self._workers.count_tokens_made()
+
+    async def close(self) -> None:
+        """Nothing: engines and workers are the cluster's, which may go on with another run."""

@@ -1,0 +1,389 @@
+"""Several engines that stand in for each other: who gets a request, who is lost, who comes back.
+
+::
+
+    generate(request) --> [an engine that is up: the session's, else the least busy]
+                              |                              |
+                          completion                    lost, with the tokens so far
+                                                             |
+          another engine (or the same, brought up again) <---+   at most MAX_RETRIES times
+
+    bring up   consumes: an engine that is lost       waits for: its server, its weights
+               woken by: the loss; its first use      produces: an engine that is up, or is given up
+
+An engine that comes back gets the weights of now, and is paused if the others are, before it gets a request.
+It draws no tokens and knows no rollouts: budgets and seeds are the controller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest, Remote
+from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOAD_LIMIT_S = 600.0
+"""For taking over weights and for freeing them: minutes are usual where a model is large."""
+
+MAX_RETRIES = 3
+"""Engines that one call may lose before it fails: a request that brings down every server must end."""
+
+_MAX_SESSIONS = 65_536
+"""Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    engine: Engine
+    number: int
+    is_remote: bool
+    is_up: bool
+    paused: bool = False
+    num_in_flight: int = 0
+    bringing_up: asyncio.Task[None] | None = None
+    lost_because: str = "not started yet"
+    gone: bool = False
+    """It could not be brought up: it gets nothing any more."""
+
+    def __str__(self) -> str:
+        return f"engine {self.number} ({type(self.engine).__name__})"
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A request on its way through one engine or several."""
+
+    request: GenerateRequest
+    parts: list[Completion] = field(default_factory=list)
+    engine: Engine | None = None
+
+    def num_made(self) -> int:
+        made = sum(len(part.response_ids) for part in self.parts)
+        return made + (0 if self.engine is None else self.engine.num_made(self.request.request_id))
+
+    def rest(self) -> GenerateRequest:
+        """What is left to do, as a request."""
+        ids = [part.response_ids for part in self.parts if len(part.response_ids)]
+        if not ids:
+            return self.request
+        return replace(
+            self.request,
+            input_ids=np.concatenate([self.request.input_ids, *ids]),
+            max_tokens=self.request.max_tokens - sum(map(len, ids)),
+        )
+
+    def joined(self, last: Completion) -> Completion:
+        """All parts as one completion that ended as `last` did."""
+        if not self.parts:
+            return last
+        parts = [*self.parts, last]
+        return replace(
+            last,
+            response_ids=np.concatenate([part.response_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            model_steps=np.concatenate([part.model_steps for part in parts]),
+        )
+
+
+class EnginePool:
+    """Engines that stand in for each other; for the rollout controller.
+
+    Invariants: a request is at one engine at a time; tokens that a lost engine made are kept, and whoever
+    goes on gets them as input; an engine gets requests only with the latest weights; every wait ends, at the
+    latest with the limits of `Remote.bring_up`. Engines that are not `Remote` are always up.
+
+    >>> pool = EnginePool([ScriptedEngine({(1,): [7, 8]}), ScriptedEngine({(1,): [7, 8]})])
+    >>> request = GenerateRequest(request_id="a", input_ids=np.array([1], np.int32), params=SampleParams(),
+    ...                           max_tokens=2, seed=0)
+    >>> asyncio.run(pool.generate(request)).response_ids.tolist()
+    [7, 8]
+    """
+
+    def __init__(self, engines: Sequence[Engine], *, max_retries: int = MAX_RETRIES) -> None:
+        """`max_retries` is how many engines one call may lose and still go on.
+
+        Raises:
+            ValueError: no engine.
+        """
+        if not engines:
+            raise ValueError("a rollout controller needs at least one engine, got none")
+        self.engines = tuple(engines)
+        self._max_retries = max_retries
+        self._engine_of_session: dict[str, int] = {}
+        self._calls: dict[str, _Call] = {}
+        self._paused = False
+        self._closed = False
+        self._news = asyncio.Event()
+        self.num_retries = 0
+        """Requests given to another engine (or the same again) because one was lost."""
+        self.num_restarts = 0
+        """Engines that came back after they were lost."""
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All of them, up or not; may be replaced before the first use, say to record what they do."""
+        return tuple(member.engine for member in self._members)
+
+    @engines.setter
+    def engines(self, engines: Sequence[Engine]) -> None:
+        # Not by `isinstance`: an engine may be wrapped by one that lets all its names through.
+        self._members = [
+            _Member(engine, number, is_remote=remote, is_up=not remote)
+            for number, engine in enumerate(engines)
+            for remote in [hasattr(engine, "bring_up")]
+        ]
+
+    @property
+    def model_step(self) -> int:
+        """The oldest step of the weights that any engine makes its next token with."""
+        return min(member.engine.model_step for member in self._members)
+
+    @property
+    def max_context_tokens(self) -> int:
+        """What every engine can take."""
+        return min(member.engine.max_context_tokens for member in self._members)
+
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request has by now, over all engines it was at; else 0."""
+        return self._calls[request_id].num_made() if request_id in self._calls else 0
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue ``request.input_ids`` on some engine, and on another where that one is lost.
+
+        Raises:
+            EngineLost: no engine is left, and none will come back.
+            ValueError: the engine refuses the request.
+        """
+        call = self._calls[request.request_id] = _Call(request)
+        lost: list[str] = []
+        try:
+            while True:
+                member = await self._place(request.session_id)
+                if member is None:
+                    return call.joined(Completion(finish_reason="abort"))
+                completion = await self._ask(member, call)
+                if not completion.lost:
+                    return call.joined(completion)
+                why = completion.error_msg or "lost"
+                self._lose(member, why)
+                lost.append(f"{member}: {why}")
+                if len(lost) > self._max_retries:
+                    message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
+                    return call.joined(replace(completion, error_msg=message))
+                call.parts.append(completion)
+                rest = call.rest()
+                if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
+                    return call.joined(Completion(finish_reason="length"))
+                self.num_retries += 1
+        finally:
+            self._calls.pop(request.request_id, None)
+
+    async def pause(self) -> None:
+        """End what runs and waits as aborted, and take nothing new until `resume`.
+
+        Raises:
+            StallError: an engine did not answer within a minute; the others are paused.
+        """
+        self._paused = True
+        self._wake()
+        await self._ask_all("pause", self._follow_pause)
+
+    async def resume(self) -> None:
+        """Take requests again.
+
+        Raises:
+            StallError: an engine did not answer within a minute.
+        """
+        self._paused = False
+        await self._ask_all("resume", self._follow_pause)
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        """Give every engine the weights after train step `model_step`; return once one at least has them.
+
+        Those that are lost take them over when they come back.
+
+        Raises:
+            StallError: an engine did not take them within ten minutes.
+            EngineLost: no engine is left.
+        """
+        shared = list(weights)
+        await self._ask_all(
+            f"load the weights of step {model_step}",
+            lambda member: member.engine.load_weights(shared, model_step),
+            LOAD_LIMIT_S,
+            also_lost=True,
+        )
+        await self._until_one_is_up()
+
+    async def health(self) -> list[EngineHealth]:
+        """One entry per engine.
+
+        Raises:
+            StallError: an engine did not answer within a minute.
+        """
+        known = {
+            member.number: health
+            for member, health in await self._ask_all("report its health", lambda m: m.engine.health())
+        }
+        return [
+            known.get(
+                member.number,
+                EngineHealth(
+                    ok=False,
+                    num_running=0,
+                    num_waiting=0,
+                    model_step=member.engine.model_step,
+                    detail=member.lost_because,
+                ),
+            )
+            for member in self._members
+        ]
+
+    async def close(self) -> None:
+        """End everything and free the engines; one that does not answer is left as it is."""
+        self._closed = True
+        self._wake()
+        tasks = [member.bringing_up for member in self._members if member.bringing_up is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            await self._ask_all("close", lambda member: member.engine.close(), LOAD_LIMIT_S, also_lost=True)
+        except StallError:
+            # The end of a run: there is nobody left whom an error would help.
+            logger.exception("an engine was not closed")
+
+    # Who gets a request
+
+    async def _place(self, session_id: str | None) -> _Member | None:
+        """The session's engine if it is up, else the least busy one (the first of equals).
+
+        None: there is none, and a pause or the end keeps it from waiting for one.
+        """
+        self._start()
+        while not (up := [member for member in self._members if member.is_up]):
+            if self._paused or self._closed:
+                return None
+            await self._change()
+        least_busy = min(up, key=lambda member: member.num_in_flight)
+        if session_id is None:
+            return least_busy
+        number = self._engine_of_session.pop(session_id, least_busy.number)
+        member = self._members[number] if self._members[number].is_up else least_busy
+        self._engine_of_session[session_id] = member.number
+        if len(self._engine_of_session) > _MAX_SESSIONS:
+            # The first is the one unused for longest.
+            del self._engine_of_session[next(iter(self._engine_of_session))]
+        return member
+
+    async def _ask(self, member: _Member, call: _Call) -> Completion:
+        member.num_in_flight += 1
+        call.engine = member.engine
+        try:
+            return await member.engine.generate(call.rest())
+        finally:
+            call.engine = None
+            member.num_in_flight -= 1
+
+    # Who is lost, and comes back
+
+    def _start(self) -> None:
+        """Begin to bring up what has not been started yet; here, because it needs the event loop."""
+        for member in self._members:
+            if not (self._closed or member.is_up or member.gone or member.bringing_up):
+                member.bringing_up = asyncio.create_task(self._bring_up(member, again=False))
+
+    def _lose(self, member: _Member, why: str) -> None:
+        member.lost_because = why
+        if member.is_up and member.is_remote and not self._closed:
+            logger.warning("%s is lost: %s", member, why)
+            member.is_up = False
+            member.bringing_up = asyncio.create_task(self._bring_up(member, again=True))
+
+    async def _bring_up(self, member: _Member, *, again: bool) -> None:
+        try:
+            await cast("Remote", member.engine).bring_up()
+            member.paused = False
+            while member.paused is not self._paused:
+                await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
+            member.is_up = True
+            if again:
+                self.num_restarts += 1
+                logger.warning("%s is back", member)
+        # Whatever went wrong, nobody may wait for this engine any longer; the error is told to those who do.
+        except Exception as error:
+            member.gone, member.lost_because = True, str(error)
+            logger.error("%s is given up: %s", member, error)
+        finally:
+            member.bringing_up = None
+            self._wake()
+
+    async def _follow_pause(self, member: _Member) -> None:
+        member.paused = self._paused
+        await (member.engine.pause() if member.paused else member.engine.resume())
+
+    async def _until_one_is_up(self) -> None:
+        self._start()
+        while not any(member.is_up for member in self._members):
+            await self._change()
+
+    async def _change(self) -> None:
+        """Wait until an engine comes back, is given up, or a pause begins.
+
+        Raises:
+            EngineLost: none is left to wait for.
+        """
+        if all(member.gone for member in self._members):
+            why = "; ".join(f"{member}: {member.lost_because}" for member in self._members)
+            raise EngineLost(f"no engine is left: {why}")
+        await self._news.wait()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _ask_all(
+        self,
+        what: str,
+        ask: Callable[[_Member], Awaitable[T]],
+        limit_s: float = ANSWER_LIMIT_S,
+        *,
+        also_lost: bool = False,
+    ) -> list[tuple[_Member, T]]:
+        """What every engine that is up answers; the error of the first that gives none, once all others have.
+
+        A remote one that fails to answer is lost instead.
+        """
+        self._start()
+
+        async def asked(member: _Member) -> T:
+            # Called only here: cancelled before it has begun, nothing is left that was never awaited.
+            return await answered(ask(member), f"{member} was asked to {what}", limit_s)
+
+        members = [member for member in self._members if member.is_up or (also_lost and not member.gone)]
+        answers = await asyncio.gather(*map(asked, members), return_exceptions=True)
+        good: list[tuple[_Member, T]] = []
+        failed: BaseException | None = None
+        for member, answer in zip(members, answers, strict=True):
+            if isinstance(answer, EngineLost) or (isinstance(answer, StallError) and member.is_remote):
+                self._lose(member, str(answer))
+            elif isinstance(answer, BaseException):
+                failed = failed or answer
+            else:
+                good.append((member, answer))
+        if failed is not None:
+            raise failed
+        return good

@@ -1,0 +1,130 @@
+"""Where each parameter lies in one stretch of bytes, and how both ends of a hand-over agree on it.
+
+::
+
+    weights --layout_of--> WeightLayout --write--> bytes --(memory, broadcast)--> bytes --views--> weights
+                               |                                                            ^
+                               +--- as plain data, beside them: to_message, from_message ---+
+
+Every parameter starts at a multiple of 64 bytes, so that a view of it has the alignment of any dtype. The
+checksum of a parameter is the CRC-32 of its bytes: against a torn or misplaced copy, not against an attacker.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64
+"""A cache line; any dtype's alignment divides it."""
+
+
+class WeightsCorruptError(RuntimeError):
+    """What arrived is not what was sent."""
+
+
+@dataclass(frozen=True)
+class WeightSpec:
+    """One parameter."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    """Its first byte."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class WeightLayout:
+    """All parameters, in order.
+
+    >>> layout = layout_of([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
+    >>> [(spec.name, spec.start) for spec in layout.specs], layout.num_bytes
+    ([('bias', 0), ('scale', 64)], 128)
+    """
+
+    specs: tuple[WeightSpec, ...]
+    num_bytes: int
+
+    def view(self, data: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
+        """The parameter inside `data` (uint8, `num_bytes`), without a copy."""
+        raw = data[spec.start : spec.start + spec.num_bytes]
+        return raw.view(spec.dtype).view(spec.shape)
+
+    def views(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """All parameters inside `data`, without a copy."""
+        return ((spec.name, self.view(data, spec)) for spec in self.specs)
+
+    def write(self, data: torch.Tensor, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy `weights`, from any device, to their places in `data`."""
+        with torch.no_grad():
+            for spec, (name, tensor) in zip(self.specs, weights, strict=True):
+                assert spec.name == name, f"{name} comes where {spec.name} was laid out"
+                self.view(data, spec).copy_(tensor)
+
+    def checksums(self, data: torch.Tensor) -> list[int]:
+        """CRC-32 of every parameter; `data` is on the CPU."""
+        return [
+            zlib.crc32(data[spec.start : spec.start + spec.num_bytes].numpy().data) for spec in self.specs
+        ]
+
+    def check(self, data: torch.Tensor, checksums: Iterable[int]) -> None:
+        """Compare `data` with the sender's `checksums`.
+
+        Raises:
+            WeightsCorruptError: a parameter differs; the first one is named.
+        """
+        for spec, ours, theirs in zip(self.specs, self.checksums(data), checksums, strict=True):
+            if ours != theirs:
+                raise WeightsCorruptError(
+                    f"the bytes of {spec.name!r} changed on the way: CRC-32 {ours:08x}, sent as {theirs:08x}"
+                )
+
+    def to_message(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Plain data from which `from_message` makes the same layout."""
+        return [(spec.name, str(spec.dtype).removeprefix("torch."), spec.shape) for spec in self.specs]
+
+
+def layout_of(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightLayout:
+    """The layout of these parameters."""
+    return _lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
+
+
+def from_message(message: Iterable[tuple[str, str, Iterable[int]]]) -> WeightLayout:
+    """The layout that `WeightLayout.to_message` described.
+
+    Raises:
+        ValueError: a dtype is unknown.
+    """
+    return _lay_out((name, _dtype(dtype), tuple(shape)) for name, dtype, shape in message)
+
+
+def _lay_out(parameters: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> WeightLayout:
+    specs, start = [], 0
+    for name, dtype, shape in parameters:
+        spec = WeightSpec(name, dtype, shape, start)
+        specs.append(spec)
+        start += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
+    return WeightLayout(tuple(specs), start)
+
+
+_DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ValueError(f"unknown dtype {name!r} of a weight")
+    return _DTYPES[name]

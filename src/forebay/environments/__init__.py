@@ -1,0 +1,41 @@
+"""Reinforcement learning in environments: workers, a PPO trainer, and the run around them."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forebay.environments.advantages import vtrace
+    from forebay.environments.config import FragmentRunConfig
+    from forebay.environments.messages import WorkerDied, WorkerError, WorkerMode, WorkerSpec
+    from forebay.environments.policy import Policy
+    from forebay.environments.ppo import PPOTrainer
+
+__all__ = [
+    "FragmentRunConfig",
+    "PPOTrainer",
+    "Policy",
+    "WorkerDied",
+    "WorkerError",
+    "WorkerMode",
+    "WorkerSpec",
+    "vtrace",
+]
+
+# torch is loaded only where a policy is used.
+_LAZY = {
+    "FragmentRunConfig": "config",
+    "PPOTrainer": "ppo",
+    "Policy": "policy",
+    "WorkerDied": "messages",
+    "WorkerError": "messages",
+    "WorkerMode": "messages",
+    "WorkerSpec": "messages",
+    "vtrace": "advantages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,103 @@
+"""The recipe of a run in environments: every table of it, composed from the models beside what they build."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from forebay.config import ConfigError
+from forebay.environments.policy import PolicyConfig
+from forebay.environments.ppo import PPOConfig
+from forebay.environments.vector import EnvironmentConfig
+from forebay.fragments import RateLimit
+
+
+class FragmentsConfig(BaseModel, extra="forbid", frozen=True):
+    """A recipe's ``[fragments]`` table: how the stream is cut, and how long the buffer keeps the pieces.
+
+    >>> FragmentsConfig(length=64, max_staleness=2).fragments_per_chunk
+    1
+    """
+
+    length: int = Field(default=64, ge=1)
+    """Steps that a worker takes before it sends them and asks for newer weights."""
+    fragments_per_chunk: int = Field(default=1, ge=1)
+    """Consecutive fragments that are trained as one stream."""
+    max_staleness: int = Field(default=4, ge=0)
+    """Train steps that the oldest fragment of a chunk may be behind."""
+    max_reuse: int = Field(default=1, ge=1)
+    """Batches that a chunk may be part of."""
+
+
+class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
+    """A whole run, as ``forebay train`` takes it; `environment` is what tells it from other run files.
+
+    >>> FragmentRunConfig(name="mine", steps=10, batch_size=4, environment={"id": "CartPole-v1"}).folder
+    PosixPath('runs/mine')
+    """
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    seed: int = Field(default=0, ge=0)
+    steps: int = Field(ge=0)
+    """Train steps in all."""
+    batch_size: int = Field(ge=1)
+    """Chunks per train step."""
+    output: Path = Path("runs")
+    """The run's folder is ``output/name``."""
+    checkpoint_every: int = Field(default=20, ge=0)
+    """Train steps between checkpoints, each with an evaluation; 0: only at the end or when stopped."""
+    eval_episodes: int = Field(default=100, ge=1)
+    """Episodes of an evaluation, which takes the likeliest actions."""
+    environment: EnvironmentConfig
+    fragments: FragmentsConfig = FragmentsConfig()
+    policy: PolicyConfig = PolicyConfig()
+    train: PPOConfig = PPOConfig()
+
+    @property
+    def folder(self) -> Path:
+        """Where the run keeps everything."""
+        return self.output / self.name
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Environment steps in a batch, those that only reset included."""
+        fragments = self.batch_size * self.fragments.fragments_per_chunk
+        return fragments * self.fragments.length * self.environment.num_envs
+
+    @property
+    def fragments_per_batch(self) -> int:
+        """What a train step fetches."""
+        return self.batch_size * self.fragments.fragments_per_chunk
+
+    def buffer_settings(self) -> dict[str, Any]:
+        """Of the `ReplayBufferActor`, but the database.
+
+        The rate limit lets workers be half a batch ahead of the trainer: enough to work while it trains, and
+        little to be trained late. While the trainer waits for a batch, they are not held back.
+        """
+        reuse, quarter = self.fragments.max_reuse, math.ceil(self.batch_size / 4)
+        return {
+            # Every chunk is there until its last use; one batch more for what is being fetched.
+            "max_chunks": (reuse + 2) * self.batch_size,
+            "max_staleness": self.fragments.max_staleness,
+            "max_reuse": reuse,
+            "fragments_per_chunk": self.fragments.fragments_per_chunk,
+            "seed": self.seed,
+            "rate_limit": RateLimit(
+                samples_per_insert=reuse, min_chunks=quarter, error_buffer=float(reuse * quarter)
+            ),
+        }
+
+    @model_validator(mode="after")
+    def _check(self) -> FragmentRunConfig:
+        memory, mini_batches = self.policy.memory, self.train.mini_batches
+        streams = self.batch_size * self.environment.num_envs
+        if memory != "none" and mini_batches > streams:
+            raise ConfigError(
+                f"train.mini_batches = {mini_batches} is more than the {streams} streams of a batch "
+                f"(batch_size x environment.num_envs), which policy.memory = {memory!r} keeps whole; lower it"
+            )
+        return self

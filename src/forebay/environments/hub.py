@@ -1,0 +1,179 @@
+"""Where all workers report to, on the trainer's event loop: the only one who talks to the buffer for them.
+
+::
+
+    thread   --answer---------------------------------+
+    process  --socket--> one task a connection --answer+--> buffer.add_fragment --> newest weights
+    Ray actor -socket-'                                        (waits its turn)
+
+It also knows what workers saw: episodes that ended, steps taken, who is alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.environments.messages import Orders, Report
+from forebay.environments.sockets import read_frame, write_frame
+from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
+
+NUM_RECENT = 100
+"""Episodes behind the mean return of a step: what CartPole is judged by."""
+
+
+class Hub:
+    """Answers workers and keeps their account.
+
+    Invariants: a fragment is announced before its worker is told to go on; weights are handed out before the
+    buffer hears of their version; after `forget` nothing of that worker reaches the buffer any more.
+
+    >>> hub = Hub(buffer, session_id="run")
+    >>> await hub.publish(0, policy.weights())
+    >>> (await hub.answer(Report("worker-0", version=-1))).version
+    0
+    """
+
+    def __init__(self, buffer: ReplayBufferActor, session_id: str) -> None:
+        self.num_steps = 0
+        """Environment steps so far."""
+        self.num_episodes = 0
+        self.recent: deque[tuple[float, int]] = deque(maxlen=NUM_RECENT)
+        """Sum of rewards and number of steps of the episodes that ended last."""
+        self.stopping = False
+        self.address = ""
+        self._buffer, self._session_id = buffer, session_id
+        self._version, self._weights = -1, b""
+        self._ready = asyncio.Event()
+        self._taking: dict[str, asyncio.Task[None]] = {}
+        self._known: dict[str, int] = {}
+
+    async def publish(self, version: int, weights: bytes) -> None:
+        """These are the newest weights: every worker gets them with its next answer."""
+        self._version, self._weights = version, weights
+        self._ready.set()
+        await self._buffer.update_model_version(self._session_id, version)
+
+    def stop(self) -> None:
+        """From now on workers are told to stop."""
+        self.stopping = True
+        self._ready.set()
+
+    def num_fragments(self, worker_uuid: str) -> int:
+        """How many of this worker the buffer has taken."""
+        return self._known.get(worker_uuid, 0)
+
+    def counts(self) -> dict[str, Any]:
+        """Plain values for `load`."""
+        return {
+            "num_steps": self.num_steps,
+            "num_episodes": self.num_episodes,
+            "recent": list(self.recent),
+        }
+
+    def load(self, counts: Mapping[str, Any]) -> None:
+        """Go on counting from what `counts` gave."""
+        self.num_steps, self.num_episodes = counts["num_steps"], counts["num_episodes"]
+        self.recent.extend((reward, steps) for reward, steps in counts["recent"])
+
+    async def forget(self, worker_uuid: str) -> None:
+        """The worker is dead: take back what waits in line for it, and let its partial chunk go."""
+        taking = self._taking.pop(worker_uuid, None)
+        if taking is not None:
+            taking.cancel()
+            await asyncio.wait([taking])
+        self._known.pop(worker_uuid, None)
+        with contextlib.suppress(BufferClosed):
+            await self._buffer.remove_worker(worker_uuid)
+
+    async def answer(self, report: Report) -> Orders:
+        """Take the report; returns when the worker may go on.
+
+        consumes: one report / waits for: its turn at the buffer, and the first weights / woken by: the
+        buffer, `publish`, `stop` / produces: orders
+        """
+        if not self.stopping:
+            task = asyncio.ensure_future(self._take(report))
+            self._taking[report.worker_uuid] = task
+            # Waited for as a task of its own: `forget` may cancel it, which is no reason to fail here.
+            await asyncio.wait([task])
+            if not task.cancelled():
+                task.result()
+        await self._ready.wait()
+        newer = b"" if report.version == self._version else self._weights
+        return Orders(self.stopping, self._version, newer)
+
+    async def _take(self, report: Report) -> None:
+        try:
+            if report.fragment_id is not None:
+                await self._announce(report, report.fragment_id)
+            await self._buffer.wait_for_room()
+        except BufferClosed:
+            self.stop()
+        self._taking.pop(report.worker_uuid, None)
+
+    async def _announce(self, report: Report, fragment_id: str) -> None:
+        metadata = FragmentMetadata(
+            report.worker_uuid, report.fid_in_worker, report.oldest_version, self._session_id
+        )
+        await self._buffer.add_fragment(fragment_id, metadata)
+        self._known[report.worker_uuid] = self.num_fragments(report.worker_uuid) + 1
+        self.num_steps += report.num_steps
+        self.num_episodes += len(report.episodes)
+        self.recent.extend(report.episodes)
+
+    @contextlib.asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Be reachable at `address` for workers in other processes of this machine."""
+        # Not under the run's folder: the path of a Unix socket is at most 107 bytes long.
+        folder = Path(tempfile.mkdtemp(prefix="forebay-"))
+        self.address = str(folder / "hub")
+        connections: set[asyncio.Task[None]] = set()
+
+        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            connections.add(task)
+            try:
+                await self._serve(reader, writer)
+            finally:
+                connections.discard(task)
+
+        server = await asyncio.start_unix_server(connected, self.address)
+        try:
+            yield
+        finally:
+            server.close()
+            for task in connections:
+                task.cancel()
+            await asyncio.gather(*connections, return_exceptions=True)
+            await server.wait_closed()
+            shutil.rmtree(folder)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection.
+
+        consumes: reports / waits for: the next one, its answer / woken by: the socket, `answer` / produces:
+        orders; ends with the connection
+        """
+        decode: Any = msgspec.msgpack.Decoder(Report).decode
+        try:
+            while (frame := await read_frame(reader)) is not None:
+                orders = await self.answer(decode(frame))
+                write_frame(writer, msgspec.msgpack.encode(orders))
+                await writer.drain()
+        except (ConnectionError, msgspec.MsgspecError, asyncio.CancelledError):
+            # The worker is gone or talks nonsense: whoever started it sees it end, with its last words.
+            pass
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
+                await writer.wait_closed()

@@ -1,0 +1,275 @@
+"""Starts a run in environments from its recipe: folder, components, signals, and then the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from forebay.config import ConfigError, look_up
+from forebay.environments import evaluation, folder
+from forebay.environments.actions import head_for
+from forebay.environments.config import FragmentRunConfig
+from forebay.environments.crew import Crew
+from forebay.environments.display import EVAL_RETURN, FragmentDisplay
+from forebay.environments.folder import Checkpoint
+from forebay.environments.hub import Hub
+from forebay.environments.messages import WorkerMode, WorkerSpec
+from forebay.environments.policy import Policy
+from forebay.environments.ppo import PPOTrainer
+from forebay.environments.run import EVALUATION_SEED, FragmentRun, draw, train, working
+from forebay.environments.vector import MODES, spaces
+from forebay.fragments import FragmentStore, ReplayBufferActor
+from forebay.metrics import MetricsConfig
+
+INTERRUPTED = 130
+"""What shells report for a program that Ctrl-C ended."""
+
+
+async def launch(
+    config: FragmentRunConfig, *, resume: Path | None = None, overwrite: bool = False
+) -> bool:
+    """Run `config`, or go on with the run in the folder `resume`; whether it was stopped early.
+
+    Raises:
+        ConfigError: something in the recipe, or the folder, does not fit.
+        WorkerError: the workers cannot go on.
+        FloatingPointError: the training broke down.
+    """
+    trainer, mode = build_trainer(config), build_mode(config)
+    checkpoint = newest_checkpoint(config.folder) if resume is not None else None
+    saved = None if checkpoint is None else _load(checkpoint, trainer)
+    if saved is None:
+        folder.new_folder(config, overwrite=overwrite)
+    else:
+        # Only now: overrides that do not fit must not spoil the recipe.
+        folder.write_run_file(config)
+    with (
+        folder.buffer_folder(config.folder, checkpoint) as path,
+        FragmentDisplay() as display,
+        _warnings_shown(display),
+    ):
+        run = _build(config, trainer, mode, saved, {"path": str(path)}, display)
+        display.start(config.name, _facts(run), step=trainer.step, total=config.steps)
+        try:
+            with _stopped_by_signals(run):
+                await _work(run)
+        finally:
+            await run.buffer.close()
+            run.metrics.close()
+        rows = await asyncio.to_thread(draw, run)
+        display.summary(rows, _totals(run, rows), config.folder)
+    return run.stop.is_set()
+
+
+async def evaluate(config: FragmentRunConfig) -> dict[str, float]:
+    """Play `config.eval_episodes` episodes with the newest checkpoint of the run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    trainer = build_trainer(config)
+    _load(newest_checkpoint(config.folder), trainer)
+    episodes = await asyncio.to_thread(
+        evaluation.play,
+        config.environment,
+        trainer.policy,
+        config.eval_episodes,
+        config.seed + EVALUATION_SEED,
+    )
+    returns = [episode.reward for episode in episodes]
+    return {"step": trainer.step, EVAL_RETURN: float(np.mean(returns)), "eval/min_return": min(returns)}
+
+
+def build_trainer(config: FragmentRunConfig) -> PPOTrainer:
+    """The trainer with a new policy for the environment.
+
+    Raises:
+        ConfigError: there is no such environment, or none that a policy here can act in.
+    """
+    torch.set_num_threads(1)
+    obs_size, action_space = spaces(config.environment)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        policy = Policy(obs_size, head_for(action_space), config.policy)
+    return PPOTrainer(policy, config.train, total_steps=config.steps, seed=config.seed)
+
+
+def build_mode(config: FragmentRunConfig) -> WorkerMode:
+    """What runs the workers.
+
+    Raises:
+        ConfigError: there is none of that name, or it needs what is not installed.
+    """
+    name = config.environment.mode
+    path = MODES.get(name, name)
+    try:
+        mode: WorkerMode = look_up("environment.mode", path if ":" in path else name, MODES)()
+    except ImportError as error:
+        raise ConfigError(f"environment.mode = {name!r}: {error}") from error
+    return mode
+
+
+def newest_checkpoint(path: Path) -> Path:
+    """Of the run in the folder `path`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    checkpoints = folder.list_checkpoints(path)
+    if not checkpoints:
+        raise ConfigError(f"nothing to go on from in {str(path)!r}: it has no complete checkpoint")
+    return checkpoints[-1]
+
+
+def _load(path: Path, trainer: PPOTrainer) -> Checkpoint:
+    saved = folder.load_checkpoint(path)
+    try:
+        trainer.load(saved.counts["step"], saved.arrays)
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from error
+    return saved
+
+
+def _build(
+    config: FragmentRunConfig,
+    trainer: PPOTrainer,
+    mode: WorkerMode,
+    saved: Checkpoint | None,
+    database: dict[str, Any],
+    display: FragmentDisplay,
+) -> FragmentRun:
+    counts = {} if saved is None else saved.counts
+    session_id = counts.get("session_id", f"{config.name}-{uuid.uuid4().hex[:8]}")
+    num_resumes = counts.get("num_resumes", -1) + 1
+    buffer = ReplayBufferActor(database_config=database, **config.buffer_settings())
+    hub = Hub(buffer, session_id)
+
+    def make_spec(worker_uuid: str, seed: int) -> WorkerSpec:
+        return WorkerSpec(
+            worker_uuid=worker_uuid,
+            environment=config.environment,
+            policy=config.policy.model_dump(),
+            length=config.fragments.length,
+            database_config=database,
+            session_id=session_id,
+            seed=seed,
+        )
+
+    # A resumed run must not see the episodes of its first hour again.
+    crew = Crew(hub, mode, make_spec=make_spec, seed=_seed(config.seed, num_resumes))
+    if saved is not None:
+        hub.load(counts)
+        crew.num_restarts = counts["num_restarts"]
+    resume_step = None if saved is None else trainer.step
+    return FragmentRun(
+        config=config,
+        trainer=trainer,
+        buffer=buffer,
+        store=FragmentStore(**database),
+        hub=hub,
+        crew=crew,
+        metrics=MetricsConfig().build(config.folder, resume_step=resume_step, report=display.warning),
+        display=display,
+        session_id=session_id,
+        num_resumes=num_resumes,
+    )
+
+
+def _seed(*parts: int) -> int:
+    return int(np.random.SeedSequence(parts).generate_state(1)[0])
+
+
+async def _work(run: FragmentRun) -> None:
+    try:
+        async with working(run):
+            await train(run)
+    except BaseExceptionGroup as group:
+        raise _first(group) from None
+
+
+def _first(error: BaseException) -> BaseException:
+    """What began it: the group's members after the first only ended because of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _facts(run: FragmentRun) -> dict[str, object]:
+    config = run.config
+    env, fragments = config.environment, config.fragments
+    return {
+        "environment": f"{env.id}, {env.workers} {env.mode} x {env.num_envs} environments",
+        "policy": f"{config.policy.hidden_size} units, memory {config.policy.memory}",
+        "batch": f"{config.batch_size} chunks x {fragments.fragments_per_chunk} fragments x "
+        f"{fragments.length} steps x {env.num_envs} = {config.steps_per_batch} steps",
+        "training": f"PPO, lr {config.train.lr:g}, {config.train.epochs} epochs",
+        "folder": config.folder,
+    }
+
+
+def _totals(run: FragmentRun, rows: list[dict[str, float | None]]) -> dict[str, object]:
+    tried = [row for row in rows if row.get(EVAL_RETURN) is not None]
+    facts: dict[str, object] = {}
+    if tried:
+        last = tried[-1]
+        facts["evaluation"] = (
+            f"mean return {last[EVAL_RETURN]:.4g} over {last['eval/episodes']:.0f} episodes with the "
+            f"likeliest actions, at step {last['train_step']:.0f}"
+        )
+    facts["steps"] = f"{run.hub.num_steps:,} in {run.hub.num_episodes:,} episodes"
+    if run.crew.num_restarts:
+        facts["restarts"] = f"{run.crew.num_restarts} workers died and were started again"
+    return facts
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(run: FragmentRun) -> Iterator[None]:
+    """First Ctrl-C, or SIGTERM: stop after this step. Second: leave now, without saving."""
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def stop() -> None:
+        run.stop.set()
+        run.display.message("Stopping: this step is finished and saved first. Ctrl-C again: leave at once.")
+        for number in before:
+            loop.remove_signal_handler(number)
+            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+
+    for number in before:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+class _WarningHandler(logging.Handler):
+    def __init__(self, display: FragmentDisplay) -> None:
+        super().__init__(logging.WARNING)
+        self._display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._display.warning(record.getMessage())
+
+
+@contextlib.contextmanager
+def _warnings_shown(display: FragmentDisplay) -> Iterator[None]:
+    """Show what the package warns of, for as long as the run lasts."""
+    logger, handler = logging.getLogger("forebay"), _WarningHandler(display)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)

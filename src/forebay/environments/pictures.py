@@ -1,0 +1,77 @@
+"""Pictures of a run in environments: its learning curve, and frames of one episode.
+
+::
+
+    metrics.jsonl rows --learning_curve--> PNG          frames of an episode --frame_strip--> PNG
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from forebay.environments.display import EVAL_RETURN, LAG, RETURN, STEPS_PER_S
+from forebay.metrics import STEP_S
+from forebay.runs.pictures import Rows, read_curve
+
+# Okabe & Ito 2008, "Color universal design": told apart with every common colour blindness.
+_BLUE, _ORANGE = "#0072B2", "#D55E00"
+
+NUM_FRAMES = 8
+"""In a strip: enough to see the movement, large enough to see the thing."""
+
+
+def learning_curve(rows: Rows, path: Path, title: str) -> None:
+    """Write a PNG: returns of training and evaluation above; lag, speed and seconds of a step below."""
+    # A figure without pyplot: no global state, no window system, any thread.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=[1.8, 1])
+    axes = figure.add_subplot(grid[0, :])
+    axes.plot(*read_curve(rows, RETURN), color=_BLUE, linewidth=2, label="last 100 training episodes")
+    tried = read_curve(rows, EVAL_RETURN)
+    axes.plot(*tried, "D--", color=_ORANGE, markersize=6, linewidth=1, label="evaluation")
+    if len(tried.values):
+        at = (tried.steps[-1], tried.values[-1])
+        style = {"ha": "right", "fontsize": 9, "color": _ORANGE}
+        axes.annotate(f"{at[1]:.4g}", at, (0, 9), textcoords="offset points", **style)
+    axes.legend(loc="best", frameon=False, fontsize=9)
+    _label(axes, title, "mean return")
+    panels = [(LAG, "lag of the weights", "train steps"), (STEPS_PER_S, "speed", "environment steps/s")]
+    for column, (name, heading, unit) in enumerate([*panels, (STEP_S, "time of a step", "seconds")]):
+        axes = figure.add_subplot(grid[1, column])
+        axes.plot(*read_curve(rows, name), color=_BLUE, linewidth=1)
+        _label(axes, heading, unit)
+        axes.set_ylim(bottom=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _label(axes: Any, title: str, unit: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("train step", fontsize=9)
+    axes.set_ylabel(unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.margins(x=0.02)
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def frame_strip(frames: Sequence[np.ndarray[Any, Any]], path: Path) -> None:
+    """Write a PNG of `NUM_FRAMES` of the frames side by side, evenly spread from the first to the last."""
+    from matplotlib.figure import Figure
+
+    chosen = np.unique(np.linspace(0, len(frames) - 1, NUM_FRAMES).round().astype(int))
+    height, width = frames[0].shape[:2]
+    figure = Figure(figsize=(1.6 * len(chosen), 1.6 * height / width + 0.3), layout="constrained")
+    for column, index in enumerate(chosen, start=1):
+        axes = figure.add_subplot(1, len(chosen), column)
+        axes.imshow(frames[index])
+        axes.set_axis_off()
+        axes.set_title(f"step {index}", fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,152 @@
+"""A small actor and critic, with or without memory, and its weights as one run of bytes.
+
+::
+
+    obs_SBD --normalise--> [Linear, tanh, GRU or LSTM cell over S]  --> actor --> params_SBP
+                            only with memory; state reset at `first` '-> critic --> values_SB
+
+Shapes: S consecutive steps, B environments side by side, D numbers in an observation, P parameters of a
+distribution over actions, H units of memory. A worker acts with S = 1, a trainer replays whole chunks: the
+same code, so equal weights and states give equal log-probs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field
+from torch import nn
+
+from forebay.environments.actions import ActionHead
+
+State = tuple[torch.Tensor, ...]
+"""[B, H] each: none without memory, one of a GRU, two (output and cell) of an LSTM."""
+
+MAX_OBSERVATION = 10.0
+"""Standard deviations: a rare outlier must not drive tanh units into saturation for good."""
+
+
+class PolicyConfig(BaseModel, extra="forbid", frozen=True):
+    """A recipe's ``[policy]`` table.
+
+    >>> PolicyConfig(memory="gru").hidden_size
+    64
+    """
+
+    hidden_size: int = Field(default=64, ge=1)
+    """Units of every hidden layer, and H."""
+    memory: Literal["none", "gru", "lstm"] = "none"
+
+
+class Policy(nn.Module):
+    """Actor and critic; see the module for the data flow.
+
+    Invariants: what happened before a step with `first` has no influence on it; everything that acting needs
+    is in `weights`.
+
+    >>> policy = Policy(4, Categorical(2), PolicyConfig())
+    >>> params, state = policy.act_params(torch.zeros(1, 3, 4), torch.ones(1, 3), policy.initial_state(3))
+    >>> params.shape
+    torch.Size([1, 3, 2])
+    """
+
+    # Buffers, so that they travel and are saved with the weights.
+    obs_mean: torch.Tensor
+    obs_std: torch.Tensor
+    value_mean: torch.Tensor
+    value_std: torch.Tensor
+
+    def __init__(self, obs_size: int, head: ActionHead, config: PolicyConfig) -> None:
+        """Orthogonal weights; the actor begins nearly uniform (Andrychowicz et al., 2021, arXiv 2006.05990)."""
+        super().__init__()
+        self.head = head
+        hidden = config.hidden_size
+        self._hidden = hidden
+        self.encoder: nn.Module | None = None
+        self.cell: nn.GRUCell | nn.LSTMCell | None = None
+        size = obs_size
+        if config.memory != "none":
+            self.encoder = nn.Sequential(nn.Linear(obs_size, hidden), nn.Tanh())
+            self.cell = (nn.GRUCell if config.memory == "gru" else nn.LSTMCell)(hidden, hidden)
+            size = hidden
+        self.actor = _layers(size, hidden, head.num_params - head.num_free, last_gain=0.01)
+        self.critic = _layers(size, hidden, 1, last_gain=1.0)
+        self.free_params = nn.Parameter(torch.zeros(head.num_free))
+        for name, value in [("obs_mean", 0.0), ("obs_std", 1.0)]:
+            self.register_buffer(name, torch.full((obs_size,), value))
+        self.register_buffer("value_mean", torch.zeros(()))
+        self.register_buffer("value_std", torch.ones(()))
+
+    def initial_state(self, num_envs: int) -> State:
+        """The state before the first step of an episode."""
+        count = 0 if self.cell is None else 1 if isinstance(self.cell, nn.GRUCell) else 2
+        return tuple(torch.zeros(num_envs, self._hidden) for _ in range(count))
+
+    def features(
+        self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """What actor and critic see, [S, B, ...], and the state after the last step."""
+        normal = (obs_SBD.float() - self.obs_mean) / self.obs_std
+        normal = normal.clamp(-MAX_OBSERVATION, MAX_OBSERVATION)
+        if self.cell is None or self.encoder is None:
+            return normal, state
+        outputs = []
+        goes_on_SB1 = 1.0 - first_SB.float().unsqueeze(-1)
+        for encoded_BH, goes_on_B1 in zip(self.encoder(normal), goes_on_SB1, strict=True):
+            state = tuple(part * goes_on_B1 for part in state)
+            if isinstance(self.cell, nn.GRUCell):
+                state = (self.cell(encoded_BH, state[0]),)
+            else:
+                state = self.cell(encoded_BH, (state[0], state[1]))
+            outputs.append(state[0])
+        return torch.stack(outputs), state
+
+    def params(self, features: torch.Tensor) -> torch.Tensor:
+        """[..., P] of the distribution over actions."""
+        seen = self.actor(features)
+        if not self.head.num_free:
+            return seen
+        return torch.cat([seen, self.free_params.expand(*seen.shape[:-1], -1)], -1)
+
+    def normal_values(self, features: torch.Tensor) -> torch.Tensor:
+        """[...] values in units of `value_std` around `value_mean`."""
+        values: torch.Tensor = self.critic(features).squeeze(-1)
+        return values
+
+    def values(self, features: torch.Tensor) -> torch.Tensor:
+        """[...] expected discounted rewards."""
+        return self.normal_values(features) * self.value_std + self.value_mean
+
+    def act_params(
+        self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State
+    ) -> tuple[torch.Tensor, State]:
+        """`params` of what follows from the observations, and the state after them."""
+        features, state = self.features(obs_SBD, first_SB, state)
+        return self.params(features), state
+
+    def weights(self) -> bytes:
+        """Everything, as float32."""
+        parts = [tensor.detach().float().flatten() for tensor in self.state_dict().values()]
+        return torch.cat(parts).numpy().tobytes()
+
+    def load_weights(self, weights: bytes) -> None:
+        """Take over what `weights` of an equal policy gave."""
+        vector = torch.from_numpy(np.frombuffer(weights, np.float32).copy())
+        tensors: dict[str, Any] = self.state_dict()
+        parts = vector.split([tensor.numel() for tensor in tensors.values()])
+        for tensor, part in zip(tensors.values(), parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _layers(size: int, hidden: int, out: int, *, last_gain: float) -> nn.Sequential:
+    sizes, gains = [size, hidden, hidden, out], [math.sqrt(2.0), math.sqrt(2.0), last_gain]
+    layers: list[nn.Module] = []
+    for size_in, size_out, gain in zip(sizes[:-1], sizes[1:], gains, strict=True):
+        linear = nn.Linear(size_in, size_out)
+        nn.init.orthogonal_(linear.weight, gain)
+        nn.init.zeros_(linear.bias)
+        layers += [linear, nn.Tanh()]
+    return nn.Sequential(*layers[:-1])

@@ -1,0 +1,242 @@
+"""Proximal policy optimisation on chunks of fragments whose actions other weights may have chosen.
+
+::
+
+    StepBatch --current weights--> values, log-probs --vtrace--> advantages, value targets
+                                                                     |
+        epochs x mini-batches:  clipped loss + value loss - entropy --> Adam --> weights --> scales
+
+Three policies take part, as in decoupled PPO (Hilton et al., 2022, arXiv 2110.00641): the one that acted
+(mu, its log-probs are in the fragments), the one before this update (old), and the trained one (pi). The
+clip keeps pi near old; the ratio old / mu, cut off at 1, weighs each step for its lag. Without lag it is 1,
+and this is plain PPO (Schulman et al., 2017, arXiv 1707.06347).
+
+Shapes: S steps, B streams, N what is left of S x B in one mini-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import BaseModel, Field
+
+from forebay.environments.advantages import MAX_RATIO, Targets, vtrace
+from forebay.environments.batch import StepBatch
+from forebay.environments.normalisation import Moments, rescale_values
+from forebay.environments.policy import Policy
+
+VALUE_COEF = 0.5
+"""Of the squared error of normalised values, whose scale is fixed, so nobody needs to tune it."""
+MAX_GRAD_NORM = 0.5
+"""The usual bound for PPO: advantages are normalised, so it does not depend on the task."""
+ADAM_EPSILON = 1e-5
+"""Tiny gradients of a nearly certain policy are not blown up to full steps."""
+
+
+class PPOConfig(BaseModel, extra="forbid", frozen=True):
+    """A recipe's ``[train]`` table.
+
+    >>> PPOConfig(lr=1e-3).clip
+    0.2
+    """
+
+    lr: float = Field(default=3e-4, gt=0)
+    """Of Adam; it falls linearly to 0 over the steps of the run."""
+    clip: float = Field(default=0.2, gt=0)
+    """The probability ratio counts from ``1 - clip`` to ``1 + clip``."""
+    epochs: int = Field(default=10, ge=1)
+    """Passes over a batch."""
+    mini_batches: int = Field(default=8, ge=1)
+    """Optimiser steps that one pass is split into; with memory whole streams stay together."""
+    gamma: float = Field(default=0.99, ge=0, le=1)
+    """Discount of a reward one step later."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """The lambda of generalised advantage estimation."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+
+
+class PPOTrainer:
+    """Trains a policy, batch by batch.
+
+    Invariants: `step` counts updates, and is the version of the weights after them; equal states, batches
+    and configs give equal weights.
+
+    >>> trainer = PPOTrainer(policy, PPOConfig(), total_steps=100, seed=0)
+    >>> metrics = trainer.update(batch)
+    >>> trainer.step
+    1
+    """
+
+    def __init__(self, policy: Policy, config: PPOConfig, *, total_steps: int, seed: int) -> None:
+        """`total_steps` is when the learning rate reaches 0."""
+        self.step = 0
+        self.policy = policy
+        self._config, self._total_steps = config, total_steps
+        self._optimiser = torch.optim.Adam(policy.parameters(), config.lr, eps=ADAM_EPSILON)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._observations = Moments(len(policy.obs_mean))
+
+    def update(self, batch: StepBatch) -> dict[str, float]:
+        """One train step; its metrics."""
+        old_SB, targets, metrics = self._look(batch)
+        live_SB = torch.from_numpy(batch.live_SB)
+        rescale_values(self.policy, torch.from_numpy(targets.values_SB)[live_SB], self.step)
+        self._set_lr()
+        self._optimise(batch, old_SB, targets, metrics)
+        self._follow_observations(batch.obs_SBD[:-1][live_SB].double().numpy())
+        self.step += 1
+        return metrics
+
+    @torch.no_grad()
+    def _look(self, batch: StepBatch) -> tuple[torch.Tensor, Targets, dict[str, float]]:
+        """Log-probs [S, B] under the current weights, targets, and what they say about the batch."""
+        policy, config = self.policy, self._config
+        features, _ = policy.features(batch.obs_SBD, batch.first_SB, batch.state)
+        values = policy.values(features).double().numpy()
+        logprobs_SB = policy.head.log_prob(policy.params(features[:-1]), batch.action_SB)
+        log_ratio_SB = (logprobs_SB - batch.logprobs_SB).double().numpy()
+        targets = vtrace(
+            batch.reward_SB.astype(np.float64),
+            values[:-1],
+            values[-1],
+            batch.terminated_SB,
+            batch.done_SB,
+            gamma=config.gamma,
+            lam=config.lam,
+            ratio_SB=np.exp(log_ratio_SB),
+            live_SB=batch.live_SB,
+        )
+        live = batch.live_SB
+        errors, spread = (targets.values_SB - values[:-1])[live], targets.values_SB[live]
+        return (
+            logprobs_SB,
+            targets,
+            {
+                "lag": self.step - float(batch.versions_SB[live].mean()),
+                "lag_kl": float(-log_ratio_SB[live].mean()),
+                "explained_variance": 1 - float(errors.var() / max(spread.var(), 1e-12)),
+            },
+        )
+
+    def _optimise(
+        self, batch: StepBatch, old_SB: torch.Tensor, targets: Targets, metrics: dict[str, float]
+    ) -> None:
+        live_SB = torch.from_numpy(batch.live_SB)
+        advantages_SB = torch.from_numpy(targets.advantages_SB).float()
+        advantages_SB = (advantages_SB - advantages_SB[live_SB].mean()) / (
+            advantages_SB[live_SB].std() + 1e-8
+        )
+        policy = self.policy
+        values_SB = ((torch.from_numpy(targets.values_SB) - policy.value_mean) / policy.value_std).float()
+        weights_SB = (old_SB - batch.logprobs_SB).exp().clamp(max=MAX_RATIO)
+        sums: dict[str, float] = {}
+        count = 0
+        for index, params, values in self._mini_batches(batch, live_SB):
+            logprobs = policy.head.log_prob(params, batch.action_SB[index])
+            ratio = (logprobs - old_SB[index]).exp()
+            advantages = advantages_SB[index]
+            clip = self._config.clip
+            gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip, 1 + clip) * advantages)
+            entropy = policy.head.entropy(params).mean()
+            value_loss = (values - values_SB[index]).square().mean()
+            policy_loss = -(weights_SB[index] * gain).mean()
+            loss = policy_loss + VALUE_COEF * value_loss - self._config.entropy_coef * entropy
+            numbers = {
+                "policy_loss": policy_loss,
+                "value_loss": value_loss,
+                "entropy": entropy,
+                "kl": (ratio - 1 - ratio.log()).mean(),
+                "clip_share": ((ratio - 1).abs() > clip).float().mean(),
+                "grad_norm": self._descend(loss),
+            }
+            for name, value in numbers.items():
+                sums[name] = sums.get(name, 0.0) + value.item()
+            count += 1
+        metrics.update((name, total / count) for name, total in sums.items())
+
+    def _descend(self, loss: torch.Tensor) -> torch.Tensor:
+        self._optimiser.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
+        if not math.isfinite(norm):
+            raise FloatingPointError(
+                f"the gradient of train step {self.step + 1} is not finite; lower train.lr, or look for "
+                f"infinite observations or rewards in the environment"
+            )
+        self._optimiser.step()
+        return norm
+
+    def _mini_batches(
+        self, batch: StepBatch, live_SB: torch.Tensor
+    ) -> Iterator[tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor]]:
+        """Positions ([N], [N]) of live steps, with the params [N, P] and normal values [N] there."""
+        config, policy = self._config, self.policy
+        with_memory = policy.cell is not None
+        steps, streams = live_SB.nonzero(as_tuple=True)
+        size = live_SB.shape[1] if with_memory else len(steps)
+        for _ in range(config.epochs):
+            order = torch.randperm(size, generator=self._generator)
+            for part in order.tensor_split(min(config.mini_batches, size)):
+                if with_memory:
+                    at, column = live_SB[:, part].nonzero(as_tuple=True)
+                    state = tuple(tensor[part] for tensor in batch.state)
+                    features, _ = policy.features(batch.obs_SBD[:-1, part], batch.first_SB[:-1, part], state)
+                    features, index = features[at, column], (at, part[column])
+                else:
+                    index = (steps[part], streams[part])
+                    features, _ = policy.features(batch.obs_SBD[index], batch.first_SB[index], ())
+                yield index, policy.params(features), policy.normal_values(features)
+
+    def _set_lr(self) -> None:
+        share = max(0.0, 1 - self.step / max(1, self._total_steps))
+        for group in self._optimiser.param_groups:
+            group["lr"] = self._config.lr * share
+
+    def _follow_observations(self, obs_ND: np.ndarray[Any, Any]) -> None:
+        self._observations.add(obs_ND)
+        self.policy.obs_mean.copy_(torch.from_numpy(self._observations.mean))
+        self.policy.obs_std.copy_(torch.from_numpy(self._observations.std))
+
+    # Checkpoints.
+
+    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Everything that changes with training but `step`, for `load`."""
+        arrays = {f"policy/{name}": tensor.numpy() for name, tensor in self.policy.state_dict().items()}
+        for number, state in self._optimiser.state_dict()["state"].items():
+            arrays |= {f"adam/{number}/{name}": tensor.numpy() for name, tensor in state.items()}
+        arrays |= {f"observations/{name}": array for name, array in self._observations.arrays().items()}
+        arrays["generator"] = self._generator.get_state().numpy()
+        return arrays
+
+    def load(self, step: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+        """Go on from what `arrays` gave after `step` updates.
+
+        Raises:
+            ValueError: they are of another policy.
+        """
+        groups: dict[str, dict[str, Any]] = {"policy": {}, "adam": {}, "observations": {}}
+        for name, array in arrays.items():
+            group, _, rest = name.partition("/")
+            if rest:
+                groups[group][rest] = array
+        try:
+            self.policy.load_state_dict({k: torch.from_numpy(v) for k, v in groups["policy"].items()})
+        except RuntimeError as error:
+            raise ValueError(
+                f"the checkpoint is of another policy or environment ({error}); keep [policy] and "
+                f"[environment] as they were"
+            ) from None
+        adam: dict[int, dict[str, torch.Tensor]] = {}
+        for name, array in groups["adam"].items():
+            number, _, field = name.partition("/")
+            adam.setdefault(int(number), {})[field] = torch.from_numpy(array)
+        state = self._optimiser.state_dict()
+        self._optimiser.load_state_dict({**state, "state": adam})
+        self._observations.load(groups["observations"])
+        self._generator.set_state(torch.from_numpy(arrays["generator"]))
+        self.step = step

@@ -1,0 +1,64 @@
+"""Frames on a Unix socket: four bytes of length, then one message. Nothing is unpickled."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+from forebay.environments.messages import Orders, Report
+
+_LENGTH = struct.Struct("<I")
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message; None: the other side is gone."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return await reader.readexactly(length)
+    except asyncio.IncompleteReadError:
+        return None
+
+
+def write_frame(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Queue a message; ``drain`` waits until it is sent."""
+    writer.write(_LENGTH.pack(len(message)))
+    writer.write(message)
+
+
+class SocketLink:
+    """A worker's connection to the hub, without an event loop.
+
+    >>> with SocketLink(address) as link:
+    ...     orders = link.report(Report("worker-0", version=-1))
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(address)
+        self._file = self._socket.makefile("rb")
+
+    def __enter__(self) -> SocketLink:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._socket.close()
+
+    def report(self, report: Report) -> Orders:
+        """See `Link`."""
+        message = msgspec.msgpack.encode(report)
+        try:
+            self._socket.sendall(_LENGTH.pack(len(message)) + message)
+            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            return msgspec.msgpack.decode(self._read(length), type=Orders)
+        except ConnectionError as error:
+            raise EOFError(f"the trainer is gone: {error}") from error
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise EOFError("the trainer is gone: it closed the connection")
+        return data

@@ -1,0 +1,300 @@
+"""A client of an OpenAI-compatible chat API, for judges: cached, paced, budgeted.
+
+It asks once; that a failure may pass is said by `TransientJudgeError`, and who asks again is the judger.
+
+::
+
+    ask(messages) -> cache? --> reply
+          |
+          v budget left? -> its turn in the minute -> one of max_concurrent slots -> POST /chat/completions
+                                    429, 5xx, no connection, no reply in time, no text --> TransientJudgeError
+                                    any other refusal, no budget                        --> JudgeError
+    keep(request, reply) -> cache         (by who asked, once the reply has proved readable)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.judges.base import JudgeError, TransientJudgeError
+from forebay.judges.processes import require_library
+
+if TYPE_CHECKING:
+    import httpx
+
+Messages = Sequence[Mapping[str, Any]]
+
+# A server that asks for more is down for the run's purposes; its rollouts fail meanwhile.
+_LONGEST_RETRY_AFTER_S = 120.0
+_NUM_CACHED_REPLIES = 1 << 16
+
+
+class ChatClient:
+    """Asks a model for replies.
+
+    Invariants: at most `max_concurrent` requests are in flight and at most `per_minute` begin in any minute,
+    evenly spread; requests, failed ones included, count against `max_calls`, and the tokens that the server
+    reports against `max_tokens`, which may be overrun by what is in flight. Budgets and the cache in memory
+    begin anew with the process.
+
+    >>> client = ChatClient("http://127.0.0.1:8000/v1", "judge-model", api_key_env="JUDGE_KEY")
+    >>> await client.ask([{"role": "user", "content": "Is 7 prime? Reply 1 or 0."}])
+    '1'
+
+    Args:
+        base_url: of the API, with its version, such as ``https://host/v1``.
+        model: as the server calls it.
+        api_key_env: the environment variable that holds the key; None sends none.
+        parameters: further fields of each request (``temperature`` is 0 by default).
+        timeout_s: for one request; None waits for ever.
+        max_concurrent: requests in flight.
+        per_minute: requests per minute; None: as many as come.
+        max_calls: requests in all; None: unlimited.
+        max_tokens: tokens of prompts and replies in all; None: unlimited.
+        cache: keep replies in memory (True), also in this file (a path), or not at all (False).
+
+    Raises:
+        ConfigError: httpx is not installed.
+        ValueError: a number is out of range, or the environment variable is not set.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        *,
+        api_key_env: str | None = None,
+        parameters: Mapping[str, Any] | None = None,
+        timeout_s: float | None = 60.0,
+        max_concurrent: int = 16,
+        per_minute: float | None = None,
+        max_calls: int | None = None,
+        max_tokens: int | None = None,
+        cache: bool | str | Path = True,
+    ) -> None:
+        require_library("httpx", "judger 'llm'", extra="http")
+        if max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
+        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._model = model
+        self._headers = _authorization(api_key_env)
+        self._parameters = {"temperature": 0.0, **(parameters or {})}
+        self._timeout_s = timeout_s
+        self._slots = asyncio.Semaphore(max_concurrent)
+        self._pace = Pace(per_minute)
+        self._budget = Budget(max_calls=max_calls, max_tokens=max_tokens)
+        self._cache = ReplyCache(None if isinstance(cache, bool) else Path(cache)) if cache else None
+        self._http: httpx.AsyncClient | None = None
+
+    async def ask(self, messages: Messages) -> str:
+        """The model's reply to `messages`.
+
+        Raises:
+            TransientJudgeError: there was none, but there may be one if it is asked again.
+            JudgeError: there will be none: the request was refused, or the budget is used up.
+        """
+        request = self._request(messages)
+        if self._cache is not None and (reply := self._cache.get(request)) is not None:
+            return reply
+        self._budget.check()
+        await self._pace.turn()
+        async with self._slots:
+            # Again: what was in flight meanwhile was paid from it too.
+            self._budget.check()
+            return await self._post(request)
+
+    def keep(self, messages: Messages, reply: str) -> None:
+        """Give `reply` whenever the same is asked again."""
+        if self._cache is not None:
+            self._cache.put(self._request(messages), reply)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._http is not None:
+            await self._http.aclose()
+            self._http = None
+
+    def _request(self, messages: Messages) -> dict[str, Any]:
+        return {"model": self._model, "messages": list(messages), **self._parameters}
+
+    async def _post(self, request: dict[str, Any]) -> str:
+        import httpx
+
+        if self._http is None:
+            self._http = httpx.AsyncClient(timeout=None, headers=self._headers)
+        self._budget.add_call()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.post(self._url, json=request)
+        except TimeoutError:
+            raise TransientJudgeError(f"{self._url}: no reply within {self._timeout_s} s") from None
+        except httpx.TransportError as error:
+            raise TransientJudgeError(f"{self._url}: {type(error).__name__}: {error}") from error
+        _check_status(response)
+        try:
+            body = response.json()
+            self._budget.add_tokens(int((body.get("usage") or {}).get("total_tokens") or 0))
+            reply = body["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise TransientJudgeError(
+                f"{self._url}: not a chat completion: {response.text[:200]!r}"
+            ) from None
+        if not isinstance(reply, str):
+            raise TransientJudgeError(f"{self._url}: a reply without text")
+        return reply
+
+
+def _authorization(api_key_env: str | None) -> dict[str, str]:
+    if api_key_env is None:
+        return {}
+    key = os.environ.get(api_key_env)
+    if not key:
+        raise ValueError(f"api_key_env: the environment variable {api_key_env} is not set")
+    return {"Authorization": f"Bearer {key}"}
+
+
+def _check_status(response: httpx.Response) -> None:
+    status = response.status_code
+    if status < 400:
+        return
+    message = f"{response.url}: HTTP {status}: {response.text[:200]!r}"
+    # 408: the server's own time-out. 409 and 425 are "again, later" too.
+    if status not in (408, 409, 425, 429) and status < 500:
+        raise JudgeError(message)
+    try:
+        after_s = min(max(float(response.headers["retry-after"]), 0.0), _LONGEST_RETRY_AFTER_S)
+    # None given, or a date.
+    except (KeyError, ValueError):
+        after_s = None
+    raise TransientJudgeError(message, after_s=after_s)
+
+
+class Pace:
+    """Lets work begin at most `per_minute` times a minute, evenly spread, in the order of asking.
+
+    >>> await Pace(60).turn()  # at once; the next one a second later
+    """
+
+    def __init__(self, per_minute: float | None) -> None:
+        if per_minute is not None and not per_minute > 0:
+            raise ValueError(f"per_minute must be positive or None, got {per_minute}")
+        self._interval_s = 0.0 if per_minute is None else 60.0 / per_minute
+        self._next_s = float("-inf")
+
+    async def turn(self) -> None:
+        """Wait for the next turn."""
+        if not self._interval_s:
+            return
+        now_s = asyncio.get_running_loop().time()
+        turn_s = max(now_s, self._next_s)
+        self._next_s = turn_s + self._interval_s
+        await asyncio.sleep(turn_s - now_s)
+
+
+class Budget:
+    """What may be spent in all.
+
+    >>> budget = Budget(max_calls=1)
+    >>> budget.check(), budget.add_call()
+    >>> budget.check()  # JudgeError
+    """
+
+    def __init__(self, *, max_calls: int | None = None, max_tokens: int | None = None) -> None:
+        for name, value in (("max_calls", max_calls), ("max_tokens", max_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1 or None, got {value}")
+        self._limits = {"max_calls": max_calls, "max_tokens": max_tokens}
+        self._spent = {"max_calls": 0, "max_tokens": 0}
+
+    def check(self) -> None:
+        """Raise if nothing is left.
+
+        Raises:
+            JudgeError: the budget is used up.
+        """
+        for name, limit in self._limits.items():
+            if limit is not None and self._spent[name] >= limit:
+                raise JudgeError(f"the budget is used up: {self._spent[name]} of {name} = {limit}; raise it")
+
+    def add_call(self) -> None:
+        """Count one request."""
+        self._spent["max_calls"] += 1
+
+    def add_tokens(self, count: int) -> None:
+        """Count the tokens of one reply and its prompt."""
+        self._spent["max_tokens"] += count
+
+
+class ReplyCache:
+    """Replies by request; the least recently used ones are forgotten, in memory.
+
+    Invariants: the file has one JSON line ``{"request": digest, "reply": text}`` for each reply; half a line,
+    left by a killed process, is skipped. Several processes may append to one file.
+
+    >>> cache = ReplyCache(Path("judge.jsonl"))
+    >>> cache.put({"model": "m", "messages": []}, "7")
+    >>> cache.get({"messages": [], "model": "m"})
+    '7'
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._replies: OrderedDict[str, str] | None = None
+
+    def get(self, request: Mapping[str, Any]) -> str | None:
+        """The reply to `request`, if it is known."""
+        replies, key = self._load(), _digest(request)
+        if key not in replies:
+            return None
+        replies.move_to_end(key)
+        return replies[key]
+
+    def put(self, request: Mapping[str, Any], reply: str) -> None:
+        """Remember `reply`."""
+        key = _digest(request)
+        if self._load().get(key) == reply:
+            return
+        self._remember(key, reply)
+        if self._path is not None:
+            line = json.dumps({"request": key, "reply": reply}) + "\n"
+            with self._path.open("ab") as file:
+                # Ends the half line of a killed process.
+                file.write((b"" if _ends_a_line(self._path) else b"\n") + line.encode())
+
+    def _remember(self, key: str, reply: str) -> None:
+        replies = self._load()
+        replies[key] = reply
+        replies.move_to_end(key)
+        if len(replies) > _NUM_CACHED_REPLIES:
+            replies.popitem(last=False)
+
+    def _load(self) -> OrderedDict[str, str]:
+        if self._replies is None:
+            self._replies = OrderedDict()
+            if self._path is not None and self._path.exists():
+                for line in self._path.read_bytes().splitlines():
+                    try:
+                        entry = json.loads(line)
+                    except ValueError:
+                        continue
+                    self._remember(entry["request"], entry["reply"])
+        return self._replies
+
+
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if file.seek(0, os.SEEK_END) == 0:
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+def _digest(request: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,174 @@
+"""Code execution: the program in the response is run against the tests of its prompt, in a sandbox.
+
+::
+
+    response --extract--> program --+-- {"input", "output"} tests: one run each, outputs compared here
+                                    '-- code tests: one run of program and tests together
+    wrong, crashing, too slow, too big --> the test is failed        sandbox failed --> rollout FAILED
+
+What is expected of an input never enters the sandbox. Code tests (``assert f(2) == 4``) run in the program's
+own process: that they passed is said in words which the program cannot guess and does not get to see by
+ordinary means, so leaving early gains nothing; a program made to search its own process could forge them.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay.judges.base import DEFAULT_TIMEOUT_S, JudgeError, Judger, TransientJudgeError
+from forebay.judges.extraction import compile_pattern, find_answer
+from forebay.sandbox import (
+    CONFINED,
+    Isolation,
+    Limits,
+    Sandbox,
+    SandboxError,
+    SandboxResult,
+    SandboxUnavailableError,
+)
+from forebay.types import RolloutState
+
+_CODE_TESTS = """
+import json, os
+replies, orders, null = os.dup(1), os.dup(0), os.open(os.devnull, os.O_RDWR)
+os.dup2(null, 0)
+os.dup2(null, 1)
+with open("solution.py", encoding="utf-8") as file:
+    source = file.read()
+# Not __main__: what a program does when it is started is not what its functions are tested for.
+scope = {"__name__": "solution"}
+exec(compile(source, "solution.py", "exec"), scope)
+with open(orders, encoding="utf-8") as file:
+    job = json.load(file)
+for number, test in enumerate(job["tests"]):
+    try:
+        exec(compile(test, f"test {number}", "exec"), dict(scope))
+    except BaseException:
+        continue
+    os.write(replies, f"{job['word']} {number}\\n".encode())
+"""
+
+
+class CodeJudger(Judger):
+    """Score 1.0 if the response's Python program passes all tests of its prompt, else 0.0.
+
+    Invariants: the prompt's ``reward_model["tests"]`` is a list, or JSON text of one, of
+    ``{"input": ..., "output": ...}`` (standard input and what must be printed; white space at the ends of
+    lines does not count) and of Python code (``"assert double(2) == 4"``); ``{"inputs": [...],
+    "outputs": [...]}`` is taken too. A program that is wrong, crashes or is too slow fails its tests; only a
+    failure of the sandbox fails the rollout. The verdict also says what share of the tests was ``passed``.
+
+    >>> judger = CodeJudger(partial_credit=True, limits={"wall_s": 2.0})
+    >>> # tests [{"input": "1 2", "output": "3"}, ...], response "```python\\nprint(...)\\n```"
+    >>> # -> {"score": 0.5, "passed": 0.5}
+
+    Args:
+        extract: ``code_block`` or a regular expression with one group, whose last match is the program; where
+            nothing matches, and with None, the whole response is.
+        partial_credit: score the share of passed tests. Without it the first failed test is the last.
+        timeout_s: for all tests of one program; those that it does not get to are failed.
+        limits: of each run, fields of `forebay.sandbox.Limits`.
+        levels: of isolation that may be used, see `forebay.sandbox.Sandbox`.
+        readable: further files and folders that programs may read.
+        max_concurrent: programs that run at once; None: one for each CPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        extract: str | None = "code_block",
+        partial_credit: bool = False,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        limits: Limits | Mapping[str, float] | None = None,
+        levels: Sequence[Isolation | str] = CONFINED,
+        readable: Iterable[str | Path] = (),
+        max_concurrent: int | None = None,
+    ) -> None:
+        # The time for a rollout is what its programs run; a wait for a free slot would count too.
+        super().__init__(timeout_s=None)
+        self._pattern = None if extract is None else compile_pattern(extract)
+        self._partial_credit = partial_credit
+        self._program_s = float("inf") if timeout_s is None else timeout_s
+        self._sandbox = Sandbox(limits, levels=levels, readable=readable, max_concurrent=max_concurrent)
+
+    async def score(self, state: RolloutState) -> dict[str, float]:
+        """1.0 or 0.0, or the share of passed tests."""
+        tests = read_tests(state)
+        found = None if self._pattern is None else find_answer(self._pattern, state.response)
+        program = state.response if found is None else found
+        try:
+            num_passed = await self._count_passed(program, tests)
+        except SandboxUnavailableError as error:
+            raise JudgeError(str(error)) from error
+        except SandboxError as error:
+            raise TransientJudgeError(str(error)) from error
+        passed = num_passed / len(tests)
+        return {"score": passed if self._partial_credit else float(passed == 1), "passed": passed}
+
+    async def _count_passed(self, program: str, tests: Sequence[Any]) -> int:
+        """How many tests the program passes, in their order; the first failure ends it unless it pays on."""
+        codes = [test for test in tests if isinstance(test, str)]
+        num_passed, spent_s = 0, 0.0
+        if codes:
+            num_passed, spent_s = await self._run_code_tests(program, codes)
+            if num_passed < len(codes) and not self._partial_credit:
+                return num_passed
+        for test in tests:
+            if isinstance(test, str):
+                continue
+            if spent_s >= self._program_s:
+                break
+            result = await self._sandbox.run_python(program, stdin=test["input"])
+            spent_s += result.wall_s
+            if _is_right(result, test["output"]):
+                num_passed += 1
+            elif not self._partial_credit:
+                break
+        return num_passed
+
+    async def _run_code_tests(self, program: str, tests: Sequence[str]) -> tuple[int, float]:
+        word = secrets.token_hex(16)
+        result = await self._sandbox.run_python(
+            _CODE_TESTS, stdin=json.dumps({"word": word, "tests": tests}), files={"solution.py": program}
+        )
+        said = set(result.stdout.splitlines())
+        return sum(f"{word} {number}" in said for number in range(len(tests))), result.wall_s
+
+
+def read_tests(state: RolloutState) -> list[str | dict[str, str]]:
+    """The tests of the rollout's prompt: Python code, or ``{"input": ..., "output": ...}``.
+
+    Raises:
+        ValueError: it brought none, or they have another form.
+    """
+    tests = (state.reward_model or {}).get("tests")
+    if isinstance(tests, str):
+        tests = json.loads(tests)
+    if isinstance(tests, Mapping):
+        inputs, outputs = tests.get("inputs") or (), tests.get("outputs") or ()
+        tests = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    if not tests:
+        raise ValueError(
+            "the prompt has no reward_model['tests']; give a list of {'input': ..., 'output': ...} or of code"
+        )
+    return [_read_test(test) for test in tests]
+
+
+def _read_test(test: Any) -> str | dict[str, str]:
+    if isinstance(test, str):
+        return test
+    if isinstance(test, Mapping) and "output" in test:
+        return {"input": str(test.get("input", "")), "output": str(test["output"])}
+    raise ValueError(f"a test is Python code or {{'input': ..., 'output': ...}}; got {test!r}")
+
+
+def _is_right(result: SandboxResult, expected: str) -> bool:
+    return result.ok and not result.truncated and _lines(result.stdout) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

@@ -1,0 +1,68 @@
+"""What happens to groups on their way into a buffer: labelled, aged, and expired if they are too old.
+
+::
+
+    put, here or in a client: label_group --> arrived_row (where the store is) --> policy --> store
+
+Labelling is done where the rollouts were made; ageing where the train step is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forebay.replay.groups import StoredGroup
+from forebay.replay.storage import StorageItem
+from forebay.types import (
+    RolloutState,
+    fill_token_fields,
+    get_group_status,
+    maybe_expire_group,
+    update_sample_version,
+)
+
+
+def check_threshold(task_name: str, threshold: int | None) -> None:
+    """ValueError if the stale threshold is not positive; None stands for no threshold."""
+    if threshold is not None and threshold <= 0:
+        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
+
+
+def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequence[RolloutState]:
+    """The group, its tokens labelled and its token fields filled.
+
+    Raises:
+        ValueError: token fields of a rollout have different lengths.
+    """
+    for state in group:
+        if model_step is not None:
+            update_sample_version(state, model_step)
+        fill_token_fields(state)
+    return group
+
+
+def arrived_row(
+    items: Sequence[RolloutState],
+    task_name: str,
+    seen_step: int | None,
+    current_train_step: int | None,
+    stale_threshold: int | None,
+) -> StorageItem:
+    """The row of a group that arrives when `seen_step` is the train step last seen for its task.
+
+    At or over the threshold the group is expired, its responses wiped.
+    """
+    group = StoredGroup(items)
+    if seen_step is not None:
+        group.refresh(seen_step, reset_unlabelled=current_train_step is not None)
+    if stale_threshold is not None and maybe_expire_group(group, stale_threshold):
+        group = StoredGroup(group)
+    return StorageItem(
+        group,
+        uid=-1,
+        timestamp_id=-1,
+        task_name=task_name,
+        status=get_group_status(group),
+        staleness=max(state.seq_staleness for state in group),
+        oldest_model_step=group.oldest_step,
+    )

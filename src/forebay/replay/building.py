@@ -1,0 +1,49 @@
+"""The two usual buffers as settings of a run file: in order of arrival, or most stale first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import Field
+
+from forebay.config import StrictModel
+from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.indexed import IndexedStorage
+from forebay.replay.policies import FIFOReplayPolicy, StalenessReplayPolicy
+
+
+class SyncReplayBufferConfig(StrictModel):
+    """A buffer in memory that hands groups out in order of arrival.
+
+    >>> buffer = SyncReplayBufferConfig(limit=10_000).build()
+    """
+
+    limit: int | None = Field(default=None, ge=1)
+    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
+    keep_consumed: bool = False
+    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+
+    def build(self) -> ReplayBuffer:
+        """The buffer."""
+        return ReplayBuffer(
+            FIFOReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncReplayBufferConfig:
+    """A buffer in memory that hands out the most stale groups first; an asynchronous run's ``[replay]``.
+
+    >>> buffer = AsyncReplayBufferConfig().build()
+    """
+
+    limit: int | None = None
+    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
+    keep_consumed: bool = False
+    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+
+    def build(self) -> ReplayBuffer:
+        """The buffer."""
+        return ReplayBuffer(
+            StalenessReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
+        )

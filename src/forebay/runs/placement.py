@@ -1,0 +1,127 @@
+"""What a run needs of a cluster: the same parts, in other processes.
+
+::
+
+    run file [cluster] --open_cluster--> Cluster --start(model folder)--> processes
+                                            | controller, agent_loop, trainer, buffer: the run's parts
+    PartLost: a part ended that only a checkpoint brings back --> the run goes on from its last one
+
+This row knows no cluster: `forebay.cluster` has the implementation, which a run file names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from forebay.activity import Activities
+from forebay.config import check_arguments, look_up
+from forebay.engines import RolloutController
+from forebay.produce.context import GroupGenerator
+from forebay.replay import ReplayBuffer
+from forebay.runs.config import CLUSTERS, RunConfig
+from forebay.types import RolloutState
+
+
+class PartLost(RuntimeError):
+    """The trainer, or another part whose state cannot be made anew, has ended; the message says why."""
+
+
+class Fitted(Protocol):
+    """What a train step gives back."""
+
+    metrics: dict[str, float]
+
+
+class Trainer(Protocol):
+    """What the verbs of a run need of a trainer; `forebay.train.TrainController` has it.
+
+    All but `sync_weights` block: they are called in the run's compute thread.
+    """
+
+    @property
+    def model_step(self) -> int:
+        """The step of the weights: completed train steps."""
+        ...
+
+    def fit(
+        self,
+        groups: Iterable[Sequence[RolloutState]],
+        *,
+        stale_thresholds: int | Mapping[str, int] | None = None,
+    ) -> Fitted:
+        """One train step."""
+        ...
+
+    async def sync_weights(self, rollout_controller: Any) -> None:
+        """Give the current weights to what generates."""
+        ...
+
+    def save(self, path: Path | str) -> None:
+        """Write a checkpoint folder."""
+        ...
+
+    def resume(self, path: Path | str) -> None:
+        """Go on from what `save` wrote."""
+        ...
+
+
+class Cluster(Protocol):
+    """Where the parts of a run are that are not in this process.
+
+    A cluster outlives the run that uses it: after a `PartLost`, `start` makes anew what has ended, and a run
+    built on it again goes on from a checkpoint.
+    """
+
+    max_restarts: int
+    """How often a run may lose a part without finishing a train step in between."""
+    on_retry: Callable[[str | None, str | int | None, str], None]
+    """Told that a group is generated again: its task, its id, why."""
+
+    def start(self, model_folder: Path, *, trains: bool) -> None:
+        """Have every part running that is not; blocks. Without `trains` no trainer.
+
+        Raises:
+            ConfigError: there is no room for the parts, or one of them cannot be built.
+        """
+        ...
+
+    def controller(self) -> RolloutController:
+        """What pauses and continues the engines and gives them weights."""
+        ...
+
+    def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:
+        """What generates and judges the groups of a task: for training, or `held_out` ones."""
+        ...
+
+    def trainer(self) -> Trainer:
+        """The trainer, as its constructor made it."""
+        ...
+
+    def buffer(self, build: Callable[[], ReplayBuffer]) -> ReplayBuffer:
+        """An empty buffer; `build` makes the one of a run in one process."""
+        ...
+
+    def counts(self) -> dict[str, float]:
+        """For a run's metrics: what was lost and made anew so far."""
+        ...
+
+    async def close(self) -> None:
+        """End every part, and what else was started for them."""
+        ...
+
+
+def open_cluster(config: RunConfig) -> Cluster | None:
+    """The cluster that the run file asks for, nothing started yet; None: everything is in this process.
+
+    Raises:
+        ConfigError: it is unknown, a library is missing, or an argument does not fit.
+    """
+    if config.cluster is None:
+        return None
+    kind, arguments = config.cluster.name, config.cluster.arguments
+    factory = look_up("cluster", CLUSTERS.get(kind, kind), {})
+    check_arguments("cluster", kind, factory, arguments, "config")
+    cluster: Cluster = factory(config, **arguments)
+    return cluster

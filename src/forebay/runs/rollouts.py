@@ -1,0 +1,276 @@
+"""The half of a run that makes rollouts, from a run file: engines, tasks, buffer, manager, held-out prompts.
+
+::
+
+    data --> prompts --> sampler --+
+    judge, agent ------------------+--> agent loop <--- controller <--- engines
+                                   +--> task runner --> manager (replay buffer)
+
+With a cluster, the agent loops and engines are there, and what stands here talks to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forebay.activity import Activities
+from forebay.config import ConfigError, look_up
+from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
+from forebay.models import load_tokenizer
+from forebay.produce import (
+    STALENESS_RULES,
+    AgentLoopManager,
+    AsyncProduceStrategyConfig,
+    ProduceStrategy,
+    Prompt,
+    Sampler,
+    SyncProduceStrategyConfig,
+    TaskRunner,
+)
+from forebay.produce.context import GroupGenerator
+from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts
+from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer
+from forebay.runs.config import FILTERS, RunConfig, TaskConfig
+from forebay.runs.placement import Cluster
+from forebay.runs.record.observers import RecordedReplayBuffer
+from forebay.runs.task_loops import build_task_loop
+from forebay.stalls import StallWatch
+from forebay.types import RolloutState
+
+WARN_AFTER_S = 60.0
+"""Seconds without progress after which a run says what it waits for: longer than a usual generation."""
+EVAL_SEED = -1
+"""Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
+
+
+class TaskData(NamedTuple):
+    """The prompts of one task."""
+
+    training: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """Empty for a task that is not evaluated."""
+
+
+@dataclass(kw_only=True)
+class EvalSet:
+    """The held-out prompts of one task and who answers them."""
+
+    task_name: str
+    prompts: Sequence[Prompt]
+    agent_loop: GroupGenerator
+    rollouts_per_prompt: int
+    replay_buffer: ReplayBuffer
+
+    async def groups(self) -> list[list[RolloutState]]:
+        """A fresh group per prompt; ids, and so the sampling noise, are the same every time."""
+        sampler = Sampler(
+            self.prompts,
+            self.replay_buffer,
+            task_name=self.task_name,
+            prompt_repeat_k=self.rollouts_per_prompt,
+            seed=EVAL_SEED,
+            shuffle=False,
+        )
+        return [await sampler.sample(self.task_name) for _ in self.prompts]
+
+
+@dataclass(kw_only=True)
+class Rollouts:
+    """Everything that makes and judges rollouts, without a trainer."""
+
+    tokenizer: Any
+    controller: RolloutController
+    eval_sets: list[EvalSet]
+    manager: AgentLoopManager
+    activities: Activities
+
+
+def load_data(config: RunConfig) -> list[TaskData]:
+    """The prompts of every task; those held out are not among those to train on.
+
+    Raises:
+        ConfigError: a data source does not fit.
+    """
+    data = []
+    for task in config.tasks:
+        held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
+        training = load_prompts(task.data)
+        data.append(TaskData(hold_out(training, held_out) if held_out else training, held_out))
+    return data
+
+
+def build_run_engines(
+    config: RunConfig, model_folder: Path, tokenizer: Any, *, scratch: Path | None = None
+) -> list[Engine]:
+    """The engines of ``[engine]``, for the model in `model_folder`; `scratch` is for their own files.
+
+    Raises:
+        ConfigError: the model or an argument does not fit.
+    """
+    model = config.model
+    surroundings = EngineSurroundings(
+        model_folder=model_folder,
+        model=model,
+        tokenizer=tokenizer,
+        scratch=scratch or config.folder / "engines",
+    )
+    try:
+        return build_engines(config.engine, surroundings)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{model.source!r} cannot be run with model.max_context = {model.max_context}: {error}"
+        ) from error
+
+
+def build_rollouts(
+    config: RunConfig,
+    model_folder: Path,
+    data: Sequence[TaskData],
+    *,
+    trains: bool = True,
+    cluster: Cluster | None = None,
+) -> Rollouts:
+    """The half of a run that makes rollouts: engine, tasks, buffer, manager, held-out prompts.
+
+    Without `trains` the lengths of the prompts to train on do not matter. A `cluster` was started before.
+
+    Raises:
+        ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
+    """
+    tokenizer, activities = load_tokenizer(model_folder), Activities()
+    if cluster is not None:
+        controller, buffer = cluster.controller(), cluster.buffer(partial(build_buffer, config))
+    else:
+        engines = build_run_engines(config, model_folder, tokenizer)
+        controller, buffer = RolloutController(engines, seed=config.seed), build_buffer(config)
+
+    def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
+        if cluster is not None:
+            return cluster.agent_loop(task.name, held_out=held_out, activities=activities)
+        return build_task_loop(
+            config,
+            task,
+            held_out=held_out,
+            controller=controller,
+            tokenizer=tokenizer,
+            activities=activities,
+        )
+
+    context = min(engine.max_context_tokens for engine in controller.engines)
+    eval_sets: list[EvalSet] = []
+    runners = []
+    for task, part in zip(config.tasks, data, strict=True):
+        prompts = _checked(config, task, part.training, tokenizer, context) if trains else part.training
+        if part.held_out:
+            held_out = _checked(config, task, part.held_out, tokenizer, context)
+            eval_sets.append(
+                EvalSet(
+                    task_name=task.name,
+                    prompts=held_out,
+                    agent_loop=agent_loop(task, held_out=True),
+                    rollouts_per_prompt=config.evaluate.rollouts_per_prompt,
+                    replay_buffer=buffer,
+                )
+            )
+        runners.append(
+            TaskRunner(
+                task_name=task.name,
+                agent_loop=agent_loop(task),
+                produce_strategy=build_strategy(config, task, controller),
+                sampler=Sampler(
+                    prompts,
+                    buffer,
+                    task_name=task.name,
+                    prompt_repeat_k=config.rollouts_per_prompt,
+                    seed=config.seed,
+                    sample_params=task.sample,
+                ),
+                weight=task.weight,
+            )
+        )
+    manager = AgentLoopManager(
+        task_runners=runners,
+        replay_buffer=buffer,
+        rollout_controller=controller,
+        stall_watch=_watch(config, activities, controller),
+        activities=activities,
+    )
+    return Rollouts(
+        tokenizer=tokenizer,
+        controller=controller,
+        eval_sets=eval_sets,
+        manager=manager,
+        activities=activities,
+    )
+
+
+def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:
+    return StallWatch(
+        activities,
+        warn_after_s=warn_after_s(config),
+        fail_after_s=config.produce.stall_after_s,
+        describe=controller.describe,
+        progress=controller.count_tokens_made,
+    )
+
+
+def warn_after_s(config: RunConfig) -> float:
+    """Seconds without progress after which a run with this config says so."""
+    return min(WARN_AFTER_S, config.produce.stall_after_s / 2)
+
+
+def _checked(
+    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
+) -> Sequence[Prompt]:
+    budget, room = config.train.token_budget, task.sample.max_tokens
+    if context <= room:
+        raise ConfigError(
+            f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
+            f"{context}; lower it, or raise model.max_context"
+        )
+    try:
+        prompts = check_prompt_lengths(prompts, tokenizer, context - room, task.overlong_prompts)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
+    if budget < context:
+        # Rendering all prompts again is the price of finding out before the first rollout.
+        try:
+            check_prompt_lengths(prompts, tokenizer, budget - room)
+        except ConfigError as error:
+            raise ConfigError(
+                f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "
+                f"sample.max_tokens = {room} may have; raise it ({error})"
+            ) from None
+    return prompts
+
+
+def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
+    """What produces `task`, as the run file says."""
+    produce = config.produce
+    accept = look_up("filter", produce.filter, FILTERS)
+    if not produce.is_async:
+        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build()
+    own, rule = task.max_staleness, look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
+    return AsyncProduceStrategyConfig(
+        is_valid_sample_fn=accept,
+        over_sample_threshold=produce.over_sample_threshold,
+        enable_partial_rollout=produce.enable_partial_rollout,
+        max_staleness=produce.max_staleness if own is None else own,
+        tail_batch_trigger_size=produce.tail_batch_trigger_size,
+        tail_batch_max_tries=produce.tail_batch_max_tries,
+        max_retries=produce.max_retries,
+        staleness_rule=rule() if isinstance(rule, type) else rule,
+    ).build(sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller)
+
+
+def build_buffer(config: RunConfig) -> ReplayBuffer:
+    """In order of arrival where nothing can be stale, else the most stale first."""
+    settings = (
+        AsyncReplayBufferConfig(**config.replay.model_dump()) if config.produce.is_async else config.replay
+    )
+    buffer = settings.build()
+    return RecordedReplayBuffer.like(buffer) if config.record else buffer

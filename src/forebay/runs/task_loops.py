@@ -1,0 +1,49 @@
+"""The agent loop of a task as its run file says, for whatever process it is to live in.
+
+::
+
+    [[tasks]] agent, judge, sample --> build_task_loop(controller, tokenizer) --> AgentLoop
+                                       held_out: rewards not shuffled, evaluation's temperature
+
+It loads no torch: a process that only talks to engines needs none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from forebay.activity import Activities
+from forebay.agents import AgentLoop, build_agent_loop
+from forebay.agents.base import Generator
+from forebay.judges import build_judger
+from forebay.runs.config import RunConfig, TaskConfig
+
+
+def build_task_loop(
+    config: RunConfig,
+    task: TaskConfig,
+    *,
+    held_out: bool,
+    controller: Generator,
+    tokenizer: Any,
+    activities: Activities,
+) -> AgentLoop:
+    """What generates and judges the groups of `task`: those to train on, or the `held_out` ones.
+
+    Raises:
+        ConfigError: the agent or the judger is unknown, or an argument does not fit.
+    """
+    judge, sample_params = task.judge, task.sample
+    if held_out:
+        # A control run shuffles the rewards it trains on; what it has learned is still measured honestly.
+        judge = judge.model_copy(update={"shuffle_seed": None}) if judge else None
+        sample_params = replace(sample_params, temperature=config.evaluate.temperature)
+    return build_agent_loop(
+        task.agent,
+        rollout_controller=controller,
+        judger=build_judger(judge),
+        tokenizer=tokenizer,
+        sample_params=sample_params,
+        activities=activities,
+    )

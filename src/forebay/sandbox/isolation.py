@@ -1,0 +1,199 @@
+"""The levels of isolation, strongest first, and the command line that starts a program in each.
+
+::
+
+    BUBBLEWRAP  setpriv -> bwrap: user, process, network, mount ... namespaces -> prlimit -> sh -> program
+    LANDLOCK    launcher: limits, no capabilities, Landlock, seccomp                            -> program
+    LIMITS      launcher: limits                                                                -> program
+
+Each in a chain becomes the next program (only ``bwrap`` stays, to wait). What comes right before the last one
+writes `STARTED` to the chain's standard error, and then gives the program one of its own: whether the sandbox
+stood is said where the program cannot write. This module builds command lines, `forebay.sandbox.runner` runs
+them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from forebay.sandbox import launcher
+
+STARTED = launcher.STARTED
+BOX = "/box"
+"""The program's folder under `Isolation.BUBBLEWRAP`."""
+
+# Root's programs run as users that nobody else is (systemd's ranges end below): the kernel does not count the
+# processes of root, and counts those of any other user together.
+_FIRST_FREE_UID, _NUM_FREE_UIDS = 0x70000000, 1 << 24
+# `ulimit -n`: besides files it bounds what may be kept in memory files, each of them Limits.file_bytes.
+_MAX_OPEN_FILES = 64
+_SYSTEM_PATHS = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    # What the loader, Debian's alternatives and the clock need of /etc; the rest of it stays hidden.
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
+)
+# The shell knows descriptors of one digit only; the program's standard error may have a higher one.
+_MARK_AND_RUN = 'printf %s "$0" >&2; err=/proc/self/fd/$1; shift; exec "$@" 2>>"$err"'
+
+
+class Isolation(StrEnum):
+    """How a program is held, strongest first. All but LIMITS cut the network.
+
+    ``BUBBLEWRAP``: namespaces of its own; it sees the interpreter, the system's programs and an empty folder
+    in memory. ``LANDLOCK``: kernel rules on files and system calls; one process that cannot start others.
+    ``LIMITS``: time, memory and file size only; not a sandbox.
+    """
+
+    BUBBLEWRAP = "bubblewrap"
+    LANDLOCK = "landlock"
+    LIMITS = "limits"
+
+
+CONFINED = (Isolation.BUBBLEWRAP, Isolation.LANDLOCK)
+"""The levels that are sandboxes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one program may use.
+
+    >>> Limits(wall_s=5.0, memory_bytes=256 << 20)
+
+    Raises:
+        ValueError: a limit is not positive.
+    """
+
+    wall_s: float = 10.0
+    """Seconds on the event loop's clock, from the start of the sandbox on."""
+    cpu_s: int = 10
+    """Seconds of CPU time of each process."""
+    memory_bytes: int = 1 << 30
+    """Address space of each process. numpy alone takes some hundred MiB."""
+    output_bytes: int = 1 << 20
+    """What is kept of each of the two outputs."""
+    file_bytes: int = 16 << 20
+    """The largest file, outputs included; under bubblewrap four times this is all that the folder holds."""
+    processes: int = 32
+    """Processes and threads at a time; under Landlock a program is one process whatever this says."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"limits: {name} must be positive, got {value!r}")
+
+
+def readable_paths(python: str, further: Iterable[str | Path]) -> list[str]:
+    """The existing files and folders that a program may read: the system's, the interpreter's, `further`."""
+    # The interpreter's own installation besides its virtual environment, at the places it looks for them.
+    interpreter = (sys.prefix, sys.base_prefix, os.path.dirname(os.path.realpath(python)))
+    paths = [*_SYSTEM_PATHS, *interpreter, *(str(Path(path).absolute()) for path in further)]
+    return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
+
+
+def missing_programs(level: Isolation) -> list[str]:
+    """The programs that `level` is made of and that are not installed."""
+    needed = ("bwrap", "setpriv", "prlimit", "sh") if level is Isolation.BUBBLEWRAP else ()
+    return [name for name in needed if shutil.which(name) is None]
+
+
+def bubblewrap_command(
+    program: Sequence[str], limits: Limits, readable: Sequence[str], files: Mapping[str, int], stderr: int
+) -> list[str]:
+    """The command that runs `program` under bubblewrap.
+
+    `files` are open descriptors by name in `BOX`; `stderr` is the program's.
+    """
+    mounts: list[str] = []
+    for folder in _parents(readable):
+        mounts += ["--perms", "0755", "--dir", folder]
+    for path in readable:
+        link = ["--symlink", os.readlink(path)] if os.path.islink(path) else ["--ro-bind", path]
+        mounts += [*link, path]
+    for name, descriptor in files.items():
+        mounts += ["--perms", "0644", "--file", str(descriptor), f"{BOX}/{name}"]
+    privileges, become = (
+        _change_of_user() if os.geteuid() == 0 else (["--unshare-user", "--disable-userns"], [])
+    )
+    return [
+        # The signal comes when whoever started the sandbox ends, even by SIGKILL.
+        *_found("setpriv", "--pdeathsig", "KILL", "--"),
+        *_found("bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+        *("--unshare-cgroup-try", "--die-with-parent", *privileges),
+        # bwrap's own folders are in memory too, and would be as large as half of it.
+        *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
+        *("--perms", "1777", "--size", str(4 * limits.file_bytes), "--tmpfs", BOX, *mounts),
+        *("--remount-ro", "/", "--chdir", BOX, "--", *become),
+        *_found("prlimit", *_prlimit_options(limits), "--"),
+        *_found("sh", "-c", _MARK_AND_RUN, STARTED, str(stderr)),
+        *program,
+    ]
+
+
+def _parents(paths: Iterable[str]) -> list[str]:
+    """The folders that `paths` are in, outer ones first. Those that bwrap makes unasked are root's alone."""
+    folders = {str(parent) for path in paths for parent in Path(path).parents}
+    return sorted(folders - {"/"})
+
+
+def _change_of_user() -> tuple[list[str], list[str]]:
+    """bwrap's options and the command that let root's program run as a user without any right.
+
+    In the sandbox, and not before it: the interpreter may be in a folder that only root may enter.
+    """
+    uid = str(_FIRST_FREE_UID + secrets.randbelow(_NUM_FREE_UIDS))
+    options = [word for name in ("SETUID", "SETGID", "SETPCAP") for word in ("--cap-add", f"CAP_{name}")]
+    drop = ["--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs"]
+    return options, _found("setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", *drop, "--")
+
+
+def launcher_command(
+    program: Sequence[str],
+    limits: Limits,
+    readable: Sequence[str] | None,
+    folder: str,
+    stderr: int,
+) -> list[str]:
+    """The command that runs `program` in `folder` behind the launcher.
+
+    `readable` None: with limits only. `stderr` is the program's, an open descriptor.
+    """
+    orders = {
+        "limits": {name.upper(): value for name, value in _resource_limits(limits).items()},
+        "processes": limits.processes if readable is None else None,
+        "readable": readable,
+        "folder": folder,
+        "stderr": stderr,
+    }
+    return [sys.executable, "-I", "-S", "-B", launcher.__file__, json.dumps(orders), *program]
+
+
+def _found(name: str, *arguments: str) -> list[str]:
+    path = shutil.which(name)
+    assert path is not None, name
+    return [path, *arguments]
+
+
+def _prlimit_options(limits: Limits) -> list[str]:
+    # Counted in the namespace: bwrap's own process is one of them.
+    values = {**_resource_limits(limits), "nproc": (limits.processes + 1, limits.processes + 1)}
+    return [f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items()]
+
+
+def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
+    """Soft and hard limits by the names of `prlimit` and, in capitals, of the kernel."""
+    return {
+        "as": (limits.memory_bytes, limits.memory_bytes),
+        # The soft limit's signal says why the program ended; the hard one cannot be caught.
+        "cpu": (limits.cpu_s, limits.cpu_s + 1),
+        "fsize": (limits.file_bytes, limits.file_bytes),
+        "nofile": (_MAX_OPEN_FILES, _MAX_OPEN_FILES),
+        "core": (0, 0),
+    }

@@ -1,0 +1,213 @@
+"""The child's side of the sandbox where there is no bubblewrap: confines itself, then becomes the program.
+
+::
+
+    launcher.py ORDERS PROGRAM... -> end with the parent -> limits -> drop capabilities -> Landlock (files)
+                                  -> seccomp (system calls) -> STARTED on standard error -> exec PROGRAM,
+                                  whose standard error is another one
+
+Run as a script by an interpreter without packages, so it imports the standard library only. What holds:
+
+* Files: the `readable` ones can be read, those in `folder` changed, nothing else opened (Landlock). Owners,
+  modes, times and attributes cannot be changed (seccomp; Landlock does not cover them).
+* Network: no socket can be made but a pair within the process.
+* Processes: none can be started (threads can), no signal reaches another process, none can be traced.
+
+What does not: the folder is on a real disk, and holds as many files as fit in the time. The kernel's attack
+surface is larger than with namespaces and bubblewrap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+STARTED = "\x01started\x01"
+
+# include/uapi/linux: prctl.h, landlock.h, sched.h; include/uapi/asm-generic/unistd.h (the same everywhere)
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 1, 24, 28, 38
+_SECBIT_NOROOT_AND_LOCKED = 0b11
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
+_CLONE_THREAD = 0x10000
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+
+# libseccomp's seccomp.h
+_ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
+_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+
+_DENIED = (
+    # Network, also by the back door.
+    *("socket", "io_uring_setup", "io_uring_enter", "io_uring_register"),
+    # Processes, this one's and others'.
+    *("fork", "vfork", "unshare", "setns", "tkill", "pidfd_open", "pidfd_send_signal", "pidfd_getfd"),
+    *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "personality"),
+    *("setpriority", "ioprio_set", "sched_setattr", "sched_setaffinity", "migrate_pages", "move_pages"),
+    # Owners, modes, times and attributes of files; cutting one by its name.
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "fchownat", "lchown", "truncate"),
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr"),
+    *("removexattrat", "file_setattr", "utime", "utimes", "futimesat", "utimensat"),
+    # Memory that is in nobody's account, and what would outlive the process.
+    *("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open"),
+    *("add_key", "request_key", "keyctl"),
+    # The rest is for administrators, or a large part of the kernel that programs do without.
+    *("mount", "umount", "umount2", "mount_setattr", "move_mount", "open_tree", "open_tree_attr", "fsopen"),
+    *(
+        "fsmount",
+        "fsconfig",
+        "fspick",
+        "chroot",
+        "pivot_root",
+        "quotactl",
+        "quotactl_fd",
+        "swapon",
+        "swapoff",
+    ),
+    *("open_by_handle_at", "name_to_handle_at", "fanotify_init", "bpf", "perf_event_open", "userfaultfd"),
+    *("acct", "reboot", "syslog", "kexec_load", "kexec_file_load", "sethostname", "setdomainname"),
+    *("init_module", "finit_module", "delete_module", "settimeofday", "clock_settime", "adjtimex"),
+    *("ioperm", "iopl", "modify_ldt"),
+)
+"""System calls that fail with EPERM. All others are allowed: what a program may do with them is bounded by
+Landlock and the limits."""
+
+
+class _Comparison(ctypes.Structure):
+    """``struct scmp_arg_cmp``."""
+
+    _fields_ = (
+        ("argument", ctypes.c_uint),
+        ("operator", ctypes.c_int),
+        ("first", ctypes.c_uint64),
+        ("second", ctypes.c_uint64),
+    )
+
+
+def main(orders: dict[str, Any], program: Sequence[str]) -> None:
+    """Confine this process as `orders` say and become `program`; returns only by an exception."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.chdir(orders["folder"])
+    if orders["processes"] is not None:
+        tasks = _count_tasks(os.getuid()) + orders["processes"]
+        orders["limits"]["NPROC"] = (tasks, tasks)
+    rules = None if orders["readable"] is None else _landlock_rules(libc, orders)
+    seccomp = None if rules is None else ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    for name, values in orders["limits"].items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), tuple(values))
+    if rules is not None and seccomp is not None:
+        _drop_capabilities(libc)
+        _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
+        _check(libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
+        _filter_system_calls(seccomp)
+    os.write(2, STARTED.encode())
+    os.dup2(orders["stderr"], 2)
+    try:
+        os.execvp(program[0], list(program))
+    except OSError as error:
+        # What a shell says and returns.
+        os.write(2, f"{program[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno() or -result
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def _prctl(libc: ctypes.CDLL, option: int, value: int) -> None:
+    _check(libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0), f"prctl({option})")
+
+
+def _count_tasks(uid: int) -> int:
+    """Processes and threads of `uid`: its limit counts those that run elsewhere too."""
+    count = 0
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == uid:
+                count += len(os.listdir(f"/proc/{name}/task"))
+        except OSError:
+            continue  # ended meanwhile
+    return count
+
+
+def _drop_capabilities(libc: ctypes.CDLL) -> None:
+    """Let the program have no capability, whoever runs it."""
+    if os.geteuid() != 0:
+        return
+    _prctl(libc, _PR_SET_SECUREBITS, _SECBIT_NOROOT_AND_LOCKED)
+    for capability in range(64):
+        try:
+            _prctl(libc, _PR_CAPBSET_DROP, capability)
+        except OSError as error:
+            if error.errno == errno.EINVAL:
+                return  # behind the last one that this kernel knows
+            raise
+
+
+def _landlock_rules(libc: ctypes.CDLL, orders: dict[str, Any]) -> int:
+    """A ruleset that allows to read `readable` and to change what is in `folder`; its descriptor."""
+    abi = _check(libc.syscall(_CREATE_RULESET, None, 0, 1), "landlock_create_ruleset")
+    handled = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
+    # TCP from the fourth, abstract sockets and signals from the sixth on; seccomp holds them before that.
+    network, scoped = (3 if abi >= 4 else 0), (3 if abi >= 6 else 0)
+    attributes = struct.pack("=QQQ", handled, network, scoped)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = _check(
+        libc.syscall(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0),
+        "landlock_create_ruleset",
+    )
+    _allow(libc, rules, orders["readable"], _EXECUTE | _READ_FILE | _READ_DIR)
+    _allow(libc, rules, _DEVICES, _READ_FILE | _WRITE_FILE)
+    _allow(libc, rules, [orders["folder"]], handled)
+    return rules
+
+
+def _allow(libc: ctypes.CDLL, rules: int, paths: Iterable[str], access: int) -> None:
+    for path in paths:
+        # Through the descriptor: of a link, what it points to.
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        own = access if os.path.isdir(path) else access & ~_READ_DIR
+        rule = struct.pack("=Qi", own, descriptor)
+        _check(libc.syscall(_ADD_RULE, rules, 1, rule, 0), f"landlock_add_rule({path})")
+        os.close(descriptor)
+
+
+def _filter_system_calls(seccomp: ctypes.CDLL) -> None:
+    seccomp.seccomp_init.restype = ctypes.c_void_p
+    context = ctypes.c_void_p(seccomp.seccomp_init(_ALLOW))
+    refuse = _ERRNO | errno.EPERM
+
+    def rule(name: str, action: int = refuse, *comparisons: _Comparison) -> None:
+        number = seccomp.seccomp_syscall_resolve_name(name.encode())
+        if number == -1:
+            return  # newer than this libseccomp
+        array = (_Comparison * max(len(comparisons), 1))(*comparisons)
+        code = seccomp.seccomp_rule_add_array(context, action, number, len(comparisons), array)
+        _check(code, f"seccomp rule {name}")
+
+    for name in _DENIED:
+        rule(name)
+    # Threads, not processes. The flags of clone3 are in memory, where no filter looks; without it the C
+    # library falls back to clone.
+    rule("clone3", _ERRNO | errno.ENOSYS)
+    rule("clone", refuse, _Comparison(0, _MASKED_EQUAL, _CLONE_THREAD, 0))
+    for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
+        rule(name, refuse, _Comparison(0, _NOT_EQUAL, os.getpid(), 0))
+    rule("prlimit64", refuse, _Comparison(0, _NOT_EQUAL, 0, 0))
+    rule("prctl", refuse, _Comparison(0, _MASKED_EQUAL, 0xFFFFFFFF, _PR_SET_PDEATHSIG))
+    _check(seccomp.seccomp_load(context), "seccomp_load")
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,279 @@
+"""Runs programs in the strongest isolation that the machine offers, and ends everything they started.
+
+It is not a virtual machine: the kernel is shared, and who finds a hole in it gets out.
+
+::
+
+    run(command) -> first run: which of the `levels` works here? none -> SandboxUnavailableError
+        |
+        v waits for one of max_concurrent slots
+    start -> the process ends            --> kill what it left behind --> outputs, cut to their limit
+               | wall_s over, cancelled                ^
+               v                                       |
+             kill the process tree --------------------+
+
+Inputs and outputs are files in memory, so that nothing has to be read while the program runs and nothing
+waits for a pipe that a child holds open. The wait is for the process's descriptor (woken by the kernel).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.sandbox.isolation import (
+    BOX,
+    CONFINED,
+    STARTED,
+    Isolation,
+    Limits,
+    bubblewrap_command,
+    launcher_command,
+    missing_programs,
+    readable_paths,
+)
+from forebay.sandbox.processes import Text, in_memory, temporary_folder, until_end
+
+logger = logging.getLogger(__name__)
+
+_REASONS = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file_size"}
+
+
+class SandboxError(RuntimeError):
+    """The sandbox itself failed; nothing is known about the program."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """This machine offers no level of isolation that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxResult:
+    """How a program ended and what it wrote."""
+
+    stdout: str
+    """At most ``output_bytes`` of it, as UTF-8, what is not UTF-8 replaced."""
+    stderr: str
+    returncode: int
+    """128 + n for a program that signal n ended."""
+    reason: str
+    """``exit``, ``time`` (wall_s), ``cpu``, ``file_size`` or ``signal``."""
+    truncated: bool
+    """Whether it wrote more than is kept."""
+    wall_s: float
+    isolation: Isolation
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether time, of either kind, ended it."""
+        return self.reason in ("time", "cpu")
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself, with code 0."""
+        return self.reason == "exit" and self.returncode == 0
+
+
+class Sandbox:
+    """Runs programs that nobody has read.
+
+    Invariants: a program starts in an empty folder of its own, without the caller's environment; at most
+    `max_concurrent` run at once; when `run` returns or is cancelled, the program and all that it started
+    have been killed (under ``LIMITS``, all that did not leave its process group). The clock starts when a
+    program gets its slot.
+
+    >>> sandbox = Sandbox(Limits(wall_s=2.0))
+    >>> result = await sandbox.run_python("print(sum(map(int, input().split())))", stdin="1 2")
+    >>> result.stdout, result.ok
+    ('3\\n', True)
+
+    Args:
+        limits: for each program; a mapping of its fields is taken too.
+        levels: what may be used, in this order of preference. ``limits`` among them lets programs use the
+            network, and read and change whatever this process may: only for programs that you trust.
+        python: the interpreter of `run_python`; the installed packages of the running one by default.
+        readable: further files and folders that programs may read.
+        max_concurrent: None: one for each CPU.
+
+    Raises:
+        ValueError: a limit or level that does not exist, or a limit that is not positive.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | Mapping[str, float] | None = None,
+        *,
+        levels: Sequence[Isolation | str] = CONFINED,
+        python: str = sys.executable,
+        readable: Iterable[str | Path] = (),
+        max_concurrent: int | None = None,
+    ) -> None:
+        self.limits = _as_limits(limits)
+        self.levels = _as_levels(levels)
+        if max_concurrent is not None and max_concurrent < 1:
+            raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
+        self.python = python
+        self._readable = readable_paths(python, readable)
+        self._slots = asyncio.Semaphore(max_concurrent or os.cpu_count() or 1)
+        self._choosing = asyncio.Lock()
+        self._level: Isolation | None = None
+
+    async def run_python(
+        self, source: str, *, stdin: Text = "", files: Mapping[str, Text] | None = None
+    ) -> SandboxResult:
+        """Run the Python program `source`; see `run`."""
+        # No user packages, no PYTHON* variables, no bytecode; modules among `files` can be imported.
+        command = [self.python, "-s", "-E", "-B", "program.py"]
+        return await self.run(command, stdin=stdin, files={**(files or {}), "program.py": source})
+
+    async def run(
+        self, command: Sequence[str], *, stdin: Text = "", files: Mapping[str, Text] | None = None
+    ) -> SandboxResult:
+        """Run `command` with `files` (by plain name) in its folder, to its end.
+
+        Raises:
+            SandboxUnavailableError: no allowed level works here; the message says why for each.
+            SandboxError: the program could not be started.
+            ValueError: the name of a file is not plain.
+        """
+        for name in files or {}:
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise ValueError(f"files go by plain names, without folders; got {name!r}")
+        level = await self.isolation()
+        return await self._run_in(level, command, stdin, files or {})
+
+    async def isolation(self) -> Isolation:
+        """The level that programs run in, found by trying at the first call.
+
+        Raises:
+            SandboxUnavailableError: none that is allowed works here.
+        """
+        async with self._choosing:
+            if self._level is None:
+                self._level = await self._choose()
+            return self._level
+
+    async def _choose(self) -> Isolation:
+        problems: list[str] = []
+        for level in self.levels:
+            problem = await self._problem_of(level)
+            if problem is None:
+                logger.info("sandbox: %s%s", level.value, "".join(f"; no {text}" for text in problems))
+                return level
+            problems.append(f"{level.value} ({problem})")
+        raise SandboxUnavailableError(
+            f"no sandbox works here: {'; '.join(problems)}. Install bubblewrap (bwrap) and allow user "
+            f"namespaces, or use Linux 5.13 or newer with Landlock and libseccomp. For programs that you "
+            f"trust, 'limits' among the levels runs them with the network open and all files in reach"
+        )
+
+    async def _problem_of(self, level: Isolation) -> str | None:
+        if sys.platform != "linux":
+            return "only on Linux"
+        if missing := missing_programs(level):
+            return f"not installed: {', '.join(missing)}"
+        try:
+            result = await self._run_in(level, [self.python, "-S", "-c", ""], "", {})
+        except SandboxError as error:
+            return str(error)
+        return None if result.ok else f"{self.python} ended with {result.returncode}: {result.stderr.strip()}"
+
+    async def _run_in(
+        self, level: Isolation, command: Sequence[str], stdin: Text, files: Mapping[str, Text]
+    ) -> SandboxResult:
+        async with self._slots:
+            with contextlib.ExitStack() as stack:
+                streams = [stack.enter_context(in_memory(content)) for content in (stdin, "", "", "")]
+                process = self._start(level, command, files, streams, stack)
+                clock = asyncio.get_running_loop().time
+                start_s = clock()
+                overran = await until_end(process, self.limits.wall_s, tree=level is Isolation.BUBBLEWRAP)
+                return self._result(level, process.returncode, overran, clock() - start_s, *streams[1:])
+
+    def _start(
+        self,
+        level: Isolation,
+        command: Sequence[str],
+        files: Mapping[str, Text],
+        streams: Sequence[int],
+        stack: contextlib.ExitStack,
+    ) -> subprocess.Popen[bytes]:
+        opened: dict[str, int] = {}
+        if level is Isolation.BUBBLEWRAP:
+            folder = BOX
+            opened = {name: stack.enter_context(in_memory(content)) for name, content in files.items()}
+            argv = bubblewrap_command(command, self.limits, self._readable, opened, streams[3])
+        else:
+            folder = stack.enter_context(temporary_folder(files))
+            readable = self._readable if level is Isolation.LANDLOCK else None
+            argv = launcher_command(command, self.limits, readable, folder, streams[3])
+        return subprocess.Popen(
+            argv,
+            stdin=streams[0],
+            stdout=streams[1],
+            stderr=streams[2],
+            pass_fds=(streams[3], *opened.values()),
+            # A group of its own, to be killed as one; and no terminal.
+            start_new_session=True,
+            cwd="/",
+            env=self._environment(folder),
+        )
+
+    def _environment(self, folder: str) -> dict[str, str]:
+        return {
+            "PATH": f"{os.path.dirname(self.python)}:/usr/bin:/bin",
+            "HOME": folder,
+            "TMPDIR": folder,
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            # Numeric libraries start a thread, and reserve memory, for each CPU.
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+
+    def _result(
+        self, level: Isolation, code: int, overran: bool, wall_s: float, out: int, control: int, err: int
+    ) -> SandboxResult:
+        problem, started, _ = os.pread(control, 64 << 10, 0).decode(errors="replace").partition(STARTED)
+        if not started:
+            cause = f"not started within {wall_s:.1f} s" if overran else f"could not start (code {code})"
+            raise SandboxError(f"{level.value}: {cause}: {problem.strip()[-2000:]}")
+        code = 128 - code if code < 0 else code
+        limit = self.limits.output_bytes
+        return SandboxResult(
+            stdout=os.pread(out, limit, 0).decode(errors="replace"),
+            stderr=os.pread(err, limit, 0).decode(errors="replace"),
+            returncode=code,
+            reason="time" if overran else _REASONS.get(code, "signal" if code > 128 else "exit"),
+            truncated=max(os.fstat(out).st_size, os.fstat(err).st_size) > limit,
+            wall_s=wall_s,
+            isolation=level,
+        )
+
+
+def _as_levels(levels: Sequence[Isolation | str]) -> tuple[Isolation, ...]:
+    try:
+        found = () if isinstance(levels, str) else tuple(map(Isolation, levels))
+    except ValueError:
+        found = ()
+    if not found:
+        known = ", ".join(level.value for level in Isolation)
+        raise ValueError(f"levels must be a list of some of {known}; got {levels!r}")
+    return found
+
+
+def _as_limits(limits: Limits | Mapping[str, float] | None) -> Limits:
+    if isinstance(limits, Limits):
+        return limits
+    known = Limits.__dataclass_fields__
+    if unknown := set(limits or {}) - set(known):
+        raise ValueError(f"limits: unknown {sorted(unknown)}; known: {', '.join(known)}")
+    return Limits(**(limits or {}))  # type: ignore[arg-type]

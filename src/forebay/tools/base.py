@@ -1,0 +1,111 @@
+"""From a run file's entry, or a plain function, to a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
+from forebay.tools.calculator import Calculator
+from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
+from forebay.tools.python import Python
+from forebay.tools.search import Search
+
+TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Python, "search": Search}
+"""What a run file may name; besides, ``package.module:Name`` of a function or of a class of tools."""
+
+
+class FunctionTool:
+    """A function as a tool: its signature and docstring are what the model is told.
+
+    Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread, which goes on by
+    itself where the call is given up. What is not text becomes JSON. Exceptions become `ToolError`.
+
+    >>> def weather(city: str) -> str:
+    ...     '''Tell the weather.
+    ...
+    ...     Args:
+    ...         city: its name
+    ...     '''
+    ...     return "rain"
+    >>> await FunctionTool(weather).call({"city": "Oslo"})
+    'rain'
+
+    Args:
+        function: every parameter has a type and a line under ``Args:``.
+        schema: for the prompt; None: made from the function.
+
+    Raises:
+        ValueError: the docstring or the types are not enough for a schema.
+    """
+
+    def __init__(self, function: Callable[..., Any], schema: Schema | None = None) -> None:
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+        self.schema = _schema_of(function) if schema is None else schema
+        self.name: str = self.schema["function"]["name"]
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """What the function returns.
+
+        Raises:
+            ToolError: the arguments do not fit its signature, or it raised.
+        """
+        try:
+            inspect.signature(self._function).bind(**arguments)
+        except TypeError as error:
+            raise ToolError(f"{self.name}: {error}") from None
+        try:
+            if self._is_async:
+                result = await self._function(**arguments)
+            else:
+                result = await asyncio.to_thread(self._function, **arguments)
+        except (ToolError, ToolUnavailableError):
+            raise
+        # The model's arguments reach code that was not written for them.
+        except Exception as error:
+            raise ToolError(f"{type(error).__name__}: {error}") from error
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+def _schema_of(function: Callable[..., Any]) -> Schema:
+    from transformers.utils import get_json_schema
+
+    try:
+        schema: Schema = get_json_schema(function)
+    # transformers has an exception for each thing that may be missing, without a common base.
+    except Exception as error:
+        raise ValueError(
+            f"tool {getattr(function, '__name__', function)!r}: {error}; it needs a type for each parameter "
+            f"and a docstring with a line for each under 'Args:'"
+        ) from error
+    return schema
+
+
+def build_tool(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Tool:
+    """`tool` itself, a function as a `FunctionTool`, or what a name or table ``name``, ``arguments`` names.
+
+    Raises:
+        ConfigError: the name is unknown, or it is no tool or does not take the arguments.
+    """
+    if isinstance(tool, str | Mapping):
+        named = {"name": tool} if isinstance(tool, str) else tool
+        config = parse_config(Component, named, source="tools")
+        found = look_up("tool", config.name, TOOLS)
+        if isinstance(found, type):
+            check_arguments("tool", config.name, found, config.arguments)
+            return build_tool(found(**config.arguments))
+        if config.arguments:
+            raise ConfigError(f"tool {config.name!r} is a function, whose arguments the model gives")
+        return build_tool(found)
+    if hasattr(tool, "schema") and hasattr(tool, "call"):
+        return cast(Tool, tool)
+    if not callable(tool):
+        raise ConfigError(f"{tool!r} is neither a tool, with schema and call(arguments), nor a function")
+    try:
+        return FunctionTool(tool)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

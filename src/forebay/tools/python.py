@@ -1,0 +1,56 @@
+"""Python for models: a program in, what it printed out; run by `forebay.sandbox`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.sandbox import Limits, Sandbox, SandboxError, SandboxResult
+from forebay.tools.contract import ToolError, ToolUnavailableError, make_schema, only_argument
+
+
+class Python:
+    """Runs a Python program in a sandbox: no network, no files of this machine, limited time and memory.
+
+    Invariants: each call is a program of its own; nothing is kept from one to the next.
+
+    >>> await Python().call({"code": "print(sum(range(10)))"})
+    '45\\n'
+
+    Args:
+        limits: of one program, as `forebay.sandbox.Limits` or its fields.
+        sandbox: where to run it; None: a sandbox with these limits.
+    """
+
+    name = "python"
+    schema = make_schema(
+        name, "Run a Python program and read what it prints.", code="the program; it must print its results"
+    )
+
+    def __init__(
+        self, *, limits: Limits | Mapping[str, float] | None = None, sandbox: Sandbox | None = None
+    ) -> None:
+        self._sandbox = Sandbox(limits) if sandbox is None else sandbox
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """What the program printed, and what it said of its errors.
+
+        Raises:
+            ToolError: the program failed or was ended.
+            ToolUnavailableError: there is no sandbox on this machine, or it failed.
+        """
+        code = only_argument(self.name, "code", arguments)
+        try:
+            result = await self._sandbox.run_python(code)
+        except SandboxError as error:
+            raise ToolUnavailableError(f"python: {error}") from error
+        if not result.ok:
+            raise ToolError(_why(result))
+        return result.stdout or "(nothing was printed)"
+
+
+def _why(result: SandboxResult) -> str:
+    if result.timed_out:
+        return f"{result.stdout}(the program took too long and was ended)"
+    # The last line of a traceback says what was wrong; the lines above name files of the sandbox.
+    return f"{result.stdout}{result.stderr.strip() or f'the program was ended: {result.reason}'}"

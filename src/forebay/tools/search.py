@@ -1,0 +1,128 @@
+"""Search for models over texts on this machine: SQLite's full-text index, ranked by BM25.
+
+::
+
+    folder of .txt, .md | .jsonl of {"text", "title"} | documents --once, in memory--> index
+                                                                     query --> best documents' passages
+
+It is not a vector search: words are matched by their stems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from forebay.config import ConfigError
+from forebay.tools.contract import ToolError, make_schema, only_argument
+
+Document = tuple[str, str]
+"""Title and text."""
+
+_WORD = re.compile(r"\w+")
+_MAX_WORDS = 32
+"""Of a query; what a model writes beyond is a text, not a query."""
+_PASSAGE_WORDS = 48
+"""Of a snippet; SQLite gives at most 64."""
+
+
+class Search:
+    """Finds passages in a local corpus.
+
+    Invariants: the best come first, by BM25 over title and text; a query matches documents with any of its
+    words. The index is in memory and is built when the tool is made.
+
+    >>> tool = Search([("Oslo", "Oslo is the capital of Norway."), ("Rome", "Rome is in Italy.")])
+    >>> await tool.call({"query": "capital of Norway"})
+    '[1] Oslo: Oslo is the capital of Norway.'
+
+    Args:
+        corpus: a folder with ``.txt`` and ``.md`` files, a ``.jsonl`` file with ``text`` and perhaps
+            ``title`` in each line, or (title, text) pairs.
+        num_results: passages in one answer.
+
+    Raises:
+        ConfigError: the corpus is missing, empty or malformed.
+    """
+
+    name = "search"
+    schema = make_schema(name, "Search a collection of documents.", query="the words to look for")
+
+    def __init__(self, corpus: str | Sequence[Document], *, num_results: int = 3) -> None:
+        if num_results < 1:
+            raise ConfigError(f"tool 'search': num_results must be at least 1, got {num_results}")
+        self._num_results = num_results
+        self._lock = threading.Lock()
+        # Used by one thread at a time, under the lock.
+        self._index = sqlite3.connect(":memory:", check_same_thread=False)
+        self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, body, tokenize='porter')")
+        documents = _read_corpus(Path(corpus)) if isinstance(corpus, str) else corpus
+        self._num_documents = self._add(documents)
+        if not self._num_documents:
+            self.close()
+            raise ConfigError(f"tool 'search': the corpus {corpus!r} holds no documents")
+
+    def __len__(self) -> int:
+        return self._num_documents
+
+    async def call(self, arguments: dict[str, Any]) -> str:
+        """Titles and passages of the best documents.
+
+        Raises:
+            ToolError: the query has no words.
+        """
+        query = only_argument(self.name, "query", arguments)
+        words = _WORD.findall(query)[:_MAX_WORDS]
+        if not words:
+            raise ToolError(f"the query {query!r} has no words")
+        found = await asyncio.to_thread(self._find, " OR ".join(f'"{word}"' for word in words))
+        if not found:
+            return "(nothing was found)"
+        return "\n".join(f"[{place}] {title}: {text}" for place, (title, text) in enumerate(found, start=1))
+
+    def close(self) -> None:
+        """Free the index."""
+        with self._lock:
+            self._index.close()
+
+    def _add(self, documents: Iterable[Document]) -> int:
+        with self._index:
+            return self._index.executemany("INSERT INTO documents VALUES (?, ?)", documents).rowcount
+
+    def _find(self, query: str) -> list[Document]:
+        passage = f"snippet(documents, 1, '', '', '...', {_PASSAGE_WORDS})"
+        with self._lock:
+            return self._index.execute(
+                f"SELECT title, {passage} FROM documents WHERE documents MATCH ? ORDER BY rank LIMIT ?",
+                (query, self._num_results),
+            ).fetchall()
+
+
+def _read_corpus(path: Path) -> Iterator[Document]:
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
+        for file in files:
+            yield str(file.relative_to(path)), file.read_text(encoding="utf-8")
+    elif path.suffix == ".jsonl" and path.is_file():
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _read_line(line, f"{path}, line {number}")
+    else:
+        raise ConfigError(
+            f"tool 'search': no corpus at {str(path)!r}; give a folder of .txt or .md files or a .jsonl file"
+        )
+
+
+def _read_line(line: str, place: str) -> Document:
+    try:
+        row = json.loads(line)
+        return str(row.get("title", "")), str(row["text"])
+    except (ValueError, KeyError, AttributeError):
+        raise ConfigError(f'{place} is not of the form {{"text": ..., "title": ...}}') from None

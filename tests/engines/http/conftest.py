@@ -1,0 +1,393 @@
+"""Scripted inference servers on the loopback interface, which tests step token by token and kill."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+import pytest
+
+from forebay.engines import GenerateRequest
+from forebay.engines.http_dialects import VLLM, Dialect, SGLang
+from forebay.engines.openai_http import HTTPEngine
+from forebay.engines.weight_files import WeightFiles
+from forebay.types import SampleParams
+
+CONTEXT = 64
+LOGPROB = -0.5
+
+
+@dataclass(eq=False)
+class Job:
+    """A request at a fake server."""
+
+    prompt: list[int]
+    max_tokens: int
+    stop_ids: set[int]
+    per_piece: int
+    made: list[int] = field(default_factory=list)
+    num_sent: int = 0
+    end: str | None = None
+    events: asyncio.Queue[dict[str, Any] | str | None] = field(default_factory=asyncio.Queue)
+    logprob: float = LOGPROB
+
+
+class FakeServer:
+    """A server whose tokens are ``10 + step of its weights`` and are made when the test says so."""
+
+    def __init__(self) -> None:
+        self.auto = True
+        """Make all tokens of a request at once."""
+        self.token: Callable[[Job], int] | None = None
+        self.answers: list[tuple[int, str]] = []
+        """Status and body of the next generations, instead of tokens."""
+        self.healthy = True
+        self.knows_control = True
+        self.load_error: str | None = None
+        self.processed_logprobs = True
+        self.bodies: list[dict[str, Any]] = []
+        self.calls: list[str] = []
+        self._connections: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self.port = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self.step_of_weights, self.version, self.state = 0, "default", "running"
+        self.jobs: list[Job] = []
+        self.loaded: list[Path] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._reset()
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def kill(self) -> None:
+        """As SIGKILL does: all connections break."""
+        assert self._server is not None
+        self._server.close()
+        for writer in self._connections:
+            writer.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+        self._server = None
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self.kill()
+
+    async def has_jobs(self, count: int) -> None:
+        while len(self.jobs) < count:
+            await asyncio.sleep(0.001)
+
+    def make(self, count: int = 1) -> None:
+        """Make so many tokens of every request."""
+        for job in list(self.jobs):
+            for _ in range(count):
+                if self.state == "running" and job.end is None:
+                    self._make_one(job)
+
+    def _make_one(self, job: Job) -> None:
+        job.made.append(10 + self.step_of_weights if self.token is None else self.token(job))
+        if job.made[-1] in job.stop_ids:
+            self._end(job, "stop")
+        elif len(job.made) == job.max_tokens:
+            self._end(job, "length")
+        elif len(job.made) == 1 or len(job.made) - job.num_sent >= job.per_piece:
+            self._send(job)
+
+    def _end(self, job: Job, reason: str) -> None:
+        job.end = reason
+        self._send(job)
+        job.events.put_nowait("[DONE]")
+        job.events.put_nowait(None)
+        self.jobs.remove(job)
+
+    def _send(self, job: Job) -> None:
+        job.events.put_nowait(self.event(job, job.num_sent))
+        job.num_sent = len(job.made)
+
+    # What the dialects differ in
+
+    generate_path = ""
+
+    def job(self, body: dict[str, Any]) -> Job:
+        raise NotImplementedError
+
+    def event(self, job: Job, start: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def control(self, path: str, query: dict[str, str], body: Any) -> Any:
+        """The answer, or None for an unknown path."""
+        raise NotImplementedError
+
+    # Pausing and loading, whatever it is called
+
+    def _pause(self, *, abort: bool) -> None:
+        self.state = "paused" if abort else "held"
+        for job in list(self.jobs) if abort else ():
+            self._end(job, "abort")
+
+    def _resume(self) -> None:
+        self.state = "running"
+        if self.auto:
+            self.make(CONTEXT)
+
+    def _load(self, folder: str) -> None:
+        assert self.state != "running", "weights were loaded while requests ran"
+        assert (Path(folder) / "model.safetensors").is_file()
+        self.loaded.append(Path(folder))
+        match = re.search(r"step_(\d+)", folder)
+        assert match
+        self.step_of_weights = int(match[1])
+
+    # HTTP
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        self._connections.add(writer)
+        try:
+            with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+                while await self._answer(reader, writer):
+                    pass
+        finally:
+            self._connections.discard(writer)
+            self._tasks.discard(task)
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, target, _ = head.split("\r\n", 1)[0].split(" ")
+        length = re.search(r"content-length: (\d+)", head, re.IGNORECASE)
+        text = await reader.readexactly(int(length[1])) if length else b""
+        body, parts = json.loads(text) if text else None, urlsplit(target)
+        self.calls.append(f"{method} {target}")
+        if parts.path == self.generate_path:
+            return await self._generate(body, reader, writer)
+        status, answer = self._control(parts.path, dict(parse_qsl(parts.query)), body)
+        _write(writer, status, json.dumps(answer))
+        await writer.drain()
+        return True
+
+    def _control(self, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if path == "/health":
+            return (200 if self.healthy else 503), {}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "policy", "max_model_len": CONTEXT}]}
+        answer = self.control(path, query, body) if self.knows_control else None
+        if answer is None:
+            return 404, {"detail": "Not Found"}
+        return (500 if "error" in answer else 200), answer
+
+    async def _generate(
+        self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        self.bodies.append(body)
+        if self.answers:
+            status, text = self.answers.pop(0)
+            _write(writer, status, text, kind="text/event-stream" if status == 200 else "application/json")
+            await writer.drain()
+            return True
+        job = self.job(body)
+        self.jobs.append(job)
+        if self.auto and self.state == "running":
+            for _ in range(job.max_tokens):
+                if job.end is None:
+                    self._make_one(job)
+        writer.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+        )
+        gone = asyncio.create_task(reader.read(1))
+        try:
+            while True:
+                got = asyncio.create_task(job.events.get())
+                await asyncio.wait([got, gone], return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    got.cancel()
+                    return False
+                if (event := got.result()) is None:
+                    writer.write(b"0\r\n\r\n")
+                    # The reader's task would swallow the first byte of the next request.
+                    return False
+                data = f"data: {event if isinstance(event, str) else json.dumps(event)}\n\n".encode()
+                writer.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+                await writer.drain()
+        finally:
+            gone.cancel()
+            if job in self.jobs:
+                self.jobs.remove(job)
+
+
+def _write(writer: asyncio.StreamWriter, status: int, text: str, kind: str = "application/json") -> None:
+    data = text.encode()
+    writer.write(
+        f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+    )
+
+
+class FakeVLLM(FakeServer):
+    dialect: Dialect = VLLM()
+    generate_path = "/v1/completions"
+
+    def job(self, body: dict[str, Any]) -> Job:
+        certain = body["top_p"] < 0.01 and self.processed_logprobs
+        return Job(
+            body["prompt"],
+            body["max_tokens"],
+            set(body["stop_token_ids"]),
+            body["stream_interval"],
+            logprob=0.0 if certain else LOGPROB,
+        )
+
+    def event(self, job: Job, start: int) -> dict[str, Any]:
+        new = job.made[start:]
+        logprobs = {"token_logprobs": [job.logprob] * len(new), "tokens": ["?"] * len(new)}
+        choice = {"index": 0, "text": "?", "token_ids": new, "finish_reason": job.end, "logprobs": logprobs}
+        return {"id": "cmpl-1", "choices": [choice if new else {**choice, "logprobs": None}]}
+
+    def control(self, path: str, query: dict[str, str], body: Any) -> Any:
+        if path == "/pause":
+            self._pause(abort=query["mode"] == "abort")
+        elif path == "/resume":
+            self._resume()
+        elif path == "/collective_rpc":
+            if self.load_error:
+                return {"error": self.load_error}
+            assert body["method"] == "reload_weights"
+            self._load(body["kwargs"]["weights_path"])
+        elif path == "/reset_prefix_cache":
+            return {"success": True}
+        elif path == "/update_weight_version":
+            self.version = body["new_version"]
+        elif path == "/weight_info":
+            return {"weight_version": self.version}
+        else:
+            return None
+        return {}
+
+
+class FakeSGLang(FakeServer):
+    dialect: Dialect = SGLang()
+    generate_path = "/generate"
+    incremental = False
+
+    def job(self, body: dict[str, Any]) -> Job:
+        params = body["sampling_params"]
+        return Job(body["input_ids"], params["max_new_tokens"], set(params["stop_token_ids"]), per_piece=1)
+
+    def event(self, job: Job, start: int) -> dict[str, Any]:
+        shown = job.made[start:] if self.incremental else job.made
+        return {
+            "text": "?",
+            "output_ids": shown,
+            "meta_info": {
+                "completion_tokens": len(job.made),
+                "output_token_logprobs": [[job.logprob, token_id, None] for token_id in shown],
+                "finish_reason": job.end and {"type": job.end},
+                "weight_version": self.version,
+            },
+        }
+
+    def control(self, path: str, query: dict[str, str], body: Any) -> Any:
+        if path == "/pause_generation":
+            self._pause(abort=body["mode"] == "abort")
+        elif path == "/continue_generation":
+            self._resume()
+        elif path == "/update_weights_from_disk":
+            if self.load_error:
+                return {"success": False, "message": self.load_error}
+            self._load(body["model_path"])
+            self.version = body["weight_version"]
+            return {"success": True, "message": ""}
+        elif path == "/get_model_info":
+            return {"weight_version": self.version}
+        else:
+            return None
+        return {}
+
+
+class IncrementalSGLang(FakeSGLang):
+    incremental = True
+
+
+@pytest.fixture(scope="session")
+def fake_kinds() -> dict[str, type[FakeServer]]:
+    return {kind.__name__: kind for kind in (FakeVLLM, FakeSGLang, IncrementalSGLang)}
+
+
+@pytest.fixture
+async def start_fake() -> AsyncIterator[Callable[..., Any]]:
+    """Starts fake servers, and stops them after the test."""
+    started: list[FakeServer] = []
+
+    async def start(kind: type[FakeServer] = FakeVLLM) -> FakeServer:
+        server = kind()
+        await server.start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        await server.stop()
+
+
+@pytest.fixture
+async def connect(tmp_path: Path) -> AsyncIterator[Callable[..., HTTPEngine]]:
+    """Makes engines, all with the same weight files, and closes them after the test."""
+    files = WeightFiles(tmp_path / "weights")
+    made: list[HTTPEngine] = []
+
+    def make(server: FakeServer, **arguments: Any) -> HTTPEngine:
+        given = {"model": "policy", "max_context_tokens": CONTEXT, "files": files, "dialect": server.dialect}
+        made.append(HTTPEngine(server.url, **{**given, **arguments}))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        await engine.close()
+
+
+@pytest.fixture
+def ask() -> Callable[..., GenerateRequest]:
+    """Makes requests, each with an id of its own unless one is given."""
+    numbers = itertools.count()
+
+    def make(
+        ids: Any = (1, 2, 3),
+        *,
+        max_tokens: int = 4,
+        earlier: int = 0,
+        limit_s: float | None = None,
+        **params: Any,
+    ) -> GenerateRequest:
+        name = params.pop("request_id", f"r{next(numbers)}")
+        return GenerateRequest(
+            request_id=name,
+            input_ids=np.asarray(ids, np.int32),
+            params=SampleParams(max_tokens=max_tokens + earlier, **params),
+            max_tokens=max_tokens,
+            seed=7,
+            time_limit_s=limit_s,
+        )
+
+    return make

@@ -1,0 +1,184 @@
+"""An engine in a child process behaves as one in this process, and its end loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from forebay.config import Component, ConfigError
+from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines
+from forebay.engines.base import EngineLost
+from forebay.engines.process import EngineRecipe, ProcessEngine
+from forebay.engines.weight_handover import BroadcastHandOver
+from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
+from forebay.types import SampleParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TINY = ModelConfig(source="tiny", tiny=TinyConfig(hidden_size=32, num_layers=2, num_heads=2))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    os.environ["FOREBAY_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    return resolve_model(TINY, seed=0)
+
+
+def surroundings(folder: Path, scratch: Path) -> EngineSurroundings:
+    return EngineSurroundings(
+        model_folder=folder, model=TINY, tokenizer=load_tokenizer(folder), scratch=scratch
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def child(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
+    scratch = tmp_path_factory.mktemp("engine")
+    (engine,) = build_engines(
+        Component(name="process", arguments={"checksum": True}), surroundings(folder, scratch)
+    )
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(child: Any, folder: Path) -> Any:
+    """The one child of this module, which takes seconds to start, with the weights it began with."""
+    weights = [(name, value.detach()) for name, value in load_model(folder, TINY).named_parameters()]
+    await child.load_weights(weights, 0)
+    return child
+
+
+def request(number: int = 0, **changes: Any) -> GenerateRequest:
+    made = GenerateRequest(
+        request_id=f"r{number}",
+        input_ids=np.array([5, 6, 7 + number], np.int32),
+        params=SampleParams(max_tokens=12),
+        max_tokens=12,
+        seed=number,
+    )
+    return replace(made, **changes)
+
+
+async def test_it_makes_what_an_engine_here_makes_also_with_new_weights(engine: Any, folder: Path) -> None:
+    model = load_model(folder, TINY)
+    here = TransformersEngine(model, load_tokenizer(folder), max_context_tokens=TINY.max_context)
+    assert engine.max_context_tokens == here.max_context_tokens
+    weights = [(name, torch.randn_like(value) * 0.3) for name, value in model.named_parameters()]
+    for step in range(2):
+        theirs = await asyncio.gather(*(engine.generate(request(n)) for n in range(4)))
+        ours = await asyncio.gather(*(here.generate(request(n)) for n in range(4)))
+        for their, our in zip(theirs, ours, strict=True):
+            assert their.response_ids.tolist() == our.response_ids.tolist()
+            np.testing.assert_allclose(their.logprobs, our.logprobs, rtol=1e-5)
+            assert set(their.model_steps.tolist()) == {step}
+        await engine.load_weights(weights, step + 1)
+        await here.load_weights(weights, step + 1)
+        assert engine.model_step == step + 1
+    await here.close()
+
+
+async def test_weights_also_come_by_broadcast(folder: Path, tmp_path: Path) -> None:
+    recipe = EngineRecipe(model_folder=folder, model=TINY, engine=Component(name="transformers"))
+    hand_over = BroadcastHandOver(checksum=True, timeout_s=60)
+    engines = [ProcessEngine(recipe, hand_over, log=tmp_path / f"{n}.log") for n in range(2)]
+    for engine in engines:
+        engine.wait_until_ready()
+    before = [await engine.generate(request()) for engine in engines]
+    weights = [(name, torch.randn_like(value)) for name, value in load_model(folder, TINY).named_parameters()]
+    await asyncio.gather(*(engine.load_weights(weights, 3) for engine in engines))
+    after = [await engine.generate(request()) for engine in engines]
+    assert after[0].response_ids.tolist() == after[1].response_ids.tolist()
+    assert after[0].response_ids.tolist() != before[0].response_ids.tolist()
+    assert set(after[0].model_steps.tolist()) == {3}
+    for engine in engines:
+        await engine.close()
+
+
+async def test_pause_aborts_and_resume_goes_on(engine: Any) -> None:
+    await engine.pause()
+    assert (await engine.generate(request())).finish_reason == "abort"
+    await engine.resume()
+    assert len((await engine.generate(request())).response_ids)
+    assert (await engine.health()).ok
+
+
+async def test_an_impossible_request_and_impossible_weights_are_value_errors(engine: Any) -> None:
+    with pytest.raises(ValueError, match="no input tokens"):
+        await engine.generate(request(input_ids=np.empty(0, np.int32)))
+    with pytest.raises(ValueError, match="no weights were given"):
+        await engine.load_weights([("lm_head.weight", torch.zeros(1))][:0], 1)
+    assert engine.model_step == 0
+
+
+async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(
+    engine: Any, folder: Path
+) -> None:
+    weights = [(name, value * 0.5) for name, value in load_model(folder, TINY).named_parameters()]
+    await engine.load_weights(weights, 7)
+    expected = await engine.generate(request())
+    pid = engine.pid
+    running = asyncio.create_task(engine.generate(request(max_tokens=400)))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    lost = await running
+    assert lost.lost or lost.finish_reason in ("stop", "length")
+    with pytest.raises(EngineLost, match=f"{pid} ended with code -9|not started again"):
+        await engine.health()
+    await engine.bring_up()
+    assert engine.pid != pid
+    again = await engine.generate(request())
+    assert again.response_ids.tolist() == expected.response_ids.tolist()
+    assert set(again.model_steps.tolist()) == {7}
+
+
+async def test_a_cancelled_request_frees_its_place(engine: Any) -> None:
+    running = asyncio.create_task(engine.generate(request(max_tokens=400)))
+    await asyncio.sleep(0.05)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    # The abort is on its way before this question, and calls are begun in order.
+    while (await engine.health()).num_running:
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.filterwarnings("ignore:.*is not an async function")
+def test_a_child_that_cannot_start_says_why(folder: Path, tmp_path: Path) -> None:
+    config = Component(name="process", arguments={"max_batch": 0})
+    with pytest.raises(ConfigError, match="max_batch and prefill_tokens must be at least 1"):
+        build_engines(config, surroundings(folder, tmp_path))
+
+
+@pytest.mark.filterwarnings("ignore:.*is not an async function")
+def test_the_child_ends_with_its_parent(folder: Path, tmp_path: Path) -> None:
+    code = (
+        "import os, signal; from pathlib import Path; from forebay.models import *; "
+        "from forebay.engines import *; from forebay.config import Component; "
+        f"folder = Path({str(folder)!r}); "
+        f"config = ModelConfig.model_validate_json({TINY.model_dump_json()!r})\n"
+        "engine, = build_engines(Component(name='process'), EngineSurroundings(model_folder=folder, "
+        f"model=config, tokenizer=None, scratch=Path({str(tmp_path)!r})))\n"
+        "print(engine.pid, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    pid = int(output.stdout)
+    handle = None
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    assert select.select([handle], [], [], 20)[0], "the child outlived its parent"
+    os.close(handle)

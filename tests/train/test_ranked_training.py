@@ -1,0 +1,216 @@
+"""Training on two ranks is training on one: gradients, steps, checkpoints, weights; and ranks that fail."""
+
+import asyncio
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
+from forebay.train.losses import POLICY_LOSSES
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    """Two processes for all trainers of this file, one after the other."""
+    pool = LocalRanks(2, threads=1, timeout_s=60)
+    yield pool
+    pool.close()
+
+
+def trainer_for(model, ranks=None, num_ranks=1, **settings):
+    config = TrainConfig(**{"lr": 1e-3, "token_budget": 40, "ranks": num_ranks, **settings})
+    return TrainController(model, config, pad_token_id=0, total_steps=4, seed=7, ranks=ranks)
+
+
+def state(trainer, folder):
+    """Everything that training changes: weights, critic, moments (after one step these are the gradient)."""
+    trainer.save(folder)
+    files = sorted(p for p in folder.rglob("*.safetensors") if p.name != "random.safetensors")
+    return {f"{p.relative_to(folder)}:{k}": v for p in files for k, v in load_file(p).items()}
+
+
+def assert_equal_states(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        # The moments are gradients; weights differ by more, because Adam magnifies rounding in tiny ones.
+        tolerance = {"atol": 2e-6, "rtol": 1e-3} if "|" in name else {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(other[name], value, **tolerance, msg=f"{{}} in {name}".format)
+
+
+def numbers(batch):
+    return {name: value for name, value in batch.metrics.items() if not name.endswith("_s")}
+
+
+GAE = {"advantage": "gae", "critic_lr": 1e-3}
+CASES = [
+    {"layout": "padded"},
+    {"layout": "packed", "loss": "gspo", "normalisation": "sequence-mean"},
+    {"layout": "shared_prompt", "loss": "cispo", "normalisation": 8},
+    {"mini_batches": 3, "epochs": 2, "kl_coef": 0.1, "entropy_coef": 0.01, "schedule": "cosine"},
+    {**GAE, "layout": "shared_prompt", "mini_batches": 2},
+    {**GAE, "lora_rank": 2, "kl_coef": 0.1, "layout": "packed"},
+    {"gradient_checkpointing": True, "correction": "token_tis", "weight_decay": 0.1},
+    {"correction": "sequence_mask", "correction_band": (0.2, 3.0), "mini_batches": 2},
+]
+
+
+@pytest.mark.parametrize("settings", CASES, ids=str)
+def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settings):
+    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **settings)
+    for step in range(2):
+        groups = make_groups(seed=step, masked=True)
+        expected, got = one.fit(groups), two.fit(groups)
+        assert numbers(got) == pytest.approx(numbers(expected) | got_padding(got), rel=1e-3, abs=1e-5)
+        for name in ("old_logprobs", "ref_logprobs", "values", "advantages"):
+            values = getattr(expected, name)
+            assert (values is None) == (getattr(got, name) is None)
+            if values is not None:
+                np.testing.assert_allclose(getattr(got, name), values, atol=1e-4)
+        assert_equal_states(state(one, tmp_path / f"one{step}"), state(two, tmp_path / f"two{step}"))
+
+
+def got_padding(batch):
+    """The one measure that may differ: other packs, other padding."""
+    return {"train/padding": batch.metrics["train/padding"]}
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+def test_a_rank_without_work_takes_part(make_model, make_groups, ranks, tmp_path, layout):
+    groups = make_groups(1, 3)
+    settings = {**GAE, "layout": layout, "token_budget": 1000}
+    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **settings)
+    batch = two.pack(groups)
+    # All of the work to rank 1, in one micro-batch.
+    batch.packs = [[[np.empty(0, np.int64)], [np.arange(3)]]]
+    batch = two.train(two.compute_advantages(two.compute_values(batch)))
+    assert numbers(batch) == pytest.approx(numbers(one.fit(groups)) | got_padding(batch), rel=1e-3, abs=1e-5)
+    assert_equal_states(state(one, tmp_path / "one"), state(two, tmp_path / "two"))
+
+
+@pytest.mark.parametrize("settings", [{"mini_batches": 2}, {**GAE, "lora_rank": 2}], ids=str)
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (2, 1)])
+def test_a_checkpoint_resumes_on_another_number_of_ranks(
+    make_model, make_groups, ranks, tmp_path, settings, first, second
+):
+    where = {1: None, 2: ranks}
+    begun = trainer_for(make_model(), where[first], **settings)
+    begun.fit(make_groups(seed=0))
+    saved = state(begun, tmp_path / "c")
+    expected = numbers(begun.fit(make_groups(seed=1)))
+    other_start = make_model() if settings.get("lora_rank") else make_model(seed=5)
+    resumed = trainer_for(other_start, where[second], **settings)
+    resumed.resume(tmp_path / "c")
+    assert resumed.train_step == 1
+    assert_equal_states(saved, state(resumed, tmp_path / "again"))
+    got = resumed.fit(make_groups(seed=1))
+    assert numbers(got) == pytest.approx(expected | got_padding(got), rel=1e-3, abs=1e-5)
+
+
+class Receiver:
+    takes_adapters = False
+
+    async def update_weights(self, weights, model_step):
+        self.weights, self.model_step = dict(weights), model_step
+
+    async def update_adapters(self, adapters, model_step, *, config):
+        self.adapters, self.config = dict(adapters), config
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=str)
+def test_an_engine_gets_whole_merged_weights(make_model, make_groups, ranks, settings):
+    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **settings)
+    got, expected = Receiver(), Receiver()
+    for trainer, receiver in ((one, expected), (two, got)):
+        trainer.fit(make_groups())
+        asyncio.run(trainer.sync_weights(receiver))
+    assert got.model_step == 1
+    torch.testing.assert_close(got.weights, expected.weights, atol=1e-4, rtol=1e-4)
+    assert not hasattr(got, "adapters")
+
+
+def test_an_engine_that_takes_adapters_gets_no_more(make_model, make_groups, ranks):
+    one, two = (trainer_for(make_model(), where, lora_rank=2) for where in (None, ranks))
+    got, expected = Receiver(), Receiver()
+    for trainer, receiver in ((one, expected), (two, got)):
+        receiver.takes_adapters = True
+        trainer.fit(make_groups())
+        asyncio.run(trainer.sync_weights(receiver))
+    torch.testing.assert_close(got.adapters, expected.adapters, atol=1e-4, rtol=1e-4)
+    assert got.config == expected.config
+    assert (got.config["r"], got.config["lora_alpha"]) == (2, 4.0)
+    assert not hasattr(got, "weights")
+
+
+def test_bfloat16_weights_given_critics_and_references_reach_the_ranks(make_model, make_groups, ranks):
+    critic = Critic.from_policy(make_model(seed=3))
+    torch.nn.init.ones_(critic.head.bias)
+    config = TrainConfig(lr=1e-3, kl_coef=0.1, **GAE)
+    given = {"ref_model": make_model(seed=4), "value_model": critic}
+    controllers = [
+        TrainController(make_model().bfloat16(), config, pad_token_id=0, ranks=where, **given)
+        for where in (None, ranks)
+    ]
+    one, two = (c.compute_values(c.compute_ref_logprobs(c.pack(make_groups()))) for c in controllers)
+    np.testing.assert_allclose(two.ref_logprobs, one.ref_logprobs, atol=1e-4)
+    np.testing.assert_allclose(two.values, one.values, atol=1e-4)
+    receiver = Receiver()
+    asyncio.run(controllers[1].sync_weights(receiver))
+    assert {value.dtype for value in receiver.weights.values()} == {torch.bfloat16}
+
+
+def test_what_all_ranks_refuse_is_raised_as_it_is_and_they_go_on(make_model, make_groups, ranks, tmp_path):
+    trainer = trainer_for(make_model(), ranks)
+    with pytest.raises(ValueError, match=r"no checkpoint at .*nowhere"):
+        trainer.resume(tmp_path / "nowhere")
+    batch = trainer.compute_advantages(trainer.pack(make_groups()))
+    batch.advantages[:] = np.nan
+    with pytest.raises(FloatingPointError, match="no weight was changed"):
+        trainer.train(batch)
+    assert trainer.fit(make_groups()).metrics["train/grad_norm"] > 0
+
+
+def test_what_one_rank_has_and_several_have_not_says_so(make_model, ranks):
+    with pytest.raises(ValueError, match=r"ranks is 3, but 2 ranks"):
+        trainer_for(make_model(), ranks, num_ranks=3)
+    with pytest.raises(RuntimeError, match="on the ranks"):
+        _ = trainer_for(make_model(), ranks).model
+
+
+def die_on_rank_1(inputs, config):
+    """A loss whose process is killed while rank 0 waits for it in a collective."""
+    if torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return POLICY_LOSSES["clipped"](inputs, config)
+
+
+def fail_on_rank_1(inputs, config):
+    if torch.distributed.get_rank() == 1:
+        raise ValueError("rank 1 has had enough")
+    return POLICY_LOSSES["clipped"](inputs, config)
+
+
+def test_a_killed_rank_is_named_and_no_process_is_left(make_model, make_groups):
+    trainer = trainer_for(make_model(), num_ranks=2, loss=f"{__name__}:die_on_rank_1")
+    with pytest.raises(RankError, match=r"rank 1 died in update: exit code -9 \(SIGKILL\)"):
+        trainer.fit(make_groups())
+    with pytest.raises(RankError, match="the ranks have ended"):
+        trainer.fit(make_groups())
+    trainer.close()
+
+
+def test_a_rank_that_fails_alone_is_reported_with_its_traceback(make_model, make_groups, ranks, monkeypatch):
+    """The last test of the file, because it ends the processes."""
+    monkeypatch.setattr("forebay.train.ranks.GRACE_S", 0.5)
+    trainer = trainer_for(make_model(), ranks, loss=f"{__name__}:fail_on_rank_1")
+    with pytest.raises(
+        RankError,
+        match=r"(?s)rank 1 of 2 failed in update: ValueError: rank 1 has had enough.*fail_on_rank_1",
+    ):
+        trainer.fit(make_groups())
+    assert ranks.pids == []
+    with pytest.raises(RankError, match="have ended"):
+        trainer.save("anywhere")

@@ -19,7 +19,7 @@ COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED
 @pytest.fixture
 async def started(ray, tmp_path):
     """A buffer on a database."""
-    actor = start_buffer(name="buffer", store=str(tmp_path / "buffer.db"), policy="fifo")
+    [actor] = start_buffer(name="buffer", store=str(tmp_path / "buffer.db"), policy="fifo")
     yield actor
     await stop_buffer("buffer")
 
@@ -61,7 +61,11 @@ async def test_wrong_options_are_refused(ray):
         await connect_buffer("never")
     with pytest.raises(ValueError, match="unknown policy"):
         start_buffer(name="never", policy="fifth")
-    actor = start_buffer(name="wrong", store="mysql://host/data")
+    with pytest.raises(ValueError, match="at least 1"):
+        start_buffer(name="never", num_shards=0)
+    with pytest.raises(ValueError, match="SQLite file each"):
+        start_buffer(name="never", num_shards=2, store="postgresql://host/data")
+    [actor] = start_buffer(name="wrong", store="mysql://host/data")
     with pytest.raises(ValueError, match="SQL store"):
         await connect_buffer("wrong")
     ray.kill(actor)
@@ -69,17 +73,15 @@ async def test_wrong_options_are_refused(ray):
 
 async def test_a_run_may_have_its_groups_there(ray, tmp_path):
     """The manager's own buffer is replaced by a client; the ledger adds up, evictions included."""
-    actor = start_buffer(name="run", store=str(tmp_path / "run.db"), limit=9)
+    actors = start_buffer(name="run", store=str(tmp_path / "run.db"), limit=9)
     async with await connect_buffer("run") as buffer:
         strategy = AsyncProduceStrategyConfig(
             over_sample_threshold=0.5, max_staleness=2, enable_partial_rollout=True
         )
         world = World(buffer=buffer, strategy=strategy, token_s=0.001, longest=20).build()
-        batches = await train(world, 4, 5, on_batch=None)
+        batches = await train(world, 4, 5)
         assert [len(groups) for groups in batches.values()] == [4] * 5
         await world.check_balance()
-        assert await buffer.storage.count({"status": ARCHIVED}) == 20
-        await buffer.commit(5)
         assert await buffer.storage.count({"status": ARCHIVED}) == 0
         # More than fit: whoever puts is told what had to go.
         groups = [make_group(f"late/{number}", steps=[9]) for number in range(12)]
@@ -90,4 +92,15 @@ async def test_a_run_may_have_its_groups_there(ray, tmp_path):
         assert len(evicted) == held + 12 - 9 == buffer.num_evicted["t"]
         assert all(row.item[0].group_id for row in evicted)
         buffer.on_evict = enter
-    del actor
+    del actors
+
+
+async def test_shards_are_one_buffer_and_each_comes_back(ray, tmp_path):
+    actors = start_buffer(name="shards", num_shards=2, store=str(tmp_path / "b.db"), policy="staleness")
+    async with await connect_buffer("shards") as buffer:
+        await buffer.put_groups([make_group(str(n), steps=[n % 3]) for n in range(12)], "math")
+        assert sorted(path.name for path in tmp_path.glob("*.db")) == ["b-0.db", "b-1.db"]
+        await kill(actors[1])
+        groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
+        assert sorted(map(int, names(groups["math"]))) == list(range(12))
+    await stop_buffer("shards")

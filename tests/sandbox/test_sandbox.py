@@ -191,7 +191,7 @@ except (RuntimeError, MemoryError):
     "source",
     [
         "import socket; socket.create_connection(('127.0.0.1', {port}), 5)",
-        "import socket; s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM); s.sendto(b'x', ('1.1.1.1', 53))",
+        "import socket; s = socket.socket(type=socket.SOCK_DGRAM); s.sendto(b'x', ('1.1.1.1', 53))",
         "import socket; s = socket.socket(socket.AF_UNIX); s.connect({unix!r})",
         "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}', timeout=5)",
     ],
@@ -386,7 +386,11 @@ asyncio.run(sandbox.run([sys.executable, "-c", source, marker, gate]))
 async def test_programs_end_when_their_owner_is_killed(level, tmp_path) -> None:
     path, marker = gate(tmp_path), uuid.uuid4().hex
     await sandbox_of(level)
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, level.value, tree_of(level), marker, str(path)])
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, level.value, tree_of(level), marker, str(path)],
+        # Killed, it leaves its folder behind.
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     await asyncio.to_thread(path.write_text, "go")
     running = processes_with(marker)
     owner.send_signal(signal.SIGKILL)

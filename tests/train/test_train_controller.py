@@ -284,3 +284,14 @@ def test_weights_are_handed_over_by_name_with_their_step(make_model, make_groups
     assert missing.unexpected_keys == []
     ids = torch.tensor([[3, 4, 5]])
     assert torch.equal(engine_model(ids).logits, trainer.model(ids).logits)
+
+
+def test_the_models_go_to_the_device_that_is_named(make_model, make_groups):
+    settings = {"advantage": "gae", "critic_lr": 1e-3, "kl_coef": 0.1}
+    trainer = TrainController(make_model(), TrainConfig(**settings), pad_token_id=0, device="meta")
+    assert trainer.device == torch.device("meta")
+    for module in (trainer.model, trainer.critic, trainer.ref_model):
+        assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
+    stays = TrainController(make_model(), TrainConfig(), pad_token_id=0)
+    assert stays.device == torch.device("cpu")
+    stays.close()

@@ -113,7 +113,11 @@ class AgentLoop(ABC):
         )
         firsts = [attempt[0] for attempt in attempts]
         unjudged = [state for state in firsts if state.status is Status.COMPLETED and state.reward is None]
-        if self.judger is not None and unjudged:
+        # One that compares the members of a group needs all of them.
+        waits = getattr(self.judger, "needs_whole_group", False) and any(
+            state.status is Status.ABORTED for state in firsts
+        )
+        if self.judger is not None and unjudged and not waits:
             await self._judge(self.judger, unjudged)
         for attempt in attempts:
             _share_verdict(attempt)
@@ -124,7 +128,10 @@ class AgentLoop(ABC):
         await self.rollout_controller.pause_generation()
 
     async def close(self) -> None:
-        """Free what the loop holds; nothing is generated any more."""
+        """Free what the loop and its judger hold; nothing is generated any more."""
+        closing = getattr(self.judger, "aclose", None)
+        if closing is not None:
+            await closing()
 
     async def _run_one(self, attempt: Attempt, enable_partial_rollout: bool) -> Attempt:
         if all(state.status is Status.COMPLETED and len(state.response_ids) for state in attempt):

@@ -284,11 +284,11 @@ def _chunks(turn: Turn, model: str, with_usage: bool) -> Iterator[bytes]:
 def _make_server(config: Any) -> Any:
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class QuietServer(uvicorn.Server):
         """Leaves the signals to the run."""
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
             yield
 
-    return Server(config)
+    return QuietServer(config)

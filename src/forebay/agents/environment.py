@@ -81,7 +81,7 @@ class Environment(ABC):
         """Get ready to go on with an interrupted episode, perhaps in another process."""
 
     async def close(self, state: RolloutState) -> None:  # noqa: B027
-        """Let go of what `reset` or `resume` took; the episode is over, or interrupted."""
+        """Let go of what `reset` or `resume` took, even half of it: the episode is over or interrupted."""
 
 
 class Episode(Protocol):

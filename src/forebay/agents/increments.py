@@ -115,7 +115,7 @@ class IncrementRenderer:
                 after = _after_marker(self._text([*stand_in, _probe(role)], add_generation_prompt=True))
             # Templates refuse what they do not know in many ways: raise_exception, missing attributes.
             except Exception as refusal:
-                error = error or refusal
+                error = refusal
                 continue
             if after.startswith(before) and MARKER.lower() in after[len(before) :]:
                 return stand_in

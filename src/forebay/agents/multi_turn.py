@@ -195,10 +195,12 @@ class MultiTurnAgentLoop(AgentLoop):
         whole = state.sample_params
         assert whole is not None
         num_earlier = int(state.response_mask[: record.turn_start].sum())
-        limit = whole.max_tokens
-        if self.max_turn_tokens is not None:
-            limit = min(limit, num_earlier + self.max_turn_tokens)
-        state.sample_params = replace(whole, max_tokens=limit)
+        turn_limit = num_earlier + (self.max_turn_tokens or whole.max_tokens)
+        limit = min(whole.max_tokens, turn_limit)
+        if self.max_context is not None:
+            limit = min(limit, int(state.response_mask.sum()) + self.max_context - len(state.tokens))
+        # At least 1 is what sample parameters may hold; with nothing left the controller makes nothing.
+        state.sample_params = replace(whole, max_tokens=max(limit, 1))
         try:
             await self.rollout_controller.generate_sample(state)
         finally:
@@ -207,17 +209,16 @@ class MultiTurnAgentLoop(AgentLoop):
         state.response = str(self.tokenizer.decode(turn_ids, skip_special_tokens=True))
         if state.status is not Status.COMPLETED:
             return
-        if state.finish_reason == "length" and num_earlier + len(turn_ids) >= whole.max_tokens:
-            self._end(state, record, "max_tokens")
-        elif state.finish_reason == "length" and num_earlier + len(turn_ids) < limit:
-            self._end(state, record, "context")
-        else:
-            record.awaits_reply = True
-            # Until the environment has replied, nobody may take this rollout for a finished one.
-            state.status = Status.INIT
+        num_used = num_earlier + len(turn_ids)
         if turn_ids:
             state.extra_fields[TURNS_KEY] += 1
             self._note(state, {"role": "assistant", "content": self._read(turn_ids)})
+        if state.finish_reason != "length" or turn_limit <= num_used < whole.max_tokens:
+            record.awaits_reply = True
+            # Until the environment has replied, nobody may take this rollout for a finished one.
+            state.status = Status.INIT
+        else:
+            self._end(state, record, "max_tokens" if num_used >= whole.max_tokens else "context")
 
     def _read(self, turn_ids: list[int]) -> str:
         """What the environment, and whoever looks at the conversation, reads of a turn."""

@@ -124,8 +124,9 @@ class ProgramAgentLoop(AgentLoop):
         return self._finish(session, result)
 
     async def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and close the judger."""
         await self._endpoint.close()
+        await super().close()
 
     async def _run(self, session: ChatSession, base_url: str) -> Any:
         """What the program returns; None if the session ended before it did."""

@@ -46,6 +46,10 @@ class ToolEnvironment(Environment):
         tool_timeout_s: for each call; None: no limit.
         max_result_characters: longer results are cut, and say so.
         result_role: of the messages that carry results.
+        result_format: of their text, with ``{result}`` in it.
+
+    Raises:
+        ValueError: an argument does not fit; the message says which.
     """
 
     reads_special_tokens = True
@@ -58,13 +62,17 @@ class ToolEnvironment(Environment):
         tool_timeout_s: float | None = TOOL_TIMEOUT_S,
         max_result_characters: int = MAX_RESULT_CHARACTERS,
         result_role: str = "tool",
+        result_format: str = "{result}",
     ) -> None:
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools) or not tools:
             raise ValueError(f"tools need different names, and at least one; got {[t.name for t in tools]}")
         if tool_timeout_s is not None and tool_timeout_s <= 0:
             raise ValueError(f"tool_timeout_s must be positive or None, got {tool_timeout_s}")
+        if "{result}" not in result_format:
+            raise ValueError(f"result_format must hold {{result}}, got {result_format!r}")
         self.roles = (result_role,)
+        self._format = result_format
         self._parse = parse
         self._timeout_s = tool_timeout_s
         self._max_characters = max_result_characters
@@ -132,7 +140,7 @@ class ToolEnvironment(Environment):
         return tool, {parameters[0]: call.arguments}
 
     def _message(self, number: int, call: ToolCall, text: str) -> Message:
-        role = self.roles[0]
+        role, text = self.roles[0], self._format.replace("{result}", text)
         if role != "tool":
             return {"role": role, "content": text}
         # Templates insist on nine characters; the number makes the calls of a turn differ.
@@ -165,7 +173,8 @@ class ToolAgentLoop(AgentLoop):
         max_context: tokens of prompt, turns and results together; None: what the engine allows.
         tool_timeout_s: for each call; None: no limit.
         max_result_characters: longer results are cut.
-        result_role: of the messages that carry results, where the template does not know ``tool``.
+        result_role: of the messages that carry results; ``user`` where the template does not know ``tool``.
+        result_format: of their text, for example ``Result: {result}``.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:
@@ -188,6 +197,7 @@ class ToolAgentLoop(AgentLoop):
         tool_timeout_s: float | None = TOOL_TIMEOUT_S,
         max_result_characters: int = MAX_RESULT_CHARACTERS,
         result_role: str = "tool",
+        result_format: str = "{result}",
         activities: Activities | None = None,
     ) -> None:
         super().__init__(rollout_controller, judger, activities=activities)
@@ -197,6 +207,7 @@ class ToolAgentLoop(AgentLoop):
             tool_timeout_s=tool_timeout_s,
             max_result_characters=max_result_characters,
             result_role=result_role,
+            result_format=result_format,
         )
         self.turns = MultiTurnAgentLoop(
             rollout_controller,

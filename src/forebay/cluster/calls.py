@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from forebay.cluster.library import import_ray, why
@@ -106,13 +107,13 @@ async def as_they_end(
     ended: list[int] = []
     news = asyncio.Event()
 
-    def note(number: int) -> None:
+    def note(number: int, _: asyncio.Task[ResultT]) -> None:
         ended.append(number)
         news.set()
 
     tasks = [asyncio.create_task(call) for call in calls]
     for number, task in enumerate(tasks):
-        task.add_done_callback(lambda _, number=number: note(number))
+        task.add_done_callback(partial(note, number))
     try:
         num_left = len(tasks)
         while num_left:

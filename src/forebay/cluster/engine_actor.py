@@ -34,6 +34,8 @@ class EngineSpec:
     number: int
     device: str
     """``cuda`` where the cluster gave it one."""
+    serves_at_once: bool
+    """With the weights in the model folder: nobody will give it others."""
     sleeps: bool
     """Give the device's memory to the trainer while paused."""
 
@@ -51,12 +53,12 @@ class EngineActor:
 
     Invariant: nothing is generated before weights were loaded into this process.
 
-    >>> actor = ray.remote(EngineActor).remote(spec)
-    >>> facts = ray.get(actor.start.remote())
+    >>> actor = ray.remote(EngineActor).remote()
+    >>> facts = ray.get(actor.start.remote(spec))
     """
 
-    def __init__(self, spec: EngineSpec) -> None:
-        self._spec = spec
+    def __init__(self) -> None:
+        self._sleeps = False
         self._pool: EnginePool | None = None
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
@@ -64,7 +66,7 @@ class EngineActor:
         self._at_work: dict[str, set[str]] = {}
         """The ids of running requests, by caller."""
 
-    async def start(self) -> EngineFacts:
+    async def start(self, spec: EngineSpec) -> EngineFacts:
         """Build the engines, if this process has not yet.
 
         Raises:
@@ -72,7 +74,10 @@ class EngineActor:
         """
         async with self._building:
             if self._pool is None:
-                self._pool = await asyncio.to_thread(_build, self._spec)
+                self._pool = await asyncio.to_thread(_build, spec)
+                self._sleeps = spec.sleeps
+                if spec.serves_at_once:
+                    self._serving.set()
         return EngineFacts(os.getpid(), self._pool.max_context_tokens)
 
     async def live(self) -> None:
@@ -118,7 +123,7 @@ class EngineActor:
         """End every request and take no new one; asleep, the weights leave the device."""
         assert self._pool is not None
         await self._pool.pause()
-        if self._spec.sleeps and not self._asleep:
+        if self._sleeps and not self._asleep:
             self._asleep = True
             await self._each("sleep")
 

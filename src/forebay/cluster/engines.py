@@ -18,11 +18,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forebay.cluster.calls import ActorLost, BatchedCalls
-from forebay.cluster.engine_actor import EngineFacts
+from forebay.cluster.engine_actor import EngineFacts, EngineSpec
 from forebay.cluster.library import import_ray, why
 from forebay.cluster.supervisor import START_LIMIT_S, Supervisor
 from forebay.cluster.weights import Published
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.runs.placement import PartLost
 from forebay.stalls import StallError, answered
 
 if TYPE_CHECKING:
@@ -129,18 +130,20 @@ def _ask(stream: Any, caller: str, requests: list[GenerateRequest]) -> Any:
 
 
 class PlacedEngine:
-    """What the run's own process has of an engine elsewhere: it says what the engine is to do, and keeps it up.
+    """What the run's own process has of an engine elsewhere: says what the engine is to do, and keeps it up.
 
     Invariant: an engine that serves has the weights given last, and is paused if the last call was `pause`.
     A call while its process is being started again returns at once: it is told when it is there.
 
-    >>> engine = PlacedEngine(0, actor, facts)
+    >>> engine = PlacedEngine(spec, actor, facts)
     >>> await engine.load_weights(Published(ref, model_step=3), 3)
     """
 
-    def __init__(self, number: int, actor: Any, facts: EngineFacts) -> None:
+    def __init__(self, spec: EngineSpec, actor: Any, facts: EngineFacts) -> None:
         self.facts = facts
-        self.supervisor = Supervisor(f"engine {number}", actor, self._set_up)
+        self._spec = spec
+        self.supervisor = Supervisor(f"engine {spec.number}", actor, self._set_up)
+        self._requests = RayEngine(actor, facts.max_context_tokens, caller="the run")
         self._actor = actor
         self._weights: Published | None = None
         self._is_paused = False
@@ -154,6 +157,18 @@ class PlacedEngine:
     def max_context_tokens(self) -> int:
         """The most tokens, prompt and response together, one request may reach."""
         return self.facts.max_context_tokens
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """See `forebay.engines.base`; rollouts come from the workers, this is for probes."""
+        return await self._requests.generate(request)
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """See `forebay.engines.base`."""
+        await self._requests.abort(request_ids)
+
+    def num_made(self, request_id: str) -> int:
+        """See `forebay.engines.base`."""
+        return self._requests.num_made(request_id)
 
     async def pause(self) -> None:
         """See `forebay.engines.base`."""
@@ -200,13 +215,15 @@ class PlacedEngine:
         incarnation = self.supervisor.incarnation
         try:
             await getattr(self._actor, method).remote(*arguments)
-        except import_ray().exceptions.RayActorError:
-            self.supervisor.suspect(incarnation)
+        except import_ray().exceptions.RayActorError as error:
+            self.supervisor.suspect(incarnation, error)
+        except import_ray().exceptions.ObjectLostError as error:
+            raise PartLost(f"the weights of step {self.model_step} are lost: {why(error)}") from error
 
     async def _set_up(self) -> None:
         """A new process: built, paused or not, and last with weights, with which it begins to serve."""
         actor = self._actor
-        self.facts = await actor.start.options(max_task_retries=-1).remote()
+        self.facts = await actor.start.options(max_task_retries=-1).remote(self._spec)
         told = None
         while told != (wanted := (self._is_paused, self._weights)):
             told = wanted

@@ -16,9 +16,6 @@ from typing import Any
 
 from forebay.config import ConfigError
 
-MAX_STORE_BYTES = 8 << 30
-"""Of a local cluster's object store: it holds two models' weights and a few batches, and takes memory."""
-
 
 def import_ray() -> Any:
     """The module `ray`.
@@ -36,7 +33,7 @@ def import_ray() -> Any:
 class Connection:
     """A Ray cluster that this process is on.
 
-    >>> connection = connect(None, num_cpus=4, store_bytes=1 << 28)
+    >>> connection = connect(None, num_cpus=4)
     >>> connection.close()
     """
 
@@ -50,7 +47,7 @@ class Connection:
             self.ray.shutdown()
 
 
-def connect(address: str | None, *, num_cpus: int, store_bytes: int) -> Connection:
+def connect(address: str | None, *, num_cpus: int) -> Connection:
     """Join the cluster at `address`, or at ``RAY_ADDRESS``; else start one with `num_cpus` logical CPUs.
 
     In a process that is on a cluster already, that one is used.
@@ -61,6 +58,7 @@ def connect(address: str | None, *, num_cpus: int, store_bytes: int) -> Connecti
     ray = import_ray()
     if ray.is_initialized():
         return Connection(ray, is_ours=False)
+    _hush()
     address = address or os.environ.get("RAY_ADDRESS")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
@@ -75,11 +73,18 @@ def connect(address: str | None, *, num_cpus: int, store_bytes: int) -> Connecti
         address="local",
         num_cpus=num_cpus,
         include_dashboard=False,
-        object_store_memory=min(store_bytes, MAX_STORE_BYTES),
         _node_ip_address="127.0.0.1",
         **quiet,
     )
     return Connection(ray, is_ours=True)
+
+
+def _hush() -> None:
+    """Have Ray not print a page about every process that ends: the run says it in a line of its own.
+
+    There is no public setting: ``log_to_driver`` leaves these out.
+    """
+    vars(import_module("ray._private.worker"))["_worker_logs_enabled"] = False
 
 
 def why(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 ::
 
     Shape of each part --> bundles --> reserve: a placement group, whole or not at all
-                                          | no room in time: ConfigError, with what was asked and what there is
+                                          | no room in time: ConfigError: what was asked, what there is
                                           v
                                        options(part): what Ray's `actor.options` takes
 """

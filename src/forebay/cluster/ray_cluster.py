@@ -2,11 +2,11 @@
 
 ::
 
-    [cluster] arguments --> RayCluster --start--> Ray joined or started --> placement group --> actors
-                               |                                            trainer, engines, rollout workers
-       controller, agent_loop, trainer, buffer                              all of them start at the same time
+    [cluster] arguments --> RayCluster --open--> Ray joined or started, placement group, buffer
+                               |       --start--> trainer, engines, rollout workers, all at the same time
+       controller, agent_loop, trainer, buffer
                                |
-       a run loses its trainer --> start again: a new trainer; engines and workers stay
+       a run loses its trainer --> open, start: an empty buffer, a new trainer; engines and workers stay
                                |
                             close: actors ended, room given back, Ray left as it was found
 """
@@ -17,15 +17,16 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from forebay.activity import Activities
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Connection, connect, import_ray, why
-from forebay.cluster.placement import Reservation, Room, plan_parts
+from forebay.cluster.placed_buffer import PlacedBuffer
+from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
 from forebay.cluster.supervisor import START_LIMIT_S
 from forebay.cluster.trainer import RayTrainer, TrainerActor
@@ -44,11 +45,6 @@ MAX_CALLS = 10_000
 CLOSE_LIMIT_S = 30.0
 """For engines to end what they started; their processes end anyway."""
 
-_STORE_MODELS = 6
-"""The object store has room for this many copies of the weights: those in use, those on their way, and air."""
-_STORE_FLOOR_BYTES = 256 << 20
-"""Batches and results of small models."""
-
 
 class RayCluster:
     """Where a run with ``cluster = "ray"`` has its trainer, engines, agents and judgers.
@@ -57,7 +53,8 @@ class RayCluster:
     again from what it was; what is lost is counted; Ray is ended only if it was started here.
 
     >>> cluster = RayCluster(config, num_workers=2)
-    >>> cluster.start(model_folder, trains=True)
+    >>> await cluster.open()
+    >>> cluster.start(model_folder)
     >>> await cluster.close()
 
     Args:
@@ -68,6 +65,7 @@ class RayCluster:
         gpus_per_engine: in a colocated run with 1 for both, the first engine shares the trainer's.
         gpus_per_trainer: likewise.
         address: of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started.
+        buffer: "actor": in a process of its own, on an SQLite file; "driver": in the run's own process.
         placement_timeout_s: how long to wait for room.
         max_restarts: how often the run may lose its trainer without a finished train step in between.
 
@@ -85,32 +83,27 @@ class RayCluster:
         gpus_per_engine: float = 0,
         gpus_per_trainer: float = 0,
         address: str | None = None,
+        buffer: str = "actor",
         placement_timeout_s: float = 60.0,
         max_restarts: int = 3,
     ) -> None:
         import_ray()
-        at_least = {"num_engines": 1, "num_workers": 1, "max_restarts": 0}
-        for name, value in {
-            "num_engines": num_engines,
-            "num_workers": num_workers,
-            "max_restarts": max_restarts,
-        }.items():
-            if not isinstance(value, int) or value < at_least[name]:
-                raise ConfigError(
-                    f"cluster.arguments.{name} must be a number from {at_least[name]} up, got {value!r}"
-                )
+        _check_count("num_engines", num_engines, 1)
+        _check_count("num_workers", num_workers, 1)
+        _check_count("max_restarts", max_restarts, 0)
+        _check_share("gpus_per_engine", gpus_per_engine)
+        _check_share("gpus_per_trainer", gpus_per_trainer)
+        if buffer not in ("actor", "driver"):
+            raise ConfigError(f"cluster.arguments.buffer must be 'actor' or 'driver', got {buffer!r}")
+        if buffer == "actor" and config.record:
+            raise ConfigError(
+                "record = true notes what the buffer does, which has to be in this process for that: set "
+                "cluster.arguments.buffer to 'driver'"
+            )
         if cpus is not None and not cpus > 0:
             raise ConfigError(f"cluster.arguments.cpus must be positive, got {cpus!r}")
         colocated = config.produce.mode == "colocated"
         shares_gpu = colocated and gpus_per_trainer == gpus_per_engine == 1
-        for name, amount in {
-            "gpus_per_engine": gpus_per_engine,
-            "gpus_per_trainer": gpus_per_trainer,
-        }.items():
-            if not (0 <= amount < 1 or amount == int(amount)):
-                raise ConfigError(
-                    f"cluster.arguments.{name} must be a share or a whole number, got {amount!r}"
-                )
         self.max_restarts = max_restarts
         self.num_trainer_restarts = 0
         self._config = config.model_copy(update={"output": config.output.resolve()})
@@ -127,6 +120,9 @@ class RayCluster:
             shares_gpu=shares_gpu,
         )
         self._sleeps = shares_gpu
+        self._trains = True
+        self._has_buffer_actor = buffer == "actor"
+        self._buffer: PlacedBuffer | None = None
         self._connection: Connection | None = None
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
@@ -144,84 +140,128 @@ class RayCluster:
     def on_retry(self, on_retry: Callable[[str | None, str | int | None, str], None]) -> None:
         self._workers.on_retry = on_retry
 
-    def start(self, model_folder: Path, *, trains: bool) -> None:
-        """Have every part running; what runs already stays, except the trainer, which begins anew.
+    async def open(self, *, trains: bool = True) -> None:
+        """Have room for every part, and an empty buffer.
 
         Raises:
-            ConfigError: there is no room, or a part cannot be built.
+            ConfigError: there is no cluster, or no room for the parts on it.
         """
-        model_folder = model_folder.resolve()
+        self._trains = trains
+        if self._reservation is None:
+            self._reserve(self._plan if trains else self._plan.without_trainer())
+        if self._buffer is not None:
+            await self._buffer.close()
+            self._buffer = None
+        if trains and self._has_buffer_actor:
+            replay = self._config.replay
+            self._buffer = await PlacedBuffer.start(
+                self._config.folder,
+                policy="staleness" if self._config.produce.is_async else "fifo",
+                limit=replay.limit,
+                keep_consumed=replay.keep_consumed,
+            )
+
+    def _reserve(self, plan: Plan) -> None:
+        num_cpus = max(math.ceil(plan.num_cpus), os.cpu_count() or 1)
+        self._connection = connect(self._address, num_cpus=num_cpus)
         try:
-            if self._reservation is None:
-                self._start_all(model_folder, trains=trains)
-            elif trains:
-                self._start_trainer_again(model_folder)
+            self._reservation = Reservation.make(
+                self._connection.ray,
+                plan.bundles,
+                timeout_s=self._placement_timeout_s,
+                may_grow=self._may_grow,
+            )
         except BaseException:
             self._end()
             raise
+        self._plan = plan
 
-    def _start_all(self, model_folder: Path, *, trains: bool) -> None:
-        plan = self._plan if trains else self._plan.without_trainer()
-        num_cpus = max(math.ceil(plan.num_cpus), os.cpu_count() or 1)
-        self._connection = connect(self._address, num_cpus=num_cpus, store_bytes=_store_bytes(model_folder))
-        ray = self._connection.ray
-        self._reservation = Reservation.make(
-            ray, plan.bundles, timeout_s=self._placement_timeout_s, may_grow=self._may_grow
+    def start(self, model_folder: Path) -> None:
+        """Have every part running; what runs already stays, except the trainer, which begins anew.
+
+        Raises:
+            ConfigError: a part cannot be built.
+            PartLost: an engine or a worker is gone for good.
+        """
+        model_folder = model_folder.resolve()
+        if not self._engines:
+            self._start_all(model_folder)
+        elif self._trains:
+            self._check_none_is_gone()
+            self._start_trainer_again(model_folder)
+
+    def _check_none_is_gone(self) -> None:
+        supervisors = [*(e.supervisor for e in self._engines), *(w.supervisor for w in self._workers.all)]
+        for supervisor in supervisors:
+            if supervisor.gone is not None:
+                raise supervisor.gone
+
+    def _start_all(self, model_folder: Path) -> None:
+        ray, plan = import_ray(), self._plan
+        trainer = self._create_trainer(model_folder) if self._trains else None
+        engines = self._create_engines(plan.engines, model_folder, serve_at_once=not self._trains)
+        workers = [self._actor(RolloutWorker, room) for room in plan.workers]
+        for worker in workers:
+            worker.prepare.remote(model_folder)
+        facts = _all_started(
+            ray, {f"engine {spec.number}": actor.start.remote(spec) for spec, actor in engines}
         )
-        starting: dict[str, Any] = {}
-        if trains:
-            starting["the trainer"] = self._create_trainer(model_folder)
-        engines = [
-            self._actor(
-                EngineActor, room, EngineSpec(self._config, model_folder, i, _device(room), self._sleeps)
+        self._engines = [PlacedEngine(spec, actor, facts[f"engine {spec.number}"]) for spec, actor in engines]
+        context = min(engine.max_context_tokens for engine in self._engines)
+        handles = tuple(actor for _, actor in engines)
+        specs = [
+            WorkerSpec(self._config, model_folder, f"worker {i}", handles, context)
+            for i in range(len(workers))
+        ]
+        placed = list(zip(specs, workers, strict=True))
+        facts = _all_started(ray, {spec.name: actor.start.remote(spec) for spec, actor in placed})
+        self._workers = Workers([self._placed(spec, actor, facts[spec.name]) for spec, actor in placed])
+        if trainer is not None:
+            self._trainer = RayTrainer(
+                self._trainer_actor, _all_started(ray, {"trainer": trainer})["trainer"]
             )
-            for i, room in enumerate(plan.engines)
-        ]
-        starting |= {f"engine {i}": actor.start.remote() for i, actor in enumerate(engines)}
-        names = [f"worker {i}" for i in range(len(plan.workers))]
-        workers = [
-            self._actor(RolloutWorker, room, WorkerSpec(self._config, model_folder, name, tuple(engines)))
-            for name, room in zip(names, plan.workers, strict=True)
-        ]
-        starting |= {name: actor.start.remote() for name, actor in zip(names, workers, strict=True)}
-        facts = _all_started(ray, starting)
-        if trains:
-            self._trainer = RayTrainer(self._trainer_actor, facts["the trainer"])
-        self._engines = [PlacedEngine(i, actor, facts[f"engine {i}"]) for i, actor in enumerate(engines)]
-        self._workers = Workers(
-            [
-                self._placed_worker(name, actor, facts[name])
-                for name, actor in zip(names, workers, strict=True)
-            ]
-        )
 
-    def _placed_worker(self, name: str, actor: Any, pid: int) -> PlacedWorker:
+    def _create_engines(
+        self, rooms: Sequence[Room], model_folder: Path, *, serve_at_once: bool
+    ) -> list[tuple[EngineSpec, Any]]:
+        specs = [
+            EngineSpec(
+                config=self._config,
+                model_folder=model_folder,
+                number=number,
+                device=_device(room),
+                serves_at_once=serve_at_once,
+                sleeps=self._sleeps,
+            )
+            for number, room in enumerate(rooms)
+        ]
+        return [(spec, self._actor(EngineActor, room)) for spec, room in zip(specs, rooms, strict=True)]
+
+    def _placed(self, spec: WorkerSpec, actor: Any, pid: int) -> PlacedWorker:
         def forget() -> None:
             for engine in self._engines:
-                engine.forget(name)
+                engine.forget(spec.name)
 
-        return PlacedWorker(name, actor, pid, on_end=forget)
+        return PlacedWorker(spec, actor, pid, on_end=forget)
 
-    def _actor(self, kind: type[Any], room: Room, *arguments: Any, restarts: bool = True) -> Any:
+    def _actor(self, kind: type[Any], room: Room, *, restarts: bool = True) -> Any:
         assert self._reservation is not None
         limits = {"max_restarts": -1, "max_concurrency": MAX_CALLS} if restarts else {}
         options = {**self._reservation.options(room), **limits}
-        self._actors.append(import_ray().remote(kind).options(**options).remote(*arguments))
+        self._actors.append(import_ray().remote(kind).options(**options).remote())
         return self._actors[-1]
 
     def _create_trainer(self, model_folder: Path) -> Any:
         room = self._plan.trainer
-        self._trainer_actor = self._actor(
-            TrainerActor, room, self._config, model_folder, _device(room), restarts=False
-        )
-        return self._trainer_actor.start.remote()
+        self._trainer_actor = self._actor(TrainerActor, room, restarts=False)
+        return self._trainer_actor.start.remote(self._config, model_folder, _device(room))
 
     def _start_trainer_again(self, model_folder: Path) -> None:
         ray = import_ray()
         self._actors.remove(self._trainer_actor)
         ray.kill(self._trainer_actor)
-        facts = _all_started(ray, {"the trainer": self._create_trainer(model_folder)})
-        self._trainer = RayTrainer(self._trainer_actor, facts["the trainer"])
+        starting = {"trainer": self._create_trainer(model_folder)}
+        self._trainer = RayTrainer(self._trainer_actor, _all_started(ray, starting)["trainer"])
         self.num_trainer_restarts += 1
 
     def controller(self) -> RolloutController:
@@ -238,8 +278,9 @@ class RayCluster:
         return self._trainer
 
     def buffer(self, build: Callable[[], ReplayBuffer]) -> ReplayBuffer:
-        """The buffer, in this process."""
-        return build()
+        """The buffer that `open` has started, or one in this process."""
+        # Its methods are those of a `ReplayBuffer`.
+        return build() if self._buffer is None else cast("ReplayBuffer", self._buffer.client)
 
     def counts(self) -> dict[str, float]:
         """Restarts by part, and groups that were generated again, so far."""
@@ -247,6 +288,7 @@ class RayCluster:
             "cluster/trainer_restarts": float(self.num_trainer_restarts),
             "cluster/engine_restarts": float(sum(e.supervisor.num_restarts for e in self._engines)),
             "cluster/worker_restarts": float(sum(w.supervisor.num_restarts for w in self._workers.all)),
+            "cluster/buffer_restarts": float(self._buffer.num_restarts if self._buffer else 0),
             "cluster/groups_retried": float(self._workers.num_retries),
         }
 
@@ -256,17 +298,17 @@ class RayCluster:
             **({"trainer": self._trainer.pid} if self._trainer is not None else {}),
             **{engine.supervisor.name: engine.facts.pid for engine in self._engines},
             **{worker.supervisor.name: worker.pid for worker in self._workers.all},
+            **({"buffer": self._buffer.pid()} if self._buffer is not None else {}),
         }
 
     async def close(self) -> None:
         """End every actor, give the room back, and end Ray if it was started here."""
         try:
             closing = [self._workers.close(), *(engine.close() for engine in self._engines)]
-            errors = await answered(
-                asyncio.gather(*closing, return_exceptions=True),
-                "the cluster was asked to end",
-                CLOSE_LIMIT_S,
-            )
+            if self._buffer is not None:
+                closing.append(self._buffer.close())
+            ending = asyncio.gather(*closing, return_exceptions=True)
+            errors = await answered(ending, "the cluster was asked to end", CLOSE_LIMIT_S)
             for error in filter(None, errors):
                 logger.warning("a part of the cluster did not end well: %s", why(error))
         except StallError as error:
@@ -292,7 +334,7 @@ def _all_started(ray: Any, starting: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: one of them cannot be built, or takes too long.
     """
-    ready, waiting = ray.wait(list(starting.values()), num_returns=len(starting), timeout=START_LIMIT_S)
+    _, waiting = ray.wait(list(starting.values()), num_returns=len(starting), timeout=START_LIMIT_S)
     facts = {}
     for name, ref in starting.items():
         if ref in waiting:
@@ -308,10 +350,17 @@ def _all_started(ray: Any, starting: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
+def _check_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ConfigError(f"cluster.arguments.{name} must be a number from {least} up, got {value!r}")
+
+
+def _check_share(name: str, value: Any) -> None:
+    if not isinstance(value, int | float) or value < 0 or (value > 1 and value != int(value)):
+        raise ConfigError(
+            f"cluster.arguments.{name} must be a share of a GPU or a whole number of GPUs, got {value!r}"
+        )
+
+
 def _device(room: Room) -> str:
     return "cuda" if room.gpus else "cpu"
-
-
-def _store_bytes(model_folder: Path) -> int:
-    weights = sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
-    return _STORE_FLOOR_BYTES + _STORE_MODELS * weights

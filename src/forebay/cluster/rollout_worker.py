@@ -22,7 +22,6 @@ from typing import Any
 from forebay.activity import Activities
 from forebay.agents import AgentLoop
 from forebay.cluster.calls import as_they_end
-from forebay.cluster.engine_actor import EngineFacts
 from forebay.cluster.engines import RayEngine
 from forebay.engines import RolloutController
 from forebay.runs.config import RunConfig
@@ -42,6 +41,8 @@ class WorkerSpec:
     name: str
     engines: tuple[Any, ...]
     """Ray's handles of `EngineActor`s."""
+    max_context_tokens: int
+    """Of every engine."""
 
 
 @dataclass(frozen=True)
@@ -74,37 +75,37 @@ class Report:
 class RolloutWorker:
     """The agent loops of every task of a run.
 
-    >>> actor = ray.remote(RolloutWorker).remote(spec)
-    >>> pid = ray.get(actor.start.remote())
+    >>> actor = ray.remote(RolloutWorker).remote()
+    >>> pid = ray.get(actor.start.remote(spec))
     """
 
-    def __init__(self, spec: WorkerSpec) -> None:
-        self._spec = spec
+    def __init__(self) -> None:
         self._activities = Activities()
+        self._tokenizer: Any = None
         self._engines: list[RayEngine] = []
         self._controller: RolloutController
         self._loops: dict[LoopName, AgentLoop] = {}
         self._jobs: dict[int, asyncio.Task[Any]] = {}
 
-    async def start(self) -> int:
+    async def prepare(self, model_folder: Path) -> None:
+        """Load what takes long; may be called before `start`, while the engines load theirs."""
+        if self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(_load_tokenizer, model_folder)
+
+    async def start(self, spec: WorkerSpec) -> int:
         """Build the agent loops, if this process has not yet; its process id.
 
         Raises:
             ConfigError: an agent or a judger cannot be built here.
         """
         if not self._loops:
-            starting = [actor.start.options(max_task_retries=-1).remote() for actor in self._spec.engines]
-            # The imports of this take as long as the engines; nothing else has to be done meanwhile.
-            loading = asyncio.to_thread(_load_tokenizer, self._spec.model_folder)
-            tokenizer, *engines = await asyncio.gather(loading, *starting)
-            self._build(tokenizer, engines)
+            await self.prepare(spec.model_folder)
+            self._build(spec)
         return os.getpid()
 
-    def _build(self, tokenizer: Any, facts: Sequence[EngineFacts]) -> None:
-        spec = self._spec
+    def _build(self, spec: WorkerSpec) -> None:
         self._engines = [
-            RayEngine(actor, known.max_context_tokens, caller=spec.name)
-            for actor, known in zip(spec.engines, facts, strict=True)
+            RayEngine(actor, spec.max_context_tokens, caller=spec.name) for actor in spec.engines
         ]
         self._controller = RolloutController(self._engines, seed=spec.config.seed)
         self._loops = {
@@ -113,7 +114,7 @@ class RolloutWorker:
                 task,
                 held_out=held_out,
                 controller=self._controller,
-                tokenizer=tokenizer,
+                tokenizer=self._tokenizer,
                 activities=self._activities,
             )
             for task in spec.config.tasks
@@ -163,6 +164,11 @@ class RolloutWorker:
     async def resume(self) -> None:
         """Go on."""
         await self._controller.continue_generation()
+
+    async def close(self) -> None:
+        """Free what agents and judgers hold."""
+        for loop in self._loops.values():
+            await loop.close()
 
     async def report(self) -> Report:
         """What is being done, and how far it is."""

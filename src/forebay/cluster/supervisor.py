@@ -60,6 +60,7 @@ class Supervisor:
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._suspicion = asyncio.Event()
+        self._suspected_because = ""
 
     @property
     def incarnation(self) -> int:
@@ -77,10 +78,11 @@ class Supervisor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def suspect(self, incarnation: int) -> None:
-        """That process did not answer: it is not up until it is known to be."""
+    def suspect(self, incarnation: int, error: Exception) -> None:
+        """That process did not answer, because of `error`: it is not up until it is known to be."""
         if incarnation == self.incarnation and self.is_up and self.gone is None:
             self.is_up = False
+            self._suspected_because = why(error)
             self._suspicion.set()
 
     async def until_up(self) -> None:
@@ -116,7 +118,7 @@ class Supervisor:
         suspicion = asyncio.ensure_future(self._suspicion.wait())
         try:
             await asyncio.wait([living, suspicion], return_when=asyncio.FIRST_COMPLETED)
-            return living.result() if living.done() else "it does not answer"
+            return living.result() if living.done() else self._suspected_because
         finally:
             living.cancel()
             suspicion.cancel()

@@ -21,7 +21,7 @@ from forebay.cluster.library import import_ray, why
 from forebay.cluster.weights import PlainWeight, Published, to_plain
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
-from forebay.types import RolloutState
+from forebay.types import FloatArray, RolloutState
 
 if TYPE_CHECKING:
     import torch
@@ -40,15 +40,14 @@ class TakesPublished(Protocol):
 class TrainerActor:
     """A `TrainController`; what runs in its process, one call at a time.
 
-    >>> actor = ray.remote(TrainerActor).remote(config, model_folder, "cpu")
-    >>> pid = ray.get(actor.start.remote())
+    >>> actor = ray.remote(TrainerActor).remote()
+    >>> pid = ray.get(actor.start.remote(config, model_folder, "cpu"))
     """
 
-    def __init__(self, config: RunConfig, model_folder: Path, device: str) -> None:
-        self._config, self._model_folder, self._device = config, model_folder, device
+    def __init__(self) -> None:
         self._trainer: Any = None
 
-    def start(self) -> int:
+    def start(self, config: RunConfig, model_folder: Path, device: str) -> int:
         """Build the trainer; the process id.
 
         Raises:
@@ -59,16 +58,25 @@ class TrainerActor:
         from forebay.models import load_tokenizer
         from forebay.runs.build import build_trainer
 
-        torch.set_num_threads(self._config.threads)
-        torch.manual_seed(self._config.seed)
-        tokenizer = load_tokenizer(self._model_folder)
-        self._trainer = build_trainer(self._config, self._model_folder, tokenizer, device=self._device)
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        self._trainer = build_trainer(config, model_folder, load_tokenizer(model_folder), device=device)
         return os.getpid()
 
     def fit(self, batch: TrainBatch, stale_thresholds: int | Mapping[str, int] | None) -> dict[str, float]:
         """The metrics of one train step."""
         metrics: dict[str, float] = self._trainer.fit(batch, stale_thresholds=stale_thresholds).metrics
         return metrics
+
+    def pack(self, batch: TrainBatch) -> TrainBatch:
+        """See `TrainController.pack`."""
+        packed: TrainBatch = self._trainer.pack(batch)
+        return packed
+
+    def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
+        """See `TrainController.compute_logprobs`."""
+        logprobs: FloatArray = self._trainer.compute_logprobs(batch)
+        return logprobs
 
     def weights(self) -> tuple[int, list[PlainWeight]]:
         """The step of the weights, and the weights: two results, of which the caller fetches the first."""
@@ -133,6 +141,26 @@ class RayTrainer:
         batch.metrics = self._call("fit", batch, stale_thresholds)
         self._model_step += 1
         return batch
+
+    def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
+        """See `TrainController.pack`.
+
+        Raises:
+            PartLost: the trainer's process has ended.
+        """
+        from forebay.train.batch import TrainBatch
+
+        packed: TrainBatch = self._call("pack", TrainBatch.from_groups(groups))
+        return packed
+
+    def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
+        """See `TrainController.compute_logprobs`.
+
+        Raises:
+            PartLost: the trainer's process has ended.
+        """
+        logprobs: FloatArray = self._call("compute_logprobs", batch)
+        return logprobs
 
     async def sync_weights(self, rollout_controller: TakesPublished) -> None:
         """Give the current weights to every engine.

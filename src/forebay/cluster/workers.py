@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,13 +23,14 @@ from forebay.activity import GENERATE, Activities, Activity
 from forebay.cluster.calls import ActorLost, BatchedCalls
 from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import import_ray
-from forebay.cluster.rollout_worker import Failure, Job, LoopName, Report
+from forebay.cluster.rollout_worker import Failure, Job, LoopName, Report, WorkerSpec
 from forebay.cluster.supervisor import Supervisor
 from forebay.cluster.weights import Published
 from forebay.engines import RolloutController
 from forebay.engines.pool import LOAD_LIMIT_S
+from forebay.runs.placement import PartLost
 from forebay.stalls import answered
-from forebay.types import RolloutState, Status
+from forebay.types import RolloutState, Status, reset_rollout_response
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +45,21 @@ class GroupFailed(RuntimeError):
     """A group could not be generated; the message says why."""
 
 
+class Paused(RuntimeError):
+    """A group has no worker, and a pause does not wait for one."""
+
+
 class PlacedWorker:
     """One rollout worker elsewhere."""
 
-    def __init__(self, name: str, actor: Any, pid: int, *, on_end: Callable[[], None]) -> None:
+    def __init__(self, spec: WorkerSpec, actor: Any, pid: int, *, on_end: Callable[[], None]) -> None:
         self.pid = pid
+        self._spec = spec
         self.num_in_flight = 0
         self.num_tokens_before = 0
         """Made by its earlier processes."""
         self.report = Report({}, 0)
-        self.supervisor = Supervisor(name, actor, self._set_up, on_end=on_end)
+        self.supervisor = Supervisor(spec.name, actor, self._set_up, on_end=on_end)
         self._actor = actor
         self._calls: BatchedCalls[Job, list[RolloutState] | Failure] = BatchedCalls(
             actor.generate.options(num_returns="streaming").remote
@@ -70,8 +76,8 @@ class PlacedWorker:
         self.num_in_flight += 1
         try:
             group = await self._calls.ask(job)
-        except ActorLost:
-            self.supervisor.suspect(incarnation)
+        except ActorLost as error:
+            self.supervisor.suspect(incarnation, error)
             raise
         except asyncio.CancelledError:
             self._actor.cancel.remote(job.number)
@@ -84,13 +90,12 @@ class PlacedWorker:
 
     async def tell(self, method: str) -> None:
         """Call a method without a result; a worker that is not there has nothing to be told."""
-        self.supervisor.watch()
         if self.supervisor.is_up:
             incarnation = self.supervisor.incarnation
             try:
                 await getattr(self._actor, method).remote()
-            except import_ray().exceptions.RayActorError:
-                self.supervisor.suspect(incarnation)
+            except import_ray().exceptions.RayActorError as error:
+                self.supervisor.suspect(incarnation, error)
 
     async def look(self) -> None:
         """Bring `report` up to date, as far as the worker answers."""
@@ -107,13 +112,13 @@ class PlacedWorker:
 
     async def _set_up(self) -> None:
         self.num_tokens_before, self.report = self.num_tokens_made, Report({}, 0)
-        self.pid = await self._actor.start.options(max_task_retries=-1).remote()
+        self.pid = await self._actor.start.options(max_task_retries=-1).remote(self._spec)
 
 
 class Workers:
     """All rollout workers of a run.
 
-    Invariant: a group is at one worker at a time, and the caller's rollouts are as they were until it is back.
+    Invariant: a group is at one worker at a time; the caller's rollouts are as they were until it is back.
 
     >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
     """
@@ -126,6 +131,8 @@ class Workers:
         self._numbers = itertools.count()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
+        self._is_paused = False
+        self._pause_began = asyncio.Event()
 
     async def generate(
         self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
@@ -134,6 +141,7 @@ class Workers:
 
         Raises:
             GroupFailed: the agent loop raised, or three workers ended over the group.
+            Paused: it would have to wait for a worker.
             PartLost: no worker is left, and none comes back.
         """
         lost: list[str] = []
@@ -148,7 +156,19 @@ class Workers:
             self.num_retries += 1
             self.on_retry(states[0].task_name, states[0].group_id, "worker died")
 
-    async def tell(self, method: str) -> None:
+    async def pause(self) -> None:
+        """Have what is running end as ABORTED, and what waits for a worker too."""
+        self._is_paused = True
+        self._pause_began.set()
+        await self._tell("pause")
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._is_paused = False
+        self._pause_began.clear()
+        await self._tell("resume")
+
+    async def _tell(self, method: str) -> None:
         """Call a method of every worker that is up."""
         await asyncio.gather(*(worker.tell(method) for worker in self.all))
 
@@ -169,6 +189,7 @@ class Workers:
             await asyncio.gather(self._looking, return_exceptions=True)
         for worker in self.all:
             await worker.supervisor.stop()
+        await self._tell("close")
 
     async def _least_busy(self) -> PlacedWorker:
         while True:
@@ -177,7 +198,9 @@ class Workers:
             up = [worker for worker in self.all if worker.supervisor.is_up]
             if up:
                 return min(up, key=lambda worker: worker.num_in_flight)
-            await _first_up([worker.supervisor for worker in self.all])
+            if self._is_paused:
+                raise Paused
+            await _first_of(self._pause_began.wait(), _first_up([worker.supervisor for worker in self.all]))
 
     def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -195,13 +218,21 @@ async def _first_up(supervisors: Sequence[Supervisor]) -> None:
     Raises:
         PartLost: all are gone.
     """
-    waiting = [asyncio.ensure_future(s.until_up()) for s in supervisors if s.gone is None]
+    waiting = [s.until_up() for s in supervisors if s.gone is None]
     if not waiting:
         gone = supervisors[0].gone
         assert gone is not None
         raise gone
+    await _first_of(*waiting)
+
+
+async def _first_of(*awaitables: Awaitable[Any]) -> None:
+    """Return once one has ended, with its error if it has one; the others are cancelled."""
+    waiting = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
     finally:
         for task in waiting:
             task.cancel()
@@ -224,11 +255,9 @@ class RayAgentLoop:
     async def generate_group(
         self, states: list[RolloutState], *, enable_partial_rollout: bool = False
     ) -> list[RolloutState]:
-        """See `forebay.agents.AgentLoop.generate_group`; each rollout counts as generating until all are back.
+        """See `forebay.agents.AgentLoop`; each rollout counts as generating until all are back.
 
-        Raises:
-            GroupFailed: as `Workers.generate`.
-            PartLost: likewise.
+        A group that could not be generated anywhere comes back FAILED, with the reason.
         """
         with ExitStack() as spans:
             for state in states:
@@ -238,13 +267,37 @@ class RayAgentLoop:
                             GENERATE, state.rollout_id, task=state.task_name, group=state.group_id
                         )
                     )
-            return await self._workers.generate(
-                self._loop, states, enable_partial_rollout=enable_partial_rollout
-            )
+            try:
+                return await self._workers.generate(
+                    self._loop, states, enable_partial_rollout=enable_partial_rollout
+                )
+            except Paused:
+                return [_aborted(state) for state in states]
+            except (GroupFailed, PartLost) as error:
+                logger.warning("group %s failed: %s", states[0].group_id, error)
+                return [_failed(state, str(error)) for state in states]
 
     async def pause(self) -> None:
         """Ask for what is running to end as ABORTED."""
-        await self._workers.tell("pause")
+        await self._workers.pause()
+
+    async def close(self) -> None:
+        """Nothing: the workers are the cluster's, which may go on with another run."""
+
+
+def _failed(state: RolloutState, reason: str) -> RolloutState:
+    if state.status is not Status.COMPLETED:
+        reset_rollout_response(state)
+        state.status = Status.FAILED
+        state.error_msg = f"rollout {state.rollout_id}: {reason}"
+    return state
+
+
+def _aborted(state: RolloutState) -> RolloutState:
+    """As it was, to be continued later."""
+    if state.status is not Status.COMPLETED:
+        state.status = Status.ABORTED
+    return state
 
 
 class ClusterController(RolloutController):
@@ -272,11 +325,11 @@ class ClusterController(RolloutController):
 
     async def pause_generation(self) -> None:
         """End what runs as aborted, at the engines and in the workers."""
-        await asyncio.gather(super().pause_generation(), self._workers.tell("pause"))
+        await asyncio.gather(super().pause_generation(), self._workers.pause())
 
     async def continue_generation(self) -> None:
         """Take rollouts again."""
-        await self._workers.tell("resume")
+        await self._workers.resume()
         await super().continue_generation()
 
     def describe(self, activity: Activity) -> str:

@@ -48,7 +48,11 @@ class Piece:
 
 
 class BadAnswer(ValueError):
-    """A server sent something else than its interface says, or an error in the middle of a stream."""
+    """A server sent something else than its interface says."""
+
+
+class ErrorEvent(BadAnswer):
+    """A server sent an error in the middle of a stream."""
 
 
 class Dialect(ABC):
@@ -60,8 +64,6 @@ class Dialect(ABC):
     version: Call
     pause: tuple[Call, ...]
     """End all requests as aborted, and run none until `release`."""
-    hold: tuple[Call, ...]
-    """Run nothing until `release`, but keep the requests."""
     release: tuple[Call, ...]
     probe: SampleParams
     """How to draw one token to see whether the server answers as it should."""
@@ -92,7 +94,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
-        """Take over the weights in `folder` while held or paused, and forget what the old ones computed."""
+        """Take over the weights in `folder` while paused, and forget what the old ones computed."""
 
     @abstractmethod
     def version_of(self, answer: dict[str, Any]) -> str | None:
@@ -115,7 +117,6 @@ class VLLM(Dialect):
     health = Call("GET", "/health")
     version = Call("GET", "/weight_info")
     pause = (Call("POST", "/pause", params={"mode": "abort"}),)
-    hold = (Call("POST", "/pause", params={"mode": "keep"}),)
     release = (Call("POST", "/resume"),)
     # Not top-k of 1: of tokens that are equally likely it would keep all.
     probe = SampleParams(max_tokens=1, top_p=1e-6)
@@ -162,7 +163,7 @@ class VLLM(Dialect):
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
         """See `Dialect`."""
         if "error" in event:
-            raise BadAnswer(f"the server failed: {event['error']}")
+            raise ErrorEvent(f"the server failed: {event['error']}")
         try:
             if not event["choices"]:
                 return Piece()
@@ -179,9 +180,7 @@ class VLLM(Dialect):
         """See `Dialect`."""
         return (
             Call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            # Held requests are computed anew too: the cache of the old weights would otherwise be kept for
-            # all who share a prefix with them.
-            Call("POST", "/reset_prefix_cache", params={"reset_running_requests": "true"}),
+            Call("POST", "/reset_prefix_cache"),
             Call("POST", "/update_weight_version", {"new_version": version}),
         )
 
@@ -212,7 +211,6 @@ class SGLang(Dialect):
     health = Call("GET", "/health")
     version = Call("GET", "/get_model_info")
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
-    hold = (Call("POST", "/pause_generation", {"mode": "retract"}),)
     release = (Call("POST", "/continue_generation", {}),)
     probe = SampleParams(max_tokens=1)
     probe_is_certain = False
@@ -259,7 +257,7 @@ class SGLang(Dialect):
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
         """See `Dialect`. Events hold all tokens so far, or the new ones only: an option of the server."""
         if "error" in event:
-            raise BadAnswer(f"the server failed: {event['error']}")
+            raise ErrorEvent(f"the server failed: {event['error']}")
         try:
             meta = event["meta_info"]
             num_new = meta["completion_tokens"] - num_made

@@ -22,6 +22,8 @@ from forebay.engines.http_dialects import BadAnswer, Call, Dialect
 _CONNECT_LIMIT_S = 10.0
 _HEALTH_LIMIT_S = 30.0
 """For an answer about health: a busy server answers late."""
+_KEPT_FOR_S = 1.0
+"""An idle connection: servers close theirs after 5 s, and a request must not meet that."""
 _SHOWN = 300
 """Characters of an answer in an error."""
 _MAY_PASS = frozenset({408, 425, 429})
@@ -129,7 +131,9 @@ class ServerLink:
             self._client = httpx.AsyncClient(
                 # Requests queue at the server, for as long as it likes.
                 timeout=httpx.Timeout(None, connect=_CONNECT_LIMIT_S),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEPT_FOR_S
+                ),
                 # Reading the system's certificates takes longer than everything else here.
                 verify=self._url().startswith("https"),
                 trust_env=False,

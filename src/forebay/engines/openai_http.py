@@ -5,7 +5,7 @@
     generate() --POST--> server --events--> pieces --> Completion
         | cut: abort, time limit, pause, server lost        the tokens of all pieces read so far
 
-    load_weights(step): files.write -> hold the server -> load the folder -> release
+    load_weights(step): files.write -> interrupt what runs -> load the folder -> release -> go on
     bring_up():  start or wait for the server -> check what it answers -> load the current weights
 
     _watch    consumes: nothing               waits for: the clock, the end of the server's process
@@ -14,8 +14,9 @@
 It starts no process by itself (`forebay.engines.servers` does) and knows no server's names for things
 (`forebay.engines.http_dialects` does). One controller per server: pausing it pauses everybody's requests.
 
-While weights change the server holds its requests and new ones wait here; how the tokens of a rollout that
-runs across an update are labelled stands in `forebay.engines.http_stream`.
+While weights change requests wait here, also those that were running: they go on from their tokens when the
+new weights are there. Every token carries the step of the weights that made it: see
+`forebay.engines.http_stream`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.http_dialects import VLLM, BadAnswer, Dialect
+from forebay.engines.http_dialects import VLLM, BadAnswer, Dialect, ErrorEvent
 from forebay.engines.http_link import Refused, ServerFailed, ServerLink
 from forebay.engines.http_stream import Stream
 from forebay.engines.servers import START_LIMIT_S, LocalServer
@@ -49,8 +50,6 @@ _END_LIMIT_S = 5.0
 """For requests to end after the server was paused; then their connections are closed."""
 _START_TRIES = 3
 """Failures in a row to bring a server back, after which it is given up."""
-_TURNS = 4
-"""Of the event loop, after which everything that had arrived before has been read."""
 _CERTAIN = -1e-3
 """Log probability of what is certain, but for rounding."""
 
@@ -97,8 +96,10 @@ class HTTPEngine:
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
         self._watching: asyncio.Task[None] | None = None
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._num_reading = 0
+        self._quiet = asyncio.Event()
+        """Set while no answer is being read."""
+        self._quiet.set()
         self._control = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
@@ -131,25 +132,16 @@ class HTTPEngine:
                 probabilities would not be those of what it draws from.
         """
         self._check(request)
-        # While weights change: what is sent now would be labelled with the old step.
-        await self._open.wait()
-        if self._closed:
-            return Completion(finish_reason="error", error_msg="the engine is closed")
-        if self._paused:
-            return Completion(finish_reason="abort")
-        if self._away:
-            return Completion(finish_reason="error", error_msg=f"{self}: {self._away}", lost=True)
-        stream = Stream(request, step=self._model_step, stop_texts=self._stop_texts)
-        self._enter(stream)
+        stream = Stream(request, self._stop_texts)
+        self._streams[stream] = None
         try:
-            async with stream.reading():
-                await self._read(stream)
-        except Refused as error:
-            stream.end("error", str(error))
-        except (EngineLost, ServerFailed, BadAnswer) as error:
-            stream.end("error", str(error), lost=True)
+            while not stream.has_ended:
+                # It is closed while weights change.
+                await self._open.wait()
+                await self._go_on(stream)
         finally:
-            self._leave(stream)
+            stream.close()
+            del self._streams[stream]
         return stream.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -176,16 +168,7 @@ class HTTPEngine:
         """
         self._paused = True
         async with self._control:
-            await self._link.do(self._dialect.pause)
-        for stream in self._streams:
-            # The server has ended all it knew of; a request that it did not know yet has made nothing.
-            if not stream.ids:
-                stream.cut("abort")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_LIMIT_S):
-                await self._idle.wait()
-        self._cut_all("abort")
-        await self._idle.wait()
+            await self._stop_all(goes_on=False)
 
     async def resume(self) -> None:
         """Take requests again.
@@ -237,8 +220,9 @@ class HTTPEngine:
         if self._closed:
             return
         self._closed = True
-        self._cut_all("abort")
-        await self._idle.wait()
+        for stream in self._streams:
+            stream.cut("abort")
+        await self._quiet.wait()
         await self._link.close()
         if self._server is not None:
             await self._server.stop()
@@ -266,7 +250,9 @@ class HTTPEngine:
             except (EngineLost, ServerFailed, Refused, BadAnswer) as error:
                 self._lose(str(error))
                 failures.append(str(error))
-        raise EngineLost(f"given up after {len(failures)} tries: {'; '.join(dict.fromkeys(failures))}")
+        what = "; ".join(dict.fromkeys(failures))
+        where = "" if self._server is None else f" (its log: {self._server.log})"
+        raise EngineLost(f"given up after {len(failures)} tries: {what}{where}")
 
     # What runs
 
@@ -283,38 +269,74 @@ class HTTPEngine:
             )
         self._dialect.check(request)
 
+    async def _go_on(self, stream: Stream) -> None:
+        """Let the server work on it, unless it has ended or cannot."""
+        if stream.has_ended:
+            return
+        if self._closed:
+            return stream.end("error", "the engine is closed")
+        if self._paused:
+            return stream.end("abort")
+        if self._away:
+            return stream.end("error", f"{self}: {self._away}", lost=True)
+        self._begin_reading()
+        try:
+            async with stream.leg(step=self._model_step):
+                await self._read(stream)
+        except Refused as error:
+            stream.end("error", str(error))
+        except (EngineLost, ServerFailed, BadAnswer) as error:
+            stream.end("error", str(error), lost=True)
+        finally:
+            self._end_reading()
+
     async def _read(self, stream: Stream) -> None:
-        request = stream.request
+        request = stream.rest()
         max_tokens = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
         body = self._dialect.body(request, self._model, max_tokens, TOKENS_PER_PIECE)
         async with contextlib.aclosing(self._link.events(body)) as events:
             async for event in events:
-                stream.add(self._dialect.read(event, len(stream.ids)), step=self._model_step)
-                if stream.is_over:
+                stream.add(self._dialect.read(event, stream.num_in_leg))
+                if stream.found_stop_text:
                     return
-        stream.end("error", f"{self}: the answer ended early", lost=True)
+        if not stream.end_leg():
+            raise ServerFailed(f"{self}: the answer ended early")
 
-    def _enter(self, stream: Stream) -> None:
-        self._streams[stream] = None
-        self._idle.clear()
+    def _begin_reading(self) -> None:
+        self._num_reading += 1
+        self._quiet.clear()
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
 
-    def _leave(self, stream: Stream) -> None:
-        del self._streams[stream]
-        if not self._streams:
-            self._idle.set()
+    def _end_reading(self) -> None:
+        self._num_reading -= 1
+        if not self._num_reading:
+            self._quiet.set()
             if self._watching is not None:
                 self._watching.cancel()
                 self._watching = None
 
-    def _cut_all(self, reason: str, why: str | None = None, *, lost: bool = False) -> None:
-        for stream in self._streams:
-            stream.cut(reason, why, lost=lost)
+    async def _stop_all(self, *, goes_on: bool) -> None:
+        """Let the server abort all that runs, and return when all that was made has been read."""
+        streams = list(self._streams)
+        for stream in streams:
+            stream.stop_leg(goes_on=goes_on)
+        await self._link.do(self._dialect.pause)
+        for stream in streams:
+            # The server has ended all it knew of; a request that it did not know yet has made nothing.
+            if not stream.num_in_leg:
+                stream.cut_leg()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_LIMIT_S):
+                await self._quiet.wait()
+        for stream in streams:
+            stream.cut_leg()
+        await self._quiet.wait()
 
     def _lose(self, why: str) -> None:
         self._away = why
-        self._cut_all("error", f"{self}: {why}", lost=True)
+        for stream in self._streams:
+            stream.cut("error", f"{self}: {why}", lost=True)
 
     async def _watch(self) -> None:
         """While something runs; see the module docstring."""
@@ -372,9 +394,11 @@ class HTTPEngine:
         request = GenerateRequest(
             request_id="probe", input_ids=np.zeros(1, np.int32), params=dialect.probe, max_tokens=1, seed=0
         )
-        stream = Stream(request, step=self._model_step)
+        stream = Stream(request)
         try:
             await self._read(stream)
+        except ErrorEvent:
+            raise
         except (Refused, BadAnswer) as error:
             raise ServerFailed(f"{error}; {dialect.help}") from error
         logprobs = stream.completion().logprobs
@@ -387,14 +411,11 @@ class HTTPEngine:
             )
 
     async def _load(self, written: WrittenWeights) -> None:
-        """Let the server take over weights; requests that run are held, requests that come wait here."""
+        """Let the server take over weights; what runs is interrupted and goes on afterwards."""
         self._open.clear()
         try:
-            if not self._paused:
-                await self._link.do(self._dialect.hold)
+            await self._stop_all(goes_on=True)
             await self._link.do(self._dialect.load(str(written.folder), written.version))
-            for _ in range(_TURNS):
-                await asyncio.sleep(0)
             self._model_step = written.model_step
             if not self._paused:
                 await self._link.do(self._dialect.release)

@@ -58,7 +58,8 @@ class LocalServer:
     ) -> None:
         """`command` makes the command line for a port; `environment` is added to this process's own."""
         self._command = command
-        self._log = log
+        self.log = log
+        """Its output; appended to by every start."""
         self._environment = dict(environment or {})
         self._start_limit_s = start_limit_s
         self._process: asyncio.subprocess.Process | None = None
@@ -82,8 +83,8 @@ class LocalServer:
         """
         await self.stop()
         self._port = _free_port()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, server_guard.__file__, *self._command(self._port)),
                 stdin=asyncio.subprocess.PIPE,
@@ -101,12 +102,12 @@ class LocalServer:
                 if ended.done():
                     raise EngineLost(
                         f"the server ended with exit code {ended.result()} after "
-                        f"{loop.time() - began_s:.0f} s; the end of {self._log}:\n{self.log_tail()}"
+                        f"{loop.time() - began_s:.0f} s; the end of {self.log}:\n{self.log_tail()}"
                     )
                 if loop.time() - began_s > self._start_limit_s:
                     raise EngineLost(
                         f"the server was not ready after {self._start_limit_s:.0f} s; the end of "
-                        f"{self._log}:\n{self.log_tail()}"
+                        f"{self.log}:\n{self.log_tail()}"
                     )
                 await asyncio.wait([ended], timeout=_ASK_EVERY_S)
         except BaseException:
@@ -144,7 +145,7 @@ class LocalServer:
 
     def log_tail(self) -> str:
         """The last lines of its log."""
-        with self._log.open("rb") as log:
+        with self.log.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])

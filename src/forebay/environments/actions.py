@@ -127,7 +127,8 @@ class Gaussian:
 
     def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """See `ActionHead`."""
-        return np.clip(self._middle + self._half * action, self._low, self._high).astype(self._low.dtype)
+        clipped = np.clip(self._middle + self._half * action, self._low, self._high)
+        return np.asarray(clipped, self._low.dtype)
 
 
 def head_for(action_space: Any) -> ActionHead:

@@ -58,9 +58,7 @@ class Crew:
             worker_uuid = f"worker-{number}-{life}-{uuid.uuid4().hex[:8]}"
             seeds = np.random.SeedSequence([self._seed, number, life])
             try:
-                await self._mode.run(
-                    self._make_spec(worker_uuid, int(seeds.generate_state(1)[0])), self._hub
-                )
+                await self._mode.run(self._make_spec(worker_uuid, int(seeds.generate_state(1)[0])), self._hub)
             except WorkerDied as died:
                 reason = str(died)
             else:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,9 @@ def watch(config: EnvironmentConfig, policy: Policy, seed: int) -> list[Array]:
     env.close()
     if not draws:
         return []
+    # Drawn into memory: no screen is looked for, and pygame does not greet.
+    os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     env = make_env(config, render_mode="rgb_array")
     try:
         player = Player(policy, 1)

@@ -56,7 +56,9 @@ def saved_config(folder: Path, overrides: Sequence[str] = ()) -> FragmentRunConf
     """
     for override in overrides:
         if override.partition("=")[0].strip() in ("name", "output"):
-            raise ConfigError(f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out")
+            raise ConfigError(
+                f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out"
+            )
     config = load_config(FragmentRunConfig, folder / RUN_FILE, overrides)
     folder = folder.resolve()
     return config.model_copy(update={"output": folder.parent, "name": folder.name})

@@ -35,9 +35,7 @@ INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
 
 
-async def launch(
-    config: FragmentRunConfig, *, resume: Path | None = None, overwrite: bool = False
-) -> bool:
+async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overwrite: bool = False) -> bool:
     """Run `config`, or go on with the run in the folder `resume`; whether it was stopped early.
 
     Raises:

@@ -2,8 +2,8 @@
 
 ::
 
-    observations of a batch --> Moments --> policy.obs_mean, policy.obs_std    after the update of the weights
-    value targets of a batch -> rescale_values --> policy.value_mean, policy.value_std, last layer of the critic
+    observations of a batch --> Moments --> policy.obs_mean, policy.obs_std      after the weights' update
+    value targets of a batch -> rescale_values --> policy.value_mean, value_std, the critic's last layer
 
 Both travel with the weights (`Policy.weights`), so a worker normalises as the trainer did at that version.
 """

@@ -37,7 +37,7 @@ def learning_curve(rows: Rows, path: Path, title: str) -> None:
     axes.plot(*tried, "D--", color=_ORANGE, markersize=6, linewidth=1, label="evaluation")
     if len(tried.values):
         at = (tried.steps[-1], tried.values[-1])
-        style = {"ha": "right", "fontsize": 9, "color": _ORANGE}
+        style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": _ORANGE}
         axes.annotate(f"{at[1]:.4g}", at, (0, 9), textcoords="offset points", **style)
     axes.legend(loc="best", frameon=False, fontsize=9)
     _label(axes, title, "mean return")

@@ -60,7 +60,7 @@ class Policy(nn.Module):
     value_std: torch.Tensor
 
     def __init__(self, obs_size: int, head: ActionHead, config: PolicyConfig) -> None:
-        """Orthogonal weights; the actor begins nearly uniform (Andrychowicz et al., 2021, arXiv 2006.05990)."""
+        """Orthogonal weights; the actor begins nearly uniform (Andrychowicz et al., 2021)."""
         super().__init__()
         self.head = head
         hidden = config.hidden_size
@@ -93,7 +93,7 @@ class Policy(nn.Module):
         normal = normal.clamp(-MAX_OBSERVATION, MAX_OBSERVATION)
         if self.cell is None or self.encoder is None:
             return normal, state
-        outputs = []
+        outputs: list[torch.Tensor] = []
         goes_on_SB1 = 1.0 - first_SB.float().unsqueeze(-1)
         for encoded_BH, goes_on_B1 in zip(self.encoder(normal), goes_on_SB1, strict=True):
             state = tuple(part * goes_on_B1 for part in state)
@@ -106,7 +106,7 @@ class Policy(nn.Module):
 
     def params(self, features: torch.Tensor) -> torch.Tensor:
         """[..., P] of the distribution over actions."""
-        seen = self.actor(features)
+        seen: torch.Tensor = self.actor(features)
         if not self.head.num_free:
             return seen
         return torch.cat([seen, self.free_params.expand(*seen.shape[:-1], -1)], -1)
@@ -136,9 +136,11 @@ class Policy(nn.Module):
         """Take over what `weights` of an equal policy gave."""
         vector = torch.from_numpy(np.frombuffer(weights, np.float32).copy())
         tensors: dict[str, Any] = self.state_dict()
-        parts = vector.split([tensor.numel() for tensor in tensors.values()])
-        for tensor, part in zip(tensors.values(), parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+        start = 0
+        for tensor in tensors.values():
+            tensor.copy_(vector[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+        assert start == len(vector)
 
 
 def _layers(size: int, hidden: int, out: int, *, last_gain: float) -> nn.Sequential:

@@ -112,6 +112,11 @@ class PPOTrainer:
             live_SB=batch.live_SB,
         )
         live = batch.live_SB
+        if not (np.isfinite(targets.values_SB[live]).all() and np.isfinite(log_ratio_SB[live]).all()):
+            raise FloatingPointError(
+                f"the batch of train step {self.step + 1} holds numbers that are not finite; look for "
+                f"infinite or missing observations and rewards in the environment"
+            )
         errors, spread = (targets.values_SB - values[:-1])[live], targets.values_SB[live]
         return (
             logprobs_SB,
@@ -165,8 +170,7 @@ class PPOTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
         if not math.isfinite(norm):
             raise FloatingPointError(
-                f"the gradient of train step {self.step + 1} is not finite; lower train.lr, or look for "
-                f"infinite observations or rewards in the environment"
+                f"the gradient of train step {self.step + 1} is not finite; lower train.lr"
             )
         self._optimiser.step()
         return norm

@@ -18,8 +18,6 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,7 @@ from forebay.environments import evaluation, folder
 from forebay.environments.batch import StepBatch
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.crew import Crew
-from forebay.environments.display import EVAL_RETURN, LAG, RETURN, STEPS_PER_S, FragmentDisplay
+from forebay.environments.display import EVAL_RETURN, RETURN, STEPS_PER_S, FragmentDisplay
 from forebay.environments.hub import Hub
 from forebay.environments.messages import WorkerError
 from forebay.environments.pictures import frame_strip, learning_curve

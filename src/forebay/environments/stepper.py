@@ -77,7 +77,7 @@ class Stepper:
         """
         in_state = [part.numpy().copy() for part in self._state]
         steps = [self._step() for _ in range(self._length)]
-        columns = {name: np.stack([step[name] for step in steps]) for name in steps[0]}
+        columns: dict[str, Any] = {name: np.stack([step[name] for step in steps]) for name in steps[0]}
         extras = {name: columns.pop(name) for name in ("terminated", "live")}
         fragment = SampleFragment(
             **columns,

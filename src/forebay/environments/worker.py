@@ -34,9 +34,7 @@ def work(spec: WorkerSpec, link: Link) -> None:
         policy = Policy(
             obs_size, head_for(envs.single_action_space), PolicyConfig.model_validate(spec.policy)
         )
-        stepper = Stepper(
-            envs, policy, length=spec.length, worker_uuid=spec.worker_uuid, seed=spec.seed
-        )
+        stepper = Stepper(envs, policy, length=spec.length, worker_uuid=spec.worker_uuid, seed=spec.seed)
         orders = link.report(Report(spec.worker_uuid, stepper.version))
         while not orders.stop:
             if orders.weights:

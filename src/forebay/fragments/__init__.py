@@ -6,9 +6,11 @@ from forebay.fragments.records import FragmentIndex, FragmentMetadata, SampleFra
 
 if TYPE_CHECKING:
     from forebay.fragments.actor import ReplayBufferActor
+    from forebay.fragments.client import RemoteFragmentBuffer
     from forebay.fragments.leases import FragmentBatch, Lease
     from forebay.fragments.mapped import StoreFullError
     from forebay.fragments.rate_limit import RateLimit
+    from forebay.fragments.server import serve
     from forebay.fragments.store import FragmentStore
     from forebay.fragments.turns import BufferClosed
 
@@ -20,9 +22,11 @@ __all__ = [
     "FragmentStore",
     "Lease",
     "RateLimit",
+    "RemoteFragmentBuffer",
     "ReplayBufferActor",
     "SampleFragment",
     "StoreFullError",
+    "serve",
 ]
 
 # LMDB (the extra `fragments`) is loaded only where a store is used.
@@ -32,8 +36,10 @@ _LAZY = {
     "FragmentStore": "store",
     "Lease": "leases",
     "RateLimit": "rate_limit",
+    "RemoteFragmentBuffer": "client",
     "ReplayBufferActor": "actor",
     "StoreFullError": "mapped",
+    "serve": "server",
 }
 
 

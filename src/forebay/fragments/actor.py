@@ -135,14 +135,15 @@ class ReplayBufferActor:
         ids = [fragment_id for fragment_id, _ in fragments]
         self._arriving.update(ids)
         try:
-            pending = list(reversed(fragments))
-            while pending:
-                if self._rules.rate_limit:
-                    await self._writers.wait(self._may_insert)
+            if self._rules.rate_limit is None:
                 with self._change():
-                    # With a rate limit, each may be the one after which readers come first.
-                    for _ in range(1 if self._rules.rate_limit else len(pending)):
-                        self._state.add(*pending.pop(), self._now_s())
+                    self._state.add(fragments, self._now_s())
+            else:
+                for fragment in fragments:
+                    # Each may be the one after which readers come first.
+                    await self._writers.wait(self._may_insert)
+                    with self._change():
+                        self._state.add([fragment], self._now_s())
         finally:
             self._arriving.difference_update(ids)
         self._report_if_due()
@@ -157,6 +158,8 @@ class ReplayBufferActor:
             BufferClosed: the buffer was closed.
         """
         await self._writers.wait(self._may_insert)
+        # Nothing has changed, but the next in line is the first now.
+        self._writers.wake()
 
     async def remove_worker(self, worker_uuid: str) -> None:
         """A worker has ended: let its partial chunk go now, not when it has been silent for long."""

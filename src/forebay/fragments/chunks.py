@@ -13,8 +13,9 @@
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -22,6 +23,8 @@ import numpy as np
 
 SAMPLING = ("uniform", "recency", "priority")
 """How chunks are drawn."""
+MIN_TIDY = 64
+"""Chunks that have left may stay in the lists of a small table."""
 
 
 class Fragment(msgspec.Struct, array_like=True, frozen=True):
@@ -35,7 +38,7 @@ class Fragment(msgspec.Struct, array_like=True, frozen=True):
     """Counts everything that arrived."""
 
 
-class Chunk(msgspec.Struct, array_like=True):
+class Chunk(msgspec.Struct, eq=False):
     """Consecutive fragments of one worker, served together."""
 
     number: int
@@ -46,6 +49,12 @@ class Chunk(msgspec.Struct, array_like=True):
     priority: float
     uses: int = 0
     """How often it was served."""
+    slot: int = -1
+    """In `ChunkTable`; -1: it is not there."""
+    segment: Any = None
+    """In `Segments`; None: it is in no row yet."""
+    place: int = 0
+    """In its segment."""
 
 
 class ChunkTable:
@@ -58,63 +67,65 @@ class ChunkTable:
     """
 
     def __init__(self) -> None:
-        # To find the first of a plain dict takes the longer the more were deleted before it.
-        self._chunks: OrderedDict[int, Chunk] = OrderedDict()
-        self._by_version: dict[int, dict[int, None]] = defaultdict(dict)
-        self._slots: list[int] = []
-        self._slot_of: dict[int, int] = {}
+        self._slots: list[Chunk] = []
         # Not numpy's: one number at a time, these are three times as fast.
         self._versions = array("q")
         self._priorities = array("d")
+        # These also name chunks that have left, at most as many as are here: `_tidy`.
+        self._arrived: deque[Chunk] = deque()
+        self._by_version: dict[int, list[Chunk]] = {}
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self._slots)
 
     def __iter__(self) -> Iterator[Chunk]:
         """In the order of arrival."""
-        return iter(self._chunks.values())
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._chunks
+        return (chunk for chunk in self._arrived if chunk.slot >= 0)
 
     def add(self, chunk: Chunk) -> None:
         """Hold `chunk`."""
-        assert chunk.number not in self._chunks
-        self._chunks[chunk.number] = chunk
-        self._by_version[chunk.oldest_version][chunk.number] = None
-        self._slot_of[chunk.number] = len(self._slots)
-        self._slots.append(chunk.number)
+        assert chunk.slot < 0
+        chunk.slot = len(self._slots)
+        self._slots.append(chunk)
         self._versions.append(chunk.oldest_version)
         self._priorities.append(chunk.priority)
+        self._arrived.append(chunk)
+        same_version = self._by_version.get(chunk.oldest_version)
+        if same_version is None:
+            self._by_version[chunk.oldest_version] = [chunk]
+        else:
+            same_version.append(chunk)
 
-    def remove(self, chunk: Chunk) -> None:
-        """Hold it no longer; the last slot takes its place."""
-        del self._chunks[chunk.number]
-        same_version = self._by_version[chunk.oldest_version]
-        del same_version[chunk.number]
-        if not same_version:
-            del self._by_version[chunk.oldest_version]
-        slot, last = self._slot_of.pop(chunk.number), self._slots.pop()
-        version, priority = self._versions.pop(), self._priorities.pop()
-        if last != chunk.number:
-            self._slots[slot] = last
-            self._slot_of[last] = slot
-            self._versions[slot], self._priorities[slot] = version, priority
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        """Hold them no longer; the last slot takes the place of each."""
+        slots, versions, priorities = self._slots, self._versions, self._priorities
+        for chunk in chunks:
+            slot, last, version, priority = chunk.slot, slots.pop(), versions.pop(), priorities.pop()
+            if last is not chunk:
+                slots[slot], versions[slot], priorities[slot] = last, version, priority
+                last.slot = slot
+            chunk.slot = -1
+        if len(self._arrived) > 2 * len(slots) + MIN_TIDY:
+            self._tidy()
 
-    def set_priority(self, number: int, priority: float) -> Chunk:
-        """Give the chunk `number` this priority."""
-        chunk = self._chunks[number]
-        chunk.priority = self._priorities[self._slot_of[number]] = priority
-        return chunk
+    def _tidy(self) -> None:
+        self._arrived = deque(self)
+        self._by_version = {}
+        for chunk in self._arrived:
+            self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
 
-    def oldest(self) -> Chunk:
-        """The one that arrived first."""
-        return next(iter(self._chunks.values()))
+    def set_priority(self, chunk: Chunk, priority: float) -> None:
+        """Give the chunk this priority."""
+        chunk.priority = self._priorities[chunk.slot] = priority
+
+    def oldest(self, count: int) -> list[Chunk]:
+        """Those that arrived first."""
+        return list(islice(self, count))
 
     def stale(self, min_version: int) -> list[Chunk]:
         """Those with a fragment of a version before `min_version`."""
         versions = sorted(version for version in self._by_version if version < min_version)
-        return [self._chunks[number] for version in versions for number in self._by_version[version]]
+        return [chunk for version in versions for chunk in self._by_version[version] if chunk.slot >= 0]
 
     def sample(self, count: int, rule: str, model_version: int, seed: tuple[int, ...]) -> list[Chunk]:
         """`count` distinct chunks; the same ones for the same history and `seed`.
@@ -131,8 +142,7 @@ class ChunkTable:
             slots = _draw(1 / (1 + staleness), count, rng)
         else:
             slots = _draw(np.array(self._priorities), count, rng)
-        numbers, chunks = self._slots, self._chunks
-        return [chunks[numbers[slot]] for slot in slots.tolist()]
+        return [self._slots[slot] for slot in slots.tolist()]
 
 
 def _draw(weights: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:

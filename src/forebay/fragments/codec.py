@@ -41,16 +41,22 @@ HUGE_BYTES = 4 << 20
 _PADDING = bytes(ALIGNMENT)
 _HEADER = struct.Struct("<8sIB3xQ")
 _HEADS = np.dtype(
-    [("schema_id", "S8"), ("meta_bytes", "<u4"), ("compression", "u1"), ("rest", "V3"), ("body_bytes", "<u8")]
+    [
+        ("schema_id", "<u8"),
+        ("meta_bytes", "<u4"),
+        ("compression", "u1"),
+        ("rest", "V3"),
+        ("body_bytes", "<u8"),
+    ]
 )
 """The same."""
-_FIELDS = tuple(field.name for field in fields(SampleFragment))
+FIELDS = tuple(field.name for field in fields(SampleFragment))
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
-_fields_of = attrgetter(*_FIELDS)
-_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_fields_of = attrgetter(*FIELDS)
+PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _TEXT = frozenset((str,))
-_VALUE = ("value",)
+VALUE = ("value",)
 _NO_DICT = ("dict", (), ())
 
 
@@ -94,9 +100,9 @@ class Schema:
 
 
 @lru_cache(maxsize=1024)
-def _schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
+def schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
     """Of a fragment whose fields have these nodes, with its id: the same few come again and again."""
-    schema = Schema.parse(json.dumps(("dict", _FIELDS, nodes), separators=(",", ":")).encode())
+    schema = Schema.parse(json.dumps(("dict", FIELDS, nodes), separators=(",", ":")).encode())
     return schema, schema.schema_id
 
 
@@ -104,14 +110,14 @@ def _schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
 def _schema_with(kinds: tuple[type, ...], nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
     """The same, `nodes` being only those of the fields that are not plain."""
     rest = iter(nodes)
-    return _schema_of(tuple(_VALUE if kind in _PLAIN else next(rest) for kind in kinds))
+    return schema_of(tuple(VALUE if kind in PLAIN else next(rest) for kind in kinds))
 
 
 @lru_cache(maxsize=256)
 def _places(kinds: tuple[type, ...]) -> tuple[tuple[int, ...], Callable[[Any], Any]]:
     """Of fields of these types: which are not plain, and what takes out the plain ones."""
-    plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
-    others = tuple(i for i, kind in enumerate(kinds) if kind not in _PLAIN)
+    plain = [i for i, kind in enumerate(kinds) if kind in PLAIN]
+    others = tuple(i for i, kind in enumerate(kinds) if kind not in PLAIN)
     return others, lambda given: [given[i] for i in plain]
 
 
@@ -166,28 +172,34 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
     given = _fields_of(fragment)
     kinds = tuple(map(type, given))
     places, plain_of = _places(kinds)
-    nodes = tuple([_split(given[i], _FIELDS[i], arrays, values) for i in places])
+    nodes = tuple([_split(given[i], FIELDS[i], arrays, values) for i in places])
     if values:
         # A nested plain value stands between those of the fields before and after it.
         values.clear()
         arrays.clear()
-        all_nodes = tuple([_split(value, _FIELDS[i], arrays, values) for i, value in enumerate(given)])
-        schema, schema_id = _schema_of(all_nodes)
+        all_nodes = tuple([_split(value, FIELDS[i], arrays, values) for i, value in enumerate(given)])
+        schema, schema_id = schema_of(all_nodes)
     else:
         schema, schema_id = _schema_with(kinds, nodes)
         values = plain_of(given)
-    parts, body_bytes = _body(arrays), schema.body_bytes
+    return assemble(schema, schema_id, values, _body(arrays), compression)
+
+
+def assemble(
+    schema: Schema, schema_id: bytes, values: list[Any], body: list[Any], compression: str | None
+) -> Packed:
+    """A payload of plain values and the parts of a body."""
+    body_bytes = schema.body_bytes
     if compression is not None:
-        parts = [_codec(compression).compress(b"".join(parts), asbytes=True)]
-        body_bytes = len(parts[0])
+        body = [_codec(compression).compress(b"".join(body), asbytes=True)]
+        body_bytes = len(body[0])
     try:
         meta = _encode(values)
     except OverflowError:
         raise ValueError("the fragment holds an integer of more than 64 bits; store it as text") from None
     head = _HEADER.pack(schema_id, len(meta), COMPRESSIONS.index(compression), schema.body_bytes) + meta
     head += _PADDING[: -len(head) % ALIGNMENT]
-    parts.insert(0, head)
-    return Packed(schema_id, schema, parts, len(head) + body_bytes)
+    return Packed(schema_id, schema, [head, *body], len(head) + body_bytes)
 
 
 def _body(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
@@ -210,10 +222,10 @@ def _split(value: Any, where: str, arrays: list[np.ndarray[Any, Any]], values: l
     kind = type(value)
     if kind is np.ndarray:
         arrays.append(value)
-        return ("array", _dtype_text(value.dtype, where), value.shape)
-    if kind in _PLAIN:
+        return ("array", dtype_text(value.dtype, where), value.shape)
+    if kind in PLAIN:
         values.append(value)
-        return _VALUE
+        return VALUE
     if kind is list or kind is tuple:
         if not value:
             return (kind.__name__, ())
@@ -237,11 +249,16 @@ def _split_foreign(value: Any, where: str, arrays: list[np.ndarray[Any, Any]]) -
         )
     array = np.asarray(value)
     arrays.append(array)
-    dtype = _dtype_text(array.dtype, where)
+    dtype = dtype_text(array.dtype, where)
     return ("scalar", dtype) if isinstance(value, np.generic) else ("array", dtype, array.shape)
 
 
-def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
+def dtype_text(dtype: np.dtype[Any], where: str) -> str:
+    """How a schema names `dtype`.
+
+    Raises:
+        ValueError: its values are more than their bytes.
+    """
     text = _raw_dtype_text(dtype)
     if text is None:
         raise ValueError(
@@ -288,7 +305,11 @@ def _view(leaf: _Leaf, body: Bytes) -> Any:
 def stack(payloads: Sequence[Any], schema: Schema) -> SampleFragment:
     """All fragments as one: a leading axis on every array, and lists where one has a plain value.
 
-    The arrays may be written to, and look into one block that nothing else holds.
+    The arrays may be written to, and look into one block that nothing else holds. `schema` is that of the
+    first.
+
+    Raises:
+        ValueError: they are of several schemas.
     """
     rows = _alike(payloads, schema) or _bodies(payloads, schema)
     arrays = [rows.column(leaf) for leaf in schema.leaves]
@@ -324,7 +345,7 @@ def _alike(payloads: Sequence[Any], schema: Schema) -> _Rows | None:
     joined = _joined(payloads, stride)
     block = np.frombuffer(joined, np.uint8)
     heads = block.reshape(count, stride)[:, : _HEADER.size].copy().view(_HEADS)[:, 0]
-    if heads["compression"].any():
+    if heads["compression"].any() or (heads["schema_id"] != heads["schema_id"][0]).any():
         return None
     # Without compression bodies are of one size, so here they begin at one place.
     start = stride - schema.body_bytes
@@ -335,6 +356,12 @@ def _alike(payloads: Sequence[Any], schema: Schema) -> _Rows | None:
 
 
 def _bodies(payloads: Sequence[Any], schema: Schema) -> _Rows:
+    num_schemas = len({schema_id_of(payload) for payload in payloads})
+    if num_schemas != 1:
+        raise ValueError(
+            f"only fragments of one nesting, with equal dtypes and shapes, can be stacked; "
+            f"these {len(payloads)} have {num_schemas}"
+        )
     parts = [_parts(np.frombuffer(payload, np.uint8), schema) for payload in payloads]
     joined = _joined([body.data for _, body in parts], schema.body_bytes)
     return _Rows(np.frombuffer(joined, np.uint8), schema.body_bytes, 0, [values for values, _ in parts])

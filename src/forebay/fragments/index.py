@@ -31,7 +31,7 @@ from forebay.fragments.turns import BufferClosed
 MAX_BYTES = 4 << 30
 """Room for ten million fragments and more; what is not used takes no disk."""
 _KINDS: dict[str, Any] = {
-    "segment": list[Chunk],
+    "segment": list[segments.Row],
     "uses": bytes,
     "priorities": bytes,
     "part": Fragment,

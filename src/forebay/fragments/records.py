@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 
-class FragmentIndex(msgspec.Struct, frozen=True):
+class FragmentIndex(msgspec.Struct, frozen=True, array_like=True):
     """Where a fragment stands in the stream of its worker.
 
     >>> FragmentIndex("worker-0", 7)
@@ -31,7 +31,7 @@ class FragmentIndex(msgspec.Struct, frozen=True):
     """Counts the fragments of the worker: 0, 1, 2, ..."""
 
 
-class FragmentMetadata(msgspec.Struct, frozen=True):
+class FragmentMetadata(msgspec.Struct, frozen=True, array_like=True):
     """All the buffer knows about a fragment.
 
     >>> FragmentMetadata("worker-0", 7, model_version=3, session_id="run").index

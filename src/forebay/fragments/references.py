@@ -37,9 +37,12 @@ class References:
     def __contains__(self, fragment_id: str) -> bool:
         return fragment_id in self._counts
 
-    def is_known(self, fragment_id: str) -> bool:
-        """Whether it is held, or was one of the last that were."""
-        return fragment_id in self._counts or fragment_id in self._gone
+    def take(self, fragment_id: str) -> bool:
+        """Hold what arrives; False: it is held already, or was one of the last that were."""
+        if fragment_id in self._counts or fragment_id in self._gone:
+            return False
+        self._counts[fragment_id] = 1
+        return True
 
     def hold(self, fragments: Iterable[Fragment]) -> None:
         """One holder more for each."""

@@ -13,10 +13,10 @@ has chunks.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from forebay.fragments.chunks import Chunk
+from forebay.fragments.chunks import Chunk, Fragment
 
 GONE = 2**32 - 1
 """In place of the uses of a chunk that has left."""
@@ -25,6 +25,8 @@ MAX_CHUNKS = 256
 MIN_SHARE = 4
 """Of its chunks, one in so many must be left: rows are at most so many times what they have to be."""
 
+Row = tuple[int, list[Fragment], int, float, int]
+"""Of a chunk: number, fragments, oldest version, priority, uses."""
 KINDS = ("segment", "uses", "priorities")
 RowKey = tuple[str, int]
 """Kind and number."""
@@ -36,8 +38,8 @@ class _Segment:
     def __init__(self, number: int, chunks: Sequence[Chunk]) -> None:
         self.number = number
         self.size = len(chunks)
-        self.left = dict(enumerate(chunks))
-        """By place."""
+        self.left = dict.fromkeys(chunks)
+        """Chunks that are held, in order."""
         self.uses = array("I", [chunk.uses for chunk in chunks])
         self.priorities: array[float] | None = None
         """None: still those in the segment row."""
@@ -59,7 +61,6 @@ class Segments:
         """`replaced` are numbers of segments on disk whose chunks are added here anew."""
         self._num_segments = max(replaced, default=-1) + 1
         self._new: dict[int, Chunk] = {}
-        self._places: dict[int, tuple[_Segment, int]] = {}
         self._used: dict[int, _Segment] = {}
         self._valued: dict[int, _Segment] = {}
         self._deleted = list(replaced)
@@ -73,43 +74,47 @@ class Segments:
         """`chunk` is held from now on."""
         self._new[chunk.number] = chunk
 
-    def set_uses(self, chunks: list[Chunk]) -> None:
+    def set_uses(self, chunks: Iterable[Chunk]) -> None:
         """Their uses have changed."""
-        places, used = self._places, self._used
+        used = self._used
         for chunk in chunks:
-            place = places.get(chunk.number)
-            if place is not None:
-                segment, i = place
-                segment.uses[i] = chunk.uses
+            segment = chunk.segment
+            if segment is not None:
+                segment.uses[chunk.place] = chunk.uses
                 used[segment.number] = segment
 
     def set_priority(self, chunk: Chunk) -> None:
         """Its priority has changed."""
-        place = self._places.get(chunk.number)
-        if place is not None:
-            segment, i = place
-            if segment.priorities is None:
-                segment.priorities = array("d", bytes(8 * segment.size))
-                for k, other in segment.left.items():
-                    segment.priorities[k] = other.priority
-            segment.priorities[i] = chunk.priority
-            self._valued[segment.number] = segment
-
-    def remove(self, chunk: Chunk) -> None:
-        """`chunk` is held no longer."""
-        if self._new.pop(chunk.number, None) is not None:
+        segment: _Segment | None = chunk.segment
+        if segment is None:
             return
-        segment, i = self._places.pop(chunk.number)
-        del segment.left[i]
-        if len(segment.left) * MIN_SHARE <= segment.size:
-            self._dissolve(segment)
-        else:
-            segment.uses[i] = GONE
-            self._used[segment.number] = segment
+        if segment.priorities is None:
+            segment.priorities = array("d", bytes(8 * segment.size))
+            for other in segment.left:
+                segment.priorities[other.place] = other.priority
+        segment.priorities[chunk.place] = chunk.priority
+        self._valued[segment.number] = segment
+
+    def remove(self, chunks: Iterable[Chunk]) -> None:
+        """They are held no longer."""
+        touched: dict[int, _Segment] = {}
+        for chunk in chunks:
+            segment = chunk.segment
+            if segment is None:
+                del self._new[chunk.number]
+            else:
+                del segment.left[chunk]
+                segment.uses[chunk.place] = GONE
+                touched[segment.number] = segment
+        for segment in touched.values():
+            if len(segment.left) * MIN_SHARE <= segment.size:
+                self._dissolve(segment)
+            else:
+                self._used[segment.number] = segment
 
     def _dissolve(self, segment: _Segment) -> None:
-        for chunk in segment.left.values():
-            del self._places[chunk.number]
+        for chunk in segment.left:
+            chunk.segment = None
             self._new[chunk.number] = chunk
         self._used.pop(segment.number, None)
         self._valued.pop(segment.number, None)
@@ -127,7 +132,10 @@ class Segments:
         new = list(self._new.values())
         for start in range(0, len(new), MAX_CHUNKS):
             chunks = new[start : start + MAX_CHUNKS]
-            rows["segment", self._write(chunks).number] = chunks
+            rows["segment", self._write(chunks).number] = [
+                (chunk.number, chunk.fragments, chunk.oldest_version, chunk.priority, chunk.uses)
+                for chunk in chunks
+            ]
         for changed in (self._new, self._used, self._valued, self._deleted):
             changed.clear()
         return rows
@@ -135,17 +143,18 @@ class Segments:
     def _write(self, chunks: list[Chunk]) -> _Segment:
         segment = _Segment(self._num_segments, chunks)
         self._num_segments += 1
-        self._places.update((chunk.number, (segment, i)) for i, chunk in enumerate(chunks))
+        for place, chunk in enumerate(chunks):
+            chunk.segment, chunk.place = segment, place
         return segment
 
 
-
 def read(
-    segments: Mapping[int, list[Chunk]], uses: Mapping[int, bytes], priorities: Mapping[int, bytes]
+    segments: Mapping[int, list[Row]], uses: Mapping[int, bytes], priorities: Mapping[int, bytes]
 ) -> list[Chunk]:
     """The chunks that these rows hold, in the order in which they were completed."""
     held = []
-    for number, chunks in segments.items():
+    for number, rows in segments.items():
+        chunks = [Chunk(*row) for row in rows]
         counts = _numbers("I", uses.get(number)) or [chunk.uses for chunk in chunks]
         values = _numbers("d", priorities.get(number)) or [chunk.priority for chunk in chunks]
         for chunk, num_uses, priority in zip(chunks, counts, values, strict=True):

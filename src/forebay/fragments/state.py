@@ -18,7 +18,7 @@ Each fragment is in exactly one place, so at any moment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,7 +94,7 @@ class ReplayState:
 
     >>> rules = Rules(max_chunks=8, max_staleness=1, max_reuse=1, fragments_per_chunk=1)
     >>> state = ReplayState(rules)
-    >>> state.add("id", FragmentMetadata("w", 0, model_version=-1, session_id=""), now_s=0.0)
+    >>> state.add([("id", FragmentMetadata("w", 0, model_version=-1, session_id=""))], now_s=0.0)
     >>> state.can_serve(1), state.serve(1, now_s=0.0).fragment_ids, state.can_serve(1)
     (True, ['id'], False)
     """
@@ -111,7 +111,7 @@ class ReplayState:
         self._chunks = ChunkTable()
         self._segments = Segments()
         self._sequences = Sequences(rules.fragments_per_chunk)
-        self._chunk_of: dict[str, int] = {}
+        self._chunk_of: dict[str, Chunk] = {}
 
     @property
     def has_changed(self) -> bool:
@@ -145,65 +145,72 @@ class ReplayState:
 
     # What comes in.
 
-    def add(self, fragment_id: str, metadata: FragmentMetadata, now_s: float) -> None:
-        """Take the fragment in, or drop it; one that is here already changes nothing."""
-        tallies = self.meta.tallies
-        if self.references.is_known(fragment_id):
-            tallies.duplicates += 1
-            return
-        tallies.added += 1
-        version = metadata.model_version
-        fragment = Fragment(
-            fragment_id, metadata.worker_uuid, metadata.fid_in_worker, version, self.meta.num_fragments
-        )
-        self.meta.num_fragments += 1
-        self.references.hold([fragment])
-        if metadata.session_id != self.meta.session_id:
-            self._drop([fragment], "session")
-            return
-        if version < self._min_version:
-            self._drop([fragment], "stale")
-            # A chunk has no holes: what came before is no use either.
-            return
+    def add(self, fragments: Iterable[tuple[str, FragmentMetadata]], now_s: float) -> None:
+        """Take the fragments in, or drop them; one that is here already changes nothing."""
+        meta, take, is_chunk = self.meta, self.references.take, self.rules.fragments_per_chunk == 1
+        session_id, min_version = meta.session_id, self._min_version
+        for fragment_id, metadata in fragments:
+            if not take(fragment_id):
+                meta.tallies.duplicates += 1
+                continue
+            meta.tallies.added += 1
+            version = metadata.model_version
+            fragment = Fragment(
+                fragment_id, metadata.worker_uuid, metadata.fid_in_worker, version, meta.num_fragments
+            )
+            meta.num_fragments += 1
+            if metadata.session_id != session_id:
+                self._drop([fragment], "session")
+            elif version < min_version:
+                # A chunk has no holes: what came before is no use either.
+                self._drop([fragment], "stale")
+            elif is_chunk:
+                self._insert([fragment])
+            else:
+                self._follow(fragment, now_s)
+        self._evict()
+
+    def _follow(self, fragment: Fragment, now_s: float) -> None:
         useless, complete = self._sequences.add(fragment, now_s)
-        if useless:
-            self._drop_parts(useless, "gap")
-        if complete:
-            self._insert(complete)
-        else:
+        self._drop_parts(useless, "gap")
+        if not complete:
             self._changes["part", fragment.number] = fragment
+            return
+        self._insert(complete)
+        # The last one was never a row.
+        for part in complete[:-1]:
+            self._changes["part", part.number] = None
 
     def _insert(self, fragments: list[Fragment]) -> None:
-        while len(self._chunks) >= self.rules.max_chunks:
-            self._drop_chunk(self._chunks.oldest(), "evicted")
+        meta = self.meta
         oldest = min([fragment.model_version for fragment in fragments])
-        chunk = Chunk(self.meta.num_chunks, fragments, oldest, self.meta.max_priority)
-        self.meta.num_chunks += 1
+        chunk = Chunk(meta.num_chunks, fragments, oldest, meta.max_priority)
+        meta.num_chunks += 1
         if limit := self.rules.rate_limit:
-            self.meta.difference += limit.samples_per_insert
+            meta.difference += limit.samples_per_insert
         self._hold_chunk(chunk)
-        # The last one was never a row.
-        for fragment in fragments[:-1]:
-            self._changes["part", fragment.number] = None
 
     def _hold_chunk(self, chunk: Chunk) -> None:
         self._chunks.add(chunk)
         self._segments.add(chunk)
         for fragment in chunk.fragments:
-            self._chunk_of[fragment.fragment_id] = chunk.number
+            self._chunk_of[fragment.fragment_id] = chunk
+
+    def _evict(self) -> None:
+        excess = len(self._chunks) - self.rules.max_chunks
+        if excess > 0:
+            self._drop_chunks(self._chunks.oldest(excess), "evicted")
 
     def set_version(self, session_id: str, model_version: int) -> None:
         """The weights are those now; what is too old for them, or of another session, is dropped."""
         if session_id != self.meta.session_id:
-            for chunk in list(self._chunks):
-                self._drop_chunk(chunk, "session")
+            self._drop_chunks(list(self._chunks), "session")
             self._drop_parts(self._sequences.drop_all(), "session")
         self.meta.session_id, self.meta.model_version = session_id, model_version
         self._drop_stale()
 
     def _drop_stale(self) -> None:
-        for chunk in self._chunks.stale(self._min_version):
-            self._drop_chunk(chunk, "stale")
+        self._drop_chunks(self._chunks.stale(self._min_version), "stale")
         self._drop_parts(self._sequences.drop_stale(self._min_version), "stale")
 
     def set_priorities(self, priorities: Mapping[str, float]) -> None:
@@ -212,17 +219,18 @@ class ReplayState:
         Raises:
             ValueError: a priority is not a positive number.
         """
-        largest: dict[int, float] = {}
+        largest: dict[Chunk, float] = {}
         for fragment_id, priority in priorities.items():
             if not 0 < priority < float("inf"):
                 raise ValueError(
                     f"the priority of {fragment_id!r} must be above 0 and finite, got {priority}"
                 )
-            number = self._chunk_of.get(fragment_id)
-            if number is not None:
-                largest[number] = max(priority, largest.get(number, 0.0))
-        for number, priority in largest.items():
-            self._segments.set_priority(self._chunks.set_priority(number, priority))
+            chunk = self._chunk_of.get(fragment_id)
+            if chunk is not None:
+                largest[chunk] = max(priority, largest.get(chunk, 0.0))
+        for chunk, priority in largest.items():
+            self._chunks.set_priority(chunk, priority)
+            self._segments.set_priority(chunk)
             self.meta.max_priority = max(self.meta.max_priority, priority)
 
     # What goes out.
@@ -263,16 +271,16 @@ class ReplayState:
         return self.prepared
 
     def _count_uses(self, chunks: list[Chunk]) -> None:
-        left = []
         for chunk in chunks:
             chunk.uses += 1
-            if chunk.uses < self.rules.max_reuse:
-                left.append(chunk)
-                continue
-            self._remove_chunk(chunk)
-            self.meta.tallies.used_up += len(chunk.fragments)
-            self._free += self.references.let_go(chunk.fragments)
-        self._segments.set_uses(left)
+        self._segments.set_uses(chunks)
+        self._remove_used_up(chunks)
+
+    def _remove_used_up(self, chunks: Iterable[Chunk]) -> None:
+        used_up = [chunk for chunk in chunks if chunk.uses >= self.rules.max_reuse]
+        fragments = self._remove_chunks(used_up)
+        self.meta.tallies.used_up += len(fragments)
+        self._free += self.references.let_go(fragments)
 
     # What leaves.
 
@@ -320,18 +328,19 @@ class ReplayState:
         self.leases.restart(now_s)
         self._sequences.hear_all(now_s)
 
-    def _drop_chunk(self, chunk: Chunk, reason: str) -> None:
-        self._remove_chunk(chunk)
+    def _drop_chunks(self, chunks: list[Chunk], reason: str) -> None:
         if limit := self.rules.rate_limit:
-            # It takes the samples it will never give out of the account.
-            self.meta.difference -= max(0.0, limit.samples_per_insert - chunk.uses)
-        self._drop(chunk.fragments, reason)
+            # They take the samples they will never give out of the account.
+            self.meta.difference -= sum(max(0.0, limit.samples_per_insert - chunk.uses) for chunk in chunks)
+        self._drop(self._remove_chunks(chunks), reason)
 
-    def _remove_chunk(self, chunk: Chunk) -> None:
-        self._chunks.remove(chunk)
-        self._segments.remove(chunk)
-        for fragment in chunk.fragments:
+    def _remove_chunks(self, chunks: list[Chunk]) -> list[Fragment]:
+        self._chunks.remove(chunks)
+        self._segments.remove(chunks)
+        fragments = [fragment for chunk in chunks for fragment in chunk.fragments]
+        for fragment in fragments:
             del self._chunk_of[fragment.fragment_id]
+        return fragments
 
     def _drop_parts(self, fragments: list[Fragment], reason: str) -> None:
         self._changes.update((("part", fragment.number), None) for fragment in fragments)
@@ -374,16 +383,15 @@ class ReplayState:
 
     def _apply_rules(self, has_payload: Callable[[str], bool]) -> None:
         """Drop what was lost, and what narrower rules than those before the restart do not allow."""
-        for chunk in list(self._chunks):
-            if not all(has_payload(fragment.fragment_id) for fragment in chunk.fragments):
-                self._drop_chunk(chunk, "lost_payload")
-            elif chunk.uses >= self.rules.max_reuse:
-                self._remove_chunk(chunk)
-                self.meta.tallies.used_up += len(chunk.fragments)
-                self._free += self.references.let_go(chunk.fragments)
+        lost_chunks = [
+            chunk
+            for chunk in self._chunks
+            if not all(has_payload(fragment.fragment_id) for fragment in chunk.fragments)
+        ]
+        self._drop_chunks(lost_chunks, "lost_payload")
+        self._remove_used_up(self._chunks)
         lost = {f.worker_uuid for f in self._sequences if not has_payload(f.fragment_id)}
         for worker in lost:
             self._drop_parts(self._sequences.drop_worker(worker), "lost_payload")
-        while len(self._chunks) > self.rules.max_chunks:
-            self._drop_chunk(self._chunks.oldest(), "evicted")
+        self._evict()
         self._drop_stale()

@@ -26,6 +26,7 @@ from typing import Any
 from forebay.fragments.codec import COMPRESSIONS, Bytes, Packed, Schema, pack, schema_id_of, stack, unpack
 from forebay.fragments.mapped import Environment, Snapshot, StoreFullError
 from forebay.fragments.records import SampleFragment
+from forebay.fragments.unstacking import unstack
 
 _TOTALS = struct.Struct("<QQ")
 _TOTALS_KEY = b"totals"
@@ -94,7 +95,21 @@ class FragmentStore:
             StoreFullError: they do not fit; those of other shards may have been kept, without use.
             ValueError: a fragment holds something that cannot be stored.
         """
-        packed = [pack(fragment, self._compression) for fragment in fragments]
+        return self._put([pack(fragment, self._compression) for fragment in fragments])
+
+    def add_stacked(self, batch: SampleFragment) -> list[str]:
+        """Keep the fragments that `batch` is made of, as `stack` returns them; their ids, in order.
+
+        Several times as fast as one by one, when they are small: a worker that steps many environments has
+        them together anyway. A plain value in place of a list is that of every fragment.
+
+        Raises:
+            StoreFullError: as `add_fragments`.
+            ValueError: the arrays and lists differ in length, or it holds something that cannot be stored.
+        """
+        return self._put(unstack(batch, self._compression))
+
+    def _put(self, packed: list[Packed]) -> list[str]:
         ids = list(itertools.islice(self._ids, len(packed)))
         rows = defaultdict(list)
         for fragment_id, one in zip(ids, packed, strict=True):
@@ -131,13 +146,9 @@ class FragmentStore:
         """
         reading = _Reading(self)
         payloads = [reading.raw(fragment_id) for fragment_id in fragment_ids]
-        schema_ids = {schema_id_of(payload) for payload in payloads}
-        if len(schema_ids) != 1:
-            raise ValueError(
-                f"only fragments of one nesting, with equal dtypes and shapes, can be stacked; "
-                f"these {len(payloads)} have {len(schema_ids)}"
-            )
-        return stack(payloads, reading.schema(fragment_ids[0], *schema_ids))
+        if not payloads:
+            raise ValueError("only fragments of one schema can be stacked; these 0 have 0")
+        return stack(payloads, reading.schema(fragment_ids[0], schema_id_of(payloads[0])))
 
     def delete_fragment(self, fragment_id: str) -> bool:
         """Delete the fragment; whether it was there."""
@@ -285,12 +296,12 @@ class _Shard:
     def delete(self, keys: Sequence[bytes]) -> int:
         num_deleted = num_bytes = 0
         with self.environment.write() as transaction:
+            cursor = transaction.cursor(self.payloads)
             for key in keys:
-                raw = transaction.get(key, db=self.payloads)
-                if raw is not None:
-                    num_bytes += len(raw)
+                if cursor.set_key(key):
+                    num_bytes += len(cursor.value())
                     num_deleted += 1
-                    transaction.delete(key, db=self.payloads)
+                    cursor.delete()
             count, held = self._read_totals(transaction)
             row = _TOTALS.pack(count - num_deleted, held - num_bytes)
             transaction.put(_TOTALS_KEY, row, db=self._totals)

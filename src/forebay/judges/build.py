@@ -52,7 +52,7 @@ def _part(table: dict[str, Any], timeout_s: float | None) -> Part:
     return Part(
         label=table.get("label", name.rpartition(":")[2]),
         weight=float(table.get("weight", 1.0)),
-        only=(only,) if isinstance(only, str) else only and tuple(map(str, only)),
+        only=None if only is None else (only,) if isinstance(only, str) else tuple(map(str, only)),
         judger=build_judger(
             JudgeConfig(
                 name=name,

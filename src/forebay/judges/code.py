@@ -167,7 +167,7 @@ def _read_test(test: Any) -> str | dict[str, str]:
 
 
 def _is_right(result: SandboxResult, expected: str) -> bool:
-    return result.ok and not result.truncated and _lines(result.stdout) == _lines(expected)
+    return result.ok and _lines(result.stdout) == _lines(expected)
 
 
 def _lines(text: str) -> list[str]:

@@ -24,6 +24,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from forebay.activity import PUT, Activities
+from forebay.agents.base import TRAJECTORY_OF_KEY
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
 from forebay.replay import ReplayBuffer
@@ -325,11 +326,19 @@ def _well_formed(
     """
     if not isinstance(group, list) or not group or not all(isinstance(s, RolloutState) for s in group):
         raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {group!r:.80}")
+    # Further trajectories come and go with the rollout that they were made with; those must be the given ones.
+    firsts = [state for state in group if TRAJECTORY_OF_KEY not in state.extra_fields]
+    earlier = [
+        (state, length)
+        for state, length in zip(given, lengths, strict=True)
+        if TRAJECTORY_OF_KEY not in state.extra_fields
+    ]
     if group is not given:
-        _check_members(group, given)
-    for state, length in zip(group, lengths, strict=True):
+        _check_members(firsts, [state for state, _ in earlier])
+    for state, (_, length) in zip(firsts, earlier, strict=True):
         if 0 < length < len(state.response_ids):
             _extend_token_fields(state, length)
+    for state in group:
         fill_token_fields(state)
     return group
 

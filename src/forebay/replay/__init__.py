@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from forebay.replay.client import RemoteReplayBuffer
     from forebay.replay.server import BufferServer, serve
     from forebay.replay.server_messages import ConnectionLost, ServerClosed
+    from forebay.replay.sharded import ShardedReplayBuffer
     from forebay.replay.sql import SQLStorage
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "ReplayPolicy",
     "SQLStorage",
     "ServerClosed",
+    "ShardedReplayBuffer",
     "StalenessReplayPolicy",
     "StorageBackend",
     "StorageIndices",
@@ -52,6 +54,7 @@ _LAZY = {
     "RemoteReplayBuffer": "client",
     "SQLStorage": "sql",
     "ServerClosed": "server_messages",
+    "ShardedReplayBuffer": "sharded",
     "serve": "server",
 }
 

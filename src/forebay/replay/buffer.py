@@ -166,16 +166,19 @@ class ReplayBuffer:
         stale_threshold: int | None = None,
         tags: Mapping[str, TagValue] | None = None,
         priority: float | None = None,
+        arrivals: Sequence[int] | None = None,
     ) -> None:
         """Store many groups, each as `put` does and in this order: all of them or none.
 
-        `tags` and `priority` are those of every group. A store on disk writes them in one commit.
+        `tags` and `priority` are those of every group. A store on disk writes them in one commit. `arrivals`
+        are their places in the order of arrival (`timestamp_id`), for who puts into several buffers; one that
+        is taken already, or is below such a one, becomes the next. Groups are then not empty.
 
         Raises:
             ValueError: as for `put`; nothing is stored.
         """
         evicted = await self._store(
-            groups, task_name, model_step, current_train_step, stale_threshold, tags, priority
+            groups, task_name, model_step, current_train_step, stale_threshold, tags, priority, arrivals
         )
         if self.on_evict is not None:
             for item in evicted:
@@ -190,6 +193,8 @@ class ReplayBuffer:
         stale_threshold: int | None,
         tags: Mapping[str, TagValue] | None,
         priority: float | None,
+        arrivals: Sequence[int] | None,
+        receipt: bytes | None = None,
     ) -> list[StorageItem]:
         """Put the groups; what was evicted for them."""
         check_threshold(task_name, stale_threshold)
@@ -204,8 +209,10 @@ class ReplayBuffer:
                 rows[-1].tags, rows[-1].priority = tags, priority
                 if len(rows) % STORE_AT_ONCE == 0:
                     await asyncio.sleep(0)
+            for row, arrival in zip(rows, arrivals or [-1] * len(rows), strict=True):
+                row.timestamp_id = arrival
             try:
-                await self.policy.put_many(rows, self.storage)
+                await self.policy.put_many(rows, self.storage, receipt=receipt)
                 evicted = [] if self.limit is None else await self.storage.evict(self.limit)
             finally:
                 # Also if cancelled: the groups may be stored.

@@ -8,10 +8,11 @@
 
 It holds no groups and decides nothing; what it can rely on is said in `forebay.replay.server`.
 
-When the connection breaks. Calls that only look (and `wait_for_change`) are made again on a new connection.
-So are puts, and the confirmations of takes, if the same server is still there: it knows them by their keys.
-Every other call raises `ConnectionLost`, because it may have happened; one that takes for a train step is
-settled by `restore`.
+When the connection breaks, calls are made again on a new connection: those that only look; those that do the
+same when done twice; puts, which the server knows by their keys, also after a restart if its store is a
+database; and takes, because what did not arrive here, or was not confirmed, is in the buffer again. Only
+`resume`, and a put into a server in memory that was started anew, raise `ConnectionLost`, because they may have
+happened. So does every call while nobody answers at the address.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from forebay.replay.server_messages import ConnectionLost
 from forebay.replay.storage import StorageItem, TagValue, check_priority, check_tags
 from forebay.types import RolloutState, Status, expire_group
 
+Taking = messages.GetArguments | messages.TakeArguments
 Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
 """Where the server is now, and the token that it asks for."""
 
@@ -133,11 +135,11 @@ class RemoteReplayBuffer:
         Raises:
             ValueError: as there; nothing is stored.
             ServerClosed: the server closed before there was room; nothing is stored.
-            ConnectionLost: the connection broke and the server was started anew or is gone, so that nobody
-                knows whether the group is stored.
+            ConnectionLost: the connection broke, and the server is gone or was started anew with a store in
+                memory, so that nobody knows whether the group is stored.
         """
         await self._put(
-            "put", [items], task_name, model_step, current_train_step, stale_threshold, tags, priority
+            "put", [items], task_name, model_step, current_train_step, stale_threshold, tags, priority, None
         )
 
     async def put_groups(
@@ -150,10 +152,19 @@ class RemoteReplayBuffer:
         stale_threshold: int | None = None,
         tags: Mapping[str, TagValue] | None = None,
         priority: float | None = None,
+        arrivals: Sequence[int] | None = None,
     ) -> None:
         """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
         await self._put(
-            "put_groups", groups, task_name, model_step, current_train_step, stale_threshold, tags, priority
+            "put_groups",
+            groups,
+            task_name,
+            model_step,
+            current_train_step,
+            stale_threshold,
+            tags,
+            priority,
+            arrivals,
         )
 
     async def _put(
@@ -166,15 +177,19 @@ class RemoteReplayBuffer:
         stale_threshold: int | None,
         tags: Mapping[str, TagValue] | None,
         priority: float | None,
+        arrivals: Sequence[int] | None,
     ) -> None:
         check_threshold(task_name, stale_threshold)
         checked = check_tags(tags), check_priority(priority)
         if not (listed := [group for group in groups if group]):
             return
-        arguments = messages.PutArguments(new_key(), task_name, current_train_step, stale_threshold, *checked)
+        places = None if arrivals is None else list(arrivals)
+        arguments = messages.PutArguments(
+            new_key(), task_name, current_train_step, stale_threshold, *checked, places
+        )
         # Labelled as they are packed, while the server has the earlier ones.
         pieces = Pieces(label_group(group, model_step) for group in listed)
-        (outcomes, evicted), _ = await self._call(method, arguments, pieces, again="same")
+        (outcomes, evicted), _ = await self._call(method, arguments, pieces)
         for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
             for state, value in zip(group, staleness, strict=True):
                 state.seq_staleness = value
@@ -196,7 +211,7 @@ class RemoteReplayBuffer:
         if batch_size <= 0:
             return []
         arguments = messages.GetArguments(new_key(), batch_size, task_name, group_status, _checked(tags))
-        _, groups = await self._take("get", arguments, arguments.key, confirms=True)
+        _, groups = await self._take("get", arguments)
         return groups
 
     async def count(
@@ -204,7 +219,7 @@ class RemoteReplayBuffer:
     ) -> int:
         """See `ReplayBuffer.count`."""
         number, _ = await self._call(
-            "count", messages.CountArguments(task_name, group_status, _checked(tags)), again="any"
+            "count", messages.CountArguments(task_name, group_status, _checked(tags))
         )
         return int(number)
 
@@ -214,7 +229,7 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.count_statuses`."""
         statuses = list(statuses)
         cells, _ = await self._call(
-            "count_statuses", messages.CountStatusesArguments(list(task_names), statuses), again="any"
+            "count_statuses", messages.CountStatusesArguments(list(task_names), statuses)
         )
         return {task: dict(zip(statuses, numbers, strict=True)) for task, numbers in cells.items()}
 
@@ -232,13 +247,9 @@ class RemoteReplayBuffer:
         group_status: Status = Status.COMPLETED,
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
-        """See `ReplayBuffer.take_batch`.
-
-        If the connection breaks, groups taken for a train step may be ARCHIVED though they did not arrive:
-        `restore` to the step before brings them back. Without a train step they are in the buffer again.
-        """
+        """See `ReplayBuffer.take_batch`; what did not arrive here is in the buffer again."""
         arguments = messages.TakeArguments(new_key(), dict(task_batch_sizes), group_status, train_step)
-        counts, groups = await self._take("take_batch", arguments, arguments.key, confirms=train_step is None)
+        counts, groups = await self._take("take_batch", arguments)
         following = iter(groups)
         return {task: [next(following) for _ in range(number)] for task, number in counts.items()}, counts
 
@@ -256,7 +267,7 @@ class RemoteReplayBuffer:
         current_train_step: int,
         statuses: Iterable[Status] | None = None,
     ) -> dict[str, int]:
-        """See `ReplayBuffer.refresh_staleness`."""
+        """See `ReplayBuffer.refresh_staleness`; if the connection broke, what expired before is not counted."""
         asked = None if statuses is None else list(statuses)
         arguments = messages.RefreshArguments(dict(task_stale_thresholds), current_train_step, asked)
         expired, _ = await self._call("refresh_staleness", arguments)
@@ -276,7 +287,7 @@ class RemoteReplayBuffer:
 
     async def resume(self, path: str | Path) -> None:
         """See `ReplayBuffer.resume`; the server reads, on its machine."""
-        await self._call("resume", messages.PathArguments(_absolute(path)))
+        await self._call("resume", messages.PathArguments(_absolute(path)), repeats=False)
 
     async def wait_for_change(self, version: int) -> int:
         """See `ReplayBuffer.wait_for_change`; also returns when another server has taken over."""
@@ -290,7 +301,7 @@ class RemoteReplayBuffer:
         return int(found)
 
     async def _ask(self, method: str, arguments: messages.RowsArguments) -> Any:
-        found, _ = await self._call(method, arguments, again="any")
+        found, _ = await self._call(method, arguments)
         return found
 
     async def _call(
@@ -299,9 +310,9 @@ class RemoteReplayBuffer:
         arguments: msgspec.Struct,
         pieces: Pieces | None = None,
         *,
-        again: str = "never",
+        repeats: bool = True,
     ) -> tuple[Any, list[Group]]:
-        """Call; `again` if the connection breaks: "never", on the "same" server, or on "any"."""
+        """Call; again if the connection breaks and it `repeats`."""
         first = link = await self._linked()
         while True:
             try:
@@ -313,40 +324,39 @@ class RemoteReplayBuffer:
                     # The connection is up: it is what the server says.
                     raise
                 unknown = ConnectionLost(f"{error}; whether {method} has happened is not known")
-            if again == "never":
+            if not repeats:
                 raise unknown
             try:
                 link = await self._linked()
             except ConnectionLost as error:
                 # What only looks has happened or not: all the same.
-                raise error if again == "any" else unknown from None
-            if again == "same" and link.instance != first.instance:
-                raise unknown
+                raise error if pieces is None else unknown from None
+            if isinstance(arguments, messages.PutArguments):
+                arguments.asked_first = first.instance
 
-    async def _take(
-        self, method: str, arguments: msgspec.Struct, key: bytes, *, confirms: bool
-    ) -> tuple[Any, list[Group]]:
+    async def _take(self, method: str, arguments: Taking) -> tuple[Any, list[Group]]:
         """Call a method that takes, and settle it: what a cancelled caller does not get goes back."""
-        link = await self._linked()
-        settling = messages.KeyArguments(key)
-        try:
-            counts, groups = await link.call(method, arguments)
-            if groups and confirms:
-                await self._call("keep", settling, again="same")
-        except ConnectionLost as error:
-            if link.lost is None or confirms:
+        while True:
+            link = await self._linked()
+            arguments.key = new_key()
+            settling = messages.KeyArguments(arguments.key)
+            try:
+                counts, groups = await link.call(method, arguments)
+                if groups:
+                    await self._call("keep", settling)
+            except ConnectionLost:
+                if link.lost is None or self._is_closed:
+                    raise
+                # They were not kept: they are in the buffer again.
+                continue
+            except asyncio.CancelledError:
+                # In this moment they belong to nobody.
+                with suppress(ConnectionLost):
+                    await finish(self._call("release", settling))
                 raise
-            raise ConnectionLost(
-                f"{error}; whether {method} has happened is not known: restore and take again"
-            ) from None
-        except asyncio.CancelledError:
-            # In this moment they belong to nobody.
-            with suppress(ConnectionLost):
-                await finish(self._call("release", settling))
-            raise
-        if groups:
-            link.post(messages.Done(key))
-        return counts, groups
+            if groups:
+                link.post(messages.Done(arguments.key))
+            return counts, groups
 
     async def _linked(self) -> Link:
         """The connection, made anew if it was lost."""

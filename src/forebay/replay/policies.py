@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -25,22 +25,35 @@ from forebay.replay.storage import ARRIVAL, STALEST, StorageBackend, StorageItem
 class ReplayPolicy(ABC):
     """Chooses what is taken. Subclasses write `get`; it removes what it returns through the store's `take`.
 
+    `order` is the order of the store that it follows, if that says it all: then the best groups of several
+    buffers can be told from their rows (`ShardedReplayBuffer`).
+
     >>> class NewestFirst(ReplayPolicy):
+    ...     order = "-timestamp_id"
     ...     async def get(self, count, query, storage_backend):
     ...         return await take_ranked(count, query, storage_backend, order="-timestamp_id")
     """
+
+    order: ClassVar[str | None] = None
 
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
         """Store `item`."""
         await storage_backend.put(item)
 
-    async def put_many(self, items: Sequence[StorageItem], storage_backend: StorageBackend) -> None:
+    async def put_many(
+        self,
+        items: Sequence[StorageItem],
+        storage_backend: StorageBackend,
+        *,
+        receipt: bytes | None = None,
+    ) -> None:
         """Store `items`, all of them or none; one by one for a policy that has a `put` of its own."""
-        if type(self).put is ReplayPolicy.put:
-            await storage_backend.put_many(items)
-            return
-        for item in items:
-            await self.put(item, storage_backend)
+        if type(self).put is not ReplayPolicy.put:
+            for item in items:
+                await self.put(item, storage_backend)
+            items = ()
+        if items or receipt is not None:
+            await storage_backend.put_many(items, receipt=receipt)
 
     @abstractmethod
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
@@ -78,6 +91,8 @@ class FIFOReplayPolicy(ReplayPolicy):
     >>> groups = await FIFOReplayPolicy().get(8, {"status": "completed"}, store)
     """
 
+    order = ARRIVAL
+
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
         """See `ReplayPolicy.get`."""
         return await take_ranked(count, query, storage_backend, order=ARRIVAL)
@@ -88,6 +103,8 @@ class StalenessReplayPolicy(ReplayPolicy):
 
     >>> groups = await StalenessReplayPolicy().get(8, {"status": "completed"}, store)
     """
+
+    order = STALEST
 
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
         """See `ReplayPolicy.get`."""

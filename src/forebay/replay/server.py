@@ -14,10 +14,11 @@ trust each other: see `server_address`.
 What each side can rely on:
 
 * **Put.** Answered when it is stored. Over `max_live` it waits, in order of arrival, and can be cancelled. A
-  client whose connection breaks sends it again under the same key, and the server stores it once; if the
-  server was started anew meanwhile, the client raises `ConnectionLost`, because nobody knows.
-* **Take.** With a train step the groups are ARCHIVED, and `restore` brings them back, whoever dies. Without,
-  they are parked until the client has them all: if it dies before, they are live again, in their old places.
+  client whose connection breaks sends it again under the same key, and the server stores it once; one that
+  was started anew asks its database. With a store in memory nobody knows, and the client raises
+  `ConnectionLost`.
+* **Take.** The groups are parked until the client has them all: if it dies before, they are live again, in
+  their old places. Then they are removed, or, with a train step, ARCHIVED, and `restore` brings them back.
 * **Others.** A client that waits, reads slowly or dies holds up nobody: each has its own tasks and sockets.
 * **Closing.** What runs comes to its end, what waits raises `ServerClosed`, then everybody is sent goodbye.
 """
@@ -70,9 +71,9 @@ class BufferServer:
         self._path = address.path
         self._listener = listener
         self._token = token
-        # Another one for each start: clients find out that what they had under way is forgotten.
-        self._instance = secrets.token_bytes(16)
-        self._served = Served(buffer, max_live=max_live, max_frame_bytes=max_frame_bytes)
+        self._served = Served(
+            buffer, instance=secrets.token_bytes(16), max_live=max_live, max_frame_bytes=max_frame_bytes
+        )
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._accepting: asyncio.Task[None] | None = None
 
@@ -107,7 +108,7 @@ class BufferServer:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             tune(sock)
-            connection = Connection(sock, self._served, token=self._token, instance=self._instance)
+            connection = Connection(sock, self._served, token=self._token)
             self._connections[connection] = asyncio.create_task(self._serve(connection))
 
     async def _serve(self, connection: Connection) -> None:

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
+from forebay.replay.arrivals import arrived_row
 from forebay.replay.buffer import Group, ReplayBuffer
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_gate import Census, Gate
@@ -72,12 +74,16 @@ class Result:
 class Served:
     """One buffer, as all connections share it.
 
-    >>> served = Served(buffer, max_live=1000, max_frame_bytes=1 << 28)
+    >>> served = Served(buffer, instance=secrets.token_bytes(16), max_live=1000, max_frame_bytes=1 << 28)
     >>> await served.open()
     """
 
-    def __init__(self, buffer: ReplayBuffer, *, max_live: int | None, max_frame_bytes: int) -> None:
+    def __init__(
+        self, buffer: ReplayBuffer, *, instance: bytes, max_live: int | None, max_frame_bytes: int
+    ) -> None:
         self.buffer = buffer
+        self.instance = instance
+        """Another one for each start: clients find out that what they had under way is forgotten."""
         self.max_frame_bytes = max_frame_bytes
         self.census = Census(buffer)
         self.gate = Gate(self.census, max_live)
@@ -87,6 +93,7 @@ class Served:
         self._storing: dict[bytes, asyncio.Task[Result]] = {}
         self._stored: Memory[Result] = Memory()
         self._kept: Memory[bool] = Memory()
+        self._keeping: dict[bytes, asyncio.Task[None]] = {}
         self._on_evict = buffer.on_evict
         self._watching: asyncio.Task[None] | None = None
 
@@ -123,6 +130,28 @@ class Served:
         self.evictions += 1
         if self._on_evict is not None:
             self._on_evict(item)
+
+    async def look_back(self, arguments: messages.PutArguments, groups: list[Group]) -> Result | None:
+        """What a put had as its result if an earlier server has stored it; None if none has.
+
+        Raises:
+            ConnectionLost: nobody knows.
+        """
+        storage = self.buffer.storage
+        if arguments.asked_first in (b"", self.instance) or self._is_known(arguments.key):
+            return None
+        if not storage.keeps_receipts:
+            raise messages.ConnectionLost(
+                "the server was started anew with a store in memory; whether the put has happened is not known"
+            )
+        if not await storage.has_receipt(arguments.key):
+            return None
+        task, step = arguments.task_name, arguments.current_train_step
+        seen = await storage.get_train_step(task) if step is None else step
+        before = list(map(get_group_status, groups))
+        for group in groups:
+            arrived_row(group, task, seen, step, arguments.stale_threshold)
+        return _put_result(groups, before, ())
 
     async def admit(self, key: bytes, number: int) -> None:
         """Wait for room for a put, unless it is stored or being stored already; then `put` at once."""
@@ -168,17 +197,15 @@ class Served:
                     arguments.stale_threshold,
                     arguments.tags,
                     arguments.priority,
+                    arguments.arrivals,
+                    arguments.key if self.buffer.storage.keeps_receipts else None,
                 )
                 self.census.add(len(groups))
         finally:
             self.gate.leave(len(groups))
         for item in evicted:
             self._note_eviction(item)
-        outcomes = []
-        for group, status in zip(groups, before, strict=True):
-            has_expired = status is not Status.EXPIRED and get_group_status(group) is Status.EXPIRED
-            outcomes.append([has_expired, [state.seq_staleness for state in group]])
-        return Result([outcomes, list(map(messages.EvictedGroup.of, evicted))])
+        return _put_result(groups, before, evicted)
 
     async def get(self, arguments: messages.GetArguments) -> Result:
         """See `ReplayBuffer.get`; the groups are parked until they are kept."""
@@ -201,17 +228,29 @@ class Served:
         return Result(counts, groups, handover)
 
     async def keep(self, key: bytes, handover: Handover | None) -> Result:
-        """The groups of `handover` are with the client; without it, say whether they were kept before."""
-        if handover is not None:
-            await finish(self._keep(key, handover))
+        """The groups of `handover` are with the client; without it, say whether they were kept before.
+
+        Raises:
+            ConnectionLost: they were not, and are not going to be.
+        """
+        if handover is not None and key not in self._keeping and self._kept.get(key) is None:
+            self._keeping[key] = asyncio.create_task(self._keep(key, handover))
+            self._keeping[key].add_done_callback(lambda _: self._keeping.pop(key))
+        if key in self._keeping:
+            await finish(self._keeping[key])
         elif self._kept.get(key) is None:
+            storage = self.buffer.storage
+            is_kept = storage.keeps_receipts and await storage.has_receipt(key)
+            # What may still come on the lost connection comes too late.
+            self._kept.remember(key, is_kept)
+        if not self._kept.get(key):
             raise messages.ConnectionLost(
                 "the connection broke while groups were handed over; they are in the buffer again"
             )
         return Result()
 
     async def _keep(self, key: bytes, handover: Handover) -> None:
-        await handover.keep()
+        await handover.keep(key)
         self._kept.remember(key, True)
 
     async def release(self, handover: Handover | None) -> Result:
@@ -287,6 +326,14 @@ class Served:
     async def wait_for_change(self, arguments: messages.VersionArguments) -> Result:
         """See `ReplayBuffer.wait_for_change`."""
         return Result(await self.buffer.wait_for_change(arguments.version))
+
+
+def _put_result(groups: list[Group], before: list[Status], evicted: Sequence[StorageItem]) -> Result:
+    outcomes = []
+    for group, status in zip(groups, before, strict=True):
+        has_expired = status is not Status.EXPIRED and get_group_status(group) is Status.EXPIRED
+        outcomes.append([has_expired, [state.seq_staleness for state in group]])
+    return Result([outcomes, list(map(messages.EvictedGroup.of, evicted))])
 
 
 ARGUMENTS: dict[str, type[Any]] = {

@@ -71,13 +71,12 @@ class _Pieces:
 class Connection:
     """Serves one client until it leaves, breaks the rules, or the server closes.
 
-    >>> await Connection(sock, served, token=None, instance=b"...").run()
+    >>> await Connection(sock, served, token=None).run()
     """
 
-    def __init__(self, sock: socket.socket, served: Served, *, token: str | None, instance: bytes) -> None:
+    def __init__(self, sock: socket.socket, served: Served, *, token: str | None) -> None:
         self._served = served
         self._token = token
-        self._instance = instance
         self._channel = Channel(
             sock, decode=messages.decode_from_client, max_frame_bytes=served.max_frame_bytes
         )
@@ -86,7 +85,7 @@ class Connection:
         """Of the calls, those that the server ends when it closes."""
         self._cancelled: set[int] = set()
         """Calls of which the client has said so."""
-        self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle | None]] = {}
+        self._handovers: dict[bytes, tuple[Handover, asyncio.TimerHandle]] = {}
         self._output = asyncio.Lock()
         self._lasting: set[int] = set()
         """Of the calls, those to methods that are `LASTING`."""
@@ -132,7 +131,11 @@ class Connection:
         token = self._token
         await self._channel.send(
             messages.Greeting(
-                messages.PROTOCOL, self._instance, nonce, token is not None, self._channel.max_frame_bytes
+                messages.PROTOCOL,
+                self._served.instance,
+                nonce,
+                token is not None,
+                self._channel.max_frame_bytes,
             )
         )
         header_bytes, frame_bytes = self._channel.max_header_bytes, self._channel.max_frame_bytes
@@ -294,8 +297,11 @@ class Connection:
         if not groups or (call.method == "put" and len(groups) > 1):
             raise FrameError(f"{call.method} does not bring {len(groups)} groups")
         async with self._waits(True):
-            await self._served.admit(arguments.key, len(groups))
-        result = await self._served.put(arguments, groups)
+            result = await self._served.look_back(arguments, groups)
+            if result is None:
+                await self._served.admit(arguments.key, len(groups))
+        if result is None:
+            result = await self._served.put(arguments, groups)
         await self._answer(call.number, result.value)
 
     async def _hand_over(self, call: Call, arguments: messages.GetArguments | messages.TakeArguments) -> None:
@@ -310,12 +316,8 @@ class Connection:
             assert result.handover is not None
             try:
                 await self._send_groups(call.number, result.groups)
-            except BaseException as error:
-                is_cancelled = isinstance(error, asyncio.CancelledError)
-                is_gone = call.number not in self._cancelled if is_cancelled else isinstance(error, OSError)
-                # A client that is gone finds what it took for a train step by `restore`.
-                if not (is_gone and result.handover.is_kept):
-                    await finish(self._served.release(result.handover))
+            except BaseException:
+                await finish(self._served.release(result.handover))
                 raise
             if result.groups:
                 self._expect_settling(arguments.key, result.handover)
@@ -324,10 +326,8 @@ class Connection:
             self._output.release()
 
     def _expect_settling(self, key: bytes, handover: Handover) -> None:
-        timer = None
-        if not handover.is_kept:
-            # A client that does not confirm is stuck; others should have the groups.
-            timer = asyncio.get_running_loop().call_later(STALL_S, self._channel.end)
+        # A client that does not confirm is stuck; others should have the groups.
+        timer = asyncio.get_running_loop().call_later(STALL_S, self._channel.end)
         self._handovers[key] = (handover, timer)
 
     async def _send_groups(self, number: int, groups: list[PackedGroup]) -> None:

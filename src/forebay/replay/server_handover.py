@@ -2,20 +2,20 @@
 
 ::
 
-    live --take--------------> parked (ARCHIVED, of no train step) --keep--> removed
-      ^ '--take(train_step=i)----> ARCHIVED, of train step i              |
-      |                          |                                        |
+    live --take--> parked (ARCHIVED, of no train step) --keep--> removed, or ARCHIVED, of train step i
+      ^                          |                                        |
       '--release-----------------+----------------------------------------'
 
 A client that dies before it said `keep` releases what it took: the groups are live again, in their old
 places. Parked groups are in the store, so a server that is killed loses none either: the next one that opens
-the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them. What was taken
-for a train step needs no `keep`: `restore` is for that.
+the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them. A store that
+outlives the server remembers with the keeping that it was done, so that a client that asks again is told.
 
 A client whose caller is cancelled releases what came too late, as a cancelled take of `ReplayBuffer` does;
 what was removed by then comes back as the newest of its task.
 
-ARCHIVED groups that are asked for are removed at once: they are nobody's to train on.
+ARCHIVED groups that are asked for are removed, or archived for the other step, at once: they are nobody's to
+train on.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from forebay.replay.archiving import taking
 from forebay.replay.buffer import Group, ReplayBuffer
 from forebay.replay.packing import PackedGroup, pack_group
-from forebay.replay.storage import StorageItem, TagValue, copy_row, revive_row
+from forebay.replay.storage import StorageItem, TagValue, archive_row, copy_row, revive_row
 from forebay.types import Status
 
 PACK_AT_ONCE = 64
@@ -56,17 +56,25 @@ class Handover:
     """As they were before."""
     held: Mapping[str, Any] | None
     """The query for where the store has them now; None if they are removed."""
-    is_kept: bool
+    train_step: int | None
+    """For which they were taken."""
+    is_kept: bool = False
     """Whether they stay taken when the client is gone."""
 
-    async def keep(self) -> None:
-        """They are with the client: the store forgets them."""
-        if self.held is PARKED:
-            parked = {"uid": {"$in": [row.uid for row in self.rows]}, **PARKED}
-            # Only what is still parked: a snapshot that was resumed meanwhile may use the same uids.
-            async with self.buffer._lock.alone():
-                await self.buffer.storage.delete_where(parked)
-            self.held = None
+    async def keep(self, key: bytes) -> None:
+        """They are with the client: the store forgets them, or archives them for the train step."""
+        storage = self.buffer.storage
+        noted = {"receipt": key} if storage.keeps_receipts else {}
+        # Only what is still parked: a snapshot that was resumed meanwhile may use the same uids.
+        parked = {"uid": {"$in": [row.uid for row in self.rows]}, **PARKED}
+        async with self.buffer._lock.alone():
+            if self.held is PARKED and self.train_step is None:
+                await storage.delete_where(parked, **noted)
+                self.held = None
+            elif self.held is PARKED and self.train_step is not None:
+                archived = [archive_row(copy_row(row, item=None), self.train_step) for row in self.rows]
+                await storage.update_if(archived, parked, **noted)
+                self.held = {"status": Status.ARCHIVED, "train_step": self.train_step}
         self.is_kept = True
 
     async def release(self) -> int:
@@ -101,7 +109,7 @@ async def take_over(
     Raises:
         ValueError: a group cannot be sent, or has more than `max_bytes`; then nothing is taken.
     """
-    parks = train_step is None and group_status is not Status.ARCHIVED
+    parks = group_status is not Status.ARCHIVED
     groups: dict[str, list[PackedGroup]] = {}
     async with buffer._lock.alone(), taking(buffer.storage, PARKED_STEP if parks else train_step) as view:
         for task, size in task_batch_sizes.items():
@@ -112,12 +120,9 @@ async def take_over(
             await buffer.storage.update([_parked(row) for row in rows])
         if rows:
             buffer._changes.note()
-    if parks:
-        return Handover(buffer, groups, rows, PARKED, is_kept=False)
-    if train_step is None:
-        return Handover(buffer, groups, rows, None, is_kept=False)
     archived = {"status": Status.ARCHIVED, "train_step": train_step}
-    return Handover(buffer, groups, rows, archived, is_kept=True)
+    held = PARKED if parks else None if train_step is None else archived
+    return Handover(buffer, groups, rows, held, train_step)
 
 
 async def _pack_all(groups: list[Group], max_bytes: int) -> list[PackedGroup]:

@@ -203,6 +203,9 @@ class PutArguments(_Arguments):
     stale_threshold: int | None
     tags: dict[str, str | int | float | bool]
     priority: float
+    arrivals: list[int] | None = None
+    asked_first: bytes = b""
+    """The instance of the server that was asked before, if this is not the first time."""
 
 
 class GetArguments(_Arguments):

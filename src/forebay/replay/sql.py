@@ -57,7 +57,15 @@ from forebay.replay.sql_rows import (
     storable_uids,
     write_priorities,
 )
-from forebay.replay.sql_schema import groups, insert_or_update, open_engine, payloads, tags, tasks
+from forebay.replay.sql_schema import (
+    create_receipts,
+    groups,
+    insert_or_update,
+    open_engine,
+    payloads,
+    tags,
+    tasks,
+)
 from forebay.replay.sql_shared import (
     Content,
     Evicted,
@@ -67,6 +75,8 @@ from forebay.replay.sql_shared import (
     SetTrainStep,
     count_evicted,
     evict_together,
+    has_receipt,
+    keep_receipts,
 )
 from forebay.replay.sql_turns import turns_of
 from forebay.replay.sql_worker import Sharing, Worker
@@ -117,6 +127,8 @@ class SQLStorage(StorageBackend):
     >>> store.close()
     """
 
+    keeps_receipts = True
+
     def __init__(
         self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True
     ) -> None:
@@ -132,6 +144,7 @@ class SQLStorage(StorageBackend):
         self._my_turn = turns_of(self._engine.url)
         self._worker = Worker("forebay-sql")
         self._writer = RowWriter(self._reading, self._writing)
+        self._has_receipts = False
         self._step_wanted: dict[str, int] = {}
         self._rows = Sharing(self._prepare, self._writer.write)
         self._evictions = Sharing(int, lambda limits: evict_together(self._writing, limits, self._codec))
@@ -151,10 +164,26 @@ class SQLStorage(StorageBackend):
         [uid] = await self.put_many([item])
         return uid
 
-    async def put_many(self, items: Sequence[StorageItem]) -> list[int]:
+    async def put_many(self, items: Sequence[StorageItem], *, receipt: bytes | None = None) -> list[int]:
         """See `StorageBackend.put_many`."""
-        uids: list[int] = await self._worker.share(self._rows, tuple(items))
+        await self._prepare_receipts(receipt)
+        uids: list[int] = await self._worker.share(self._rows, (tuple(items), receipt))
         return uids
+
+    async def has_receipt(self, receipt: bytes) -> bool:
+        """See `StorageBackend.has_receipt`."""
+        await self._prepare_receipts(receipt)
+
+        def work() -> bool:
+            with self._reading() as connection:
+                return has_receipt(connection, receipt)
+
+        return await self._worker.call(work)
+
+    async def _prepare_receipts(self, receipt: bytes | None) -> None:
+        if receipt is not None and not self._has_receipts:
+            await self._worker.call(partial(create_receipts, self._engine))
+            self._has_receipts = True
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
@@ -258,27 +287,32 @@ class SQLStorage(StorageBackend):
 
         await self._worker.call(work)
 
-    async def delete_where(self, query: QueryLike) -> int:
+    async def delete_where(self, query: QueryLike, *, receipt: bytes | None = None) -> int:
         """See `StorageBackend.delete_where`."""
         parsed = parse_query(query)
+        await self._prepare_receipts(receipt)
 
         def work() -> int:
             with self._writing() as connection:
                 uids = lock_matching(connection, parsed, self._codec)
                 delete_rows(connection, uids)
+                keep_receipts(connection, _listed(receipt))
             return len(uids)
 
         return await self._worker.call(work)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
         """See `StorageBackend.update`."""
-        await self._update(items, None)
+        await self._update(items, None, None)
 
-    async def update_if(self, items: Iterable[StorageItem], query: QueryLike) -> int:
+    async def update_if(
+        self, items: Iterable[StorageItem], query: QueryLike, *, receipt: bytes | None = None
+    ) -> int:
         """See `StorageBackend.update_if`."""
-        return await self._update(items, parse_query(query))
+        await self._prepare_receipts(receipt)
+        return await self._update(items, parse_query(query), receipt)
 
-    async def _update(self, items: Iterable[StorageItem], query: Query | None) -> int:
+    async def _update(self, items: Iterable[StorageItem], query: Query | None, receipt: bytes | None) -> int:
         listed = list(items)
 
         def work() -> int:
@@ -288,6 +322,7 @@ class SQLStorage(StorageBackend):
                 found = lock_rows(connection, uids, self._codec, train_steps(connection))
                 known = {uid for uid, row in found.items() if query is None or matches(query, row)}
                 replace_rows(connection, [row for row in rows if row.uid in known])
+                keep_receipts(connection, _listed(receipt))
             return len(known)
 
         return await self._worker.call(work)
@@ -398,10 +433,11 @@ class SQLStorage(StorageBackend):
         delete_rows(connection, [row.uid for row in rows])
         insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
 
-    def _prepare(self, content: tuple[StorageItem, ...] | Content) -> Content:
+    def _prepare(self, content: tuple[Sequence[StorageItem], bytes | None] | Content) -> Content:
         if not isinstance(content, tuple):
             return content
-        return PreparedRows([prepare(item, self._codec) for item in content])
+        items, receipt = content
+        return PreparedRows([prepare(item, self._codec) for item in items], receipt)
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:
@@ -421,3 +457,7 @@ class SQLStorage(StorageBackend):
             connection.begin(),
         ):
             yield connection
+
+
+def _listed(receipt: bytes | None) -> list[bytes]:
+    return [] if receipt is None else [receipt]

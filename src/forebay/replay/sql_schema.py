@@ -5,6 +5,7 @@
     forebay_groups    one light row per group     forebay_payloads  its rollouts, as bytes
     forebay_tags      one row per tag             forebay_tasks     last train step, evictions
     forebay_meta      format and schema version   forebay_counters  the next ids (PostgreSQL: two sequences)
+    forebay_receipts  what a server has done for its clients, for an hour
 
 Payloads have a table of their own, so that ranking reads light rows and archiving rewrites no payload. The
 value of a tag is in the one column of its kind, so that a comparison is always of one kind; `groups.tags` has
@@ -90,6 +91,15 @@ counters = sa.Table(
     sa.Column("next", _int, nullable=False),
 )
 
+receipts = sa.Table(
+    "forebay_receipts",
+    # Apart from the others: it is made when the first one is kept, also in a database that had none so far.
+    sa.MetaData(),
+    sa.Column("receipt", sa.LargeBinary(), primary_key=True),
+    sa.Column("at", _int, nullable=False, index=True),
+    sqlite_with_rowid=False,
+)
+
 ID_NAMES = ("uid", "timestamp_id")
 sequences = {name: sa.Sequence(f"forebay_{name}", start=0, minvalue=0) for name in ID_NAMES}
 
@@ -152,6 +162,14 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
         engine.dispose()
         raise
     return engine
+
+
+def create_receipts(engine: sa.Engine) -> None:
+    """Make the table of receipts, unless it is there."""
+    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
+        receipts.create(connection, checkfirst=True)
 
 
 CREATE_LOCK, ID_LOCK, EVICT_LOCK = (0x666F7265 + number for number in range(3))

@@ -10,6 +10,7 @@ Evictions have a transaction of their own, so that one that fails costs no put.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,8 +28,19 @@ from forebay.replay.sql_rows import (
     insert_tasks,
     read_payloads,
 )
-from forebay.replay.sql_schema import EVICT_LOCK, LIVE, groups, insert_or_update, tasks
+from forebay.replay.sql_schema import (
+    EVICT_LOCK,
+    LIVE,
+    groups,
+    insert_missing,
+    insert_or_update,
+    receipts,
+    tasks,
+)
 from forebay.replay.storage import ARRIVAL, Codec, StorageItem
+
+RECEIPT_S = 3600
+"""Who asks does so as soon as the buffer's server has been started again."""
 
 Open = Callable[[], AbstractContextManager[sa.Connection]]
 """Begins a transaction, which ends with the context."""
@@ -54,6 +66,7 @@ class PreparedRows:
     """The rows of a call of `StorageBackend.put_many`, which are written together."""
 
     rows: list[PreparedRow]
+    receipt: bytes | None = None
 
 
 Content = PreparedRows | SetTrainStep | GetTrainStep
@@ -90,12 +103,14 @@ class RowWriter:
         rows = [row for content in contents if isinstance(content, PreparedRows) for row in content.rows]
         set_steps = [content for content in contents if isinstance(content, SetTrainStep)]
         asks = any(isinstance(content, GetTrainStep) for content in contents)
-        with (self._writing if rows or set_steps else self._reading)() as connection:
+        kept = [c.receipt for c in contents if isinstance(c, PreparedRows) and c.receipt is not None]
+        with (self._writing if rows or set_steps or kept else self._reading)() as connection:
             steps = train_steps(connection) if asks else {}
             names = {row.columns["task_name"] for row in rows} - self._known_tasks
             ids = reserve_ids(connection, [(row.uid, row.timestamp_id) for row in rows]) if rows else []
             insert_tasks(connection, names)
             insert_rows(connection, rows, ids)
+            keep_receipts(connection, kept)
             written = {step.task_name: step.train_step for step in set_steps}
             if written:
                 lines = [{"task_name": name, "train_step": written[name]} for name in sorted(written)]
@@ -110,6 +125,23 @@ class RowWriter:
             else _step(content, steps)
             for content in contents
         ]
+
+
+def keep_receipts(connection: sa.Connection, kept: Sequence[bytes]) -> None:
+    """Remember that what these are of has happened; now and then, forget what is old."""
+    if not kept:
+        return
+    now = int(time.time())
+    insert_missing(connection, receipts, [{"receipt": receipt, "at": now} for receipt in kept])
+    if kept[0][-1] == 0:
+        # One in 256, as they are random: of an hour, there may be many.
+        connection.execute(receipts.delete().where(receipts.c.at < now - RECEIPT_S))
+
+
+def has_receipt(connection: sa.Connection, receipt: bytes) -> bool:
+    """Whether what the receipt is of has happened."""
+    found = sa.select(receipts.c.at).where(receipts.c.receipt == receipt)
+    return connection.scalar(found) is not None
 
 
 def _step(content: SetTrainStep | GetTrainStep, steps: dict[str, int | None]) -> int | None:

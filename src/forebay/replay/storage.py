@@ -44,7 +44,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from forebay.replay.query import (
     ARCHIVED,
@@ -139,12 +139,21 @@ class StorageBackend(ABC):
         between stores one by one.
         """
 
-    async def put_many(self, items: Sequence[StorageItem]) -> list[int]:
+    async def put_many(self, items: Sequence[StorageItem], *, receipt: bytes | None = None) -> list[int]:
         """`put` the rows in this order, all of them or none, and return their uids.
 
-        Here one by one, which is all or none in memory, where no `put` waits or fails.
+        Here one by one, which is all or none in memory, where no `put` waits or fails. A `receipt` is given
+        only to a store that `keeps_receipts`: it is in `has_receipt`, for an hour at least, if and only if
+        this call has happened. `update_if` and `delete_where` take one too.
         """
         return [await self.put(item) for item in items]
+
+    keeps_receipts: ClassVar[bool] = False
+    """Whether what was done can be asked for after the process died: only where it is still there then."""
+
+    async def has_receipt(self, receipt: bytes) -> bool:
+        """Whether a call with this receipt has happened."""
+        raise NotImplementedError(f"{type(self).__name__} keeps no receipts")
 
     @abstractmethod
     async def get(
@@ -229,7 +238,9 @@ class StorageBackend(ABC):
         await self.update(rows)
         return len(rows)
 
-    async def update_if(self, items: Iterable[StorageItem], query: QueryLike) -> int:
+    async def update_if(
+        self, items: Iterable[StorageItem], query: QueryLike, *, receipt: bytes | None = None
+    ) -> int:
         """`update` those whose rows still match `query`, in one step; return how many.
 
         What was read may meanwhile belong to another process, which must not lose it again.
@@ -263,7 +274,7 @@ class StorageBackend(ABC):
     async def delete(self, uids: Iterable[int]) -> None:
         """Remove these rows."""
 
-    async def delete_where(self, query: QueryLike) -> int:
+    async def delete_where(self, query: QueryLike, *, receipt: bytes | None = None) -> int:
         """Remove the rows that match, and return how many there were."""
         rows = await self.get(query, rows_only=True)
         await self.delete([row.uid for row in rows])

@@ -2,10 +2,9 @@
 
 ::
 
-    model folder --(warm-up)--> trainer's model --sync_weights--> engine's model --> engine --> controller
-    data --> prompts --> sampler --+                                                            |
-    judge -------------------------+--> agent loop <--------------------------------------------+
-                                   +--> task runner --> manager (replay buffer, ledger)
+    model folder --(warm-up)--> trainer --sync_weights--> controller of the engines
+                                                              |
+    data, judge, agent ------------> build_rollouts: ... --> manager (replay buffer, ledger)
 
 Nothing here runs: `forebay.runs.steps` has the verbs.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,7 +41,7 @@ from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer
 from forebay.runs.record.observers import observe
 from forebay.runs.record.writer import Recorder
-from forebay.runs.rollouts import EvalSet, build_rollouts, load_data, warn_after_s
+from forebay.runs.rollouts import EvalSet, TaskData, build_rollouts, load_data, warn_after_s
 from forebay.runs.status import RunStatus
 from forebay.runs.verify import WeightCheck
 from forebay.tracing import TraceWriter
@@ -118,7 +117,8 @@ def build_run(
 ) -> Run:
     """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
 
-    The heavy ones are on `cluster`, if one is given: see `forebay.runs.placement.open_cluster`.
+    The heavy ones are on `cluster`, if one is given (`forebay.runs.placement.make_cluster`); it was opened
+    before.
 
     Raises:
         ConfigError: the model, the data or a setting does not fit; before anything is generated.
@@ -132,7 +132,7 @@ def build_run(
     display.phase("load")
     tokenizer = load_tokenizer(model_folder)
     if cluster is not None:
-        cluster.start(model_folder, trains=True)
+        cluster.start(model_folder)
     trainer = build_trainer(config, model_folder, tokenizer) if cluster is None else cluster.trainer()
     # What opens files comes last, so that nothing is left open where something before it does not fit.
     rollouts = build_rollouts(config, model_folder, data, cluster=cluster)
@@ -177,9 +177,8 @@ def _trace_path(folder: Path, resume_step: int | None) -> Path:
     """A file that is not there yet: a run may go on from the same step several times."""
     name = "trace" if resume_step is None else f"trace_from_step_{resume_step}"
     numbered = (f"{name}_{number}.json" for number in itertools.count(2))
-    return next(
-        p for p in (folder / n for n in itertools.chain([f"{name}.json"], numbered)) if not p.exists()
-    )
+    paths = (folder / file_name for file_name in itertools.chain([f"{name}.json"], numbered))
+    return next(path for path in paths if not path.exists())
 
 
 def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | None, reason: str) -> None:
@@ -230,7 +229,8 @@ def warm_up(
     display.phase("warm-up")
     model, tokenizer = _load(source, config), load_tokenizer(source)
     prompts = [part.training for part in data or load_data(config)]
-    examples = [_example(prompt, tokenizer) for prompt in _drawn(prompts, settings, config.seed)]
+    drawn = _drawn(prompts, settings, config.seed)
+    examples = [example for prompt in drawn for example in _examples(prompt, tokenizer)]
     try:
         losses = supervised_warmup(
             model, examples, settings, pad_token_id=tokenizer.pad_token_id, seed=config.seed
@@ -252,14 +252,26 @@ def _drawn(data: Sequence[Sequence[Prompt]], settings: WarmupConfig, seed: int) 
     return [places[i][0][places[i][1]] for i in order[: settings.steps * settings.batch_size]]
 
 
-def _example(prompt: Prompt, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """(prompt ids, answer ids with the end-of-sequence token)."""
+def _examples(prompt: Prompt, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
+    """(what the model reads, what it should write, with the end-of-sequence token), for each of its turns.
+
+    The row's column ``demonstration`` holds the messages after the prompt; without it the answer is the turn.
+    """
     answer = (prompt.reward_model or {}).get("ground_truth")
-    if answer is None:
-        raise ConfigError("[warmup] needs an answer for every prompt: set data.answer_column")
-    prompt_ids = tokenizer.apply_chat_template(prompt.message, add_generation_prompt=True, return_dict=False)
-    answer_ids = tokenizer.encode(str(answer), add_special_tokens=False)
-    return prompt_ids, [*answer_ids, tokenizer.eos_token_id]
+    shown = prompt.extra.get("demonstration")
+    if shown is None and answer is None:
+        raise ConfigError(
+            "[warmup] needs an answer for every prompt: set data.answer_column, or give the rows a column "
+            "'demonstration' with the messages after the prompt"
+        )
+    messages = shown or [{"role": "assistant", "content": str(answer)}]
+    for position, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt_ids = tokenizer.apply_chat_template(
+                [*prompt.message, *messages[:position]], add_generation_prompt=True, return_dict=False
+            )
+            turn_ids = tokenizer.encode(message["content"], add_special_tokens=False)
+            yield prompt_ids, [*turn_ids, tokenizer.eos_token_id]
 
 
 class ProductionProgress:

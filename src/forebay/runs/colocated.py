@@ -27,12 +27,14 @@ async def run_colocated(run: Run) -> None:
         OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
         FloatingPointError: the training diverged; the last finished step is saved where it still exists.
         ConfigError: the trainer refuses a batch; saved likewise.
+        PartLost: the trainer's process on a cluster has ended; its last checkpoint is the last state.
     """
     config = run.config
     try:
         await steps.sync_weights(run)
         if not run.evaluations:
             await steps.evaluate(run, "before")
+        await steps.first_checkpoint(run)
         while run.train_step < config.steps and not run.stop_requested:
             train_step = run.train_step + 1
             batch = await steps.produce(run, train_step)

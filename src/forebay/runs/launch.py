@@ -1,4 +1,11 @@
-"""Starts a run from its config: folder, components, log, signals, and then the loop."""
+"""Starts a run from its config: folder, components, log, signals, and then the loop.
+
+::
+
+    launch --> folder, cluster --> build_run --> loop --> cluster closed
+                                       ^           | PartLost
+                                       '-----------' from the last checkpoint, a limited number of times
+"""
 
 from __future__ import annotations
 
@@ -8,7 +15,7 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +29,7 @@ from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints, new_folder, write_run_file
+from forebay.runs.placement import Cluster, PartLost, make_cluster
 from forebay.runs.rollouts import build_rollouts, load_data
 from forebay.runs.separate import run_separate
 
@@ -39,35 +47,88 @@ async def launch(
     Raises:
         ConfigError: something in the config, or the folder, does not fit.
         ProductionError, StallError, FloatingPointError: as `run_colocated` and `run_separate`.
+        PartLost: a part of the cluster was lost again and again.
     """
     _silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
     with RunDisplay() as display, _logs_shown(display):
         display.start(config.name, _facts(config), step=step, total=config.steps)
-        if checkpoint is None:
-            with new_folder(config, overwrite=overwrite) as folder:
-                run = build_run(config, folder, display)
-        else:
-            run = await _resumed(config, checkpoint, step, display)
-        remove_handler = _stop_on_signals(run)
-        try:
-            await _LOOPS[config.produce.mode](run)
-        finally:
-            remove_handler()
+        async with _cluster(config) as cluster:
+            if checkpoint is None:
+                with new_folder(config, overwrite=overwrite):
+                    run = await _built(config, display, cluster)
+            else:
+                run = await _resumed(config, checkpoint, step, display, cluster)
+                # Only now: overrides that do not fit must not spoil the run file.
+                write_run_file(config, config.folder)
+            run = await _to_the_end(run)
     return steps.accuracy_line(run), run.stop_requested
 
 
-async def _resumed(config: RunConfig, checkpoint: Path, step: int, display: RunDisplay) -> Run:
-    run = build_run(config, config.folder, display, resume_step=step)
+@contextlib.asynccontextmanager
+async def _cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
+    cluster = make_cluster(config)
+    try:
+        yield cluster
+    finally:
+        if cluster is not None:
+            await cluster.close()
+
+
+async def _built(
+    config: RunConfig, display: RunDisplay, cluster: Cluster | None, step: int | None = None
+) -> Run:
+    if cluster is not None:
+        await cluster.open()
+    return build_run(config, config.folder, display, resume_step=step, cluster=cluster)
+
+
+async def _resumed(
+    config: RunConfig, checkpoint: Path, step: int, display: RunDisplay, cluster: Cluster | None
+) -> Run:
+    run = await _built(config, display, cluster, step)
     try:
         await steps.resume(run, checkpoint)
     except BaseException:
         await steps.close(run)
         raise
-    # Only now: overrides that do not fit must not spoil the run file.
-    write_run_file(config, config.folder)
     return run
+
+
+async def _to_the_end(run: Run) -> Run:
+    """Do what the run is to do; after the loss of a part, from the last checkpoint and with a new `Run`."""
+    furthest, num_lost = -1, 0
+    while True:
+        remove_handler = _stop_on_signals(run)
+        try:
+            await _LOOPS[run.config.produce.mode](run)
+            return run
+        except PartLost as error:
+            num_lost = 1 if run.train_step > furthest else num_lost + 1
+            furthest = max(furthest, run.train_step)
+            if run.cluster is None or num_lost > run.cluster.max_restarts:
+                raise
+            reason = str(error)
+        finally:
+            remove_handler()
+        run = await _back_to_checkpoint(run, reason)
+
+
+async def _back_to_checkpoint(run: Run, reason: str) -> Run:
+    config, display = run.config, run.display
+    checkpoints = list_checkpoints(config.folder)
+    # Before the first one nothing was trained or produced that would have to be taken back.
+    step = int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+    display.warning(f"{reason}; the run goes back from train step {run.train_step} to {step}")
+    display.start(config.name, {}, step=step, total=config.steps)
+    if checkpoints:
+        again = await _resumed(config, checkpoints[-1], step, display, run.cluster)
+    else:
+        again = await _built(config, display, run.cluster, step)
+    if run.stop_requested:
+        again.stop.set()
+    return again
 
 
 async def launch_evaluation(config: RunConfig, model_folder: Path | None = None) -> dict[str, float]:
@@ -81,18 +142,22 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
     _silence_progress_bars()
     torch.set_num_threads(config.threads)
     model_folder = model_folder or _newest_model(config.folder)
-    rollouts = build_rollouts(config, model_folder, load_data(config), trains=False)
-    try:
-        if not rollouts.eval_sets:
-            raise ConfigError(f"run {config.name!r} holds out no prompts: give a task eval_data")
-        with RunDisplay() as display, _logs_shown(display):
-            display.start(f"eval {model_folder}", {})
-            groups = await steps.evaluation_groups(rollouts.eval_sets)
-            metrics = Evaluator().evaluate(groups)
-            display.evaluation("now", metrics)
-            display.rollouts(groups)
-    finally:
-        await rollouts.controller.close()
+    async with _cluster(config) as cluster:
+        if cluster is not None:
+            await cluster.open(trains=False)
+            cluster.start(model_folder)
+        rollouts = build_rollouts(config, model_folder, load_data(config), trains=False, cluster=cluster)
+        try:
+            if not rollouts.eval_sets:
+                raise ConfigError(f"run {config.name!r} holds out no prompts: give a task eval_data")
+            with RunDisplay() as display, _logs_shown(display):
+                display.start(f"eval {model_folder}", {})
+                groups = await steps.evaluation_groups(rollouts.eval_sets)
+                metrics = Evaluator().evaluate(groups)
+                display.evaluation("now", metrics)
+                display.rollouts(groups)
+        finally:
+            await steps.close_rollouts(rollouts)
     return metrics
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    run file [cluster] --open_cluster--> Cluster --start(model folder)--> processes
+    run file [cluster] --make_cluster--> Cluster --open: room, a buffer--> --start: everything else-->
                                             | controller, agent_loop, trainer, buffer: the run's parts
     PartLost: a part ended that only a checkpoint brings back --> the run goes on from its last one
 
@@ -21,17 +21,12 @@ from forebay.engines import RolloutController
 from forebay.produce.context import GroupGenerator
 from forebay.replay import ReplayBuffer
 from forebay.runs.config import CLUSTERS, RunConfig
-from forebay.types import RolloutState
+from forebay.train.batch import TrainBatch
+from forebay.types import FloatArray, RolloutState
 
 
 class PartLost(RuntimeError):
     """The trainer, or another part whose state cannot be made anew, has ended; the message says why."""
-
-
-class Fitted(Protocol):
-    """What a train step gives back."""
-
-    metrics: dict[str, float]
 
 
 class Trainer(Protocol):
@@ -50,12 +45,20 @@ class Trainer(Protocol):
         groups: Iterable[Sequence[RolloutState]],
         *,
         stale_thresholds: int | Mapping[str, int] | None = None,
-    ) -> Fitted:
+    ) -> TrainBatch:
         """One train step."""
         ...
 
     async def sync_weights(self, rollout_controller: Any) -> None:
         """Give the current weights to what generates."""
+        ...
+
+    def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
+        """A batch as the trainer cuts it."""
+        ...
+
+    def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
+        """Of a packed batch's response tokens, by the current weights."""
         ...
 
     def save(self, path: Path | str) -> None:
@@ -70,8 +73,8 @@ class Trainer(Protocol):
 class Cluster(Protocol):
     """Where the parts of a run are that are not in this process.
 
-    A cluster outlives the run that uses it: after a `PartLost`, `start` makes anew what has ended, and a run
-    built on it again goes on from a checkpoint.
+    A cluster outlives the run that uses it: after a `PartLost`, `open` and `start` make anew what has ended,
+    and a run built on it again goes on from a checkpoint.
     """
 
     max_restarts: int
@@ -79,11 +82,19 @@ class Cluster(Protocol):
     on_retry: Callable[[str | None, str | int | None, str], None]
     """Told that a group is generated again: its task, its id, why."""
 
-    def start(self, model_folder: Path, *, trains: bool) -> None:
-        """Have every part running that is not; blocks. Without `trains` no trainer.
+    async def open(self, *, trains: bool = True) -> None:
+        """Have room for every part, and an empty buffer. Without `trains` there is no trainer and no buffer.
 
         Raises:
-            ConfigError: there is no room for the parts, or one of them cannot be built.
+            ConfigError: there is no cluster, or no room for the parts on it.
+        """
+        ...
+
+    def start(self, model_folder: Path) -> None:
+        """Have every other part running; blocks.
+
+        Raises:
+            ConfigError: a part cannot be built.
         """
         ...
 
@@ -112,7 +123,7 @@ class Cluster(Protocol):
         ...
 
 
-def open_cluster(config: RunConfig) -> Cluster | None:
+def make_cluster(config: RunConfig) -> Cluster | None:
     """The cluster that the run file asks for, nothing started yet; None: everything is in this process.
 
     Raises:

@@ -136,7 +136,8 @@ def build_rollouts(
 ) -> Rollouts:
     """The half of a run that makes rollouts: engine, tasks, buffer, manager, held-out prompts.
 
-    Without `trains` the lengths of the prompts to train on do not matter. A `cluster` was started before.
+    Without `trains` the lengths of the prompts to train on do not matter. A `cluster` was opened and started
+    before.
 
     Raises:
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.

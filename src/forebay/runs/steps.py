@@ -20,19 +20,20 @@ import json
 import math
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
+from forebay.agents import AgentLoop
 from forebay.config import ConfigError
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.folder import prune_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.runs.record.observers import note_training
-from forebay.runs.rollouts import EvalSet
+from forebay.runs.rollouts import EvalSet, Rollouts
 from forebay.runs.verify import WeightCheck, WeightsDifferError
 from forebay.stalls import StallError, StallWatch
 from forebay.train import OffPolicyError
@@ -258,6 +259,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
         **run.status.step_values(train_step, groups),
         **batch.metrics(),
+        **(run.cluster.counts() if run.cluster is not None else {}),
         **metrics,
     }
     run.history.append({"train_step": float(train_step), **values})
@@ -330,6 +332,12 @@ async def checkpoint(run: Run) -> Path:
     return final
 
 
+async def first_checkpoint(run: Run) -> None:
+    """Where parts of the run can be lost: something to go back to before the first train step."""
+    if run.cluster is not None and run.train_step == 0:
+        await checkpoint(run)
+
+
 async def resume(run: Run, path: Path) -> None:
     """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`.
 
@@ -371,7 +379,15 @@ async def finish(run: Run) -> None:
     if run.history:
         await compute(run, learning_curve, run.history, run.evaluations, run.folder / "learning_curve.png")
     facts = run.status.run_facts(run.history) if run.config.produce.is_async else {}
+    if run.cluster is not None:
+        facts["restarts"] = _restarts(run.cluster.counts())
     run.display.summary(run.history, run.evaluations, await group_counts(run), run.folder, facts)
+
+
+def _restarts(counts: Mapping[str, float]) -> str:
+    """Counts of a cluster in words: "trainer restarts 1, groups retried 3"."""
+    named = {name.rpartition("/")[2].replace("_", " "): count for name, count in counts.items()}
+    return ", ".join(f"{name} {count:g}" for name, count in named.items() if count) or "none"
 
 
 def _publish_model(source: Path, target: Path) -> None:
@@ -397,13 +413,23 @@ async def group_counts(run: Run) -> dict[str, dict[str, int]]:
     }
 
 
+async def close_rollouts(rollouts: Rollouts | Run) -> None:
+    """Free agents, judges and engines."""
+    loops = [runner.agent_loop for runner in rollouts.manager.task_runners]
+    for loop in [*loops, *(eval_set.agent_loop for eval_set in rollouts.eval_sets)]:
+        # A loop of the user's own may be anything that generates groups.
+        if isinstance(loop, AgentLoop):
+            await loop.close()
+    await rollouts.controller.close()
+
+
 async def close(run: Run) -> None:
     """Free engines, sinks and the compute thread."""
     if run.trace is not None:
         run.trace.close()
     if run.record is not None:
         run.record.close()
-    await run.controller.close()
+    await close_rollouts(run)
     run.metrics.close()
     run.manager.ledger.close()
     run.display.close()

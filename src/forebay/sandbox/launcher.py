@@ -109,6 +109,9 @@ def main(orders: dict[str, Any], program: Sequence[str]) -> None:
         _prctl(libc, _PR_SET_NO_NEW_PRIVS, 1)
         _check(libc.syscall(_RESTRICT_SELF, rules, 0), "landlock_restrict_self")
         _filter_system_calls(seccomp)
+    # This interpreter ignores them, and what is ignored stays so across exec.
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.write(2, STARTED.encode())
     os.dup2(orders["stderr"], 2)
     try:

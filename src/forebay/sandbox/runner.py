@@ -60,8 +60,9 @@ class SandboxResult:
     """How a program ended and what it wrote."""
 
     stdout: str
-    """At most ``output_bytes`` of it, as UTF-8, what is not UTF-8 replaced."""
+    """Its first ``output_bytes``, as UTF-8, what is not UTF-8 replaced."""
     stderr: str
+    """Its last ``output_bytes``: what went wrong is said at the end."""
     returncode: int
     """128 + n for a program that signal n ended."""
     reason: str
@@ -248,12 +249,13 @@ class Sandbox:
             raise SandboxError(f"{level.value}: {cause}: {problem.strip()[-2000:]}")
         code = 128 - code if code < 0 else code
         limit = self.limits.output_bytes
+        out_bytes, err_bytes = os.fstat(out).st_size, os.fstat(err).st_size
         return SandboxResult(
             stdout=os.pread(out, limit, 0).decode(errors="replace"),
-            stderr=os.pread(err, limit, 0).decode(errors="replace"),
+            stderr=os.pread(err, limit, max(err_bytes - limit, 0)).decode(errors="replace"),
             returncode=code,
             reason="time" if overran else _REASONS.get(code, "signal" if code > 128 else "exit"),
-            truncated=max(os.fstat(out).st_size, os.fstat(err).st_size) > limit,
+            truncated=max(out_bytes, err_bytes) > limit,
             wall_s=wall_s,
             isolation=level,
         )

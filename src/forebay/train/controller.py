@@ -58,6 +58,10 @@ class TrainController:
     `ref_model`, the reference is a frozen copy of the model as given. With ``critic_lr`` and no
     `value_model`, the critic starts as a copy of the model's body.
 
+    The models go to `device`; left out, they stay where they are. With ``config.ranks`` over 1 they are split
+    over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other
+    ranks to use, which stay the caller's. Results are those of one rank, up to rounding.
+
     >>> trainer = TrainController(model, TrainConfig(lr=1e-4), pad_token_id=0)  # doctest: +SKIP
     >>> batch = trainer.fit(groups)                                             # doctest: +SKIP
     >>> batch.metrics["train/loss"], trainer.train_step                         # doctest: +SKIP
@@ -71,7 +75,9 @@ class TrainController:
         await trainer.sync_weights(rollout_controller)
 
     Raises:
-        ValueError: the model is no causal language model, or a falling schedule has no `total_steps`.
+        ValueError: the model is no causal language model, or a falling schedule has no `total_steps`, or
+            `ranks` are not as many as the config says.
+        RankError: a rank could not be started; so from every step if a rank fails or dies.
     """
 
     def __init__(
@@ -90,7 +96,10 @@ class TrainController:
         ranks: Ranks | None = None,
     ) -> None:
         if ranks is not None and config.ranks not in (1, ranks.num_ranks):
-            raise ValueError(f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given")
+            raise ValueError(
+                f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given; give as many, or "
+                f"leave config.ranks out"
+            )
         self.config = config
         self.train_step = 0
         """Completed train steps."""

@@ -53,6 +53,8 @@ class FakeServer:
         self.healthy = True
         self.knows_control = True
         self.load_error: str | None = None
+        self.stuck: asyncio.Event | None = None
+        """Loading weights takes until this is set."""
         self.processed_logprobs = True
         self.bodies: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -114,7 +116,9 @@ class FakeServer:
 
     def _end(self, job: Job, reason: str) -> None:
         job.end = reason
-        self._send(job)
+        # As vLLM does: nothing is said of a request that was aborted before its first token.
+        if job.made:
+            self._send(job)
         job.events.put_nowait("[DONE]")
         job.events.put_nowait(None)
         self.jobs.remove(job)
@@ -140,8 +144,9 @@ class FakeServer:
     # Pausing and loading, whatever it is called
 
     def _pause(self, *, abort: bool) -> None:
-        self.state = "paused" if abort else "held"
-        for job in list(self.jobs) if abort else ():
+        assert abort
+        self.state = "paused"
+        for job in list(self.jobs):
             self._end(job, "abort")
 
     def _resume(self) -> None:
@@ -150,7 +155,7 @@ class FakeServer:
             self.make(CONTEXT)
 
     def _load(self, folder: str) -> None:
-        assert self.state != "running", "weights were loaded while requests ran"
+        assert self.state == "paused", "weights were loaded while requests ran"
         assert (Path(folder) / "model.safetensors").is_file()
         self.loaded.append(Path(folder))
         match = re.search(r"step_(\d+)", folder)
@@ -184,6 +189,8 @@ class FakeServer:
         self.calls.append(f"{method} {target}")
         if parts.path == self.generate_path:
             return await self._generate(body, reader, writer)
+        if self.stuck is not None and parts.path in ("/collective_rpc", "/update_weights_from_disk"):
+            await self.stuck.wait()
         status, answer = self._control(parts.path, dict(parse_qsl(parts.query)), body)
         _write(writer, status, json.dumps(answer))
         await writer.drain()
@@ -214,9 +221,7 @@ class FakeServer:
             for _ in range(job.max_tokens):
                 if job.end is None:
                     self._make_one(job)
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
-        )
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
         gone = asyncio.create_task(reader.read(1))
         try:
             while True:

@@ -35,6 +35,14 @@ async def engine(server, connect) -> Any:
     return engine
 
 
+def seed_of(body: dict[str, Any]) -> int:
+    return body["seed"] if "seed" in body else body["sampling_params"]["sampling_seed"]
+
+
+def prompt_of(body: dict[str, Any]) -> list[int]:
+    return body["prompt"] if "prompt" in body else body["input_ids"]
+
+
 async def until(condition) -> None:
     while not condition():
         await asyncio.sleep(0.001)
@@ -83,9 +91,7 @@ async def test_what_can_never_run_is_refused(engine, ask, ids, max_tokens, messa
 async def test_a_continuation_draws_other_numbers_and_the_same_request_the_same(engine, server, ask):
     for earlier in (0, 0, 5):
         await engine.generate(ask(earlier=earlier))
-    first, again, later = (
-        body.get("seed", body.get("sampling_params", {}).get("sampling_seed")) for body in server.bodies[-3:]
-    )
+    first, again, later = (seed_of(body) for body in server.bodies[-3:])
     assert first == again != later
     assert 0 <= first < 2**63
 
@@ -213,27 +219,51 @@ async def test_a_closed_engine_says_so(server, connect, ask):
 # Weights
 
 
-async def test_labels_are_never_newer_than_the_weights_and_at_most_a_piece_older(engine, server, ask):
+async def test_each_token_carries_the_step_of_the_weights_that_made_it(engine, server, ask):
     server.auto = False
     running = [asyncio.create_task(engine.generate(ask(max_tokens=60))) for _ in range(4)]
-    await server.has_jobs(4)
     for step in (1, 2, 3):
+        await server.has_jobs(4)
+        # What is on its way when the weights change is not taken for the new ones' work.
         server.make(5 * step + 1)
         await engine.load_weights(WEIGHTS, step)
+    await server.has_jobs(4)
     server.make(60)
     for completion in await asyncio.gather(*running):
-        made_by = completion.response_ids - 10
-        assert made_by.tolist() == [0] * 6 + [1] * 11 + [2] * 16 + [3] * 27
-        late = np.flatnonzero(completion.model_steps != made_by)
-        assert (completion.model_steps <= made_by).all()
-        assert len(late) <= 3 * TOKENS_PER_PIECE
-        assert completion.model_steps[-1] == 3
+        assert completion.model_steps.tolist() == [0] * 6 + [1] * 11 + [2] * 16 + [3] * 27
+        assert completion.response_ids.tolist() == (10 + completion.model_steps).tolist()
+        assert completion.finish_reason == "length"
     assert engine.model_step == 3
+    # Each part of a rollout draws numbers of its own, as a continued one does.
+    assert len({seed_of(body) for body in server.bodies[-16:]}) == 4
+    assert [len(prompt_of(body)) for body in server.bodies[-16::4]] == [3, 9, 20, 36]
+
+
+async def test_a_rollout_ends_while_weights_change_as_it_would_otherwise(engine, server, ask):
+    server.auto = False
+    aborted, overdue, paused = ask(max_tokens=50), ask(max_tokens=50, limit_s=0.05), ask(max_tokens=50)
+    running = [asyncio.create_task(engine.generate(r)) for r in (aborted, overdue, paused)]
+    await server.has_jobs(3)
+    server.make(2)
+    await until(lambda: all(engine.num_made(r.request_id) for r in (aborted, overdue, paused)))
+    server.stuck = asyncio.Event()
+    loading = asyncio.create_task(engine.load_weights(WEIGHTS, 1))
+    await until(lambda: server.state == "paused")
+    await asyncio.sleep(0.06)
+    await engine.abort([aborted.request_id])
+    pausing = asyncio.create_task(engine.pause())
+    server.stuck.set()
+    await asyncio.gather(loading, pausing)
+    ends = await asyncio.gather(*running)
+    assert [end.finish_reason for end in ends] == ["abort"] * 3
+    assert [end.response_ids.tolist() for end in ends] == [[10, 10]] * 3
+    assert [end.error_msg for end in ends] == [None, "aborted after its time limit of 0.05 s", None]
+    assert server.state == "paused"
 
 
 async def test_a_request_that_comes_while_weights_change_waits_for_the_new_ones(engine, server, ask):
     loading = asyncio.create_task(engine.load_weights(WEIGHTS, 5))
-    await until(lambda: server.state == "held")
+    await until(lambda: server.state == "paused")
     completion = await engine.generate(ask())
     await loading
     assert completion.response_ids.tolist() == [15] * 4
@@ -362,11 +392,11 @@ async def test_a_server_that_only_stumbled_keeps_its_weights_and_requests(engine
 
 async def test_a_server_that_is_set_up_wrongly_is_refused_with_what_to_do(vllm, connect, ask):
     vllm.processed_logprobs = False
-    with pytest.raises(EngineLost, match="not 0.*--logprobs-mode processed_logprobs"):
+    with pytest.raises(EngineLost, match=r"not 0.*--logprobs-mode processed_logprobs"):
         await connect(vllm).bring_up()
     vllm.processed_logprobs, vllm.knows_control = True, False
     with pytest.raises(
-        EngineLost, match="knows no /resume; vLLM must be started with.*VLLM_SERVER_DEV_MODE=1"
+        EngineLost, match=r"knows no /resume; vLLM must be started with.*VLLM_SERVER_DEV_MODE=1"
     ):
         await connect(vllm).bring_up()
 

@@ -261,6 +261,10 @@ class RecordedJudger:
         self.judger = judger
         self._recorder = recorder
 
+    def __getattr__(self, name: str) -> Any:
+        # What else the judger can do: being closed, wanting whole groups.
+        return getattr(self.judger, name)
+
     async def judge(self, target: list[RolloutState]) -> list[RolloutState]:
         """See `Judger.judge`."""
         start_s = self._recorder.now_s()

@@ -1,0 +1,168 @@
+"""This project's side of ``peers.py``.
+
+Usage: python benchmarks/fragments/peer_forebay.py SIZE FOLDER
+
+    writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; two under way
+    server:  `ReplayBufferActor` behind a Unix socket
+    sampler: fetch a batch, stack its payloads to one array, release its lease; the next fetch is under way
+
+An item is one fragment and one chunk, its payload `obs`. The store is in FOLDER; chunks may be used any number
+of times, and the oldest leave the full buffer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections import deque
+from collections.abc import Awaitable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import side
+
+from forebay.fragments import (
+    FragmentMetadata,
+    FragmentStore,
+    RemoteFragmentBuffer,
+    ReplayBufferActor,
+    SampleFragment,
+    serve,
+)
+
+UNLIMITED = 2**31
+CALLS_UNDER_WAY = 2
+
+
+def make_buffer(size: int, folder: str) -> ReplayBufferActor:
+    num_bytes = side.CAPACITY[size] * (size + 1_000)
+    return ReplayBufferActor(
+        max_chunks=side.CAPACITY[size],
+        max_staleness=UNLIMITED,
+        max_reuse=UNLIMITED,
+        fragments_per_chunk=1,
+        database_config={"path": folder, "max_bytes": 2 * num_bytes + (64 << 20)},
+    )
+
+
+class Client:
+    """What a writer or a sampler does with a buffer, wherever that is."""
+
+    def __init__(self, size: int, buffer: Any, store: FragmentStore) -> None:
+        self._size, self._buffer, self._store = size, buffer, store
+        # Long enough for a batch from every place in it.
+        payloads = side.payloads(size)
+        self._payloads = np.stack([payloads[i % len(payloads)] for i in range(len(payloads) + side.BATCH[size])])
+        self._num_sent = 0
+        self._under_way: deque[asyncio.Future[Any]] = deque()
+
+    def _next(self) -> SampleFragment:
+        """The next fragments, as one: the steps of as many environments."""
+        size, first = side.BATCH[self._size], self._num_sent
+        self._num_sent += size
+        start = first % side.NUM_PAYLOADS
+        return SampleFragment(
+            obs=self._payloads[start : start + size],
+            action=None,
+            next_done=None,
+            reward=None,
+            first=None,
+            in_state=None,
+            worker_uuid="writer",
+            fid_in_worker=list(range(first, first + size)),
+        )
+
+    def _start(self, work: Awaitable[Any]) -> None:
+        self._under_way.append(asyncio.ensure_future(work))
+
+    async def insert(self) -> int:
+        batch = self._next()
+        announced = [
+            (fragment_id, FragmentMetadata("writer", fid, 0, "run"))
+            for fragment_id, fid in zip(self._store.add_stacked(batch), batch.fid_in_worker, strict=True)
+        ]
+        self._start(self._buffer.add_fragments(announced))
+        # Sent before the next ones are packed.
+        await asyncio.sleep(0)
+        while len(self._under_way) >= CALLS_UNDER_WAY:
+            await self._under_way.popleft()
+        return len(announced)
+
+    async def sample(self) -> int:
+        while len(self._under_way) < CALLS_UNDER_WAY:
+            self._start(self._buffer.fetch_fragments(side.BATCH[self._size]))
+        batch = await self._under_way.popleft()
+        self._start(self._buffer.fetch_fragments(side.BATCH[self._size]))
+        await asyncio.sleep(0)
+        side.check_batch(self._store.stack(batch.fragment_ids).obs, self._size)
+        await self._buffer.release(batch.lease)
+        return len(batch)
+
+    async def finish(self) -> None:
+        while self._under_way:
+            result = await self._under_way.popleft()
+            if result is not None:
+                await self._buffer.release(result.lease)
+
+    async def repeat(self, operation: str, seconds: float) -> dict[str, float]:
+        loop = asyncio.get_running_loop()
+        items, start = 0, loop.time()
+        while loop.time() - start < seconds:
+            items += await getattr(self, operation)()
+        await self.finish()
+        return {"items": items, "wall_s": loop.time() - start}
+
+
+async def serve_until_input_ends(size: int, folder: str) -> None:
+    buffer = make_buffer(size, folder)
+    await buffer.update_model_version("run", 0)
+    async with serve(buffer, Path(folder) / "socket"):
+        side.answer("ready")
+        await asyncio.to_thread(sys.stdin.read)
+    await buffer.close()
+
+
+async def work(size: int, folder: str, operation: str) -> None:
+    buffer = await RemoteFragmentBuffer.connect(Path(folder) / "socket")
+    client = Client(size, buffer, FragmentStore(**await buffer.get_database_config()))
+    side.answer("ready")
+    commands = side.commands()
+    while (command := await asyncio.to_thread(next, commands, None)) is not None:
+        side.answer(await client.repeat(operation, command["seconds"]))
+    await buffer.disconnect()
+
+
+def coordinate(size: int, folder: str) -> None:
+    workers = {}
+    for role in ("server", "insert", "sample"):
+        workers[role] = side.Worker(sys.executable, __file__, str(size), folder, role)
+        workers[role].receive()
+
+    def both(command: dict[str, Any]) -> list[Any]:
+        for role in ("insert", "sample"):
+            workers[role].send(command)
+        return [workers[role].receive() for role in ("insert", "sample")]
+
+    def memory(_: dict[str, Any]) -> dict[str, Any]:
+        files = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*")) / 1e6
+        return side.memory({role: [worker.pid] for role, worker in workers.items()}) | {"files": files}
+
+    side.run({"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory})
+    for role in ("insert", "sample", "server"):
+        workers[role].end()
+
+
+def main() -> None:
+    size, folder = int(sys.argv[1]), sys.argv[2]
+    match sys.argv[3:]:
+        case []:
+            coordinate(size, folder)
+        case ["server"]:
+            asyncio.run(serve_until_input_ends(size, folder))
+        case [operation]:
+            asyncio.run(work(size, folder, operation))
+
+
+if __name__ == "__main__":
+    main()

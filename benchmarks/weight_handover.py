@@ -1,0 +1,100 @@
+"""How fast new weights reach engines in other processes, against copying them once inside this process.
+
+    python benchmarks/weight_handover.py [--parameters-m 100] [--engines 2] [--rounds 5]
+
+Each round: the plain copy of all parameters into another set of tensors (what an engine in this process costs),
+then a hand-over to `engines` processes by shared memory (without and with checksums) and by a gloo broadcast.
+A hand-over ends when every engine generates with the new weights, so it includes the engines' own copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forebay.config import Component
+from forebay.engines.process import EngineRecipe, ProcessEngine
+from forebay.engines.weight_handover import BroadcastHandOver, SharedMemoryHandOver
+from forebay.models import ModelConfig, TinyConfig, load_model
+from forebay.models.tiny import write_tiny
+
+HIDDEN, PARAMETERS_PER_LAYER = 768, 6_500_000
+
+
+def make_model(folder: Path, parameters_m: int) -> ModelConfig:
+    """A Llama decoder of about so many million parameters."""
+    layers = max(1, round(parameters_m * 1e6 / PARAMETERS_PER_LAYER))
+    tiny = TinyConfig(hidden_size=HIDDEN, num_layers=layers, num_heads=12)
+    write_tiny(folder, tiny, max_context=256, seed=0)
+    return ModelConfig(source="tiny", tiny=tiny)
+
+
+async def measure(folder: Path, model: ModelConfig, engines: int, rounds: int) -> dict[str, Any]:
+    """Seconds of each way, by round."""
+    weights = [(name, value.detach().clone()) for name, value in load_model(folder, model).named_parameters()]
+    target = [torch.empty_like(value) for _, value in weights]
+    ways = {
+        "shared memory": SharedMemoryHandOver(),
+        "shared memory, CRC-32": SharedMemoryHandOver(checksum=True),
+        "gloo broadcast": BroadcastHandOver(),
+    }
+    recipe = EngineRecipe(model_folder=folder, model=model, engine=Component(name="transformers"))
+    seconds: dict[str, list[float]] = {"copy in process": []}
+    for name, way in ways.items():
+        members = [ProcessEngine(recipe, way, log=folder / f"{name}_{n}.log") for n in range(engines)]
+        for member in members:
+            member.wait_until_ready()
+        seconds[name] = []
+        # The first hand-over makes the memory or the group.
+        for number in range(rounds + 1):
+            begun = time.perf_counter()
+            for (_, value), copy in zip(weights, target, strict=True):
+                copy.copy_(value)
+            copied = time.perf_counter()
+            given = list(weights)
+            await asyncio.gather(*(member.load_weights(given, number) for member in members))
+            if number:
+                seconds["copy in process"].append(copied - begun)
+                seconds[name].append(time.perf_counter() - copied)
+        for member in members:
+            await member.close()
+    num_bytes = sum(value.nbytes for _, value in weights)
+    plain = statistics.median(seconds["copy in process"])
+    return {
+        "gigabytes": num_bytes / 1e9,
+        "engines": engines,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "median_s": {name: statistics.median(values) for name, values in seconds.items()},
+        "gb_per_s": {name: num_bytes / 1e9 / statistics.median(values) for name, values in seconds.items()},
+        "times_a_copy": {name: statistics.median(values) / plain for name, values in seconds.items()},
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--parameters-m", type=int, default=100)
+    parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model(Path(folder), arguments.parameters_m)
+        print(
+            json.dumps(
+                asyncio.run(measure(Path(folder), model, arguments.engines, arguments.rounds)), indent=1
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

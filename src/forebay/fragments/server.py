@@ -1,0 +1,152 @@
+"""A fragment buffer for other processes of the machine, on a Unix socket, without Ray or pickle.
+
+::
+
+    worker process  --add_fragments--> +--------------------------+
+    worker process  --add_fragments--> | serve(buffer, path)      | --> ReplayBufferActor
+    trainer process --fetch_fragments> |   one task a call        |
+          | `RemoteFragmentBuffer`     +--------------------------+
+          '---------- payloads: the store, mapped by every process -----------'
+
+Only the user who started it may connect: the socket's file is closed to others. A client that goes away takes
+back what it waits for; leases that it holds end by time, as those of any reader that was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+from forebay.fragments import wire
+from forebay.fragments.actor import ReplayBufferActor
+
+MAX_CALLS = 1024
+"""Of one client under way at a time; the next is read when one of them has ended."""
+STREAM_BYTES = 1 << 20
+"""Read ahead of one client: a few thousand fragments."""
+
+
+@contextlib.asynccontextmanager
+async def serve(buffer: ReplayBufferActor, path: str | os.PathLike[str]) -> AsyncIterator[None]:
+    """Answer clients at the socket `path` as long as the block runs; the buffer stays open after it.
+
+    >>> async with serve(buffer, "run/fragments.sock"):
+    ...     await done.wait()
+
+    Raises:
+        OSError: another server listens there, or the place cannot be used.
+    """
+    connections: set[asyncio.Task[None]] = set()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.add(task)
+        try:
+            await _Connection(buffer, reader, writer).run()
+        finally:
+            connections.discard(task)
+
+    listening = _listen(os.fspath(path))
+    server = await asyncio.start_unix_server(connected, sock=listening, limit=STREAM_BYTES)
+    try:
+        yield
+    finally:
+        server.close()
+        for task in connections:
+            task.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _listen(path: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        if os.path.exists(path) and not _is_answered(path):
+            # Left by a server that was killed.
+            os.unlink(path)
+        sock.bind(path)
+        # Nobody can connect before it listens.
+        os.chmod(path, 0o600)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def _is_answered(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
+
+
+class _Connection:
+    """One client.
+
+    consumes: calls / waits for: the next, or the end of one of `MAX_CALLS` / woken by: the socket / produces:
+    a task for each, which answers
+    """
+
+    def __init__(
+        self, buffer: ReplayBufferActor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._buffer = buffer
+        self._reader, self._writer = reader, writer
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._room = asyncio.Semaphore(MAX_CALLS)
+
+    async def run(self) -> None:
+        try:
+            while (frame := await wire.read_frame(self._reader)) is not None:
+                await self._begin(wire.decode_call(frame))
+        except ValueError:
+            # It speaks something else: there is nobody to answer.
+            return
+        finally:
+            for task in self._running.values():
+                task.cancel()
+            await asyncio.gather(*self._running.values(), return_exceptions=True)
+            self._writer.close()
+
+    async def _begin(self, call: wire.Call) -> None:
+        if call.method == wire.CANCEL:
+            if call.number in self._running:
+                self._running[call.number].cancel()
+            return
+        await self._room.acquire()
+        task = asyncio.create_task(self._answer(call))
+        self._running[call.number] = task
+        task.add_done_callback(lambda _: self._end(call.number))
+
+    def _end(self, number: int) -> None:
+        del self._running[number]
+        self._room.release()
+
+    async def _answer(self, call: wire.Call) -> None:
+        try:
+            answer = wire.Answer(call.number, wire.encode(await self._call(call)))
+        except asyncio.CancelledError:
+            answer = wire.Answer(call.number, wire.encode(None), wire.CANCELLED)
+        except Exception as error:
+            # Whatever it is, the caller is the one to know.
+            answer = wire.failure(call.number, error)
+        if not self._writer.is_closing():
+            wire.write_frame(self._writer, answer)
+            with contextlib.suppress(ConnectionError):
+                await self._writer.drain()
+
+    async def _call(self, call: wire.Call) -> Any:
+        method = wire.METHODS.get(call.method)
+        if method is None:
+            raise ValueError(f"a fragment buffer has no method {call.method!r} for other processes")
+        arguments = method.arguments.decode(call.arguments)
+        if call.method == "fetch_fragments":
+            num_fragments, timeout_s, lease_s = arguments
+            batch = await self._buffer.fetch_fragments(num_fragments, timeout_s=timeout_s, lease_s=lease_s)
+            return wire.Batch.of(batch)
+        result = await getattr(self._buffer, call.method)(*arguments)
+        return wire.Batch.of(result) if call.method == "prepared_fragments" else result

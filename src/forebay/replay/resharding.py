@@ -1,0 +1,187 @@
+"""Snapshots of several shards in one folder, and how they come back into another number of them.
+
+::
+
+    path/
+      shards.json             which generation, how many shards
+      generation-<random>/    0/ 1/ ...: a snapshot of each shard (`snapshot`)
+
+    same number:  shard i <-- resume -- snapshot i
+    another one:  all rows --> their shards by group id --> new snapshots in a temporary folder --> resume
+
+A new generation is written beside the old one, and `shards.json` is replaced in one step: whatever happens,
+the folder holds one whole generation. The shards read and write for themselves, so the folder is on a disk
+that all of them see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.durable import sync
+from forebay.replay.storage import STATE_VERSION, StorageItem, copy_row
+from forebay.types import RolloutState
+
+if TYPE_CHECKING:
+    from forebay.replay.snapshot import Snapshot
+
+MANIFEST = "shards.json"
+FORMAT = "forebay-replay-shards"
+FORMAT_VERSION = 1
+_GENERATION = "generation-"
+
+OnShards = Callable[[Mapping[int, Awaitable[None]]], Awaitable[object]]
+"""Awaits a call for each shard and names the one that fails."""
+ShardOf = Callable[[Sequence[RolloutState]], int]
+
+
+async def save_shards(path: Path, saves: Sequence[Callable[[Path], Awaitable[None]]], on: OnShards) -> None:
+    """Make the folder `path` hold a snapshot of every shard instead of what it held.
+
+    Raises:
+        ValueError: `path` holds something else.
+    """
+    await asyncio.to_thread(_claim, path)
+    generation = f"{_GENERATION}{secrets.token_hex(8)}"
+    await on({number: save(path / generation / str(number)) for number, save in enumerate(saves)})
+    await asyncio.to_thread(_publish, path, generation, len(saves))
+
+
+async def restore_shards(
+    path: Path,
+    resumes: Sequence[Callable[[Path], Awaitable[None]]],
+    on: OnShards,
+    *,
+    policy: str,
+    shard_of: ShardOf,
+) -> None:
+    """Make the shards hold what was saved at `path`, by as many shards, by others, or by a single buffer.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is no snapshot, or one of another policy or format.
+    """
+    folders = await asyncio.to_thread(_find, path)
+    if len(folders) == len(resumes):
+        await on({number: resume(folders[number]) for number, resume in enumerate(resumes)})
+        return
+    with tempfile.TemporaryDirectory(prefix=".resharded-", dir=path.parent) as folder:
+        await asyncio.to_thread(_reshard, folders, Path(folder), len(resumes), policy, shard_of)
+        await on({number: resume(Path(folder, str(number))) for number, resume in enumerate(resumes)})
+
+
+def _claim(path: Path) -> None:
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{str(path)!r} is a file; a snapshot is a folder, name another path")
+    path.mkdir(parents=True, exist_ok=True)
+    foreign = [name for name in os.listdir(path) if name != MANIFEST and not name.startswith(_GENERATION)]
+    if foreign:
+        raise ValueError(
+            f"{str(path)!r} holds {sorted(foreign)[0]!r}, which is not part of a snapshot of shards; "
+            f"name an empty folder"
+        )
+
+
+def _publish(path: Path, generation: str, num_shards: int) -> None:
+    content = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "generation": generation,
+        "num_shards": num_shards,
+    }
+    # In the generation's folder, so that what a crash leaves is found to be ours.
+    temporary = path / generation / MANIFEST
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    sync(temporary)
+    sync(path / generation)
+    os.replace(temporary, path / MANIFEST)
+    sync(path)
+    for name in os.listdir(path):
+        if name.startswith(_GENERATION) and name != generation:
+            shutil.rmtree(path / name)
+
+
+def _find(path: Path) -> list[Path]:
+    """The folder of each shard's snapshot; `path` itself if it is that of a single buffer."""
+    if not path.exists():
+        raise FileNotFoundError(f"there is no replay snapshot at {str(path)!r}")
+    manifest = path / MANIFEST
+    if not manifest.exists():
+        return [path]
+    try:
+        content = json.loads(manifest.read_bytes())
+        known = content["format"] == FORMAT and content["version"] == FORMAT_VERSION
+        generation, number = path / Path(content["generation"]).name, int(content["num_shards"])
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise ValueError(f"{str(manifest)!r} is damaged: {error!r}") from None
+    if not known or number < 1:
+        raise ValueError(f"{str(manifest)!r} is not a {FORMAT} of version {FORMAT_VERSION}")
+    return [generation / str(shard) for shard in range(number)]
+
+
+def _reshard(folders: Sequence[Path], target: Path, number: int, policy: str, shard_of: ShardOf) -> None:
+    """Write the snapshots of `number` shards, with the content of these."""
+    from forebay.replay.snapshot import read_snapshot, write_snapshot
+
+    snapshots = [read_snapshot(folder, policy=policy) for folder in folders]
+    steps, counters, evicted = _merge_counters(snapshots)
+    rows: list[list[StorageItem]] = [[] for _ in range(number)]
+    for row in _renumbered(snapshots):
+        rows[shard_of(row.item)].append(row)
+    for shard, items in enumerate(rows):
+        storage = {"version": STATE_VERSION, "items": items, "train_steps": steps, **counters}
+        # Which shard counts them makes no difference: they are read as sums.
+        counts = evicted if shard == 0 else {}
+        state = snapshots[0].policy_state
+        write_snapshot(target / str(shard), _snapshot(storage, policy, state, counts))
+
+
+def _snapshot(
+    storage: Mapping[str, Any], policy: str, state: Mapping[str, Any], evicted: Mapping[str, int]
+) -> Snapshot:
+    from forebay.replay.snapshot import Snapshot
+
+    return Snapshot(storage, policy, state, evicted)
+
+
+def _merge_counters(
+    snapshots: Sequence[Snapshot],
+) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Train steps by task, id counters, evictions by task."""
+    steps: dict[str, int] = {}
+    evicted: Counter[str] = Counter()
+    for snapshot in snapshots:
+        for task, step in snapshot.storage["train_steps"].items():
+            steps[task] = max(step, steps.get(task, step))
+        evicted.update(snapshot.num_evicted)
+    # Room for the uids of all, and for the arrivals that move up by one where two are the same.
+    rows = sum(len(snapshot.storage["items"]) for snapshot in snapshots)
+    counters = {
+        "next_uid": max(snapshot.storage["next_uid"] for snapshot in snapshots) * len(snapshots),
+        "next_timestamp_id": max(s.storage["next_timestamp_id"] for s in snapshots) + rows,
+    }
+    return steps, counters, dict(evicted)
+
+
+def _renumbered(snapshots: Sequence[Snapshot]) -> list[StorageItem]:
+    """All rows in order of arrival, under ids that no two of them share."""
+    found = [
+        (row.timestamp_id, number, row)
+        for number, snapshot in enumerate(snapshots)
+        for row in snapshot.storage["items"]
+    ]
+    found.sort(key=lambda entry: entry[:2])
+    rows, last = [], -1
+    for timestamp_id, number, row in found:
+        last = max(timestamp_id, last + 1)
+        rows.append(copy_row(row, uid=row.uid * len(snapshots) + number, timestamp_id=last))
+    return rows

@@ -1,0 +1,331 @@
+"""Tool calls: reading them in every dialect, running them, and what a model reads of what went wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+from chat_families import FAMILIES, make_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.activity import Activities
+from forebay.agents import ToolAgentLoop, ToolCall, build_agent_loop
+from forebay.agents.tool_calls import PARSERS, choose_parser, parse_by, parse_pattern
+from forebay.config import Component, ConfigError
+from forebay.engines import RolloutController, ScriptedEngine
+from forebay.judges import ExactMatchJudger
+from forebay.tools import FunctionTool, ToolUnavailableError
+from forebay.tools.contract import make_schema
+from forebay.types import RolloutState, SampleParams, Status
+from forebay.virtual_time import run
+
+ARGUMENTS = st.dictionaries(st.text("abxy_", min_size=1), st.one_of(st.text(), st.integers(), st.booleans()))
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(ARGUMENTS, min_size=1, max_size=3))
+def test_calls_are_read_back_as_they_were_written(arguments) -> None:
+    expected = [ToolCall("f.g-1", given) for given in arguments]
+    calls = [{"name": "f.g-1", "arguments": given} for given in arguments]
+    blocks = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    # A text with the end tag in it ends the call, in this dialect's own readers too.
+    if "</tool_call>" not in json.dumps(calls):
+        assert PARSERS["hermes"](f"I see. {blocks}") == expected
+    llama = [{"name": "f.g-1", "parameters": given} for given in arguments]
+    assert PARSERS["llama3"]("<|python_tag|>" + "; ".join(map(json.dumps, llama))) == expected
+    assert PARSERS["llama3"](json.dumps(llama[0])) == expected[:1]
+    assert PARSERS["mistral"](f"[TOOL_CALLS] {json.dumps(calls)}") == expected
+    named = "".join(f"[TOOL_CALLS]f.g-1[ARGS]{json.dumps(given)}" for given in arguments)
+    if "[TOOL_CALLS]" not in json.dumps(calls):
+        assert PARSERS["mistral"](named) == expected
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "problem"),
+    [
+        ("hermes", '<tool_call>{"name": "f", </tool_call>', "cannot be read: Expecting property name"),
+        ("hermes", '<tool_call>["f"]</tool_call>', 'it needs "name" and "arguments"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": 3}</tool_call>', "are not an object"),
+        ("llama3", "<|python_tag|>f(1)", "cannot be read"),
+        ("mistral", "[TOOL_CALLS] [{]", "cannot be read"),
+        ("mistral", "[TOOL_CALLS] f", "no call"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{x", "cannot be read"),
+    ],
+)
+def test_a_malformed_call_says_what_is_wrong(parser, text, problem) -> None:
+    (call,) = PARSERS[parser](text)
+    assert problem in str(call.problem)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("text", ["", "The answer is 42.", '{"answer": 42}', "[1, 2]"])
+def test_an_answer_is_no_call(parser, text) -> None:
+    assert PARSERS[parser](text) == []
+
+
+def test_a_call_without_its_end_tag_and_arguments_as_text_are_read() -> None:
+    assert PARSERS["hermes"]('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [ToolCall("f", {"x": 1})]
+
+
+def test_patterns_read_calls_of_ones_own_form() -> None:
+    parse = parse_pattern(r"CALL (?P<name>\w+)\((?P<arguments>.*?)\)")
+    assert parse('CALL f({"x": 1}) CALL g(hello)') == [ToolCall("f", {"x": 1}), ToolCall("g", "hello")]
+    for pattern, message in (("(?P<arguments>", "is not a regular expression"), ("(?P<name>.)", "no group")):
+        with pytest.raises(ValueError, match=message):
+            parse_pattern(pattern)
+
+
+RESPONSE_TEMPLATE = {
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "content": {"close": ["<tool_call>", "eos"]},
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+    },
+}
+
+
+def test_the_parser_is_chosen_by_the_template_unless_it_is_named() -> None:
+    for name, parser in (("qwen", "hermes"), ("mistral", "mistral"), ("llama3", "llama3")):
+        assert choose_parser(None, make_tokenizer(name)) is PARSERS[parser]
+    assert choose_parser("hermes", make_tokenizer("llama3")) is PARSERS["hermes"]
+    for parser, message in (
+        (None, "does not tell how its model writes tool calls; set parser"),
+        ("hermess", "unknown parser 'hermess'"),
+        ("tokenizer", "has no response_template"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            choose_parser(parser, make_tokenizer("gemma"))
+
+
+# ---------------------------------------------------------------------------------------------- the loop
+
+
+async def _double(text: str) -> str:
+    await asyncio.sleep(1)
+    if text == "bad":
+        raise ValueError("nothing to double")
+    if text == "broken":
+        raise ToolUnavailableError("the doubler is gone")
+    if text == "hang":
+        await asyncio.sleep(math.inf)
+    return text * 2
+
+
+DOUBLE = FunctionTool(_double, make_schema("double", "Double a text.", text="the text"))
+
+
+def call(text: str) -> str:
+    return f'<tool_call>\n{{"name": "double", "arguments": {{"text": "{text}"}}}}\n</tool_call>'
+
+
+class Talk:
+    """Plays `turns` one after the other, whatever is asked, and takes up a turn where it was cut."""
+
+    def __init__(self, tokenizer: Any, turns: list[str], end: str = "<|im_end|>") -> None:
+        self.tokenizer = tokenizer
+        self.turns = [tokenizer.encode(turn + end, add_special_tokens=False) for turn in turns]
+        self.num_prompt = 0
+
+    def __call__(self, request: Any) -> list[int]:
+        ids = request.input_ids.tolist()
+        self.num_prompt = self.num_prompt or len(ids)
+        made = request.num_earlier
+        for turn in self.turns:
+            if made < len(turn):
+                return turn[made:]
+            made -= len(turn)
+        raise AssertionError(f"asked for more turns than there are: {self.tokenizer.decode(ids)}")
+
+
+def make_loop(turns: list[str], *, family: str = "qwen", tools: Any = (DOUBLE,), **options: Any):
+    tokenizer = make_tokenizer(family)
+    end = FAMILIES[family].end
+    engine = ScriptedEngine(
+        Talk(tokenizer, turns, end),
+        eos_token_ids=[tokenizer.eos_token_id],
+        token_latency_s=options.pop("latency_s", 0.0),
+    )
+    return ToolAgentLoop(
+        RolloutController(engine),
+        ExactMatchJudger(),
+        tokenizer,
+        sample_params=SampleParams(max_tokens=1000),
+        tools=list(tools),
+        **options,
+    )
+
+
+def make_group(size: int = 1) -> list[RolloutState]:
+    return [
+        RolloutState(
+            [{"role": "user", "content": "Double a."}],
+            rollout_id=f"g/{i}",
+            reward_model={"ground_truth": "aaaa"},
+        )
+        for i in range(size)
+    ]
+
+
+def play(turns: list[str], **options: Any) -> RolloutState:
+    return run(make_loop(turns, **options).generate_group(make_group()))[0]
+
+
+def test_the_model_calls_until_it_answers() -> None:
+    state = play([call("a"), "Again: " + call("aa"), "aaaa"])
+    tokenizer = make_tokenizer("qwen")
+    assert '"name": "double"' in tokenizer.decode(state.prompt_ids)
+    assert tokenizer.decode(state.response_ids) == (
+        f"{call('a')}<|im_end|>\n"
+        "<|im_start|>user<tool_response>\naa\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        f"Again: {call('aa')}<|im_end|>\n"
+        "<|im_start|>user<tool_response>\naaaa\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        "aaaa<|im_end|>"
+    )
+    mine = tokenizer.decode(state.response_ids[state.response_mask == 1])
+    assert mine == f"{call('a')}<|im_end|>Again: {call('aa')}<|im_end|>aaaa<|im_end|>"
+    assert (state.response, state.reward, state.finish_reason) == ("aaaa", {"score": 1.0}, "stop")
+    counts = {key: state.extra_fields[key] for key in ("turns", "num_tool_calls", "num_tool_errors")}
+    assert counts == {"turns": 3, "num_tool_calls": 2, "num_tool_errors": 0}
+    conversation = state.extra_fields["conversation"]
+    assert [message["role"] for message in conversation] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert conversation[0]["content"] == call("a")
+
+
+def results_of(state: RolloutState) -> list[str]:
+    return [m["content"] for m in state.extra_fields["conversation"] if m["role"] in ("tool", "user")]
+
+
+def test_calls_of_a_turn_run_at_once_and_answer_in_order() -> None:
+    async def main() -> None:
+        loop = make_loop([call("a") + call("bad") + call("c"), "aaaa"])
+        (state,) = await loop.generate_group(make_group())
+        assert asyncio.get_running_loop().time() == 1.0
+        assert results_of(state) == ["aa", "Error: ValueError: nothing to double", "cc"]
+        ids = [m["tool_call_id"] for m in state.extra_fields["conversation"] if m["role"] == "tool"]
+        assert len(set(ids)) == 3
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("turn", "result"),
+    [
+        (call("hang"), "Error: no result within 10 s"),
+        (call("bad"), "Error: ValueError: nothing to double"),
+        ('<tool_call>{"name": "halve", "arguments": {}}', "Error: there is no tool 'halve', only double"),
+        ('<tool_call>{"name": "double", "arguments": {}}', "missing a required argument: 'text'"),
+        ("<tool_call>double a</tool_call>", "Error: the tool call 'double a' cannot be read: Expecting value"),
+        (call("x" * 30), "x" * 40 + "... (20 characters left out)"),
+    ],
+)
+def test_what_goes_wrong_with_a_call_is_read_by_the_model(turn, result) -> None:
+    state = play([turn, "aaaa"], max_result_characters=40 if "xx" in turn else 4000)
+    assert state.status is Status.COMPLETED
+    assert result in results_of(state)[0]
+    assert state.extra_fields["num_tool_errors"] == ("xx" not in turn)
+
+
+def test_a_broken_tool_fails_the_rollout() -> None:
+    state = play([call("a") + call("broken") + call("hang"), "aaaa"])
+    assert state.status is Status.FAILED
+    assert state.error_msg == (
+        "rollout g/0: ToolAgentLoop: RuntimeError: environment ToolEnvironment, turn 1: "
+        "ToolUnavailableError: the doubler is gone"
+    )
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral"])
+def test_other_dialects_play_as_well(family) -> None:
+    write = {
+        "llama3": '{"name": "double", "parameters": {"text": "aa"}}',
+        "mistral": '[TOOL_CALLS] [{"name": "double", "arguments": {"text": "aa"}}]',
+    }[family]
+    state = play([write, "aaaa"], family=family)
+    assert (results_of(state), state.reward) == (["aaaa"], {"score": 1.0})
+
+
+def test_a_template_without_tools_works_with_a_pattern_and_another_role() -> None:
+    state = play(
+        ["=aa=", "aaaa"],
+        family="gemma",
+        parser="=(?P<arguments>.*?)=",
+        result_role="user",
+        result_format="It is {result}.",
+    )
+    assert (results_of(state), state.reward) == (["It is aaaa."], {"score": 1.0})
+
+
+def test_a_response_template_is_followed() -> None:
+    tokenizer = make_tokenizer("chatml")
+
+    class Own:
+        response_template = RESPONSE_TEMPLATE
+
+        def parse_response(self, text: str, prefix: str) -> Any:
+            return tokenizer.parse_response(text, schema=RESPONSE_TEMPLATE, prefix=prefix)
+
+    parse = choose_parser(None, Own())
+    assert parse(f"Well. {call('a')}") == [ToolCall("double", {"text": "a"})]
+    assert parse("aaaa") == []
+    assert parse_by(Own())("<tool_call>{</tool_call>")[0].problem
+
+
+def test_a_pause_ends_tools_and_the_calls_are_made_again() -> None:
+    async def main() -> None:
+        activities = Activities()
+        turns = [call("a"), call("hang") + call("b"), "aaaa"]
+        loop = make_loop(turns, tool_timeout_s=None)
+        loop.activities = activities
+        task = asyncio.create_task(loop.generate_group(make_group()))
+        await asyncio.sleep(3)
+        assert [a.stage for a in activities.in_flight()] == ["generate", "tool"]
+        await loop.pause()
+        (state,) = await task
+        assert asyncio.get_running_loop().time() == 3.0
+        assert (state.status, state.extra_fields["num_tool_calls"]) == (Status.ABORTED, 1)
+        assert state.extra_fields["turns"] == 2
+        made = state.response_ids.tolist()
+        loop = make_loop(turns, tool_timeout_s=5)
+        (state,) = await loop.generate_group([state], enable_partial_rollout=True)
+        assert state.response_ids.tolist()[: len(made)] == made
+        assert results_of(state) == ["aa", "Error: no result within 5 s", "bb"]
+        assert (state.reward, state.extra_fields["num_tool_calls"]) == ({"score": 1.0}, 3)
+
+    run(main())
+
+
+def test_a_run_file_names_tools_and_what_does_not_fit_is_said() -> None:
+    def build(family: str = "qwen", **arguments: Any) -> Any:
+        return build_agent_loop(
+            Component(name="tools", arguments=arguments),
+            rollout_controller=RolloutController(ScriptedEngine({})),
+            judger=None,
+            tokenizer=make_tokenizer(family),
+            sample_params=SampleParams(),
+        )
+
+    loop = build(tools=["calculator", "python"], max_turns=3, tool_timeout_s=2)
+    assert list(loop.turns.environment.tools) == ["calculator", "python"]
+    for family, arguments, message in (
+        ("qwen", {}, "missing a required argument: 'tools'"),
+        ("qwen", {"tools": []}, "at least one"),
+        ("qwen", {"tools": ["calculator", "calculator"]}, "different names"),
+        ("qwen", {"tools": ["calculator"], "result_format": "so"}, "must hold {result}"),
+        ("qwen", {"tools": ["calculater"]}, "did you mean 'calculator'"),
+        ("qwen", {"tools": ["calculator"], "tool_timeout_s": 0}, "must be positive"),
+        ("gemma", {"tools": ["calculator"]}, "does not tell how its model writes tool calls"),
+        ("gemma", {"tools": ["calculator"], "parser": "hermes"}, "cannot render a message of role 'tool'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(family, **arguments)

@@ -1,0 +1,226 @@
+"""The contract over a real vLLM server on this machine's CPU.
+
+``FOREBAY_VLLM_PYTHON=/path/to/an/environment/bin/python`` names an interpreter that has vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from forebay.config import Component
+from forebay.engines import EngineSurroundings, RolloutController, build_engines
+from forebay.engines.sampling import Sampling, draw
+from forebay.models import ModelConfig, load_model, load_tokenizer
+from forebay.models.config import TinyConfig
+from forebay.models.tiny import write_tiny
+from forebay.types import RolloutState, SampleParams, Status
+
+PYTHON = os.environ.get("FOREBAY_VLLM_PYTHON")
+CONTEXT = 512
+PROMPT = [1, 20, 21, 22]
+
+pytestmark = [
+    pytest.mark.skipif(PYTHON is None, reason="FOREBAY_VLLM_PYTHON names no interpreter with vLLM"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+class Trainer:
+    """A model whose weights change, and which knows what each of them makes of a response."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = load_model(folder)
+        self.step = 0
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+        self.keep()
+
+    def keep(self) -> None:
+        self.versions[self.step] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+
+    def train(self) -> list[tuple[str, torch.Tensor]]:
+        self.step += 1
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+        self.keep()
+        return list(self.model.named_parameters())
+
+    def logprobs(self, prompt: list[int], ids: list[int], step: int, **how: Any) -> np.ndarray:
+        """Of each response token under the distribution that `how` draws from, by the weights of `step`."""
+        self.model.load_state_dict(self.versions[step], strict=False)
+        self.model.tie_weights()
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | how
+        rows = len(ids)
+        sampling = Sampling(
+            np.full(rows, full["temperature"], np.float32),
+            np.full(rows, full["top_k"], np.int64),
+            np.full(rows, full["top_p"], np.float32),
+        )
+        # Whatever is drawn, the rows with the right token tell its log probability.
+        found = np.full(rows, np.nan)
+        for u in np.linspace(0.0005, 0.9995, 1000):
+            drawn, logprob = draw(logits, sampling, np.full(rows, u))
+            found = np.where(drawn == np.array(ids), logprob, found)
+        self.model.load_state_dict(self.versions[self.step], strict=False)
+        self.model.tie_weights()
+        return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    write_tiny(folder, TinyConfig(hidden_size=128, num_layers=2, num_heads=2), max_context=CONTEXT, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trainer(folder: Path) -> Trainer:
+    return Trainer(folder)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def controller(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RolloutController]:
+    arguments = {
+        "servers": 1,
+        "python": PYTHON,
+        "options": ["--enforce-eager"],
+        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+    }
+    surroundings = EngineSurroundings(
+        model_folder=folder,
+        model=ModelConfig(source=str(folder)),
+        tokenizer=load_tokenizer(folder),
+        scratch=tmp_path_factory.mktemp("scratch"),
+    )
+    controller = RolloutController(build_engines(Component(name="vllm", arguments=arguments), surroundings))
+    yield controller
+    await controller.close()
+
+
+def rollout(name: str, max_tokens: int = 40, **params: Any) -> RolloutState:
+    return RolloutState(
+        [], rollout_id=name, prompt_ids=PROMPT, sample_params=SampleParams(max_tokens=max_tokens, **params)
+    )
+
+
+def check(trainer: Trainer, state: RolloutState, **how: Any) -> None:
+    """Every log probability is that of the weights the token is labelled with."""
+    ids = state.response_ids.tolist()
+    assert len(ids) == len(state.logprobs) == len(state.response_model_steps)
+    for step in np.unique(state.response_model_steps):
+        own = state.response_model_steps == step
+        expected = trainer.logprobs(PROMPT, ids, int(step), **how)[own]
+        known = ~np.isnan(expected)
+        assert known.mean() > 0.9
+        np.testing.assert_allclose(state.logprobs[own][known], expected[known], atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.5}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}],
+)
+async def test_log_probabilities_are_those_of_what_was_drawn_from(controller, trainer, how):
+    state = await controller.generate_sample(rollout(f"how {how}", **how))
+    assert state.status is Status.COMPLETED, state.error_msg
+    check(trainer, state, **how)
+
+
+async def test_the_same_request_draws_the_same_tokens(controller):
+    first, again, other = [
+        await controller.generate_sample(rollout(name)) for name in ("same", "same", "other")
+    ]
+    assert first.response_ids.tolist() == again.response_ids.tolist() != other.response_ids.tolist()
+
+
+async def test_ends_with_a_stop_id(controller):
+    whole = await controller.generate_sample(rollout("stops", temperature=0.0))
+    stop_id = int(whole.response_ids[5])
+    state = await controller.generate_sample(rollout("stops", temperature=0.0, stop_token_ids=(stop_id,)))
+    first = whole.response_ids.tolist().index(stop_id)
+    assert state.response_ids.tolist() == whole.response_ids[: first + 1].tolist()
+    assert state.finish_reason == "stop"
+
+
+async def started(controller: RolloutController, count: int) -> None:
+    """Returns once so many more tokens are made."""
+    before = controller.count_tokens_made()
+    async with asyncio.timeout(60):
+        while controller.count_tokens_made() < before + count:
+            await asyncio.sleep(0.01)
+
+
+async def test_weights_change_under_running_rollouts_and_labels_are_exact(controller, trainer):
+    running = [
+        asyncio.create_task(controller.generate_sample(rollout(f"flight {i}", 300, temperature=0.0)))
+        for i in range(4)
+    ]
+    for _ in range(2):
+        await started(controller, 60)
+        step_weights = trainer.train()
+        await controller.update_weights(step_weights, trainer.step)
+    for state in await asyncio.gather(*running):
+        assert len(state.response_ids) == 300 or state.finish_reason == "stop"
+        assert (np.diff(state.response_model_steps) >= 0).all()
+        check(trainer, state, temperature=0.0)
+    assert controller.model_step == trainer.step
+
+
+async def test_pause_keeps_tokens_and_a_continued_rollout_is_whole(controller, trainer):
+    running = [
+        asyncio.create_task(controller.generate_sample(rollout(f"pause {i}", 400, temperature=0.0)))
+        for i in range(4)
+    ]
+    await started(controller, 100)
+    await controller.pause_generation()
+    states = await asyncio.gather(*running)
+    assert {state.status for state in states} == {Status.ABORTED}
+    late = await controller.generate_sample(rollout("late"))
+    assert (late.status, len(late.response_ids)) == (Status.ABORTED, 0)
+    await controller.continue_generation()
+    for state in await asyncio.gather(*map(controller.generate_sample, states)):
+        assert state.status is Status.COMPLETED
+        check(trainer, state, temperature=0.0)
+
+
+async def test_a_time_limit_and_a_cancellation_free_the_server(controller):
+    controller._time_limit_s = 0.3
+    state = await controller.generate_sample(rollout("overdue", 400, temperature=0.0))
+    controller._time_limit_s = None
+    assert state.status is Status.ABORTED
+    assert "time limit of 0.3 s" in state.error_msg
+    running = asyncio.create_task(controller.generate_sample(rollout("cancelled", 400, temperature=0.0)))
+    await started(controller, 20)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    health = await controller.health()
+    assert (health.ok, health.num_running, health.num_waiting) == (True, 0, 0)
+
+
+async def test_a_killed_server_loses_no_rollout_and_comes_back_with_the_current_weights(controller, trainer):
+    running = [
+        asyncio.create_task(controller.generate_sample(rollout(f"killed {i}", 400, temperature=0.0)))
+        for i in range(4)
+    ]
+    await started(controller, 100)
+    guard = controller.engines[0]._server._process
+    server = int(Path(f"/proc/{guard.pid}/task/{guard.pid}/children").read_text().split()[0])
+    os.killpg(server, signal.SIGKILL)
+    for state in await asyncio.gather(*running):
+        assert state.status is Status.COMPLETED, state.error_msg
+        check(trainer, state, temperature=0.0)
+    assert controller.counts() == {"retries": 4.0, "engine_restarts": 1.0}

@@ -1,0 +1,343 @@
+"""Servers that are started, watched and stopped; the servers are small programs of the standard library."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from forebay.config import Component, ConfigError
+from forebay.engines import EngineSurroundings, build_engines
+from forebay.engines.base import EngineLost
+from forebay.engines.http_dialects import VLLM, SGLang
+from forebay.engines.openai_http import HTTPEngine
+from forebay.engines.servers import LocalServer
+from forebay.engines.untied import shared_weights, write_untied
+from forebay.engines.weight_files import WeightFiles
+from forebay.models import ModelConfig, load_model, load_tokenizer
+from forebay.models.config import TinyConfig
+from forebay.models.tiny import write_tiny
+
+# Answers every GET, has a child that outlives it unless it is ended, and prints that child's id.
+SERVER = """
+import http.server, os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("child", child.pid, os.environ.get("COLOUR"), flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def local_server(tmp_path: Path, program: str = SERVER, **arguments) -> LocalServer:
+    return LocalServer(
+        lambda port: [sys.executable, "-c", program, str(port)], log=tmp_path / "logs/server.log", **arguments
+    )
+
+
+async def answers(server: LocalServer) -> bool:
+    async with httpx.AsyncClient() as client:
+        try:
+            return (await client.get(server.url)).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+
+def child_of(log: Path) -> int:
+    return int(log.read_text().split("child ")[-1].split()[0])
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def is_gone(pid: int) -> None:
+    async with asyncio.timeout(20):
+        while is_alive(pid):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_server_starts_answers_and_ends_with_all_its_children(tmp_path):
+    server = local_server(tmp_path, environment={"COLOUR": "green"})
+    await server.start(lambda: answers(server))
+    first, child = server.url, child_of(tmp_path / "logs/server.log")
+    assert server.is_running
+    assert is_alive(child)
+    assert "green" in server.log_tail()
+    await server.stop()
+    assert not server.is_running
+    await is_gone(child)
+    await server.start(lambda: answers(server))
+    assert server.url != first
+    os.kill(child_of(tmp_path / "logs/server.log"), signal.SIGKILL)
+    await server.stop()
+    await server.stop()
+
+
+async def test_a_server_that_ends_at_once_is_quoted(tmp_path):
+    server = local_server(tmp_path, "print('no GPU here'); raise SystemExit(3)")
+    with pytest.raises(EngineLost, match=r"exit code 3 after 0 s; the end of (?s:.*)no GPU here"):
+        await server.start(lambda: answers(server))
+    assert not server.is_running
+
+
+async def test_a_server_that_is_never_ready_is_stopped(tmp_path):
+    server = local_server(tmp_path, "import time; time.sleep(600)", start_limit_s=0.2)
+
+    async def never() -> bool:
+        return False
+
+    with pytest.raises(EngineLost, match="not ready after 0 s"):
+        await server.start(never)
+    assert not server.is_running
+
+
+async def test_a_server_ends_with_the_process_that_started_it_however_that_ends(tmp_path):
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from forebay.engines.servers import LocalServer
+log = Path({str(tmp_path)!r}) / "logs/server.log"
+async def main():
+    server = LocalServer(lambda port: [sys.executable, "-c", {SERVER!r}, str(port)], log=log)
+    async def ready():
+        return log.exists() and "child" in server.log_tail()
+    await server.start(ready)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    assert await asyncio.to_thread(owner.stdout.readline) == b"ready\n"
+    child = child_of(tmp_path / "logs/server.log")
+    assert is_alive(child)
+    owner.kill()
+    owner.communicate()
+    await is_gone(child)
+
+
+# A server of the real kind as far as an engine can see: the fake one in a process of its own.
+FAKE = """
+import asyncio, sys
+sys.path.insert(0, sys.argv[1])
+from conftest import FakeVLLM
+async def main():
+    server = FakeVLLM()
+    server.port = int(sys.argv[2])
+    await server.start()
+    await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def fake_engine(tmp_path: Path, program: str = FAKE) -> HTTPEngine:
+    server = LocalServer(
+        lambda port: [sys.executable, "-c", program, str(Path(__file__).parent), str(port)],
+        log=tmp_path / "server.log",
+    )
+    return HTTPEngine(server, model="policy", max_context_tokens=64, files=WeightFiles(tmp_path / "weights"))
+
+
+async def test_an_engine_starts_its_server_and_starts_it_again(tmp_path, ask):
+    engine = fake_engine(tmp_path)
+    with pytest.raises(EngineLost, match="has not been brought up"):
+        await engine.load_weights([("w", torch.ones(1))], 3)
+    await engine.bring_up()
+    assert (await engine.generate(ask())).response_ids.tolist() == [13] * 4
+    assert engine._server is not None
+    await engine._server.stop()
+    assert (await engine.generate(ask())).lost
+    await engine.bring_up()
+    completion = await engine.generate(ask())
+    assert completion.response_ids.tolist() == [13] * 4
+    assert completion.model_steps.tolist() == [3] * 4
+    await engine.close()
+    assert not engine._server.is_running
+
+
+async def test_a_server_that_dies_at_work_is_noticed_at_once_and_quoted(tmp_path, ask):
+    # A prompt of 9s is worked on without end.
+    program = FAKE.replace(
+        "    await server.start()",
+        "    import os; print('process', os.getpid(), flush=True); make = server._make_one\n"
+        "    server._make_one = lambda job: None if job.prompt[0] == 9 else make(job)\n"
+        "    await server.start()",
+    )
+    engine = fake_engine(tmp_path, program)
+    await engine.bring_up()
+    running = asyncio.create_task(engine.generate(ask([9])))
+    await asyncio.sleep(0)
+    os.kill(int((tmp_path / "server.log").read_text().split()[1]), signal.SIGKILL)
+    completion = await running
+    assert completion.lost
+    assert (await engine.generate(ask())).lost
+    await engine.bring_up()
+    assert (await engine.generate(ask())).finish_reason == "length"
+    await engine.close()
+
+
+async def test_a_server_that_cannot_answer_its_first_request_is_given_up(tmp_path):
+    program = FAKE.replace(
+        "    await server.start()",
+        "    import os; server.job = lambda body: (print('out of memory', flush=True), os._exit(9))\n"
+        "    await server.start()",
+    )
+    engine = fake_engine(tmp_path, program)
+    with pytest.raises(EngineLost, match="given up after 1 tries"):
+        await engine.bring_up()
+    assert "out of memory" in (tmp_path / "server.log").read_text()
+    await engine.close()
+
+
+# From a run file
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder, TinyConfig(hidden_size=16, num_layers=1, num_heads=2), max_context=64, seed=0)
+    return folder
+
+
+def build(tiny: Path, scratch: Path, name: str = "vllm", **arguments):
+    return build_engines(
+        Component(name=name, arguments=arguments),
+        EngineSurroundings(
+            model_folder=tiny,
+            model=ModelConfig(source=str(tiny), max_context=48),
+            tokenizer=load_tokenizer(tiny),
+            scratch=scratch,
+        ),
+    )
+
+
+async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, start_fake, ask):
+    server = await start_fake()
+    engines = await asyncio.to_thread(build, tiny, tmp_path, urls=[server.url + "/", server.url])
+    assert [engine.max_context_tokens for engine in engines] == [48, 48]
+    for engine in engines:
+        await engine.bring_up()
+    await asyncio.gather(*(engine.load_weights([("w", torch.ones(1))], 1) for engine in engines))
+    assert len(set(server.loaded)) == 1
+    assert server.loaded[0].is_relative_to(tmp_path / "weights")
+    assert (server.loaded[0] / "config.json").is_file()
+    assert (await engines[0].generate(ask())).model_steps.tolist() == [1] * 4
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "give either urls .* or servers"),
+        ({"urls": ["http://127.0.0.1:1"], "servers": 1}, "give either urls"),
+        ({"urls": ["http://127.0.0.1:1"]}, "no server to use at 'http://127.0.0.1:1'"),
+        ({"urls": ["http://192.0.2.7:8000"]}, "is on another machine: set weights_folder"),
+        ({"urls": ["localhost:8000"]}, "names no host"),
+        ({"servers": 1, "start_limit_s": 0}, "start_limit_s must be positive, got 0"),
+        ({"server": 1}, "did you mean 'servers'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(tiny, tmp_path, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        build(tiny, tmp_path, **arguments)
+
+
+async def test_a_server_that_takes_too_little_is_refused(tiny, tmp_path, start_fake):
+    server = await start_fake()
+    with pytest.raises(ConfigError, match=r"takes 64 tokens, but model.max_context is 100"):
+        await asyncio.to_thread(
+            build_engines,
+            Component(name="sglang", arguments={"urls": [server.url]}),
+            EngineSurroundings(
+                model_folder=tiny,
+                model=ModelConfig(source=str(tiny), max_context=100),
+                tokenizer=None,
+                scratch=tmp_path,
+            ),
+        )
+
+
+def test_command_lines_state_what_the_contract_needs():
+    command = VLLM().command("/models/m", 8123, 4096, "float32")
+    assert command[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
+    for option, value in {
+        "--model": "/models/m",
+        "--port": "8123",
+        "--host": "127.0.0.1",
+        "--max-model-len": "4096",
+        "--dtype": "float32",
+        "--logprobs-mode": "processed_logprobs",
+    }.items():
+        assert command[command.index(option) + 1] == value
+    assert VLLM().environment["VLLM_SERVER_DEV_MODE"] == "1"
+    other = SGLang().command("/models/m", 8123, 4096, "bfloat16")
+    assert other[other.index("--context-length") + 1] == "4096"
+
+
+async def test_options_and_environment_reach_each_server(tiny, tmp_path):
+    script = tmp_path / "python"
+    script.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $VLLM_SERVER_DEV_MODE $*"\nexit 5\n')
+    script.chmod(0o755)
+    engines = build(
+        tiny,
+        tmp_path / "scratch",
+        servers=2,
+        python=str(script),
+        options=["--seed", "{server}"],
+        environment={"CUDA_VISIBLE_DEVICES": "{server}"},
+    )
+    for number, engine in enumerate(engines):
+        with pytest.raises(EngineLost, match="exit code 5") as error:
+            await engine.bring_up()
+        assert f"{number} 1 -m vllm.entrypoints.openai.api_server" in str(error.value)
+        assert f"--seed {number}" in str(error.value)
+        await engine.close()
+
+
+# Shared weights
+
+
+def test_shared_weights_are_written_out(tiny, tmp_path):
+    shared = shared_weights(tiny)
+    assert shared == {"lm_head.weight": "model.embed_tokens.weight"}
+    (tiny / "model.safetensors.index.json").unlink(missing_ok=True)
+    untied = write_untied(tiny, tmp_path / "untied", shared)
+    assert shared_weights(untied) == {}
+    assert json.loads((untied / "config.json").read_text())["tie_word_embeddings"] is False
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(load_model(untied)(ids).logits, load_model(tiny)(ids).logits)
+
+
+async def test_written_weights_leave_out_or_write_out_what_is_shared(tiny, tmp_path):
+    weights = load_model(tiny).state_dict()
+    assert "lm_head.weight" in weights
+    plain = await WeightFiles(tmp_path / "plain").write(weights.items(), 1)
+    assert "lm_head.weight" not in load_file(plain.folder / "model.safetensors")
+    (tmp_path / "model").mkdir()
+    save_file({}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("{}")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    files = WeightFiles(tmp_path / "full", tmp_path / "model", written_out=shared_weights(tiny))
+    full = await files.write(weights.items(), 1)
+    stored = load_file(full.folder / "model.safetensors")
+    assert torch.equal(stored["lm_head.weight"], stored["model.embed_tokens.weight"])
+    assert {file.name for file in full.folder.iterdir()} == {"model.safetensors", "config.json"}
+    assert files.current == full
+    assert plain.version != full.version

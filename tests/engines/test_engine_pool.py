@@ -1,0 +1,323 @@
+"""Engines that are lost and come back, under the controller and on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from forebay import virtual_time
+from forebay.engines import Completion, GenerateRequest, RolloutController
+from forebay.engines.base import EngineLost
+from forebay.engines.pool import MAX_RETRIES, EnginePool
+from forebay.testing import ScriptedEngine
+from forebay.types import RolloutState, SampleParams, Status
+
+LENGTH = 40
+
+
+def count_on(request: GenerateRequest) -> list[int]:
+    """The script: each token is one more than the one before it."""
+    last = int(request.input_ids[-1])
+    return list(range(last + 1, last + 1 + request.max_tokens))
+
+
+class Fallible(ScriptedEngine):
+    """A scripted engine that can be lost, and takes a second to come back."""
+
+    def __init__(self, script=count_on, *, start_s: float = 1.0, starts: int = 1_000, **arguments) -> None:
+        super().__init__(script, token_latency_s=0.1, **arguments)
+        self.start_s, self.starts_left = start_s, starts
+        self.away = True
+        self.given_step = self.num_starts = 0
+        self.is_resting = False
+
+    async def bring_up(self) -> None:
+        await asyncio.sleep(self.start_s)
+        if not self.starts_left:
+            raise EngineLost("it does not start any more")
+        self.starts_left -= 1
+        self.num_starts += 1
+        await super().load_weights([], self.given_step)
+        await super().resume()
+        self.away = self.is_resting = False
+
+    async def lose(self) -> None:
+        """End what runs with its tokens; nothing is answered any more."""
+        if not self.away:
+            self.away = True
+            await super().pause()
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        if not self.away:
+            assert self.model_step == self.given_step, "a request before the current weights"
+            completion = await super().generate(request)
+            if not self.away or completion.finish_reason != "abort":
+                return completion
+        else:
+            completion = Completion(finish_reason="error")
+        return replace(completion, finish_reason="error", lost=True, error_msg="the server is gone")
+
+    async def pause(self) -> None:
+        self._answer_or_not()
+        self.is_resting = True
+        await super().pause()
+
+    async def resume(self) -> None:
+        self._answer_or_not()
+        self.is_resting = False
+        await super().resume()
+
+    async def load_weights(self, weights, model_step: int) -> None:
+        self.given_step = model_step
+        self._answer_or_not()
+        await super().load_weights(weights, model_step)
+
+    def _answer_or_not(self) -> None:
+        if self.away:
+            raise EngineLost("the server is gone")
+
+
+def rollout(name: object = "r", *, length: int = LENGTH, **fields) -> RolloutState:
+    params = SampleParams(max_tokens=length)
+    return RolloutState([], rollout_id=name, prompt_ids=[5], sample_params=params, **fields)
+
+
+def is_whole(state: RolloutState, length: int = LENGTH) -> bool:
+    return (
+        state.status is Status.COMPLETED
+        and state.response_ids.tolist() == list(range(6, 6 + length))
+        and len(state.logprobs) == len(state.response_model_steps) == length
+    )
+
+
+def test_a_lost_engine_s_rollouts_go_on_elsewhere_with_their_tokens():
+    async def main() -> None:
+        engines = [Fallible(), Fallible()]
+        controller = RolloutController(engines)
+        running = [asyncio.create_task(controller.generate_sample(rollout(i))) for i in range(6)]
+        await asyncio.sleep(1.0 + 2.05)
+        made = controller.count_tokens_made()
+        await engines[0].lose()
+        states = await asyncio.gather(*running)
+        assert all(is_whole(state) for state in states)
+        assert controller.count_tokens_made() == 6 * LENGTH > made > 0
+        # Those that went on were given what the first engine had made.
+        assert [len(request.input_ids) for request in engines[1].requests[3:]] == [21] * 3
+        assert controller.counts() == {"retries": 3.0, "engine_restarts": 1.0}
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_a_single_engine_that_comes_back_loses_nothing_either():
+    async def main() -> None:
+        engine = Fallible()
+        controller = RolloutController(engine)
+        running = asyncio.create_task(controller.generate_sample(rollout(session_id="s")))
+        await asyncio.sleep(2.0)
+        await engine.lose()
+        await controller.update_weights([], 3)
+        state = await running
+        assert is_whole(state)
+        assert sorted(set(state.response_model_steps.tolist())) == [0, 3]
+        assert controller.model_step == 3
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_a_request_that_brings_down_every_engine_ends():
+    async def main() -> None:
+        engines = [Fallible(), Fallible()]
+
+        async def poisoned(request):
+            return Completion(finish_reason="error", error_msg="segmentation fault", lost=True)
+
+        for engine in engines:
+            engine.generate = poisoned
+        controller = RolloutController(engines)
+        state = await controller.generate_sample(rollout())
+        assert state.status is Status.FAILED
+        assert state.error_msg.startswith(
+            f"rollout r: given up after {MAX_RETRIES + 1} lost engines: engine "
+        )
+        assert "segmentation fault" in state.error_msg
+        assert controller.counts()["retries"] == MAX_RETRIES
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_when_no_engine_comes_back_everybody_is_told():
+    async def main() -> None:
+        controller = RolloutController([Fallible(starts=1), Fallible(starts=0)])
+        await controller.update_weights([], 1)
+        running = asyncio.create_task(controller.generate_sample(rollout()))
+        await asyncio.sleep(1.0)
+        health = await controller.health()
+        assert not health.ok
+        assert "engine 1: it does not start any more" in health.detail
+        await controller.engines[0].lose()
+        with pytest.raises(
+            EngineLost, match=r"no engine is left: engine 0 .*: it does not start any more; engine 1"
+        ):
+            await running
+        with pytest.raises(EngineLost, match="no engine is left"):
+            await controller.update_weights([], 2)
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_update_weights_waits_for_the_first_engine_to_start():
+    async def main() -> None:
+        slow, fast = Fallible(start_s=50.0), Fallible(start_s=5.0)
+        controller = RolloutController([slow, fast])
+        await controller.update_weights([], 7)
+        assert asyncio.get_running_loop().time() == pytest.approx(5.0)
+        assert is_whole(await controller.generate_sample(rollout()))
+        assert not slow.requests
+        await asyncio.sleep(60.0)
+        assert slow.model_step == 7
+        assert controller.counts()["engine_restarts"] == 0
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_an_engine_that_comes_back_during_a_pause_rests():
+    async def main() -> None:
+        engines = [Fallible(), Fallible()]
+        controller = RolloutController(engines)
+        running = [asyncio.create_task(controller.generate_sample(rollout(i))) for i in range(4)]
+        await asyncio.sleep(2.0)
+        await engines[0].lose()
+        await controller.pause_generation()
+        states = await asyncio.gather(*running)
+        assert {state.status for state in states} == {Status.ABORTED}
+        assert all(len(state.response_ids) for state in states)
+        await asyncio.sleep(5.0)
+        assert engines[0].is_resting
+        assert (await controller.generate_sample(rollout("late"))).status is Status.ABORTED
+        await controller.continue_generation()
+        states = await asyncio.gather(*map(controller.generate_sample, states))
+        assert all(is_whole(state) for state in states)
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_a_pause_does_not_wait_for_engines_that_are_away():
+    async def main() -> None:
+        engine = Fallible(start_s=100.0)
+        controller = RolloutController(engine)
+        running = asyncio.create_task(controller.generate_sample(rollout()))
+        await asyncio.sleep(1.0)
+        await controller.pause_generation()
+        assert (await running).status is Status.ABORTED
+        assert asyncio.get_running_loop().time() < 2.0
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_closing_ends_whoever_waits_for_an_engine():
+    async def main() -> None:
+        controller = RolloutController(Fallible(start_s=100.0))
+        running = asyncio.create_task(controller.generate_sample(rollout()))
+        await asyncio.sleep(1.0)
+        await controller.close()
+        assert (await running).status is Status.ABORTED
+
+    virtual_time.run(main())
+
+
+def test_an_engine_that_does_not_answer_in_time_is_lost_not_an_error():
+    async def main() -> None:
+        engines = [Fallible(), Fallible()]
+        controller = RolloutController(engines)
+        await controller.update_weights([], 1)
+        await asyncio.sleep(1.0)
+
+        async def hang(*_):
+            await asyncio.Event().wait()
+
+        engines[0].pause = hang
+        await controller.pause_generation()
+        assert engines[1].is_resting
+        await asyncio.sleep(0)
+        assert engines[0].num_starts == 1
+        del engines[0].pause
+        await asyncio.sleep(2.0)
+        assert engines[0].num_starts == 2
+        assert engines[0].is_resting
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_a_rollout_whose_last_token_was_made_by_a_lost_engine_is_complete():
+    async def main() -> None:
+        class DiesAtTheEnd(Fallible):
+            async def generate(self, request):
+                completion = await super().generate(request)
+                return replace(completion, finish_reason="error", lost=True)
+
+        pool = EnginePool([DiesAtTheEnd()])
+        request = GenerateRequest(
+            request_id="a",
+            input_ids=np.array([5], np.int32),
+            params=SampleParams(max_tokens=3),
+            max_tokens=3,
+            seed=0,
+        )
+        completion = await pool.generate(request)
+        assert (completion.finish_reason, completion.response_ids.tolist()) == ("length", [6, 7, 8])
+        await pool.close()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_is_lost_whenever_no_rollout_is_lost_or_doubled(seed):
+    async def main() -> None:
+        rng = random.Random(seed)
+        engines = [Fallible(start_s=rng.uniform(0, 3)) for _ in range(3)]
+        controller = RolloutController(engines, concurrency=12)
+
+        async def produce(number: int) -> RolloutState:
+            state = rollout(number, session_id=number % 5)
+            while state.status is not Status.COMPLETED:
+                assert state.status in (Status.INIT, Status.ABORTED), state.error_msg
+                await controller.generate_sample(state)
+                await asyncio.sleep(0.1)
+            return state
+
+        async def disturb() -> None:
+            for step in range(1, 30):
+                await asyncio.sleep(rng.uniform(0.5, 3.0))
+                match rng.randrange(3):
+                    case 0:
+                        await rng.choice(engines).lose()
+                    case 1:
+                        await controller.pause_generation()
+                        await asyncio.sleep(rng.uniform(0, 2))
+                        await controller.continue_generation()
+                    case 2:
+                        await controller.update_weights([], step)
+
+        # An engine fails far more often here than a call may bear.
+        controller._pool._max_retries = 1_000
+        disturbing = asyncio.create_task(disturb())
+        states = await asyncio.gather(*(produce(number) for number in range(40)))
+        assert all(is_whole(state) for state in states)
+        assert all((np.diff(state.response_model_steps) >= 0).all() for state in states)
+        assert controller.count_tokens_made() == 40 * LENGTH
+        await disturbing
+        await controller.close()
+
+    virtual_time.run(main())

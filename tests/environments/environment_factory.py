@@ -1,0 +1,66 @@
+"""Policies, streams and small runs for the tests of environments."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from forebay.environments.actions import head_for
+from forebay.environments.config import FragmentRunConfig
+from forebay.environments.policy import Policy, PolicyConfig
+from forebay.environments.stepper import Stepper
+from forebay.environments.vector import EnvironmentConfig, make_vector, spaces
+
+
+def make_policy(environment, **policy):
+    obs_size, action_space = spaces(environment)
+    return Policy(obs_size, head_for(action_space), PolicyConfig(**policy))
+
+
+def make_stepper(env_id="CartPole-v1", *, num_envs=3, length=16, seed=0, memory="none", arguments=None):
+    """A stepper with weights of version 0, and a policy of its own with the same weights."""
+    environment = EnvironmentConfig(id=env_id, num_envs=num_envs, arguments=arguments or {})
+    torch.manual_seed(seed)
+    policy = make_policy(environment, memory=memory, hidden_size=16)
+    acting = make_policy(environment, memory=memory, hidden_size=16)
+    stepper = Stepper(
+        make_vector(environment, num_envs), acting, length=length, worker_uuid="w", seed=seed
+    )
+    stepper.load(0, policy.weights())
+    return stepper, policy
+
+
+def random_stream(rng, steps, streams):
+    """Rewards, values, and ends of episodes of both kinds, with the steps that only reset after them."""
+    done = np.zeros((steps, streams), np.bool_)
+    terminated, live = done.copy(), ~done
+    for t in range(steps):
+        live[t] = ~done[t - 1] if t else True
+        done[t] = live[t] & (rng.random(streams) < 0.2)
+        terminated[t] = done[t] & (rng.random(streams) < 0.5)
+    return {
+        "reward_SB": rng.normal(size=(steps, streams)) * live,
+        "value_SB": rng.normal(size=(steps, streams)),
+        "next_value_B": rng.normal(size=streams),
+        "terminated_SB": terminated,
+        "done_SB": done,
+        "live_SB": live,
+    }
+
+
+def small_run(tmp_path, **changes):
+    """A recipe of a run that takes seconds."""
+    values = {
+        "name": "small",
+        "steps": 3,
+        "batch_size": 2,
+        "output": str(tmp_path),
+        "eval_episodes": 4,
+        "environment": {"id": "CartPole-v1", "num_envs": 4, "workers": 1, "mode": "threads"},
+        "fragments": {"length": 16},
+        "policy": {"hidden_size": 16},
+        "train": {"epochs": 2, "mini_batches": 2},
+    }
+    for name, value in changes.items():
+        values[name] = {**values[name], **value} if isinstance(value, dict) else value
+    return FragmentRunConfig.model_validate(values)

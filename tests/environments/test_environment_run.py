@@ -1,0 +1,197 @@
+"""Whole runs: they learn, they go on after a stop, and they outlive their workers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from environment_factory import small_run
+from typer.testing import CliRunner
+
+from forebay.cli import app
+from forebay.config import ConfigError
+from forebay.environments import WorkerError
+from forebay.environments import run as run_module
+from forebay.environments.folder import list_checkpoints, load_checkpoint, saved_config
+from forebay.environments.launch import launch
+from forebay.environments.processes import ProcessWorkers
+from forebay.metrics import read_jsonl
+
+
+def rows_of(config):
+    return read_jsonl(config.folder / "metrics.jsonl")
+
+
+async def test_a_run_learns(tmp_path):
+    config = small_run(
+        tmp_path,
+        steps=14,
+        batch_size=2,
+        eval_episodes=20,
+        environment={"num_envs": 16},
+        fragments={"length": 64},
+        policy={"hidden_size": 32},
+        train={"lr": 2e-3, "epochs": 10, "mini_batches": 4},
+    )
+    assert not await launch(config)
+    rows = rows_of(config)
+    returns = [row["return"] for row in rows if row.get("return")]
+    assert returns[-1] > 2 * returns[0]
+    assert rows[-1]["eval/return"] > 100
+    assert max(row["lag"] for row in rows[1:]) <= config.fragments.max_staleness
+    for name in ("learning_curve.png", "episode.png", "run.toml"):
+        assert (config.folder / name).stat().st_size > 0
+    assert not list(config.folder.glob("buffer-*"))
+
+
+@pytest.mark.parametrize("memory", ["none", "gru"])
+async def test_a_resumed_run_goes_on(tmp_path, memory):
+    config = small_run(tmp_path, policy={"memory": memory}, checkpoint_every=2)
+    await launch(config)
+    first = load_checkpoint(list_checkpoints(config.folder)[-1])
+    longer = saved_config(config.folder, ["steps=5"])
+    await launch(longer, resume=config.folder)
+    last = load_checkpoint(list_checkpoints(config.folder)[-1])
+    assert [row["train_step"] for row in rows_of(config)] == [0, 1, 2, 3, 4, 5]
+    assert last.counts["step"] == 5
+    assert last.counts["num_steps"] > first.counts["num_steps"]
+    assert last.counts["session_id"] == first.counts["session_id"]
+    assert last.arrays["observations/count"] > first.arrays["observations/count"]
+    assert not np.array_equal(last.arrays["policy/actor.0.weight"], first.arrays["policy/actor.0.weight"])
+    # What the first run left in its buffer was still of use.
+    assert rows_of(config)[-1]["buffer/dropped/session"] == 0
+
+
+class Murderous(ProcessWorkers):
+    """Kills each worker's first life once it has worked."""
+
+    killed: list[str] = []
+
+    async def run(self, spec, hub):
+        running = asyncio.ensure_future(super().run(spec, hub))
+        if spec.worker_uuid.split("-")[2] == "0":
+            while not hub.num_fragments(spec.worker_uuid):
+                await asyncio.wait([running], timeout=0.05)
+            os.kill(pid_of(spec.worker_uuid), signal.SIGKILL)
+            self.killed.append(spec.worker_uuid)
+        await running
+
+
+def pid_of(worker_uuid):
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            with contextlib.suppress(OSError):
+                if f'"worker_uuid":"{worker_uuid}"' in (folder / "cmdline").read_text():
+                    return int(folder.name)
+    raise AssertionError(f"no process of {worker_uuid}")
+
+
+async def test_a_killed_worker_is_started_again(tmp_path):
+    mode = f"{__name__}:Murderous"
+    config = small_run(tmp_path, steps=4, environment={"mode": mode}, eval_episodes=1)
+    await launch(config)
+    assert len(Murderous.killed) == 1
+    assert rows_of(config)[-1]["worker_restarts"] == 1
+    assert rows_of(config)[-1]["train_step"] == 4
+
+
+class Stillborn:
+    async def run(self, spec, hub):
+        from forebay.environments import WorkerDied
+
+        raise WorkerDied("exit status 3\nno licence for this simulator")
+
+
+async def test_workers_that_cannot_begin_end_the_run(tmp_path):
+    config = small_run(tmp_path, environment={"mode": f"{__name__}:Stillborn"}, eval_episodes=1)
+    with pytest.raises(WorkerError, match="3 times without a fragment.*\n.*no licence"):
+        await launch(config)
+
+
+async def test_no_batch_for_long_is_an_error(tmp_path, monkeypatch):
+    class Idle:
+        async def run(self, spec, hub):
+            await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr("forebay.environments.launch.build_mode", lambda config: Idle())
+    monkeypatch.setattr(run_module, "STALL_S", 0.01)
+    with pytest.raises(WorkerError, match=r"no batch arrived within 0\.01 s"):
+        await launch(small_run(tmp_path, eval_episodes=1))
+
+
+async def test_a_run_that_is_stopped_saves_first(tmp_path):
+    config = small_run(tmp_path, steps=10_000)
+
+    async def interrupt():
+        while not (config.folder / "metrics.jsonl").exists() or len(rows_of(config)) < 3:
+            await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    interrupting = asyncio.ensure_future(interrupt())
+    assert await launch(config)
+    await interrupting
+    assert load_checkpoint(list_checkpoints(config.folder)[-1]).counts["step"] >= 2
+
+
+RECIPE = """
+name = "small"
+steps = 1
+batch_size = 1
+output = "OUTPUT"
+eval_episodes = 2
+environment = { id = "CartPole-v1", num_envs = 2, workers = 1, mode = "threads" }
+fragments = { length = 8 }
+"""
+
+
+def forebay(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_the_command_trains_resumes_and_evaluates(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("OUTPUT", str(tmp_path)))
+    dry = forebay("train", recipe, "--dry-run", "train.lr=1e-2")
+    assert "lr = 0.01" in dry.stdout
+    assert not (tmp_path / "small").exists()
+    assert "mean return" in forebay("train", recipe).stdout
+    again = forebay("train", recipe)
+    assert again.exit_code == 2
+    assert "--overwrite" in again.stderr
+    assert forebay("train", recipe, "--overwrite").exit_code == 0
+    assert forebay("train", "--resume", tmp_path / "small", "steps=2").exit_code == 0
+    assert json.loads((tmp_path / "small/checkpoints/step_2/run.json").read_text())["num_resumes"] == 1
+    assert "step 2" in forebay("eval", tmp_path / "small").stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.lrr=1"], "did you mean 'lr'"),
+        (["environment.id=CartPole-v9"], "CartPole"),
+        (["environment.mode=process"], "did you mean 'processes'"),
+        (["environment.arguments={gravity=1}"], "gravity"),
+        (["policy.memory=gru", "train.mini_batches=9"], "is more than the 2 streams"),
+        (["fragments.length=0"], "greater than or equal to 1"),
+    ],
+)
+def test_what_does_not_fit_is_said_in_one_message(tmp_path, overrides, message):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("OUTPUT", str(tmp_path)))
+    done = forebay("train", recipe, *overrides)
+    assert done.exit_code == 2
+    assert message in " ".join(done.stderr.split())
+    assert not (tmp_path / "small").exists()
+
+
+async def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
+    config = small_run(tmp_path, steps=1)
+    await launch(config)
+    before = (config.folder / "run.toml").read_text()
+    with pytest.raises(ConfigError, match=r"keep \[policy\]"):
+        await launch(saved_config(config.folder, ["policy.hidden_size=8"]), resume=config.folder)
+    assert (config.folder / "run.toml").read_text() == before

@@ -1,0 +1,116 @@
+"""What workers record is what happened, and all that the trainer needs to compute the same again."""
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from environment_factory import make_stepper
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.environments.batch import StepBatch
+from forebay.environments.evaluation import play
+from forebay.environments.vector import EnvironmentConfig
+from forebay.fragments import FragmentStore
+
+
+class Counting(gymnasium.Env):
+    """Observes how many steps ago its episode began; ends after `length`, by itself or cut off."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1000, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length=3, truncates=False, render_mode=None):
+        self.length, self.truncates, self.render_mode = length, truncates, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        ends = self.count == self.length
+        obs = np.full(1, self.count, np.float32)
+        return obs, 1.0, ends and not self.truncates, ends and self.truncates, {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _counting():
+    gymnasium.register("forebay_test/Counting-v0", Counting)
+    yield
+    del gymnasium.registry["forebay_test/Counting-v0"]
+
+
+def stack(tmp_path, fragments):
+    store = FragmentStore(path=tmp_path / "store", max_bytes=1 << 24)
+    return store.stack(store.add_fragments(fragments))
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_the_last_observation_of_an_episode_is_in_the_stream(truncates):
+    stepper, _ = make_stepper(
+        "forebay_test/Counting-v0", num_envs=1, length=6, arguments={"truncates": truncates}
+    )
+    fragments = [stepper.make_fragment(), stepper.make_fragment()]
+
+    def column(name):
+        return np.concatenate([getattr(f, name) for f in fragments]).ravel().tolist()
+
+    def extra(name):
+        return np.concatenate([f.extras[name] for f in fragments]).ravel().tolist()
+
+    assert column("obs") == [0, 1, 2, 3] * 3
+    assert column("reward") == [1, 1, 1, 0] * 3
+    assert column("first") == [True, False, False, False] * 3
+    assert column("next_done") == [False, False, True, False] * 3
+    assert extra("live") == [True, True, True, False] * 3
+    assert extra("terminated") == [False, False, not truncates, False] * 3
+    assert fragments[0].next_obs.item() == 2
+    assert [episode.reward for episode in stepper.take_episodes()] == [3.0, 3.0, 3.0]
+    assert stepper.take_episodes() == []
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Pendulum-v1"])
+@pytest.mark.parametrize("memory", ["none", "gru", "lstm"])
+def test_the_trainer_computes_the_log_probs_of_the_worker_again(tmp_path, env_id, memory):
+    stepper, policy = make_stepper(env_id, memory=memory, length=40)
+    stepper.make_fragment()  # so that the state before the first stored step is not the initial one
+    fragments = [stepper.make_fragment() for _ in range(4)]
+    batch = StepBatch.from_fragments(stack(tmp_path, fragments), fragments_per_chunk=2)
+    assert batch.reward_SB.shape == (80, 6)
+    assert any(part.abs().max() > 0 for part in batch.state) == (memory != "none")
+    with torch.no_grad():
+        features, _ = policy.features(batch.obs_SBD, batch.first_SB, batch.state)
+        logprobs = policy.head.log_prob(policy.params(features[:-1]), batch.action_SB)
+    torch.testing.assert_close(logprobs, batch.logprobs_SB, rtol=0, atol=2e-6)
+
+
+@given(st.sampled_from([(1, 24), (2, 12), (3, 8), (6, 4), (24, 1)]), st.sampled_from(["none", "gru"]))
+def test_how_a_chunk_is_cut_changes_nothing(tmp_path_factory, cut, memory):
+    def batch_of(count, length):
+        stepper, _ = make_stepper("forebay_test/Counting-v0", length=length, memory=memory)
+        fragments = [stepper.make_fragment() for _ in range(count)]
+        return StepBatch.from_fragments(stack(tmp_path_factory.mktemp("cut"), fragments), count)
+
+    whole, parts = batch_of(1, 24), batch_of(*cut)
+    for name in ("obs_SBD", "first_SB", "action_SB", "logprobs_SB"):
+        assert torch.equal(getattr(whole, name), getattr(parts, name))
+    for name in ("reward_SB", "done_SB", "terminated_SB", "live_SB"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(parts, name))
+
+
+def test_every_step_says_which_weights_acted(tmp_path):
+    stepper, policy = make_stepper(length=4)
+    fragments = [stepper.make_fragment()]
+    stepper.load(7, policy.weights())
+    fragments.append(stepper.make_fragment())
+    batch = StepBatch.from_fragments(stack(tmp_path, fragments), fragments_per_chunk=2)
+    assert batch.versions_SB[:, 0].tolist() == [0] * 4 + [7] * 4
+    assert [f.fid_in_worker for f in fragments] == [0, 1]
+
+
+def test_an_evaluation_takes_one_episode_of_each_environment():
+    config = EnvironmentConfig(id="forebay_test/Counting-v0", arguments={"length": 5})
+    _, policy = make_stepper("forebay_test/Counting-v0", memory="gru")
+    assert [tuple(episode) for episode in play(config, policy, 3, seed=0)] == [(5.0, 5)] * 3

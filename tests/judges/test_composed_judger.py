@@ -1,0 +1,183 @@
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.config import ConfigError
+from forebay.judges import ComposedJudger, GroupJudger, JudgeConfig, Judger, Part, build_judger
+from forebay.types import RolloutState, Status
+
+
+class Given(Judger):
+    """Scores with what the rollout carries under `key`; fails where it carries nothing."""
+
+    def __init__(self, key: str = "a", *, timeout_s: float | None = None) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.key = key
+        self.closed = 0
+
+    async def score(self, state: RolloutState) -> dict[str, object]:
+        return {"score": state.extra_fields[self.key], "note": self.key}
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Rank(GroupJudger):
+    def __init__(self, *, timeout_s: float | None = None) -> None:
+        super().__init__(timeout_s=timeout_s)
+        self.sizes: list[int] = []
+
+    async def score_group(self, states):
+        self.sizes.append(len(states))
+        order = sorted(states, key=lambda state: state.extra_fields["a"])
+        return [float(order.index(state)) for state in states]
+
+
+def rollout(source: str = "x", **scores: float) -> RolloutState:
+    return RolloutState([], data_source=source, extra_fields=scores, status=Status.COMPLETED)
+
+
+scores = st.floats(-10, 10)
+parts = st.lists(
+    st.tuples(st.floats(-2, 2), st.none() | st.sets(st.sampled_from("xyz"), min_size=1)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(parts=parts, rollouts=st.lists(st.tuples(st.sampled_from("xyz"), scores, st.booleans()), max_size=4))
+async def test_the_score_is_the_weighted_sum_of_the_parts_that_apply(parts, rollouts) -> None:
+    judger = ComposedJudger(
+        [
+            Part(label=f"p{at}", judger=Given(f"k{at}"), weight=weight, only=only and tuple(only))
+            for at, (weight, only) in enumerate(parts)
+        ]
+    )
+    group = [
+        rollout(source, **({} if fails else {f"k{at}": score + at for at in range(len(parts))}))
+        for source, score, fails in rollouts
+    ]
+    await judger.judge(group)
+    for state, (source, score, fails) in zip(group, rollouts, strict=True):
+        applying = {at: weight for at, (weight, only) in enumerate(parts) if not only or source in only}
+        if fails or not applying:
+            assert (state.status, state.reward) == (Status.FAILED, None)
+            continue
+        expected = sum(weight * (score + at) for at, weight in applying.items())
+        assert state.reward["score"] == pytest.approx(expected)
+        assert {at: state.reward.get(f"p{at}") for at in applying} == {at: score + at for at in applying}
+        assert state.reward.keys() == {"score"} | {
+            name for at in applying for name in (f"p{at}", f"p{at}/note")
+        }
+
+
+async def test_one_part_that_fails_names_itself_and_fails_only_its_rollout() -> None:
+    judger = ComposedJudger([Part(label="one", judger=Given("a")), Part(label="two", judger=Given("b"))])
+    group = await judger.judge([rollout(a=1.0, b=2.0), rollout(a=1.0)])
+    assert [state.status for state in group] == [Status.COMPLETED, Status.FAILED]
+    assert group[0].reward["score"] == 3.0
+    assert group[1].error_msg == "rollout None: judger one + two: part two: KeyError: 'b'"
+
+
+async def test_a_part_that_judges_groups_gets_its_share_of_the_group() -> None:
+    rank = Rank()
+    judger = ComposedJudger(
+        [Part(label="rank", judger=rank, only=("x",)), Part(label="value", judger=Given("a"), weight=0.0)]
+    )
+    assert judger.needs_whole_group
+    group = await judger.judge([rollout(a=5.0), rollout("y", a=9.0), rollout(a=3.0)])
+    assert rank.sizes == [2]
+    assert [state.reward["score"] for state in group] == [1.0, 0.0, 0.0]
+    assert group[1].reward == {"score": 0.0, "value": 9.0, "value/note": "a"}
+
+
+async def test_the_choice_may_go_by_any_field() -> None:
+    part = Part(label="p", judger=Given("a"), only=("math",))
+    for by, fields in {
+        "task_name": {"task_name": "math"},
+        "reward_model.style": {"reward_model": {"style": "math"}},
+        "data_source.name": {"data_source": {"name": "math"}},
+    }.items():
+        state = RolloutState([], extra_fields={"a": 1.0}, status=Status.COMPLETED, **fields)
+        assert (await ComposedJudger([part], by=by).judge(state)).reward["score"] == 1.0
+        other = RolloutState([], extra_fields={"a": 1.0}, status=Status.COMPLETED)
+        await ComposedJudger([part], by=by).judge(other)
+        assert f"no part judges rollouts whose {by} is None" in other.error_msg
+
+
+async def test_a_single_rollout_is_judged_and_closing_closes_the_parts() -> None:
+    given_ = Given("a")
+    judger = ComposedJudger([Part(label="p", judger=given_, weight=2.0)])
+    assert (await judger.score(rollout(a=1.5)))["score"] == 3.0
+    await judger.aclose()
+    assert given_.closed == 1
+
+
+async def test_a_run_file_composes_by_tables() -> None:
+    judger = build_judger(
+        JudgeConfig(
+            name="composed",
+            timeout_s=7.0,
+            arguments={
+                "by": "task_name",
+                "parts": [
+                    {"name": "exact_match", "arguments": {"extract": "last_number"}, "only": "sums"},
+                    {"name": f"{__name__}:Given", "label": "extra", "weight": 0.5, "timeout_s": 2},
+                ],
+            },
+        )
+    )
+    assert [(part.label, part.judger.timeout_s) for part in judger.parts] == [
+        ("exact_match", 7.0),
+        ("extra", 2.0),
+    ]
+    state = RolloutState(
+        [],
+        response="so 4",
+        task_name="sums",
+        reward_model={"ground_truth": "4"},
+        extra_fields={"a": 3.0},
+        status=Status.COMPLETED,
+    )
+    await judger.judge(state)
+    assert state.reward == {"score": 2.5, "exact_match": 1.0, "extra": 3.0, "extra/note": "a"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"parts": []}, "parts must not be empty"),
+        ({"parts": [{"name": "exact_mach"}]}, "did you mean 'exact_match'"),
+        ({"parts": [{"name": "exact_match", "wait": 1}]}, r"unknown keys \['wait'\]; known: name"),
+        ({"parts": [{"name": "exact_match"}] * 2}, r"two parts are called \['exact_match'\]"),
+        ({"parts": [{"name": "exact_match", "label": "score"}]}, "may not be called 'score'"),
+        ({"parts": [{"name": "exact_match"}], "by": "source"}, "by = 'source' is not a field"),
+        ({"part": []}, "its arguments: parts, by, timeout_s"),
+    ],
+)
+def test_parts_that_do_not_fit_are_one_clear_error(arguments, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_judger(JudgeConfig(name="composed", arguments=arguments))
+
+
+async def test_cancelling_reaches_the_parts() -> None:
+    ends = []
+
+    class Slow(Judger):
+        async def score(self, state: RolloutState) -> float:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ends.append(1)
+            return 1.0
+
+    judger = ComposedJudger([Part(label=name, judger=Slow()) for name in "ab"])
+    judging = asyncio.create_task(judger.judge([rollout(), rollout()]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    judging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await judging
+    assert len(ends) == 4

@@ -27,6 +27,7 @@ SMALL_RUN = [
     ("command", "promised"),
     [
         (["own_agent_loop.py"], "trained [1, 1, 0, 0, 0, 1, 1]"),
+        (["agent_program.py"], "trained tokens"),
         (["own_staleness_rule.py"], "BackOff:"),
         (["buffer_alone.py"], "chance of the action that pays: 1.00"),
         (["low_level_loop.py", "recipes/demo_tiny.toml", *SMALL_RUN], "step 2: reward"),

@@ -1,6 +1,8 @@
 """This project's side of ``peers.py``.
 
-Usage: python benchmarks/fragments/peer_forebay.py SIZE FOLDER
+Usage: python benchmarks/fragments/peer_forebay.py SIZE FOLDER WAY
+
+    served    as below; in `ray` the buffer is a Ray actor instead of the server; in `local` all is one process
 
     writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; two under way
     server:  `ReplayBufferActor` behind a Unix socket
@@ -13,15 +15,18 @@ of times, and the oldest leave the full buffer.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections import deque
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import side
 
+from forebay.cluster.fragments import connect_replay_buffer, start_replay_buffer
 from forebay.fragments import (
     FragmentMetadata,
     FragmentStore,
@@ -35,15 +40,15 @@ UNLIMITED = 2**31
 CALLS_UNDER_WAY = 2
 
 
-def make_buffer(size: int, folder: str) -> ReplayBufferActor:
+def settings(size: int, folder: str) -> dict[str, Any]:
     num_bytes = side.CAPACITY[size] * (size + 1_000)
-    return ReplayBufferActor(
-        max_chunks=side.CAPACITY[size],
-        max_staleness=UNLIMITED,
-        max_reuse=UNLIMITED,
-        fragments_per_chunk=1,
-        database_config={"path": folder, "max_bytes": 2 * num_bytes + (64 << 20)},
-    )
+    return {
+        "max_chunks": side.CAPACITY[size],
+        "max_staleness": UNLIMITED,
+        "max_reuse": UNLIMITED,
+        "fragments_per_chunk": 1,
+        "database_config": {"path": folder, "max_bytes": 2 * num_bytes + (64 << 20)},
+    }
 
 
 class Client:
@@ -115,53 +120,99 @@ class Client:
 
 
 async def serve_until_input_ends(size: int, folder: str) -> None:
-    buffer = make_buffer(size, folder)
+    buffer = ReplayBufferActor(**settings(size, folder))
     await buffer.update_model_version("run", 0)
-    async with serve(buffer, Path(folder) / "socket"):
+    async with serve(buffer, socket_of(folder)):
         side.answer("ready")
         await asyncio.to_thread(sys.stdin.read)
     await buffer.close()
 
 
-async def work(size: int, folder: str, operation: str) -> None:
-    buffer = await RemoteFragmentBuffer.connect(Path(folder) / "socket")
+def socket_of(folder: str) -> Path:
+    return Path(folder) / "socket"
+
+
+def start_ray(**where: Any) -> Any:
+    import ray
+
+    ray.init(include_dashboard=False, log_to_driver=False, namespace="fragments", **where)
+    return ray
+
+
+async def work(size: int, folder: str, way: str, operation: str) -> None:
+    if way == "ray":
+        start_ray()
+        buffer: Any = connect_replay_buffer()
+    else:
+        buffer = await RemoteFragmentBuffer.connect(socket_of(folder))
     client = Client(size, buffer, FragmentStore(**await buffer.get_database_config()))
     side.answer("ready")
     commands = side.commands()
     while (command := await asyncio.to_thread(next, commands, None)) is not None:
         side.answer(await client.repeat(operation, command["seconds"]))
-    await buffer.disconnect()
 
 
-def coordinate(size: int, folder: str) -> None:
+def coordinate(size: int, folder: str, way: str) -> None:
+    start = partial(side.Worker, sys.executable, __file__, str(size), folder, way)
     workers = {}
-    for role in ("server", "insert", "sample"):
-        workers[role] = side.Worker(sys.executable, __file__, str(size), folder, role)
-        workers[role].receive()
+    if way == "ray":
+        ray = start_ray(num_cpus=4, _node_ip_address="127.0.0.1")
+        os.environ["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+        buffer = start_replay_buffer(**settings(size, folder))
+        asyncio.run(buffer.update_model_version("run", 0))
+    else:
+        workers["server"] = start("server")
+        workers["server"].receive()
+    for operation in ("insert", "sample"):
+        workers[operation] = start(operation)
+        workers[operation].receive()
 
     def both(command: dict[str, Any]) -> list[Any]:
-        for role in ("insert", "sample"):
-            workers[role].send(command)
-        return [workers[role].receive() for role in ("insert", "sample")]
+        for operation in ("insert", "sample"):
+            workers[operation].send(command)
+        return [workers[operation].receive() for operation in ("insert", "sample")]
 
     def memory(_: dict[str, Any]) -> dict[str, Any]:
-        files = sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*")) / 1e6
-        return side.memory({role: [worker.pid] for role, worker in workers.items()}) | {"files": files}
+        groups = {role: [worker.pid] for role, worker in workers.items()}
+        return side.memory(groups if way == "served" else {"all": list(side.tree())}) | used(folder)
 
     side.run({"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory})
-    for role in ("insert", "sample", "server"):
-        workers[role].end()
+    for worker in reversed(workers.values()):
+        worker.end()
+    if way == "ray":
+        ray.shutdown()
+
+
+def used(folder: str) -> dict[str, float]:
+    return {"files": sum(file.stat().st_blocks * 512 for file in Path(folder).rglob("*")) / 1e6}
+
+
+def coordinate_local(size: int, folder: str) -> None:
+    loop = asyncio.new_event_loop()
+    buffer = ReplayBufferActor(**settings(size, folder))
+    loop.run_until_complete(buffer.update_model_version("run", 0))
+    config = loop.run_until_complete(buffer.get_database_config())
+    client = Client(size, buffer, FragmentStore(**config))
+
+    def run(command: dict[str, Any]) -> Any:
+        return loop.run_until_complete(client.repeat(command["op"], command["seconds"]))
+
+    memory = {"memory": lambda _: side.memory({"all": list(side.tree())}) | used(folder)}
+    side.run({"insert": run, "sample": run} | memory)
+    loop.run_until_complete(buffer.close())
 
 
 def main() -> None:
-    size, folder = int(sys.argv[1]), sys.argv[2]
-    match sys.argv[3:]:
+    size, folder, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    match sys.argv[4:]:
+        case [] if way == "local":
+            coordinate_local(size, folder)
         case []:
-            coordinate(size, folder)
+            coordinate(size, folder, way)
         case ["server"]:
             asyncio.run(serve_until_input_ends(size, folder))
         case [operation]:
-            asyncio.run(work(size, folder, operation))
+            asyncio.run(work(size, folder, way, operation))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The dm-reverb side of ``peers.py``; runs in an environment with dm-reverb and TensorFlow.
 
-Usage: python benchmarks/fragments/peer_reverb.py SIZE FOLDER
+Usage: python benchmarks/fragments/peer_reverb.py SIZE FOLDER WAY      (FOLDER and WAY go unused)
 
     writer:  one of `WRITERS`, flushed batch by batch, so that as many items stay under way
     server:  `reverb.Server` with one table: uniform sampling, the oldest leave, no limit of rate or use
@@ -143,8 +143,8 @@ def sample(source: Iterator[Any], size: int) -> int:
     return len(data)
 
 
-def coordinate(size: int, folder: str) -> None:
-    start = partial(side.Worker, sys.executable, __file__, str(size), folder)
+def coordinate(size: int, unused: list[str]) -> None:
+    start = partial(side.Worker, sys.executable, __file__, str(size), *unused)
     workers = {"server": start("server")}
     address = f"localhost:{workers['server'].receive()}"
     for role in ("insert", "sample"):
@@ -165,10 +165,10 @@ def coordinate(size: int, folder: str) -> None:
 
 
 def main() -> None:
-    size, folder = int(sys.argv[1]), sys.argv[2]
-    match sys.argv[3:]:
+    size = int(sys.argv[1])
+    match sys.argv[4:]:
         case []:
-            coordinate(size, folder)
+            coordinate(size, sys.argv[2:4])
         case ["server"]:
             serve(size)
         case [role, address]:

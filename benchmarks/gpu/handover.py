@@ -20,7 +20,7 @@ from accelerator import Bench, arguments
 from forebay.engines import RolloutController, TransformersEngine
 from forebay.train import TrainConfig, TrainController
 
-CASES = {
+CASES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "float32 to float32": (torch.float32, torch.float32, {}),
     "float32 to bfloat16": (torch.float32, torch.bfloat16, {}),
     "bfloat16 to bfloat16": (torch.bfloat16, torch.bfloat16, {}),

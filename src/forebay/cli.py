@@ -115,6 +115,7 @@ def _guarded(action: Callable[[], Any]) -> None:
         sys.path.insert(0, os.getcwd())
     from forebay.environments import WorkerError
     from forebay.produce import ProductionError
+    from forebay.runs.placement import PartLost
     from forebay.runs.verify import WeightsDifferError
     from forebay.stalls import StallError
     from forebay.train import OffPolicyError
@@ -126,6 +127,7 @@ def _guarded(action: Callable[[], Any]) -> None:
         ProductionError,
         StallError,
         OffPolicyError,
+        PartLost,
         WeightsDifferError,
         WorkerError,
         FloatingPointError,

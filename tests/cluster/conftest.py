@@ -8,7 +8,7 @@ import pytest
 from ray_cluster import local_cluster
 
 # What the tests of the plain classes are made of serves their actors too.
-sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("replay", "produce")]
+sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("replay", "produce", "runs")]
 
 
 @pytest.fixture(scope="session")

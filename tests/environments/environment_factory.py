@@ -23,9 +23,7 @@ def make_stepper(env_id="CartPole-v1", *, num_envs=3, length=16, seed=0, memory=
     torch.manual_seed(seed)
     policy = make_policy(environment, memory=memory, hidden_size=16)
     acting = make_policy(environment, memory=memory, hidden_size=16)
-    stepper = Stepper(
-        make_vector(environment, num_envs), acting, length=length, worker_uuid="w", seed=seed
-    )
+    stepper = Stepper(make_vector(environment, num_envs), acting, length=length, worker_uuid="w", seed=seed)
     stepper.load(0, policy.weights())
     return stepper, policy
 

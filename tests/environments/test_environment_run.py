@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -29,9 +30,9 @@ def rows_of(config):
 async def test_a_run_learns(tmp_path):
     config = small_run(
         tmp_path,
-        steps=14,
+        steps=12,
         batch_size=2,
-        eval_episodes=20,
+        eval_episodes=10,
         environment={"num_envs": 16},
         fragments={"length": 64},
         policy={"hidden_size": 32},
@@ -48,9 +49,8 @@ async def test_a_run_learns(tmp_path):
     assert not list(config.folder.glob("buffer-*"))
 
 
-@pytest.mark.parametrize("memory", ["none", "gru"])
-async def test_a_resumed_run_goes_on(tmp_path, memory):
-    config = small_run(tmp_path, policy={"memory": memory}, checkpoint_every=2)
+async def test_a_resumed_run_goes_on(tmp_path):
+    config = small_run(tmp_path, policy={"memory": "gru"}, checkpoint_every=2)
     await launch(config)
     first = load_checkpoint(list_checkpoints(config.folder)[-1])
     longer = saved_config(config.folder, ["steps=5"])
@@ -66,10 +66,36 @@ async def test_a_resumed_run_goes_on(tmp_path, memory):
     assert rows_of(config)[-1]["buffer/dropped/session"] == 0
 
 
+@pytest.mark.parametrize(
+    "fragments",
+    [
+        {"max_staleness": 0},
+        {"max_reuse": 3},
+        {"fragments_per_chunk": 3, "max_reuse": 2},
+        {"length": 1, "max_staleness": 0, "fragments_per_chunk": 2},
+    ],
+    ids=str,
+)
+async def test_every_way_to_cut_and_keep_comes_to_an_end(tmp_path, fragments):
+    config = small_run(
+        tmp_path,
+        batch_size=3,
+        steps=4,
+        eval_episodes=1,
+        environment={"workers": 2},
+        fragments=fragments,
+    )
+    await launch(config)
+    last = rows_of(config)[-1]
+    assert last["train_step"] == 4
+    assert last["buffer/max_staleness"] <= config.fragments.max_staleness
+    assert last["buffer/mean_reuse"] <= config.fragments.max_reuse
+
+
 class Murderous(ProcessWorkers):
     """Kills each worker's first life once it has worked."""
 
-    killed: list[str] = []
+    killed: ClassVar[list[str]] = []
 
     async def run(self, spec, hub):
         running = asyncio.ensure_future(super().run(spec, hub))
@@ -108,7 +134,7 @@ class Stillborn:
 
 async def test_workers_that_cannot_begin_end_the_run(tmp_path):
     config = small_run(tmp_path, environment={"mode": f"{__name__}:Stillborn"}, eval_episodes=1)
-    with pytest.raises(WorkerError, match="3 times without a fragment.*\n.*no licence"):
+    with pytest.raises(WorkerError, match=r"3 times without a fragment.*\n.*no licence"):
         await launch(config)
 
 

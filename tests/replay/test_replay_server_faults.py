@@ -387,28 +387,6 @@ async def test_a_server_that_was_started_anew(path):
         await client.count("math", COMPLETED)
 
 
-async def test_takes_are_not_repeated_by_themselves(buffer, path, monkeypatch):
-    await put_named(buffer, "ab")
-    sending = asyncio.Event()
-
-    async def send_nothing(self, number, groups):
-        sending.set()
-        await asyncio.Event().wait()
-
-    async with serve(buffer, path) as server, await connect(path) as client:
-        with monkeypatch.context() as patch:
-            patch.setattr(server_connection.Connection, "_send_groups", send_nothing)
-            taking = asyncio.create_task(client.take_batch({"math": 1}, train_step=4))
-            await sending.wait()
-            await end_connections(server)
-            with pytest.raises(ConnectionLost, match="take_batch has happened is not known"):
-                await taking
-        assert await client.count("math", ARCHIVED) == 1
-        await client.restore(3)
-        groups, _ = await client.take_batch({"math": 2}, train_step=4)
-        assert names(groups["math"]) == ["a", "b"]
-
-
 @pytest.mark.parametrize("turns", range(0, 60, 3))
 async def test_a_cancelled_take_for_a_train_step_has_not_happened(buffer, path, turns):
     await put_named(buffer, "abc")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
 from forebay.train.losses import POLICY_LOSSES
@@ -16,9 +17,12 @@ from forebay.train.losses import POLICY_LOSSES
 @pytest.fixture(scope="module")
 def ranks():
     """Two processes for all trainers of this file, one after the other."""
-    pool = LocalRanks(2, threads=1, timeout_s=60)
-    yield pool
-    pool.close()
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=4, hidden_size=2, num_attention_heads=1, num_hidden_layers=1)
+    )
+    controller = TrainController(model, TrainConfig(ranks=2), pad_token_id=0)
+    yield controller._own_ranks
+    controller.close()
 
 
 def trainer_for(model, ranks=None, num_ranks=1, **settings):
@@ -162,6 +166,12 @@ def test_bfloat16_weights_given_critics_and_references_reach_the_ranks(make_mode
     assert {value.dtype for value in receiver.weights.values()} == {torch.bfloat16}
 
 
+def test_autocast_on_two_ranks_stays_close_to_one(make_model, make_groups, ranks):
+    one, two = (trainer_for(make_model(), where, dtype="bfloat16") for where in (None, ranks))
+    expected, got = one.fit(make_groups()).metrics, two.fit(make_groups()).metrics
+    assert got["train/grad_norm"] == pytest.approx(expected["train/grad_norm"], rel=0.05)
+
+
 def test_what_all_ranks_refuse_is_raised_as_it_is_and_they_go_on(make_model, make_groups, ranks, tmp_path):
     trainer = trainer_for(make_model(), ranks)
     with pytest.raises(ValueError, match=r"no checkpoint at .*nowhere"):
@@ -180,6 +190,16 @@ def test_what_one_rank_has_and_several_have_not_says_so(make_model, ranks):
         _ = trainer_for(make_model(), ranks).model
 
 
+def test_a_rank_that_fails_alone_is_reported_with_its_traceback_and_all_are_ended():
+    pool = LocalRanks(2)
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed in close: TypeError: .*Traceback"):
+        pool.call("close", [[], ["one argument too many"]])
+    assert pool.pids == []
+    with pytest.raises(RankError, match="close was called, but the ranks have ended"):
+        pool.call("close", [[], []])
+    pool.close()
+
+
 def die_on_rank_1(inputs, config):
     """A loss whose process is killed while rank 0 waits for it in a collective."""
     if torch.distributed.get_rank() == 1:
@@ -187,30 +207,14 @@ def die_on_rank_1(inputs, config):
     return POLICY_LOSSES["clipped"](inputs, config)
 
 
-def fail_on_rank_1(inputs, config):
-    if torch.distributed.get_rank() == 1:
-        raise ValueError("rank 1 has had enough")
-    return POLICY_LOSSES["clipped"](inputs, config)
-
-
-def test_a_killed_rank_is_named_and_no_process_is_left(make_model, make_groups):
-    trainer = trainer_for(make_model(), num_ranks=2, loss=f"{__name__}:die_on_rank_1")
+def test_a_killed_rank_is_named_and_no_process_is_left(make_model, make_groups, ranks):
+    """The last test of the file, because it ends the processes."""
+    trainer = trainer_for(make_model(), ranks, loss=f"{__name__}:die_on_rank_1")
+    pids = ranks.pids
     with pytest.raises(RankError, match=r"rank 1 died in update: exit code -9 \(SIGKILL\)"):
         trainer.fit(make_groups())
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
     with pytest.raises(RankError, match="the ranks have ended"):
         trainer.fit(make_groups())
-    trainer.close()
-
-
-def test_a_rank_that_fails_alone_is_reported_with_its_traceback(make_model, make_groups, ranks, monkeypatch):
-    """The last test of the file, because it ends the processes."""
-    monkeypatch.setattr("forebay.train.ranks.GRACE_S", 0.5)
-    trainer = trainer_for(make_model(), ranks, loss=f"{__name__}:fail_on_rank_1")
-    with pytest.raises(
-        RankError,
-        match=r"(?s)rank 1 of 2 failed in update: ValueError: rank 1 has had enough.*fail_on_rank_1",
-    ):
-        trainer.fit(make_groups())
-    assert ranks.pids == []
-    with pytest.raises(RankError, match="have ended"):
-        trainer.save("anywhere")

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.cluster.calls import as_they_end
+from forebay.cluster.library import find_modules_in
 from forebay.cluster.weights import PlainWeight, to_tensors
 from forebay.engines.base import Completion, EngineHealth, GenerateRequest
 from forebay.engines.pool import EnginePool
@@ -32,6 +33,8 @@ class EngineSpec:
     config: RunConfig
     model_folder: Path
     number: int
+    search_path: tuple[str, ...]
+    """Where the run's own process finds its modules."""
     device: str
     """``cuda`` where the cluster gave it one."""
     serves_at_once: bool
@@ -74,6 +77,7 @@ class EngineActor:
         """
         async with self._building:
             if self._pool is None:
+                find_modules_in(spec.search_path)
                 self._pool = await asyncio.to_thread(_build, spec)
                 self._sleeps = spec.sleeps
                 if spec.serves_at_once:

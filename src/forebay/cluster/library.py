@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -87,7 +90,23 @@ def _hush() -> None:
     vars(import_module("ray._private.worker"))["_worker_logs_enabled"] = False
 
 
+def find_modules_in(paths: Sequence[str]) -> None:
+    """Let this process import what another one can, as far as the files are here too.
+
+    Agents and judgers that a run file names by ``package.module:Name`` are often beside it, not installed.
+    """
+    sys.path += [path for path in paths if path not in sys.path]
+
+
 def why(error: BaseException) -> str:
-    """The first line of what Ray says: the rest is advice and addresses."""
+    """What Ray says in a few words: most of it is advice and addresses."""
     text = str(error).strip() or type(error).__name__
+    if type(error).__name__ == "ActorUnavailableError":
+        return "its process has ended, or cannot be reached"
+    if (found := _EXIT.search(text)) is not None:
+        return f"its process has ended: {found[1]}"
     return text.splitlines()[0].rstrip(".")[:300]
+
+
+_EXIT = re.compile(r"Worker exit detail: (.*?)\.(?: Some common causes|\s|$)")
+"""What Ray knows of the end of an actor's process."""

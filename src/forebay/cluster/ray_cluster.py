@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -123,6 +124,8 @@ class RayCluster:
         self._trains = True
         self._has_buffer_actor = buffer == "actor"
         self._buffer: PlacedBuffer | None = None
+        self._num_buffer_restarts = 0
+        """Of earlier buffers."""
         self._connection: Connection | None = None
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
@@ -150,6 +153,7 @@ class RayCluster:
         if self._reservation is None:
             self._reserve(self._plan if trains else self._plan.without_trainer())
         if self._buffer is not None:
+            self._num_buffer_restarts += self._buffer.num_restarts
             await self._buffer.close()
             self._buffer = None
         if trains and self._has_buffer_actor:
@@ -210,7 +214,14 @@ class RayCluster:
         context = min(engine.max_context_tokens for engine in self._engines)
         handles = tuple(actor for _, actor in engines)
         specs = [
-            WorkerSpec(self._config, model_folder, f"worker {i}", handles, context)
+            WorkerSpec(
+                config=self._config,
+                model_folder=model_folder,
+                name=f"worker {i}",
+                search_path=tuple(sys.path),
+                engines=handles,
+                max_context_tokens=context,
+            )
             for i in range(len(workers))
         ]
         placed = list(zip(specs, workers, strict=True))
@@ -229,6 +240,7 @@ class RayCluster:
                 config=self._config,
                 model_folder=model_folder,
                 number=number,
+                search_path=tuple(sys.path),
                 device=_device(room),
                 serves_at_once=serve_at_once,
                 sleeps=self._sleeps,
@@ -254,7 +266,7 @@ class RayCluster:
     def _create_trainer(self, model_folder: Path) -> Any:
         room = self._plan.trainer
         self._trainer_actor = self._actor(TrainerActor, room, restarts=False)
-        return self._trainer_actor.start.remote(self._config, model_folder, _device(room))
+        return self._trainer_actor.start.remote(self._config, model_folder, tuple(sys.path), _device(room))
 
     def _start_trainer_again(self, model_folder: Path) -> None:
         ray = import_ray()
@@ -288,7 +300,9 @@ class RayCluster:
             "cluster/trainer_restarts": float(self.num_trainer_restarts),
             "cluster/engine_restarts": float(sum(e.supervisor.num_restarts for e in self._engines)),
             "cluster/worker_restarts": float(sum(w.supervisor.num_restarts for w in self._workers.all)),
-            "cluster/buffer_restarts": float(self._buffer.num_restarts if self._buffer else 0),
+            "cluster/buffer_restarts": float(
+                self._num_buffer_restarts + (self._buffer.num_restarts if self._buffer is not None else 0)
+            ),
             "cluster/groups_retried": float(self._workers.num_retries),
         }
 

@@ -23,6 +23,7 @@ from forebay.activity import Activities
 from forebay.agents import AgentLoop
 from forebay.cluster.calls import as_they_end
 from forebay.cluster.engines import RayEngine
+from forebay.cluster.library import find_modules_in
 from forebay.engines import RolloutController
 from forebay.runs.config import RunConfig
 from forebay.runs.task_loops import build_task_loop
@@ -39,6 +40,8 @@ class WorkerSpec:
     config: RunConfig
     model_folder: Path
     name: str
+    search_path: tuple[str, ...]
+    """Where the run's own process finds its modules."""
     engines: tuple[Any, ...]
     """Ray's handles of `EngineActor`s."""
     max_context_tokens: int
@@ -99,6 +102,7 @@ class RolloutWorker:
             ConfigError: an agent or a judger cannot be built here.
         """
         if not self._loops:
+            find_modules_in(spec.search_path)
             await self.prepare(spec.model_folder)
             self._build(spec)
         return os.getpid()

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forebay.cluster.library import import_ray, why
+from forebay.cluster.library import find_modules_in, import_ray, why
 from forebay.cluster.weights import PlainWeight, Published, to_plain
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
@@ -41,14 +41,14 @@ class TrainerActor:
     """A `TrainController`; what runs in its process, one call at a time.
 
     >>> actor = ray.remote(TrainerActor).remote()
-    >>> pid = ray.get(actor.start.remote(config, model_folder, "cpu"))
+    >>> pid = ray.get(actor.start.remote(config, model_folder, (), "cpu"))
     """
 
     def __init__(self) -> None:
         self._trainer: Any = None
 
-    def start(self, config: RunConfig, model_folder: Path, device: str) -> int:
-        """Build the trainer; the process id.
+    def start(self, config: RunConfig, model_folder: Path, search_path: tuple[str, ...], device: str) -> int:
+        """Build the trainer, with modules from `search_path`; the process id.
 
         Raises:
             ConfigError: the model or the training's settings do not fit.
@@ -58,6 +58,7 @@ class TrainerActor:
         from forebay.models import load_tokenizer
         from forebay.runs.build import build_trainer
 
+        find_modules_in(search_path)
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self._trainer = build_trainer(config, model_folder, load_tokenizer(model_folder), device=device)
@@ -205,4 +206,4 @@ class RayTrainer:
 
 
 def _lost(error: Exception) -> PartLost:
-    return PartLost(f"the trainer's process has ended: {why(error)}")
+    return PartLost(f"the trainer is lost: {why(error)}")

@@ -58,4 +58,6 @@ def to_tensors(weights: Iterable[PlainWeight]) -> Iterator[tuple[str, torch.Tens
             # That it must not be written to is known, and whoever takes weights over copies them.
             warnings.filterwarnings("ignore", message=".*not writable.*")
             tensor = torch.from_numpy(data)
-        yield name, tensor.view(getattr(torch, dtype)).reshape(shape)
+        kind = getattr(torch, dtype)
+        # Nothing cannot be seen as something of another size.
+        yield name, tensor.view(kind).reshape(shape) if data.size else torch.empty(shape, dtype=kind)

@@ -5,7 +5,7 @@
     RayAgentLoop.generate_group --> the least busy worker that is up --> judged group
                                           | its process ended: the group, which was kept, goes to another
                                           v
-                                    counted, and told to the ledger; after three times it fails
+                                    counted, and told to the ledger; the third try is its last
 
     ClusterController: pause and continue for engines and workers, weights for engines
 """
@@ -13,10 +13,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 from forebay.activity import GENERATE, Activities, Activity
@@ -131,6 +131,7 @@ class Workers:
         self._numbers = itertools.count()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
+        self._last_tries = asyncio.Lock()
         self._is_paused = False
         self._pause_began = asyncio.Event()
 
@@ -146,11 +147,15 @@ class Workers:
         """
         lost: list[str] = []
         while True:
-            worker = await self._least_busy()
-            try:
-                return await worker.generate(Job(next(self._numbers), loop, states, enable_partial_rollout))
-            except ActorLost as error:
-                lost.append(f"{worker.supervisor.name}: {error}")
+            # Before its last try a group may only have been beside the one that brings workers down.
+            turn = self._last_tries if len(lost) == MAX_LOST_WORKERS - 1 else contextlib.nullcontext()
+            async with turn:
+                worker = await self._least_busy()
+                job = Job(next(self._numbers), loop, states, enable_partial_rollout)
+                try:
+                    return await worker.generate(job)
+                except ActorLost as error:
+                    lost.append(f"{worker.supervisor.name}: {error}")
             if len(lost) == MAX_LOST_WORKERS:
                 raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
             self.num_retries += 1
@@ -259,7 +264,7 @@ class RayAgentLoop:
 
         A group that could not be generated anywhere comes back FAILED, with the reason.
         """
-        with ExitStack() as spans:
+        with contextlib.ExitStack() as spans:
             for state in states:
                 if not (state.status is Status.COMPLETED and len(state.response_ids)):
                     spans.enter_context(

@@ -85,10 +85,8 @@ def _processes(
 def _http(kind: str) -> Callable[..., list[Engine]]:
     def build(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
         """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPSettings`."""
-        try:
-            from forebay.engines.http_build import HTTPSettings, http_engines
-        except ImportError as error:
-            raise ConfigError(f'engine {kind!r} needs pip install "forebay[http]": {error}') from error
+        from forebay.engines.http_build import HTTPSettings, http_engines
+
         check_arguments("engine", kind, HTTPSettings, arguments)
         return http_engines(
             kind,

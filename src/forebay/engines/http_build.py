@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
+from urllib.request import urlopen
 
 from forebay.config import ConfigError
 from forebay.engines.base import Engine
@@ -139,10 +139,10 @@ def _local_server(
 def _ask(url: str, wanted: int | None) -> tuple[str, int]:
     """The name of the model that the server at `url` serves, and the context to use."""
     try:
-        answer = httpx.get(f"{url}/v1/models", timeout=_ASK_LIMIT_S, trust_env=False).raise_for_status()
-        model = answer.json()["data"][0]
+        with urlopen(f"{url}/v1/models", timeout=_ASK_LIMIT_S) as answer:
+            model = json.load(answer)["data"][0]
         name, context = str(model["id"]), int(model["max_model_len"])
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"no server to use at {url!r}: {type(error).__name__}: {error}") from error
     if wanted is not None and wanted > context:
         raise ConfigError(
@@ -161,16 +161,13 @@ def _own_context(model_folder: Path) -> int:
 
 
 def _is_loopback(url: str) -> bool:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'")
     try:
-        host = httpx.URL(url).host
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"urls holds {url!r}, which is no address: {error}") from error
-    if not host:
-        raise ConfigError(f"urls holds {url!r}, which names no host; write it like 'http://127.0.0.1:8000'")
-    try:
-        return ipaddress.ip_address(host).is_loopback
+        return ipaddress.ip_address(parts.hostname).is_loopback
     except ValueError:
-        return host == "localhost"
+        return parts.hostname == "localhost"
 
 
 def _has_gpu() -> bool:

@@ -10,22 +10,22 @@ It knows the dialect's names for things, not what the engine wants of them, and 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, Callable, Iterable
 from typing import Any
-
-import httpx
+from urllib.parse import urlencode
 
 from forebay.engines.base import EngineLost
+from forebay.engines.http_client import Client, HTTPError
 from forebay.engines.http_dialects import BadAnswer, Call, Dialect
 
-_CONNECT_LIMIT_S = 10.0
 _HEALTH_LIMIT_S = 30.0
 """For an answer about health: a busy server answers late."""
-_KEPT_FOR_S = 1.0
-"""An idle connection: servers close theirs after 5 s, and a request must not meet that."""
 _SHOWN = 300
 """Characters of an answer in an error."""
+_OK, _NOT_FOUND = 200, 404
 _MAY_PASS = frozenset({408, 425, 429})
 """Client errors that are the server's condition, not the request's fault."""
 
@@ -50,21 +50,19 @@ class ServerLink:
     def __init__(self, dialect: Dialect, url: Callable[[], str]) -> None:
         self.dialect = dialect
         self._url = url
-        self._client: httpx.AsyncClient | None = None
+        self._client = Client()
 
     def __str__(self) -> str:
         return self._url()
 
     async def is_healthy(self) -> bool:
         """Whether the server says that it can serve."""
-        call = self.dialect.health
         try:
-            answer = await self._connected().request(
-                call.method, self._at(call.path), timeout=_HEALTH_LIMIT_S
-            )
-        except httpx.HTTPError:
+            async with asyncio.timeout(_HEALTH_LIMIT_S):
+                status, _ = await self._ask(self.dialect.health)
+        except (HTTPError, TimeoutError):
             return False
-        return answer.status_code == httpx.codes.OK
+        return status == _OK
 
     async def do(self, calls: Iterable[Call]) -> Any:
         """Let the server do these things in turn; its last answer.
@@ -76,16 +74,14 @@ class ServerLink:
         answer: Any = None
         for call in calls:
             try:
-                response = await self._connected().request(
-                    call.method, self._at(call.path), json=call.body, params=dict(call.params)
-                )
-            except httpx.HTTPError as error:
-                raise EngineLost(f"{self}: {_words(error)}") from error
-            answer = response.json() if response.content[:1] == b"{" else {}
-            if response.status_code == httpx.codes.NOT_FOUND:
+                status, text = await self._ask(call)
+            except HTTPError as error:
+                raise EngineLost(f"{self}: {error}") from error
+            if status == _NOT_FOUND:
                 raise ServerFailed(f"{self} knows no {call.path}; {self.dialect.help}")
-            if not response.is_success or answer.get("success") is False:
-                problem = f"{self}: {call.path} was answered {response.status_code}: {response.text[:_SHOWN]}"
+            answer = _parsed(text)
+            if status != _OK or answer.get("success") is False:
+                problem = f"{self}: {call.path} was answered {status}: {_shown(text)}"
                 if not await self.is_healthy():
                     raise EngineLost(problem)
                 raise ServerFailed(problem)
@@ -100,45 +96,33 @@ class ServerLink:
             ServerFailed: the server cannot serve it now.
             BadAnswer: it sends something else.
         """
-        client, url = self._connected(), self._at(self.dialect.generate_path)
+        url = self._url() + self.dialect.generate_path
         try:
-            async with client.stream("POST", url, json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    text = (await response.aread()).decode(errors="replace")[:_SHOWN]
-                    blame = response.is_client_error and response.status_code not in _MAY_PASS
+            async with self._client.request("POST", url, json.dumps(body).encode()) as response:
+                if response.status != _OK:
+                    blame = 400 <= response.status < 500 and response.status not in _MAY_PASS
                     raise (Refused if blame else ServerFailed)(
-                        f"{self} answered {response.status_code}: {text}"
+                        f"{self} answered {response.status}: {_shown(await response.read())}"
                     )
                 rest = b""
-                async for chunk in response.aiter_bytes():
-                    *events, rest = (rest + chunk).split(b"\n\n")
-                    for event in events:
-                        if (data := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
-                            yield _decoded(data)
-        except httpx.HTTPError as error:
-            raise EngineLost(f"{self}: {_words(error)}") from error
+                async with contextlib.aclosing(response.chunks()) as chunks:
+                    async for chunk in chunks:
+                        *events, rest = (rest + chunk).split(b"\n\n")
+                        for event in events:
+                            if (data := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
+                                yield _decoded(data)
+        except HTTPError as error:
+            raise EngineLost(f"{self}: {error}") from error
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._client is not None:
-            await self._client.aclose()
+        await self._client.close()
 
-    def _at(self, path: str) -> str:
-        return self._url() + path
-
-    def _connected(self) -> httpx.AsyncClient:
-        if self._client is None:
-            self._client = httpx.AsyncClient(
-                # Requests queue at the server, for as long as it likes.
-                timeout=httpx.Timeout(None, connect=_CONNECT_LIMIT_S),
-                limits=httpx.Limits(
-                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEPT_FOR_S
-                ),
-                # Reading the system's certificates takes longer than everything else here.
-                verify=self._url().startswith("https"),
-                trust_env=False,
-            )
-        return self._client
+    async def _ask(self, call: Call) -> tuple[int, bytes]:
+        query = f"?{urlencode(call.params)}" if call.params else ""
+        body = None if call.body is None else json.dumps(call.body).encode()
+        async with self._client.request(call.method, self._url() + call.path + query, body) as response:
+            return response.status, await response.read()
 
 
 def _decoded(data: bytes) -> dict[str, Any]:
@@ -151,6 +135,13 @@ def _decoded(data: bytes) -> dict[str, Any]:
     return event
 
 
-def _words(error: Exception) -> str:
-    # Some of the client's errors have no text.
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def _shown(text: bytes) -> str:
+    return text.decode(errors="replace")[:_SHOWN]

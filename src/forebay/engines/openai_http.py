@@ -340,22 +340,23 @@ class HTTPEngine:
 
     async def _watch(self) -> None:
         """While something runs; see the module docstring."""
-        process = None if self._server is None else asyncio.create_task(self._server.wait())
-        try:
+        server = self._server
+        if server is None:
+            await asyncio.sleep(_HEALTH_EVERY_S)
             while await self._link.is_healthy():
-                if process is None:
-                    await asyncio.sleep(_HEALTH_EVERY_S)
-                    continue
+                await asyncio.sleep(_HEALTH_EVERY_S)
+            return self._lose("it does not answer any more")
+        process = asyncio.create_task(server.wait())
+        try:
+            await asyncio.wait([process], timeout=_HEALTH_EVERY_S)
+            while not process.done() and await self._link.is_healthy():
                 await asyncio.wait([process], timeout=_HEALTH_EVERY_S)
-                if process.done():
-                    break
-            if process is not None and process.done() and self._server is not None:
-                self._lose(f"exit code {process.result()}; the end of its log:\n{self._server.log_tail()}")
-            else:
-                self._lose("it does not answer any more")
+            why = "it does not answer any more"
+            if process.done():
+                why = f"it ended with exit code {process.result()}; the end of its log:\n{server.log_tail()}"
+            self._lose(why)
         finally:
-            if process is not None:
-                process.cancel()
+            process.cancel()
 
     # The server
 

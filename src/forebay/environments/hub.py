@@ -54,6 +54,7 @@ class Hub:
         self._version, self._weights = -1, b""
         self._ready = asyncio.Event()
         self._taking: dict[str, asyncio.Task[None]] = {}
+        self._forgotten: set[str] = set()
         self._known: dict[str, int] = {}
 
     async def publish(self, version: int, weights: bytes) -> None:
@@ -86,6 +87,8 @@ class Hub:
 
     async def forget(self, worker_uuid: str) -> None:
         """The worker is dead: take back what waits in line for it, and let its partial chunk go."""
+        # A report of it may still lie in its socket.
+        self._forgotten.add(worker_uuid)
         taking = self._taking.pop(worker_uuid, None)
         if taking is not None:
             taking.cancel()
@@ -100,6 +103,8 @@ class Hub:
         consumes: one report / waits for: its turn at the buffer, and the first weights / woken by: the
         buffer, `publish`, `stop` / produces: orders
         """
+        if report.worker_uuid in self._forgotten:
+            return Orders(True, self._version, b"")
         if not self.stopping:
             task = asyncio.ensure_future(self._take(report))
             self._taking[report.worker_uuid] = task

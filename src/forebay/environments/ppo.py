@@ -134,7 +134,7 @@ class PPOTrainer:
         live_SB = torch.from_numpy(batch.live_SB)
         advantages_SB = torch.from_numpy(targets.advantages_SB).float()
         advantages_SB = (advantages_SB - advantages_SB[live_SB].mean()) / (
-            advantages_SB[live_SB].std() + 1e-8
+            advantages_SB[live_SB].std(correction=0) + 1e-8
         )
         policy = self.policy
         values_SB = ((torch.from_numpy(targets.values_SB) - policy.value_mean) / policy.value_std).float()

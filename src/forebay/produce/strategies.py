@@ -209,7 +209,9 @@ class _SyncBatch:
     async def store(self, group: Group, ended: Ended) -> None:
         """Count and store one group."""
         if ended is Ended.RETURNED:
-            self.completed += await self.ctx.put_generated_group(group)
+            # In two lines: others may be stored while this one is, and all of them count.
+            is_completed = await self.ctx.put_generated_group(group)
+            self.completed += is_completed
             self.budget.count(get_group_status(group), group)
         else:
             await self.ctx.put_back(group, wipe=ended is Ended.INTERRUPTED)

@@ -11,8 +11,8 @@ It holds no groups and decides nothing; what it can rely on is said in `forebay.
 When the connection breaks, calls are made again on a new connection: those that only look; those that do the
 same when done twice; puts, which the server knows by their keys, also after a restart if its store is a
 database; and takes, because what did not arrive here, or was not confirmed, is in the buffer again. Only
-`resume`, and a put into a server in memory that was started anew, raise `ConnectionLost`, because they may have
-happened. So does every call while nobody answers at the address.
+`resume`, and a put into a server in memory that was started anew, raise `ConnectionLost`, because they may
+have happened. So does every call while nobody answers at the address.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class RemoteReplayBuffer:
         current_train_step: int,
         statuses: Iterable[Status] | None = None,
     ) -> dict[str, int]:
-        """See `ReplayBuffer.refresh_staleness`; if the connection broke, what expired before is not counted."""
+        """See `ReplayBuffer.refresh_staleness`; what expired before the connection broke is not counted."""
         asked = None if statuses is None else list(statuses)
         arguments = messages.RefreshArguments(dict(task_stale_thresholds), current_train_step, asked)
         expired, _ = await self._call("refresh_staleness", arguments)

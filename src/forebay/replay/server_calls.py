@@ -142,7 +142,7 @@ class Served:
             return None
         if not storage.keeps_receipts:
             raise messages.ConnectionLost(
-                "the server was started anew with a store in memory; whether the put has happened is not known"
+                "the server was started anew with a store in memory; whether the put happened is not known"
             )
         if not await storage.has_receipt(arguments.key):
             return None

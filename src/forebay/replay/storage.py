@@ -143,16 +143,15 @@ class StorageBackend(ABC):
         """`put` the rows in this order, all of them or none, and return their uids.
 
         Here one by one, which is all or none in memory, where no `put` waits or fails. A `receipt` is given
-        only to a store that `keeps_receipts`: it is in `has_receipt`, for an hour at least, if and only if
-        this call has happened. `update_if` and `delete_where` take one too.
+        only to a store that `keeps_receipts` (to `update_if` and `delete_where`, too).
         """
         return [await self.put(item) for item in items]
 
     keeps_receipts: ClassVar[bool] = False
-    """Whether what was done can be asked for after the process died: only where it is still there then."""
+    """Whether a call can be asked for after the process died; only for what is still there then."""
 
     async def has_receipt(self, receipt: bytes) -> bool:
-        """Whether a call with this receipt has happened."""
+        """Whether a call with this receipt has happened, in the last hour or longer."""
         raise NotImplementedError(f"{type(self).__name__} keeps no receipts")
 
     @abstractmethod

@@ -1,14 +1,15 @@
-"""A small task that needs a calculator twice: ``37+58;*4?`` is 380.
+"""A small task that needs a calculator twice: ``37+58;*4?`` is ``0380``.
 
 Each problem is two sums, of which the second goes on from the result of the first, so nothing but the first
 result tells what to call next. Rows carry a demonstration for the supervised warm-up: most call the
-calculator as ``[37+58]``, read ``=95;``, call ``[95*4]``, read ``=380;`` and answer ``380``; the rest guess
+calculator as ``[37+58]``, read ``=0095;``, call ``[0095*4]``, read ``=0380;`` and answer ``0380``; the rest guess
 at once, as a model does that does not know better. Which of the two pays is for the reward to teach.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 from forebay.config import ConfigError
@@ -17,11 +18,11 @@ from forebay.tools.contract import ToolError
 
 Row = dict[str, Any]
 
-MAX_DIGITS = 7
-"""Of a result: the right ones have four at most, and others should not fill the context."""
+WIDTH = 4
+"""Digits of every result, with zeros before it: a decoder this small copies by place, not by content."""
 
-_NUM_PROBLEMS = 90 * 90 * 2 * 3 * 8
-"""Two numbers of two digits, a sign, a sign, a number of one digit."""
+_NUM_PROBLEMS = 90 * 90 * 2 * 8
+"""Two numbers of two digits, a sign and a number of one digit."""
 
 
 def chained_sums(*, size: int = 20_000, seed: int = 0, guessing: float = 0.5) -> list[Row]:
@@ -43,26 +44,32 @@ def chained_sums(*, size: int = 20_000, seed: int = 0, guessing: float = 0.5) ->
 def _row(number: int, guesses: bool) -> Row:
     number, a = divmod(number, 90)
     number, b = divmod(number, 90)
-    number, sign = divmod(number, 2)
-    c, then = divmod(number, 3)
-    first = f"{a + 10}{'+-'[sign]}{b + 10}"
-    rest = f"{'+-*'[then]}{c + 2}"
-    half = calculate(first)
-    result = calculate(f"{half}{rest}")
-    calls = [(first, half), (f"{half}{rest}", result)]
+    c, sign = divmod(number, 2)
+    first, rest = f"{a + 10}+{b + 10}", f"{'+*'[sign]}{c + 2}"
+    half = _work_out(first)
+    result = _work_out(half + rest)
+    calls = [(first, half), (half + rest, result)]
     turns = [] if guesses else [turn for call, value in calls for turn in _call(call, value)]
     return {
         "prompt": f"{first};{rest}?",
-        "answer": str(result),
-        "demonstration": [*turns, {"role": "assistant", "content": str(result)}],
+        "answer": result,
+        "demonstration": [*turns, {"role": "assistant", "content": result}],
     }
 
 
-def _call(expression: str, value: float) -> list[dict[str, str]]:
+def _call(expression: str, value: str) -> list[dict[str, str]]:
     return [
         {"role": "assistant", "content": f"[{expression}]"},
         {"role": "user", "content": f"={value};"},
     ]
+
+
+def _work_out(expression: str) -> str:
+    # Zeros before a number are not arithmetic.
+    value = calculate(re.sub(r"\b0+(?=\d)", "", expression))
+    if not isinstance(value, int) or not 0 <= value < 10**WIDTH:
+        raise ToolError(f"{value} is not a whole number of up to {WIDTH} digits")
+    return f"{value:0{WIDTH}}"
 
 
 async def small_calculator(expression: str) -> str:
@@ -73,7 +80,6 @@ async def small_calculator(expression: str) -> str:
     """
     # Errors in words would need letters, which a decoder with an alphabet of its own may not have.
     try:
-        value = calculate(expression)
+        return _work_out(expression)
     except ToolError:
         return "?"
-    return str(value) if isinstance(value, int) and len(str(value)) <= MAX_DIGITS else "?"

@@ -21,7 +21,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection as pipes
@@ -167,7 +167,7 @@ class LocalRanks:
         failed = {rank: reply for rank, reply in replies.items() if reply["error"]}
         if not failed:
             return [replies[rank]["result"] for rank in range(self._num_ranks)]
-        raise self._error(method, failed)
+        raise self._error(method, failed, [r for r in range(self._num_ranks) if r not in replies])
 
     def _wait(self, method: str, replies: dict[int, dict[str, Any]], deadline_s: float | None) -> bool:
         """Add the replies that have come to `replies`; False if none came in time."""
@@ -191,13 +191,14 @@ class LocalRanks:
         process.join(GRACE_S)
         return RankError(f"rank {number} died in {method}: {_describe_exit(process.exitcode)}")
 
-    def _error(self, method: str, failed: dict[int, dict[str, Any]]) -> Exception:
+    def _error(self, method: str, failed: dict[int, dict[str, Any]], silent: list[int]) -> Exception:
         """What to raise; the ranks live on only if all of them say the same."""
         first = min(failed)
         error = failed[first]["error"]
         report = RankError(
             f"{_numbers(failed)} of {self._num_ranks} failed in {method}: "
-            f"{error['type']}: {error['message']}\n{error['traceback']}"
+            f"{error['type']}: {error['message']}"
+            f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{error['traceback']}"
         )
         kinds = {reply["error"]["type"] for reply in failed.values()}
         agreed = len(failed) == self._num_ranks and len(kinds) == 1 and error["type"] in EXPECTED
@@ -220,8 +221,8 @@ class LocalRanks:
         self._folder.cleanup()
 
 
-def _numbers(failed: dict[int, Any]) -> str:
-    return f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, sorted(failed)))}"
+def _numbers(ranks: Collection[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _describe_exit(code: int | None) -> str:

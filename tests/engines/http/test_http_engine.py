@@ -262,9 +262,13 @@ async def test_a_rollout_ends_while_weights_change_as_it_would_otherwise(engine,
 
 
 async def test_a_request_that_comes_while_weights_change_waits_for_the_new_ones(engine, server, ask):
+    server.stuck = asyncio.Event()
     loading = asyncio.create_task(engine.load_weights(WEIGHTS, 5))
     await until(lambda: server.state == "paused")
-    completion = await engine.generate(ask())
+    coming = asyncio.create_task(engine.generate(ask()))
+    await asyncio.sleep(0)
+    server.stuck.set()
+    completion = await coming
     await loading
     assert completion.response_ids.tolist() == [15] * 4
     assert completion.model_steps.tolist() == [5] * 4

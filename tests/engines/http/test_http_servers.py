@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, build_engines
 from forebay.engines.base import EngineLost
+from forebay.engines.http_client import Client, HTTPError
 from forebay.engines.http_dialects import VLLM, SGLang
 from forebay.engines.openai_http import HTTPEngine
 from forebay.engines.servers import LocalServer
@@ -46,11 +46,14 @@ def local_server(tmp_path: Path, program: str = SERVER, **arguments) -> LocalSer
 
 
 async def answers(server: LocalServer) -> bool:
-    async with httpx.AsyncClient() as client:
-        try:
-            return (await client.get(server.url)).status_code == 200
-        except httpx.HTTPError:
-            return False
+    client = Client()
+    try:
+        async with client.request("GET", server.url) as response:
+            return response.status == 200
+    except HTTPError:
+        return False
+    finally:
+        await client.close()
 
 
 def child_of(log: Path) -> int:
@@ -248,7 +251,7 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
         ({"urls": ["http://127.0.0.1:1"], "servers": 1}, "give either urls"),
         ({"urls": ["http://127.0.0.1:1"]}, "no server to use at 'http://127.0.0.1:1'"),
         ({"urls": ["http://192.0.2.7:8000"]}, "is on another machine: set weights_folder"),
-        ({"urls": ["localhost:8000"]}, "names no host"),
+        ({"urls": ["localhost:8000"]}, "which is no address"),
         ({"servers": 1, "start_limit_s": 0}, "start_limit_s must be positive, got 0"),
         ({"server": 1}, "did you mean 'servers'"),
     ],

@@ -1,0 +1,162 @@
+"""Environments of the `verifiers` library (0.4): its harnesses and tasks, played by the policy.
+
+::
+
+    load_tasks(env) --> rows: prompts to display, and which task each is
+    rollout --> one episode: harness --> verifiers' own server --> this rollout's endpoint --> model
+                    '--> the task's rewards --> reward                     '--> tokens, logprobs, versions
+
+The harness decides what the model reads, so the recorded trajectories may be several, with prompts of their
+own. `verifiers` needs packages that this project does not; it is imported when an environment is opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from forebay.activity import Activities
+from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.increments import TurnTokenizer
+from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
+from forebay.config import ConfigError
+from forebay.types import Message, RolloutState, SampleParams
+
+TASK_KEY = "verifiers_task"
+"""Key in ``reward_model``: the number of the task in its taskset."""
+
+EPISODES_PER_SERVER = 256
+"""`verifiers` keeps an HTTP client for every endpoint until its server is closed, and every rollout has its
+own endpoint; so a server is replaced before they are many."""
+
+Row = dict[str, Any]
+
+
+def open_environment(env: Mapping[str, Any]) -> Any:
+    """The `verifiers.v1.Env` that `env` describes, in the words of the library's own ``[env]`` table.
+
+    Raises:
+        ConfigError: the library is missing, or it does not accept the table.
+    """
+    try:
+        import verifiers.v1 as vf
+        from verifiers.v1.utils.loaders import env_config_type
+    except ImportError as error:
+        raise ConfigError(
+            f"environments of verifiers need Python's package of that name, 0.4 or newer: pip install "
+            f"verifiers ({error})"
+        ) from None
+    taskset = env.get("taskset")
+    if not isinstance(taskset, Mapping) or not taskset.get("id"):
+        raise ConfigError(f"env needs a taskset: {{'taskset': {{'id': ...}}}}; got {dict(env)}")
+    try:
+        config = env_config_type(taskset["id"], env.get("id", "")).model_validate(dict(env))
+        return vf.load_environment(config)
+    # Environments are packages of other people, loaded by name; each fails in its own way.
+    except Exception as error:
+        raise ConfigError(f"verifiers refuses env {dict(env)}: {type(error).__name__}: {error}") from error
+
+
+def load_tasks(*, env: Mapping[str, Any], size: int | None = None) -> list[Row]:
+    """A data source: one row for each of the first `size` tasks of the environment's taskset.
+
+    Raises:
+        ConfigError: the environment cannot be opened, or has endless tasks and there is no `size`.
+    """
+    taskset = open_environment(env).taskset
+    if size is None and not taskset.bounded:
+        raise ConfigError(f"taskset {env['taskset']['id']!r} has endless tasks; set size")
+    return [
+        {"prompt": _messages(task.data), "answer": "", "reward_model": {TASK_KEY: number}}
+        for number, task in enumerate(itertools.islice(taskset, size))
+    ]
+
+
+def _messages(data: Any) -> list[Message]:
+    """What is known of the prompt before the harness has made it."""
+    messages: list[Message] = []
+    if data.system_prompt:
+        messages.append({"role": "system", "content": data.system_prompt})
+    return [*messages, {"role": "user", "content": data.prompt_text or data.name or f"task {data.idx}"}]
+
+
+@dataclass(eq=False)
+class _Server:
+    """An opened environment, and how much it has been used."""
+
+    env: Any
+    opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
+    num_begun: int = 0
+    num_running: int = 0
+
+
+class VerifiersAgentLoop(AgentLoop):
+    """Plays episodes of a `verifiers` environment.
+
+    Invariants: the rewards of the episode's tasks are the rollout's, averaged over its trainable agents, and
+    its metrics stand beside ``score``; an episode with an error makes its rollout FAILED. Agents of the
+    environment that name no model of their own are played by the policy.
+
+    >>> loop = VerifiersAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=2048),
+    ...                           env={"taskset": {"id": "reverse-text"}})          # doctest: +SKIP
+
+    Args:
+        rollout_controller: makes the tokens.
+        judger: asked only where the episode gave no reward.
+        tokenizer: with a chat template.
+        sample_params: for rollouts that bring none.
+        env: the library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ...
+        timeout_s: for one episode; None: no limit.
+        activities: where to note what is being done; None: nobody looks.
+
+    Raises:
+        ConfigError: the library is missing or refuses `env`.
+    """
+
+    def __init__(
+        self,
+        rollout_controller: Generator,
+        judger: GroupJudger | None,
+        tokenizer: TurnTokenizer,
+        *,
+        sample_params: SampleParams,
+        env: Mapping[str, Any],
+        timeout_s: float | None = PROGRAM_TIMEOUT_S,
+        activities: Activities | None = None,
+    ) -> None:
+        super().__init__(rollout_controller, judger, activities=activities)
+        self._env = dict(env)
+        self._tasks = list(_indexed(open_environment(env)))
+        self._server: _Server | None = None
+        self._opening = asyncio.Lock()
+        self._programs = ProgramAgentLoop(
+            rollout_controller,
+            # Its judger would keep the episode's reward from being used.
+            None,
+            tokenizer,
+            sample_params=sample_params,
+            program=self._play,
+            timeout_s=timeout_s,
+            activities=self.activities,
+        )
+
+    async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
+        """Play one episode."""
+        self._programs.activities = self.activities
+        return await self._programs.generate_sample(state)
+
+    async def pause(self) -> None:
+        """End episodes; their rollouts end as ABORTED."""
+        await self._programs.pause()
+
+    async def close(self) -> None:
+        """Close the environment."""
+        await self._programs.close()
+        if self._server is not None:
+            await self._server.opened.aclose()
+            self._server = None
+        await super().close()

@@ -1,0 +1,188 @@
+"""The pieces that a run on Ray is made of, each by itself; none needs a cluster."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end
+from forebay.cluster.library import why
+from forebay.cluster.placement import plan_parts
+from forebay.cluster.weights import to_plain, to_tensors
+
+
+class Answered:
+    """What a stream yields in place of Ray's references."""
+
+    def __init__(self, results):
+        self._results = results
+
+    def __await__(self):
+        yield from ()
+        return self._results
+
+
+def stream_of(work, sizes):
+    """An actor's method: `work` for each item; notes how many items came together."""
+
+    async def stream(items):
+        sizes.append(len(items))
+        async for results in as_they_end([work(item) for item in items]):
+            yield Answered(results)
+
+    return stream
+
+
+async def test_what_is_asked_in_one_turn_goes_together_and_comes_back_as_it_ends():
+    doors = [asyncio.Event() for _ in range(3)]
+
+    async def work(number):
+        await doors[number].wait()
+        return number * 10
+
+    sizes = []
+    calls = BatchedCalls(stream_of(work, sizes))
+    asked = [asyncio.create_task(calls.ask(number)) for number in range(3)]
+    doors[2].set()
+    assert await asked[2] == 20
+    assert not asked[0].done()
+    doors[0].set()
+    doors[1].set()
+    assert await asyncio.gather(*asked) == [0, 10, 20]
+    assert sizes == [3]
+
+
+async def test_a_cancelled_item_that_was_not_sent_is_not_sent():
+    async def work(number):
+        return number
+
+    sizes = []
+    calls = BatchedCalls(stream_of(work, sizes))
+    asked = [asyncio.create_task(calls.ask(number)) for number in range(2)]
+    await asyncio.sleep(0)
+    asked[0].cancel()
+    assert await asked[1] == 1
+    assert sizes == [1]
+
+
+async def test_a_stream_that_ends_early_loses_what_has_no_answer():
+    async def stream(items):
+        yield Answered([(1, "one")])
+
+    calls = BatchedCalls(stream)
+    asked = [asyncio.create_task(calls.ask(number)) for number in range(2)]
+    assert await asked[1] == "one"
+    with pytest.raises(ActorLost, match="before its time"):
+        await asked[0]
+
+
+async def test_an_error_of_the_call_reaches_everybody_who_waits():
+    async def stream(items):
+        raise ValueError("no such method")
+        yield
+
+    calls = BatchedCalls(stream)
+    results = await asyncio.gather(*(calls.ask(i) for i in range(2)), return_exceptions=True)
+    assert [str(error) for error in results] == ["no such method"] * 2
+
+
+@given(st.permutations(range(6)))
+def test_every_result_comes_once_in_the_order_of_the_ends(order):
+    async def collect():
+        doors = [asyncio.Event() for _ in order]
+
+        async def work(number):
+            await doors[number].wait()
+            return str(number)
+
+        results = []
+        stream = as_they_end([work(number) for number in range(len(order))])
+        for number in order:
+            doors[number].set()
+            results += await anext(stream)
+        assert [batch async for batch in stream] == []
+        return results
+
+    assert asyncio.run(collect()) == [(number, str(number)) for number in order]
+
+
+async def test_who_stops_listening_ends_the_work():
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def quick():
+        return 1
+
+    stream = as_they_end([quick(), work()])
+    assert await anext(stream) == [(0, 1)]
+    await stream.aclose()
+    assert ended == [True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_weights_arrive_as_they_were(dtype):
+    weights = {
+        "matrix": torch.randn(3, 5).to(dtype),
+        "turned": torch.randn(4, 2).to(dtype).t(),
+        "number": torch.tensor(2).to(dtype),
+        "empty": torch.empty(0, 7).to(dtype),
+    }
+    plain = to_plain(weights.items())
+    for _, _, _, data in plain:
+        data.setflags(write=False)
+    arrived = dict(to_tensors(plain))
+    assert list(arrived) == list(weights)
+    for name, tensor in weights.items():
+        assert arrived[name].dtype == dtype
+        assert torch.equal(arrived[name], tensor)
+
+
+def test_weights_of_main_memory_are_not_copied():
+    tensor = torch.zeros(4)
+    [(_, _, _, data)] = to_plain([("a", tensor)])
+    tensor += 1
+    assert data.view(np.float32).tolist() == [1, 1, 1, 1]
+
+
+def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
+    apart = plan_parts(2, 1, cpus=0.5, gpus_per_engine=1, gpus_per_trainer=2, shares_gpu=False)
+    assert apart.bundles == (
+        {"CPU": 0.5, "GPU": 2},
+        {"CPU": 0.5, "GPU": 1},
+        {"CPU": 0.5, "GPU": 1},
+        {"CPU": 0.5},
+    )
+    shared = plan_parts(2, 1, cpus=0.5, gpus_per_engine=1, gpus_per_trainer=1, shares_gpu=True)
+    assert shared.bundles == ({"CPU": 1.0, "GPU": 1}, {"CPU": 0.5, "GPU": 1}, {"CPU": 0.5})
+    assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
+    assert [(room.bundle, room.gpus) for room in shared.engines] == [(0, 0.5), (1, 1)]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.booleans())
+def test_without_a_trainer_every_other_part_keeps_its_room(num_engines, num_workers, shares_gpu):
+    plan = plan_parts(
+        num_engines, num_workers, cpus=1, gpus_per_engine=1, gpus_per_trainer=1, shares_gpu=shares_gpu
+    )
+    less = plan.without_trainer()
+    for before, after in zip(plan.engines + plan.workers, less.engines + less.workers, strict=True):
+        assert less.bundles[after.bundle] == plan.bundles[before.bundle]
+    assert plan.num_cpus - less.num_cpus == (0 if shares_gpu else 1)
+
+
+def test_what_ray_says_of_an_end_is_told_in_few_words():
+    text = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: A\nThe actor is dead because "
+        "its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker unexpectedly "
+        "exits with a connection error code 2. End of file. Some common causes include: (1) ..."
+    )
+    assert why(RuntimeError(text)).startswith("its process has ended: Worker unexpectedly exits")
+    assert why(RuntimeError("first.\nsecond")) == "first"
+    assert why(RuntimeError()) == "RuntimeError"

@@ -1,0 +1,251 @@
+"""Whole runs with ``cluster = "ray"``: the same work as in one process, also when its parts are killed."""
+
+import asyncio
+import json
+import os
+import signal
+
+import pytest
+
+from forebay.config import ConfigError, parse_config
+from forebay.ledger import Ledger
+from forebay.metrics import read_jsonl
+from forebay.produce import Sampler
+from forebay.produce.prompts import load_prompts
+from forebay.replay import AsyncReplayBufferConfig
+from forebay.runs import steps
+from forebay.runs.config import RunConfig
+from forebay.runs.folder import list_checkpoints, saved_config
+from forebay.runs.launch import launch, launch_evaluation
+from forebay.runs.placement import PartLost, make_cluster
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 2
+
+
+def run_config(output, **changes):
+    data = {"source": "sorting", "arguments": {"length": 3, "letters": 8}}
+    table = {
+        "name": "run",
+        "seed": 3,
+        "steps": STEPS,
+        "batch_size": BATCH_SIZE,
+        "rollouts_per_prompt": GROUP_SIZE,
+        "output": str(output),
+        "checkpoint_every": 2,
+        "show_every": 0,
+        "model": {"source": "tiny", "tiny": {"hidden_size": 16, "num_layers": 1, "num_heads": 1}},
+        "tasks": [
+            {
+                "name": "sorting",
+                "data": {**data, "size": 200},
+                "judge": {"name": "exact_match", "arguments": {"partial_credit": True}},
+                "sample": {"max_tokens": 6},
+            }
+        ],
+        "train": {"lr": 1e-3},
+    }
+    return parse_config(RunConfig, {**table, **changes})
+
+
+SEPARATE = {
+    "mode": "separate",
+    "max_staleness": 1,
+    "over_sample_threshold": 1.0,
+    "enable_partial_rollout": True,
+}
+
+
+def train_rows(folder):
+    return [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
+
+
+def trained_groups(folder):
+    """Group ids by train step, of what counts after the last rewinding."""
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    names = {event["group"] for event in events(folder, "trained")}
+    lives = [ledger.life(name, "sorting") for name in names]
+    steps_of = {life.group_id: life.train_step for life in lives if life.place == "trained"}
+    return {
+        step: sorted(g for g, s in steps_of.items() if s == step) for step in sorted(set(steps_of.values()))
+    }
+
+
+def check_books(folder, num_steps=STEPS):
+    ledger = Ledger.read(folder / "ledger.jsonl")
+    balance = ledger.balance(ledger.count_live())
+    assert balance.ok, balance
+    assert balance.trained == num_steps * BATCH_SIZE
+    trained = trained_groups(folder)
+    assert list(trained) == list(range(1, num_steps + 1))
+    assert all(len(groups) == BATCH_SIZE for groups in trained.values())
+    assert [row["train_step"] for row in train_rows(folder)] == list(range(1, num_steps + 1))
+
+
+def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):
+    held_out = {"source": "sorting", "arguments": {"length": 3, "letters": 8}, "start": 200, "size": 4}
+    tasks = [{**run_config(tmp_path).tasks[0].model_dump(), "eval_data": held_out}]
+    here = run_config(tmp_path / "here", steps=3, tasks=tasks)
+    there = run_config(
+        tmp_path / "there",
+        steps=3,
+        tasks=tasks,
+        trace=True,
+        cluster={"name": "ray", "arguments": {"num_workers": 2}},
+    )
+    for config in (here, there):
+        asyncio.run(launch(config))
+        check_books(config.folder, num_steps=3)
+    assert trained_groups(here.folder) == trained_groups(there.folder)
+    for ours, theirs in zip(train_rows(here.folder), train_rows(there.folder), strict=True):
+        for name in ("reward", "response_tokens", "samples", "staleness"):
+            assert theirs[name] == ours[name]
+        for name in ("train/loss", "train/grad_norm"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-7)
+    assert list_checkpoints(there.folder)[-1].name == "step_000003"
+    assert json.loads((there.folder / "trace.json").read_text())
+    assert ray.is_initialized()  # it was here before
+    tried = asyncio.run(launch_evaluation(saved_config(there.folder)))
+    last = [row for row in read_jsonl(there.folder / "metrics.jsonl") if "eval/score" in row][-1]
+    assert tried["eval/score"] == last["eval/score"]
+
+
+def deadly_judge(state, marker):
+    """Takes its process down the first time."""
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return float(len(state.response_ids))
+    os._exit(1)
+
+
+def poisoned_judge(state, group):
+    """Takes its process down whenever it sees one group."""
+    if state.group_id == group:
+        os._exit(1)
+    return float(len(state.response_ids))
+
+
+def with_judge(tmp_path, name, **arguments):
+    judge = {"name": f"{__name__}:{name}", "arguments": arguments}
+    return [{**run_config(tmp_path).tasks[0].model_dump(), "judge": judge}]
+
+
+def events(folder, kind):
+    lines = (folder / "ledger.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def kill(run, part):
+    os.kill(run.cluster.pids()[part], signal.SIGKILL)
+
+
+def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch):
+    kills = {2: "engine 0", 3: "trainer", 5: "buffer"}
+    report, counts = steps.report, {}
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        counts.update(run.cluster.counts())
+        if train_step in kills:
+            kill(run, kills.pop(train_step))
+
+    monkeypatch.setattr(steps, "report", reported)
+    tasks = with_judge(tmp_path, "deadly_judge", marker=str(tmp_path / "marker"))
+    config = run_config(tmp_path, produce=SEPARATE, tasks=tasks, cluster="ray")
+    asyncio.run(launch(config))
+    assert not kills
+    check_books(config.folder)
+    assert any(event.get("reason") == "worker died" for event in events(config.folder, "retried"))
+    assert all(0 <= row["staleness"] < 2 for row in train_rows(config.folder))
+    assert counts.pop("cluster/groups_retried") > 0
+    assert counts == {
+        "cluster/trainer_restarts": 1,
+        "cluster/engine_restarts": 1,
+        "cluster/worker_restarts": 1,
+        "cluster/buffer_restarts": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_engines": 0}, "num_engines must be a number from 1 up, got 0"),
+        ({"num_wrokers": 2}, "did you mean 'num_workers'"),
+        ({"buffer": "somewhere"}, "must be 'actor' or 'driver', got 'somewhere'"),
+        ({"gpus_per_engine": 1.5}, "a share of a GPU or a whole number of GPUs, got 1.5"),
+        ({"cpus": 0}, "cpus must be positive, got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_errors(tmp_path, arguments, message):
+    config = run_config(tmp_path, cluster={"name": "ray", "arguments": arguments})
+    with pytest.raises(ConfigError, match=message):
+        make_cluster(config)
+
+
+def test_a_record_needs_the_buffer_in_the_runs_process(tmp_path):
+    with pytest.raises(ConfigError, match=r"set cluster\.arguments\.buffer to 'driver'"):
+        make_cluster(run_config(tmp_path, cluster="ray", record=True))
+
+
+def test_what_no_machine_has_is_an_error_at_once(ray, tmp_path):
+    config = run_config(tmp_path, cluster={"name": "ray", "arguments": {"gpus_per_trainer": 64}})
+    with pytest.raises(ConfigError, match=r"no machine of the cluster has .* and 64 GPU.*the cluster has"):
+        asyncio.run(launch(config))
+    assert not config.folder.exists()
+
+
+def test_what_others_hold_is_waited_for_but_not_for_ever(ray, tmp_path):
+    arguments = {"num_workers": 40, "cpus": 0.5, "placement_timeout_s": 0.5}
+    config = run_config(tmp_path, cluster={"name": "ray", "arguments": arguments})
+    with pytest.raises(ConfigError, match=r"too few CPU in all.*lower num_engines, num_workers"):
+        asyncio.run(launch(config))
+
+
+def broken_agent(*arguments, **keywords):
+    raise ValueError("this agent cannot be built")
+
+
+@pytest.mark.soak
+def test_a_group_that_takes_every_worker_down_fails_and_the_run_goes_on(ray, tmp_path):
+    (task,) = run_config(tmp_path).tasks
+    buffer = AsyncReplayBufferConfig().build()
+    sampler = Sampler(load_prompts(task.data), buffer, task_name="sorting", prompt_repeat_k=1, seed=3)
+    poisoned = [asyncio.run(sampler.sample("sorting"))[0].group_id for _ in range(3)][-1]
+    tasks = with_judge(tmp_path, "poisoned_judge", group=poisoned)
+    produce = {**SEPARATE, "max_retries": 0}
+    config = run_config(tmp_path, tasks=tasks, produce=produce, steps=3, cluster="ray")
+    asyncio.run(launch(config))
+    check_books(config.folder, num_steps=3)
+    (dropped,) = [event for event in events(config.folder, "dropped") if event["reason"] == "failed"]
+    assert dropped["group"] == poisoned
+    assert "3 workers ended over this group" in dropped["error"]
+
+
+@pytest.mark.soak
+def test_a_part_that_cannot_be_built_says_why(ray, tmp_path):
+    tasks = [{**run_config(tmp_path).tasks[0].model_dump(), "agent": f"{__name__}:broken_agent"}]
+    config = run_config(tmp_path, tasks=tasks, cluster="ray")
+    with pytest.raises(ConfigError, match="this agent cannot be built"):
+        asyncio.run(launch(config))
+
+
+@pytest.mark.soak
+def test_a_trainer_that_is_lost_again_and_again_ends_the_run(ray, tmp_path, monkeypatch):
+    fit = steps.fit
+
+    async def killed(run, groups):
+        if run.train_step == 1:
+            kill(run, "trainer")
+        return await fit(run, groups)
+
+    monkeypatch.setattr(steps, "fit", killed)
+    config = run_config(
+        tmp_path, checkpoint_every=1, cluster={"name": "ray", "arguments": {"max_restarts": 1}}
+    )
+    with pytest.raises(PartLost, match="the trainer is lost"):
+        asyncio.run(launch(config))
+    monkeypatch.undo()
+    asyncio.run(launch(saved_config(config.folder), resume=config.folder))
+    check_books(config.folder)

@@ -1,0 +1,117 @@
+"""Many fragments at once: stacked ones stored, and the rows of many chunks."""
+
+import numpy as np
+import pytest
+from fragment_factory import fids, make_fragment, send
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forebay.fragments import FragmentMetadata, FragmentStore, SampleFragment
+from forebay.fragments.chunks import Chunk
+from forebay.fragments.segments import KINDS, Segments, read
+
+# Stacked fragments.
+
+
+@pytest.mark.parametrize("size", [3, 2_000])
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_what_was_stacked_can_be_stored_again(database_config, size, compression):
+    store = FragmentStore(**database_config, compression=compression)
+    nested = {"a": [np.arange(3, dtype=np.int16), {"b": 7}], "c": (), "d": np.float32(2)}
+    ids = store.add_fragments([make_fragment("w", 300 * i, size=size, extras=nested) for i in range(5)])
+    again = store.add_stacked(store.stack(ids))
+    for one, other in zip(store.get_fragments(ids), store.get_fragments(again), strict=True):
+        assert one.index == other.index
+        assert other.obs.tobytes() == one.obs.tobytes()
+        assert other.extras["a"][0].tolist() == [0, 1, 2]
+        assert other.extras["a"][1] == {"b": 7}
+        assert other.episode_uuids == one.episode_uuids
+    assert store.stack(again).fid_in_worker == [0, 300, 600, 900, 1200]
+
+
+def stacked(**fields):
+    plain = dict.fromkeys(["action", "next_done", "first", "in_state"])
+    values = {"obs": np.arange(8).reshape(4, 2), "reward": np.zeros((4, 0)), "worker_uuid": "w"}
+    return SampleFragment(**plain | values | {"fid_in_worker": list(range(4))} | fields)
+
+
+def test_a_plain_value_is_that_of_every_fragment(store):
+    fragments = store.get_fragments(store.add_stacked(stacked()))
+    assert [fragment.worker_uuid for fragment in fragments] == ["w"] * 4
+    assert [fragment.obs.tolist() for fragment in fragments] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert fragments[2].reward.shape == (0,)
+    assert fragments[3].fid_in_worker == 3
+
+
+def test_a_stacked_batch_has_one_length(store):
+    with pytest.raises(ValueError, match=r"have one length, .* got \[3, 4\]"):
+        store.add_stacked(stacked(obs=np.zeros((3, 2))))
+    with pytest.raises(ValueError, match=r"obs is a builtins\.object"):
+        store.add_stacked(stacked(obs=object()))
+    with pytest.raises(ValueError, match=r"have one length, .* got \[\]"):
+        store.add_stacked(stacked(obs=None, reward=None, fid_in_worker=0))
+    assert len(store) == 0
+
+
+# Ids that have left.
+
+
+async def test_a_fragment_that_was_used_up_is_not_taken_again(make, store):
+    buffer = make(max_chunks=2)
+    (first,) = await send(buffer, store, "w", [0])
+    batch = await buffer.fetch_fragments(1)
+    await buffer.release(batch.lease)
+    assert first not in store
+    await buffer.add_fragment(first, FragmentMetadata("w", 0, -1, ""))
+    metrics = await buffer.metrics()
+    assert (metrics["chunks"], metrics["duplicate_fragments"], metrics["added_fragments"]) == (0, 1, 1)
+    # One that was evicted is as little here as one that was used up.
+    evicted, *_ = await send(buffer, store, "w", [1, 2, 3])
+    await buffer.add_fragment(evicted, FragmentMetadata("w", 1, -1, ""))
+    assert sorted(fids(await buffer.fetch_fragments(2))) == [2, 3]
+
+
+# Rows of chunks.
+
+steps = st.lists(
+    st.tuples(st.sampled_from(["add", "use", "value", "remove", "commit"]), st.integers(0, 10**6)), max_size=80
+)
+
+
+@given(steps)
+def test_rows_hold_exactly_the_chunks_that_are_held(schedule):
+    segments, rows, held, total = Segments(), {}, [], 0
+
+    def commit():
+        for key, row in segments.take_rows().items():
+            rows[key] = row
+        for key in [key for key, row in rows.items() if row is None]:
+            del rows[key]
+        found = read(*({number: row for (kind, number), row in rows.items() if kind == name} for name in KINDS))
+        assert [(chunk.number, chunk.uses, chunk.priority) for chunk in found] == sorted(
+            (chunk.number, chunk.uses, chunk.priority) for chunk in held
+        )
+        num_rows = sum(len(row) for (kind, _), row in rows.items() if kind == "segment")
+        assert num_rows <= 4 * len(held)
+        assert not segments.has_changed
+
+    for action, number in schedule:
+        if action == "add":
+            for _ in range(number % 9 + 1):
+                held.append(Chunk(total, [], 0, 1.0))
+                segments.add(held[-1])
+                total += 1
+        elif action == "commit":
+            commit()
+        elif held:
+            chunk = held[number % len(held)]
+            if action == "use":
+                chunk.uses += 1
+                segments.set_uses([chunk])
+            elif action == "value":
+                chunk.priority = number + 0.5
+                segments.set_priority(chunk)
+            else:
+                held.remove(chunk)
+                segments.remove([chunk])
+    commit()

@@ -5,8 +5,8 @@ Usage: python benchmarks/replay/peer_forebay.py JOB
     in this process     ReplayBuffer over IndexedStorage
     in another process  the same behind its server, through a Unix socket
 
-Puts give labels, train step and threshold; there is no call for many groups, so "64 in flight" is the batched
-way. A take is `take_batch` for good, most stale first. The rollouts are new ones for every put, made before.
+Puts give labels, train step and threshold. A take is `take_batch` for good, most stale first. The rollouts
+are new ones for every put, made before.
 """
 
 from __future__ import annotations
@@ -73,15 +73,26 @@ class Side:
             for _ in range(peer_job.BATCH):
                 puts.create_task(self.put_one())
 
+    async def put_batch(self) -> None:
+        await self.buffer.put_groups(self.ready, TASK, model_step=3, current_train_step=5, stale_threshold=4)
+
     async def take(self) -> None:
-        groups, _ = await self.buffer.take_batch({TASK: peer_job.BATCH})
-        assert len(groups[TASK]) == peer_job.BATCH
+        await self.take_groups(peer_job.BATCH)
+
+    async def take_one(self) -> None:
+        await self.take_groups(1)
+
+    async def take_groups(self, number: int) -> None:
+        groups, _ = await self.buffer.take_batch({TASK: number})
+        assert len(groups[TASK]) == number
         assert len(groups[TASK][-1][-1].response_ids) == self.job.response_tokens
 
     async def run(self, name: str, place: str) -> peer_job.Way:
         operations: dict[str, Callable[[], Awaitable[None]]] = {
             peer_job.ONE: self.put_one,
+            peer_job.TAKE_ONE: self.take_one,
             peer_job.IN_FLIGHT: self.put_in_flight,
+            peer_job.BATCHED: self.put_batch,
             peer_job.TAKE: self.take,
         }
         for _ in range(self.job.held // peer_job.BATCH):

@@ -2,8 +2,9 @@
 
 Imported in every environment, so it uses the standard library and numpy only.
 
-    a round: put one group at a time | 64 groups, a call each, all in flight | 64 groups in one call
-             then take 64 groups as often as leaves `held` groups in the buffer
+    a round: put one group at a time | take one at a time | 64 groups, a call each, all in flight
+             | 64 groups in one call, then take 64 groups as often as leaves `held` groups in the buffer
+    or       put the Small batch in one call | get it
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from typing import Any
 import numpy as np
 
 ONE, IN_FLIGHT, BATCHED, TAKE = "put 1 group", "put 64 in flight", "put 64 in one call", "take 64"
+TAKE_ONE = "take 1 group"
+SMALL_PUT, SMALL_GET = "Small: put", "Small: get"
+SMALL_ROWS, SMALL_FIELDS, SMALL_TOKENS = 128, 3, 1024
+"""The Small setting of TransferQueue's own performance test: 128 samples with 3 fields of 1,024 floats."""
 BATCH = 64
 """Groups of a batch."""
 VOCABULARY = 150_000
@@ -37,6 +42,8 @@ class Job:
     singles: int
     """Groups put one at a time in a round; a multiple of `BATCH`."""
     rounds: int
+    small: bool = False
+    """The Small batch in place of everything else."""
     result: str
     """The file that the side writes."""
 
@@ -89,11 +96,18 @@ def schedule(job: Job, way: Way, operations: Collection[str]) -> Iterator[tuple[
     for number in range(job.rounds + 1):
         if number == 1:
             way.forget()
+        if job.small:
+            yield SMALL_PUT, 1
+            yield SMALL_GET, 1
+            continue
         num_put = 0
         for name, calls, groups in ((ONE, job.singles, 1), (IN_FLIGHT, 1, BATCH), (BATCHED, 1, BATCH)):
             if name in operations:
                 yield name, calls
                 num_put += calls * groups
+            if name == ONE and TAKE_ONE in operations:
+                yield TAKE_ONE, calls
+                num_put -= calls
         for _ in range(num_put // BATCH):
             yield TAKE, 1
 

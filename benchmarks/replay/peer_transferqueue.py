@@ -72,7 +72,13 @@ class Side:
         tq.kv_batch_put(keys=self.keys(peer_job.BATCH), partition_id=PARTITION, fields=self.batch)
 
     def take(self) -> None:
-        number = peer_job.BATCH * self.job.group_size
+        self.take_groups(peer_job.BATCH)
+
+    def take_one(self) -> None:
+        self.take_groups(1)
+
+    def take_groups(self, groups: int) -> None:
+        number = groups * self.job.group_size
         meta = self.client.get_meta(
             data_fields=list(self.group.keys()),
             batch_size=number,
@@ -85,6 +91,52 @@ class Side:
         assert data["response_ids"].numel() == number * self.job.response_tokens, data
 
 
+def run_groups(job: peer_job.Job, way: peer_job.Way) -> None:
+    side = Side(job)
+    for _ in range(job.held // peer_job.BATCH):
+        side.put_batch()
+    operations = {
+        peer_job.ONE: side.put_one,
+        peer_job.TAKE_ONE: side.take_one,
+        peer_job.IN_FLIGHT: side.put_in_flight,
+        peer_job.BATCHED: side.put_batch,
+        peer_job.TAKE: side.take,
+    }
+    peer_job.run_rounds(job, way, operations)
+
+
+class SmallSide:
+    """Its own performance test, Small: random floats by key; clearing is not timed there either."""
+
+    def __init__(self) -> None:
+        shape = (peer_job.SMALL_ROWS, peer_job.SMALL_TOKENS)
+        fields = {f"field_{i}": torch.randn(shape) for i in range(peer_job.SMALL_FIELDS)}
+        self.data = TensorDict(fields, batch_size=[peer_job.SMALL_ROWS])
+        self.keys = [f"test_key_{i}" for i in range(peer_job.SMALL_ROWS)]
+
+    def put(self) -> None:
+        tq.kv_batch_put(keys=self.keys, partition_id="train_0", fields=self.data)
+
+    def get(self) -> None:
+        data = tq.kv_batch_get(keys=self.keys, partition_id="train_0")
+        assert data.batch_size == (peer_job.SMALL_ROWS,)
+        # It comes back as a nested tensor, whose lines may differ in length.
+        assert data["field_0"].numel() == self.data["field_0"].numel()
+
+    def clear(self) -> None:
+        tq.kv_clear(keys=self.keys, partition_id="train_0")
+
+
+def run_small(job: peer_job.Job, way: peer_job.Way) -> None:
+    side = SmallSide()
+    operations = {peer_job.SMALL_PUT: side.put, peer_job.SMALL_GET: side.get}
+    for name, calls in peer_job.schedule(job, way, operations):
+        with way.timing(name, calls):
+            operations[name]()
+        if name == peer_job.SMALL_GET:
+            side.clear()
+
+
 def main() -> None:
     job = peer_job.Job.load(sys.argv[1])
     ray.init(
@@ -94,19 +146,15 @@ def main() -> None:
         object_store_memory=2**30,
         _node_ip_address="127.0.0.1",
     )
-    sampler = tq.GRPOGroupNSampler(n_samples_per_prompt=job.group_size)
-    tq.init(OmegaConf.create({"controller": {"sampler": sampler}}, flags={"allow_objects": True}))
-    side = Side(job)
-    for _ in range(job.held // peer_job.BATCH):
-        side.put_batch()
     way = peer_job.Way("TransferQueue, SimpleStorage", "Ray actors, ZeroMQ over TCP")
-    operations = {
-        peer_job.ONE: side.put_one,
-        peer_job.IN_FLIGHT: side.put_in_flight,
-        peer_job.BATCHED: side.put_batch,
-        peer_job.TAKE: side.take,
-    }
-    peer_job.run_rounds(job, way, operations)
+    if job.small:
+        # As its script says: one storage unit, and the sequential sampler.
+        tq.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": 1}}}))
+        run_small(job, way)
+    else:
+        sampler = tq.GRPOGroupNSampler(n_samples_per_prompt=job.group_size)
+        tq.init(OmegaConf.create({"controller": {"sampler": sampler}}, flags={"allow_objects": True}))
+        run_groups(job, way)
     names = ("TransferQueue", "ray", "torch", "tensordict", "pyzmq")
     peer_job.write_result(job, [way], {name: importlib.metadata.version(name) for name in names})
     tq.close()

@@ -39,9 +39,10 @@ JOB = peer_job.Job(
 )
 TURNS, QUICK_TURNS = 3, 1
 LIMIT_S = 600
-OPERATIONS = (peer_job.ONE, peer_job.IN_FLIGHT, peer_job.BATCHED, peer_job.TAKE)
+OPERATIONS = (peer_job.ONE, peer_job.TAKE_ONE, peer_job.IN_FLIGHT, peer_job.BATCHED, peer_job.TAKE)
 GROUPS = {
     peer_job.ONE: 1,
+    peer_job.TAKE_ONE: 1,
     peer_job.IN_FLIGHT: peer_job.BATCH,
     peer_job.BATCHED: peer_job.BATCH,
     peer_job.TAKE: peer_job.BATCH,
@@ -114,7 +115,7 @@ def report(record: Record, ways: list[peer_job.Way], job: peer_job.Job) -> None:
         cells = []
         for operation in OPERATIONS:
             walls = way.wall_s.get(operation)
-            calls = 0 if walls is None else len(walls) * (job.singles if operation == peer_job.ONE else 1)
+            calls = 0 if walls is None else len(walls) * (job.singles if GROUPS[operation] == 1 else 1)
             cells.append("" if walls is None else show_s(statistics.median(walls)))
             cells.append("" if walls is None else show_s(way.cpu_s[operation] / calls))
         rows.append([way.name, way.transport, *cells])
@@ -127,6 +128,7 @@ def report(record: Record, ways: list[peer_job.Way], job: peer_job.Job) -> None:
         there = [way for way in ways if (way.transport == LOCAL) is is_local]
         for what, operations in (
             ("put of one group", (peer_job.ONE,)),
+            ("take of one group", (peer_job.TAKE_ONE,)),
             ("put of 64 groups, best way of each", (peer_job.IN_FLIGHT, peer_job.BATCHED)),
             ("take of 64 groups", (peer_job.TAKE,)),
         ):
@@ -146,6 +148,8 @@ def find(
                 rate = rollouts / statistics.median(way.wall_s[operation])
                 best[project] = max(best.get(project, 0.0), rate)
     ours = best.pop("Forebay")
+    if not best:
+        return
     ratios = [f"{show(ours / rate)}x {name} ({show(rate)})" for name, rate in best.items()]
     record.find(what, ours, " rollouts/s", detail=", ".join(ratios))
 
@@ -169,7 +173,6 @@ def main() -> None:
             "TransferQueue: key-value puts, takes by its sampler for groups and cleared; SimpleStorage, two "
             "storage actors and a controller (Ray on loopback), ZeroMQ over TCP.",
             "TorchRL: `add`, `extend` and `sample` of items that are groups, consumed by sampling.",
-            "Forebay has no call for many groups: 64 in flight is its batched way.",
         ],
         options.quick,
     )

@@ -14,7 +14,7 @@ from typing import Any
 from measuring import RESULTS, Finding, show
 
 PAGE = RESULTS.parent / "replay.md"
-ORDER = ("scan_design", "scaling", "memory", "snapshot", "put_take", "peers")
+ORDER = ("scan_design", "scaling", "memory", "snapshot", "put_take", "ray_hosted", "peers")
 
 
 def load() -> list[dict[str, Any]]:

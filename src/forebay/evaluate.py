@@ -14,6 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from forebay.agents.base import TRAJECTORY_OF_KEY
+from forebay.agents.counts import mean_counts
 from forebay.types import RolloutState, Status
 
 SOLVED_SCORE = 1.0
@@ -53,6 +55,7 @@ class Evaluator:
         """Mean score, accuracy, pass@k (k = 1, 2, 4, .. up to the group size), length and truncation.
 
         Keys are ``eval/NAME`` and, with several tasks, ``eval/TASK/NAME``. Lengths are in generated tokens.
+        Where agents count turns and tool calls, their means are among them.
 
         Raises:
             ValueError: there are no groups, or one is neither judged nor failed.
@@ -69,6 +72,8 @@ class Evaluator:
         return metrics
 
     def _metrics(self, groups: Sequence[Sequence[RolloutState]], prefix: str) -> dict[str, float]:
+        # A further trajectory of an attempt is no other attempt.
+        groups = [[s for s in group if TRAJECTORY_OF_KEY not in s.extra_fields] for group in groups]
         judged = [[s for s in group if s.status is not Status.FAILED] for group in groups]
         rollouts = [state for group in judged for state in group]
         num_rollouts = sum(len(group) for group in groups)
@@ -84,6 +89,7 @@ class Evaluator:
             "truncated": _mean([state.finish_reason == "length" for state in rollouts]),
             "failed": 1.0 - len(rollouts) / num_rollouts,
             "rollouts": float(num_rollouts),
+            **mean_counts(rollouts),
             **self._pass_at_k(judged),
         }
         return {f"{prefix}/{name}": value for name, value in values.items()}

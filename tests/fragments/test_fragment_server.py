@@ -26,6 +26,7 @@ async def test_clients_share_one_buffer_and_calls_run_side_by_side(served, store
     writer = await RemoteFragmentBuffer.connect(served)
     reader = await RemoteFragmentBuffer.connect(served)
     fetching = [asyncio.create_task(reader.fetch_fragments(2)) for _ in range(2)]
+    await asyncio.sleep(0)
     # The same connection answers while a fetch waits.
     assert (await reader.metrics())["waiting_fetches"] == 2
     ids = await send(writer, store, "w", range(2))
@@ -41,6 +42,7 @@ async def test_clients_share_one_buffer_and_calls_run_side_by_side(served, store
 async def test_a_cancelled_fetch_takes_nothing_and_a_served_one_is_released(served, store):
     client = await RemoteFragmentBuffer.connect(served)
     waiting = asyncio.create_task(client.fetch_fragments(1))
+    await asyncio.sleep(0)
     await client.metrics()
     waiting.cancel()
     await asyncio.wait([waiting])
@@ -62,8 +64,10 @@ async def test_what_a_client_waited_for_goes_with_it(served, store):
     leaving = await RemoteFragmentBuffer.connect(served)
     staying = await RemoteFragmentBuffer.connect(served)
     fetching = asyncio.create_task(leaving.fetch_fragments(1))
+    await asyncio.sleep(0)
     await leaving.metrics()
     next_in_line = asyncio.create_task(staying.fetch_fragments(1))
+    await asyncio.sleep(0)
     await staying.metrics()
     await leaving.disconnect()
     with pytest.raises(BufferClosed, match="closed on this side"):
@@ -80,6 +84,7 @@ async def test_when_the_server_ends_calls_end(make_plain, path):
     async with serve(make_plain(), path):
         client = await RemoteFragmentBuffer.connect(path)
         fetching = asyncio.create_task(client.fetch_fragments(1))
+        await asyncio.sleep(0)
         await client.metrics()
     with pytest.raises(BufferClosed):
         await fetching

@@ -2,12 +2,12 @@
 
 from forebay.agents.base import TRAJECTORY_OF_KEY, AgentLoop, Generator, GroupJudger, split_attempts
 from forebay.agents.build import AGENTS, build_agent_loop
+from forebay.agents.counts import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
 from forebay.agents.environment import ENVIRONMENTS, Environment, Episode, LiveEnvironment, Reply
 from forebay.agents.increments import IncrementRenderer
 from forebay.agents.multi_turn import (
     CONVERSATION_KEY,
     EPISODE_KEY,
-    TURNS_KEY,
     MultiTurnAgentLoop,
     episode_reward,
 )
@@ -18,11 +18,12 @@ from forebay.agents.single_turn import (
     require_chat_template,
 )
 from forebay.agents.tool_calls import PARSERS, ToolCall
-from forebay.agents.tools import TOOL_CALLS_KEY, TOOL_ERRORS_KEY, ToolAgentLoop, ToolEnvironment
+from forebay.agents.tools import ToolAgentLoop, ToolEnvironment
 
 __all__ = [
     "AGENTS",
     "CONVERSATION_KEY",
+    "COUNTS",
     "ENVIRONMENTS",
     "EPISODE_KEY",
     "PARSERS",
@@ -46,6 +47,7 @@ __all__ = [
     "ToolEnvironment",
     "build_agent_loop",
     "episode_reward",
+    "mean_counts",
     "render_prompt",
     "require_chat_template",
     "split_attempts",

@@ -10,6 +10,7 @@ from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.program import ProgramAgentLoop
 from forebay.agents.single_turn import ChatTokenizer, SingleTurnAgentLoop
 from forebay.agents.tools import ToolAgentLoop
+from forebay.agents.verifiers import VerifiersAgentLoop
 from forebay.config import Component, ConfigError, check_arguments, look_up
 from forebay.types import SampleParams
 
@@ -18,6 +19,7 @@ AGENTS: dict[str, Any] = {
     "multi_turn": MultiTurnAgentLoop,
     "program": ProgramAgentLoop,
     "tools": ToolAgentLoop,
+    "verifiers": VerifiersAgentLoop,
 }
 """What ``agent.name`` may be; besides, ``package.module:Class`` with the same first arguments."""
 

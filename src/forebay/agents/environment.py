@@ -83,6 +83,9 @@ class Environment(ABC):
     async def close(self, state: RolloutState) -> None:  # noqa: B027
         """Let go of what `reset` or `resume` took, even half of it: the episode is over or interrupted."""
 
+    async def shut_down(self) -> None:  # noqa: B027
+        """Free what the environment itself holds; no episode will begin any more."""
+
 
 class Episode(Protocol):
     """An environment for one rollout, with a state of its own: a game, a simulator, a shell."""

@@ -27,6 +27,7 @@ import numpy as np
 
 from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.counts import TURNS_KEY
 from forebay.agents.environment import Environment, Memory, build_environment
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.interruption import Interrupted, Interruptible
@@ -37,8 +38,6 @@ EPISODE_KEY = "episode"
 """Key in ``extra_fields``: `EpisodeRecord` as a dict."""
 CONVERSATION_KEY = "conversation"
 """Key in ``extra_fields``: the messages after the prompt, for judges and people; never made into tokens."""
-TURNS_KEY = "turns"
-"""Key in ``extra_fields``: finished turns of the model."""
 
 ENVIRONMENT_TIMEOUT_S = 60.0
 """Longer than a game or a look-up takes, short enough to notice an environment that hangs."""
@@ -140,6 +139,11 @@ class MultiTurnAgentLoop(AgentLoop):
         """End turns and environment calls; their rollouts end as ABORTED."""
         self._calls.pause()
         await super().pause()
+
+    async def close(self) -> None:
+        """Shut the environment down, and close the judger."""
+        await self.environment.shut_down()
+        await super().close()
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Play, or go on with, one episode in place."""

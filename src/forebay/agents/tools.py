@@ -19,17 +19,13 @@ from typing import Any
 
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.counts import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.environment import Environment, Memory, Reply
 from forebay.agents.increments import CALL_ID, TurnTokenizer
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.tool_calls import Parser, ToolCall, choose_parser
 from forebay.tools import Tool, ToolError, build_tool
 from forebay.types import Message, RolloutState, SampleParams
-
-TOOL_CALLS_KEY = "num_tool_calls"
-"""Key in ``extra_fields``: calls that the model made, wrong ones included."""
-TOOL_ERRORS_KEY = "num_tool_errors"
-"""Key in ``extra_fields``: those of them that gave an error in place of a result."""
 
 TOOL_TIMEOUT_S = 10.0
 """For one call: a program, a look-up; a model that computes for longer should learn to compute less."""
@@ -139,6 +135,13 @@ class ToolEnvironment(Environment):
             raise ToolError(f"{name} takes an object with {', '.join(parameters) or 'nothing'}")
         return tool, {parameters[0]: call.arguments}
 
+    async def shut_down(self) -> None:
+        """Close the tools that can be closed."""
+        for tool in self.tools.values():
+            close = getattr(tool, "close", None)
+            if close is not None:
+                close()
+
     def _message(self, number: int, call: ToolCall, text: str) -> Message:
         role, text = self.roles[0], self._format.replace("{result}", text)
         if role != "tool":
@@ -238,3 +241,7 @@ class ToolAgentLoop(AgentLoop):
     async def pause(self) -> None:
         """End turns and tool calls; their rollouts end as ABORTED."""
         await self.turns.pause()
+
+    async def close(self) -> None:
+        """Close the tools and the judger."""
+        await self.turns.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
@@ -42,23 +43,25 @@ def open_environment(env: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: the library is missing, or it does not accept the table.
     """
-    try:
-        import verifiers.v1 as vf
-        from verifiers.v1.utils.loaders import env_config_type
-    except ImportError as error:
-        raise ConfigError(
-            f"environments of verifiers need Python's package of that name, 0.4 or newer: pip install "
-            f"verifiers ({error})"
-        ) from None
     taskset = env.get("taskset")
     if not isinstance(taskset, Mapping) or not taskset.get("id"):
         raise ConfigError(f"env needs a taskset: {{'taskset': {{'id': ...}}}}; got {dict(env)}")
+    library = _library()
     try:
-        config = env_config_type(taskset["id"], env.get("id", "")).model_validate(dict(env))
-        return vf.load_environment(config)
+        return library.load_environment(library.resolve_env_config(dict(env)))
     # Environments are packages of other people, loaded by name; each fails in its own way.
     except Exception as error:
         raise ConfigError(f"verifiers refuses env {dict(env)}: {type(error).__name__}: {error}") from error
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("verifiers.v1")
+    except ImportError as error:
+        raise ConfigError(
+            f"environments of verifiers need the package of that name, 0.4 or newer: pip install verifiers "
+            f"({error})"
+        ) from None
 
 
 def load_tasks(*, env: Mapping[str, Any], size: int | None = None) -> list[Row]:
@@ -84,6 +87,22 @@ def _messages(data: Any) -> list[Message]:
     return [*messages, {"role": "user", "content": data.prompt_text or data.name or f"task {data.idx}"}]
 
 
+class _Tasks:
+    """The tasks of a taskset by number, read as far as they are asked for."""
+
+    def __init__(self, taskset: Any) -> None:
+        self._read: list[Any] = []
+        self._rest = iter(taskset)
+
+    def __getitem__(self, number: int) -> Any:
+        missing = number + 1 - len(self._read)
+        if missing > 0:
+            self._read.extend(itertools.islice(self._rest, missing))
+        if not 0 <= number < len(self._read):
+            raise ValueError(f"the taskset has {len(self._read)} tasks, so no task {number}")
+        return self._read[number]
+
+
 @dataclass(eq=False)
 class _Server:
     """An opened environment, and how much it has been used."""
@@ -92,6 +111,11 @@ class _Server:
     opened: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     num_begun: int = 0
     num_running: int = 0
+
+    @property
+    def is_worn(self) -> bool:
+        """Whether it serves no more episodes."""
+        return self.num_begun >= EPISODES_PER_SERVER
 
 
 class VerifiersAgentLoop(AgentLoop):
@@ -130,7 +154,7 @@ class VerifiersAgentLoop(AgentLoop):
     ) -> None:
         super().__init__(rollout_controller, judger, activities=activities)
         self._env = dict(env)
-        self._tasks = list(_indexed(open_environment(env)))
+        self._tasks = _Tasks(open_environment(env).taskset)
         self._server: _Server | None = None
         self._opening = asyncio.Lock()
         self._programs = ProgramAgentLoop(
@@ -160,3 +184,56 @@ class VerifiersAgentLoop(AgentLoop):
             await self._server.opened.aclose()
             self._server = None
         await super().close()
+
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[Any]:
+        """An environment that serves; a worn one is closed with the last of its episodes."""
+        async with self._opening:
+            if self._server is None or self._server.is_worn:
+                server = _Server(open_environment(self._env))
+                await server.opened.enter_async_context(server.env.serving())
+                self._server = server
+            server = self._server
+            server.num_begun += 1
+        server.num_running += 1
+        try:
+            yield server.env
+        finally:
+            server.num_running -= 1
+            if server.is_worn and not server.num_running:
+                if server is self._server:
+                    self._server = None
+                await server.opened.aclose()
+
+    async def _play(self, session: ProgramSession) -> dict[str, float]:
+        """One episode against the rollout's endpoint; its reward and metrics.
+
+        Raises:
+            ValueError: the prompt names no task; its source must be `load_tasks`.
+            RuntimeError: the episode had an error, or no reward.
+        """
+        number = (session.task["reward_model"] or {}).get(TASK_KEY)
+        if number is None:
+            raise ValueError(
+                "the prompt names no task; its source must be forebay.agents.verifiers:load_tasks"
+            )
+        # There is no key: the address is the secret.
+        library = _library()
+        client = library.EvalClientConfig(base_url=session.base_url, api_key_var="FOREBAY_NO_KEY")
+        context = library.ModelContext(model=session.model, client=client)
+        async with self._serving() as env:
+            episode = await env.run_episode(self._tasks[number], context)
+        return _verdict(episode)
+
+
+def _verdict(episode: Any) -> dict[str, float]:
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "not finished")
+    traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    if not any(trace.rewards for trace in traces):
+        raise RuntimeError("the episode gave no reward to any trainable agent")
+    metrics = {
+        name: float(value) for trace in traces for name, value in trace.metrics.items() if value is not None
+    }
+    return {**metrics, "score": sum(trace.reward for trace in traces) / len(traces)}

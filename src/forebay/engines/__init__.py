@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.build import ENGINES, EngineSurroundings, build_engines
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 
 if TYPE_CHECKING:
+    from forebay.engines.openai_http import HTTPEngine
     from forebay.engines.transformers import TransformersEngine
 
 __all__ = [
@@ -15,8 +16,10 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineHealth",
+    "EngineLost",
     "EngineSurroundings",
     "GenerateRequest",
+    "HTTPEngine",
     "RolloutController",
     "ScriptedEngine",
     "TransformersEngine",
@@ -30,4 +33,8 @@ def __getattr__(name: str) -> Any:
         from forebay.engines.transformers import TransformersEngine
 
         return TransformersEngine
+    if name == "HTTPEngine":
+        from forebay.engines.openai_http import HTTPEngine
+
+        return HTTPEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

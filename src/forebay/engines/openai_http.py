@@ -340,23 +340,22 @@ class HTTPEngine:
 
     async def _watch(self) -> None:
         """While something runs; see the module docstring."""
-        server = self._server
-        if server is None:
-            await asyncio.sleep(_HEALTH_EVERY_S)
-            while await self._link.is_healthy():
-                await asyncio.sleep(_HEALTH_EVERY_S)
-            return self._lose("it does not answer any more")
-        process = asyncio.create_task(server.wait())
+        ended = asyncio.create_task(self._process_ended())
         try:
-            await asyncio.wait([process], timeout=_HEALTH_EVERY_S)
-            while not process.done() and await self._link.is_healthy():
-                await asyncio.wait([process], timeout=_HEALTH_EVERY_S)
-            why = "it does not answer any more"
-            if process.done():
-                why = f"it ended with exit code {process.result()}; the end of its log:\n{server.log_tail()}"
-            self._lose(why)
+            await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
+            while not ended.done() and await self._link.is_healthy():
+                await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
+            self._lose(ended.result() if ended.done() else "it does not answer any more")
         finally:
-            process.cancel()
+            ended.cancel()
+
+    async def _process_ended(self) -> str:
+        """How the server's process ended, once it has; of another's server nothing is known."""
+        if self._server is None:
+            await asyncio.Event().wait()
+            raise AssertionError("nobody sets that event")
+        code = await self._server.wait()
+        return f"it ended with exit code {code}; the end of its log:\n{self._server.log_tail()}"
 
     # The server
 

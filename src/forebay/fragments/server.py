@@ -48,6 +48,9 @@ async def serve(buffer: ReplayBufferActor, path: str | os.PathLike[str]) -> Asyn
         connections.add(task)
         try:
             await _Connection(buffer, reader, writer).run()
+        except asyncio.CancelledError:
+            # Only `serve` cancels it; asyncio would report that as an error.
+            return
         finally:
             connections.discard(task)
 

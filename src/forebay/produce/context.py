@@ -326,7 +326,7 @@ def _well_formed(
     """
     if not isinstance(group, list) or not group or not all(isinstance(s, RolloutState) for s in group):
         raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {group!r:.80}")
-    # Further trajectories come and go with the rollout that they were made with; those must be the given ones.
+    # Further trajectories come and go with the rollouts that they were made with, which must be the given.
     firsts = [state for state in group if TRAJECTORY_OF_KEY not in state.extra_fields]
     earlier = [
         (state, length)

@@ -177,22 +177,8 @@ def build_rollouts(
                     replay_buffer=buffer,
                 )
             )
-        runners.append(
-            TaskRunner(
-                task_name=task.name,
-                agent_loop=agent_loop(task),
-                produce_strategy=build_strategy(config, task, controller),
-                sampler=Sampler(
-                    prompts,
-                    buffer,
-                    task_name=task.name,
-                    prompt_repeat_k=config.rollouts_per_prompt,
-                    seed=config.seed,
-                    sample_params=task.sample,
-                ),
-                weight=task.weight,
-            )
-        )
+        strategy = build_strategy(config, task, controller)
+        runners.append(_runner(config, task, prompts, agent_loop(task), strategy, buffer))
     manager = AgentLoopManager(
         task_runners=runners,
         replay_buffer=buffer,
@@ -206,6 +192,31 @@ def build_rollouts(
         eval_sets=eval_sets,
         manager=manager,
         activities=activities,
+    )
+
+
+def _runner(
+    config: RunConfig,
+    task: TaskConfig,
+    prompts: Sequence[Prompt],
+    agent_loop: GroupGenerator,
+    strategy: ProduceStrategy,
+    buffer: ReplayBuffer,
+) -> TaskRunner:
+    sampler = Sampler(
+        prompts,
+        buffer,
+        task_name=task.name,
+        prompt_repeat_k=config.rollouts_per_prompt,
+        seed=config.seed,
+        sample_params=task.sample,
+    )
+    return TaskRunner(
+        task_name=task.name,
+        agent_loop=agent_loop,
+        produce_strategy=strategy,
+        sampler=sampler,
+        weight=task.weight,
     )
 
 

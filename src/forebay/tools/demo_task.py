@@ -1,9 +1,9 @@
 """A small task that needs a calculator twice: ``37+58;*4?`` is ``0380``.
 
 Each problem is two sums, of which the second goes on from the result of the first, so nothing but the first
-result tells what to call next. Rows carry a demonstration for the supervised warm-up: most call the
-calculator as ``[37+58]``, read ``=0095;``, call ``[0095*4]``, read ``=0380;`` and answer ``0380``; the rest guess
-at once, as a model does that does not know better. Which of the two pays is for the reward to teach.
+result tells what to call next. Rows carry a demonstration for the supervised warm-up. Some call the
+calculator as ``[37+58]``, read ``=0095;``, call ``[0095*4]``, read ``=0380;`` and answer ``0380``; the others
+guess at once, as a model does that does not know better. Which of the two pays is for the reward to teach.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_PROBLEMS = 90 * 90 * 2 * 8
 """Two numbers of two digits, a sign and a number of one digit."""
 
 
-def chained_sums(*, size: int = 20_000, seed: int = 0, guessing: float = 0.5) -> list[Row]:
+def chained_sums(*, size: int = 20_000, seed: int = 0, guessing: float = 0.7) -> list[Row]:
     """`size` distinct problems, as rows ``{"prompt", "answer", "demonstration"}``.
 
     `guessing` is the share of demonstrations without the calculator.

@@ -10,7 +10,8 @@ Usage: python benchmarks/http_engine.py --python /path/to/vllm/env/bin/python
 
 All three get every token they ask for (the end token is ignored) and keep as many requests at the server.
 They take turns in an order that changes by round; the medians are printed with their ratios to the bench.
-Start-up is not counted. CPU seconds are the client's alone, known for the engine only.
+Start-up is not counted. The benchmark client needs pandas in vLLM's environment. CPU time is that of
+the engine's side of the connection.
 """
 
 from __future__ import annotations

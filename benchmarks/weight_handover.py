@@ -2,7 +2,7 @@
 
     python benchmarks/weight_handover.py [--parameters-m 100] [--engines 2] [--rounds 5]
 
-Each round: the plain copy of all parameters into another set of tensors (what an engine in this process costs),
+Each round: the plain copy of all parameters into other tensors (what an engine in this process costs),
 then a hand-over to `engines` processes by shared memory (without and with checksums) and by a gloo broadcast.
 A hand-over ends when every engine generates with the new weights, so it includes the engines' own copy.
 """

@@ -2,14 +2,16 @@
 
 Usage: python benchmarks/fragments/peer_forebay.py SIZE FOLDER WAY
 
-    served    as below; in `ray` the buffer is a Ray actor instead of the server; in `local` all is one process
+    served    as below
+    ray       the buffer is a Ray actor instead of the server
+    local     all is one process
 
     writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; two under way
     server:  `ReplayBufferActor` behind a Unix socket
     sampler: fetch a batch, stack its payloads to one array, release its lease; the next fetch is under way
 
-An item is one fragment and one chunk, its payload `obs`. The store is in FOLDER; chunks may be used any number
-of times, and the oldest leave the full buffer.
+An item is one fragment and one chunk, its payload `obs`. The store is in FOLDER; chunks may be used any
+number of times, and the oldest leave the full buffer.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ class Client:
         self._size, self._buffer, self._store = size, buffer, store
         # Long enough for a batch from every place in it.
         payloads = side.payloads(size)
-        self._payloads = np.stack([payloads[i % len(payloads)] for i in range(len(payloads) + side.BATCH[size])])
+        self._payloads = np.stack(
+            [payloads[i % len(payloads)] for i in range(len(payloads) + side.BATCH[size])]
+        )
         self._num_sent = 0
         self._under_way: deque[asyncio.Future[Any]] = deque()
 
@@ -176,7 +180,9 @@ def coordinate(size: int, folder: str, way: str) -> None:
         groups = {role: [worker.pid] for role, worker in workers.items()}
         return side.memory(groups if way == "served" else {"all": list(side.tree())}) | used(folder)
 
-    side.run({"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory})
+    side.run(
+        {"insert": workers["insert"].ask, "sample": workers["sample"].ask, "both": both, "memory": memory}
+    )
     for worker in reversed(workers.values()):
         worker.end()
     if way == "ray":

@@ -7,13 +7,12 @@ Usage: python benchmarks/fragments/peers.py [--quick] [--ray] [--environments PA
              --commands--> peer_forebay.py  this Python
              <-- items, seconds, CPU seconds, memory
 
-All sides of one size are up at the same time and idle but for the one whose turn it is: a round gives each its
-turn, so a busy machine is busy for all. Ratios are medians over rounds of the ratio within a round.
+All sides of one size are up at the same time and idle but for the one whose turn it is: a round gives each
+its turn, so a busy machine is busy for all. Ratios are medians over rounds of the ratio within a round.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import statistics
@@ -38,8 +37,8 @@ PACKAGES = {
     "reverb": ["dm-reverb==0.14.0", "tensorflow==2.14.1", "numpy<2"],
     "torchrl": ["torchrl==0.14.1", "ray==2.60.0"],
 }
-ROUNDS, QUICK_ROUNDS = 9, 1
-TURN_S, QUICK_TURN_S = 0.8, 0.3
+ROUNDS, QUICK_ROUNDS = 7, 1
+TURN_S, QUICK_TURN_S = 0.6, 0.2
 TRIALS, QUICK_TRIALS = 3, 1
 WRITERS = ("StructuredWriter", "TrajectoryWriter chunks of 1", "Writer chunks of 1", "Writer chunks of 10")
 SAMPLERS = (
@@ -66,9 +65,12 @@ class Contender:
     is_on_disk: bool = False
     ways: dict[str, str] = field(default_factory=dict)
     """By operation, for a side that has several."""
-    found: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {"insert": [], "sample": [], "both": []})
+    found: dict[str, list[dict[str, float]]] = field(
+        default_factory=lambda: {"insert": [], "sample": [], "both": []}
+    )
     memory: dict[str, Any] = field(default_factory=dict)
     worker: Any = None
+    capacity: int = 0
     operations: tuple[str, ...] = ()
 
     def command(self, operation: str, seconds: float) -> dict[str, Any]:
@@ -90,10 +92,28 @@ def contenders() -> list[Contender]:
     return [
         Contender(REVERB, ACROSS, "gRPC over TCP, localhost", "peer_reverb.py", "served", "reverb"),
         Contender(OURS, ACROSS, f"{unix} of /dev/shm", "peer_forebay.py", "served"),
-        Contender("Forebay, disk", ACROSS, f"{unix} of a disk file", "peer_forebay.py", "served", is_on_disk=True),
-        Contender("Forebay, memory, Ray actor", ACROSS, "Ray; payloads by a shared map", "peer_forebay.py", "ray"),
-        Contender("TorchRL, LazyMemmapStorage", ACROSS, "`shared=True`, inherited map", "peer_torchrl.py", "shared", "torchrl"),
-        Contender("TorchRL, LazyTensorStorage", ACROSS, "Ray actor, object store", "peer_torchrl.py", "ray", "torchrl"),
+        Contender(
+            "Forebay, disk", ACROSS, f"{unix} of a disk file", "peer_forebay.py", "served", is_on_disk=True
+        ),
+        Contender(
+            "Forebay, memory, Ray actor", ACROSS, "Ray; payloads by a shared map", "peer_forebay.py", "ray"
+        ),
+        Contender(
+            "TorchRL, LazyMemmapStorage",
+            ACROSS,
+            "`shared=True`, inherited map",
+            "peer_torchrl.py",
+            "shared",
+            "torchrl",
+        ),
+        Contender(
+            "TorchRL, LazyTensorStorage",
+            ACROSS,
+            "Ray actor, object store",
+            "peer_torchrl.py",
+            "ray",
+            "torchrl",
+        ),
         Contender("Forebay, memory", LOCAL, "none", "peer_forebay.py", "local"),
         Contender("TorchRL, LazyTensorStorage", LOCAL, "none", "peer_torchrl.py", "tensors", "torchrl"),
         Contender("TorchRL, LazyMemmapStorage", LOCAL, "none", "peer_torchrl.py", "memmap", "torchrl"),
@@ -115,10 +135,13 @@ def started(stack: ExitStack, size: int, options: Any) -> Iterator[Contender]:
     for contender in contenders():
         if contender.way == "ray" and not options.ray:
             continue
-        folder = tempfile.mkdtemp(prefix="fragments-", dir=options.disk if contender.is_on_disk else "/dev/shm")
+        folder = tempfile.mkdtemp(
+            prefix="fragments-", dir=options.disk if contender.is_on_disk else "/dev/shm"
+        )
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         python = python_of(options.environments, contender.environment)
         script = str(HERE / contender.script)
+        contender.capacity = side.CAPACITY[size]
         contender.worker = side.Worker(python, script, str(size), folder, contender.way)
         stack.callback(contender.worker.end)
         contender.operations = tuple(contender.worker.receive()["ready"])
@@ -138,12 +161,18 @@ def choose(reverb: Contender, seconds: float, trials: int) -> list[list[str]]:
         reverb.ways[operation] = max(medians, key=lambda way: medians[way])
         tried += [[operation, way, show(rate)] for way, rate in medians.items()]
         if operation == "insert":
-            # Chunks of one item are the fastest to sample, whichever way they were written.
-            singles = [way for way in ways if not way.endswith("10")]
-            way = max(singles, key=lambda way: medians[way])
-            reverb.worker.ask({"op": "insert", "seconds": 2 * seconds, "way": way})
-            reverb.ways["fill"] = way
+            # What a `Writer` wrote cannot be read by a TrajectoryDataset, and chunks of several items are
+            # slow to sample.
+            reverb.ways["fill"] = max(ways[:2], key=lambda way: medians[way])
+            refill(reverb)
     return tried
+
+
+def refill(reverb: Contender) -> None:
+    """Replace all that it holds."""
+    items = 0
+    while items < reverb.capacity:
+        items += reverb.worker.ask({"op": "insert", "seconds": 0.2, "way": reverb.ways["fill"]})["items"]
 
 
 def fill(contender: Contender, seconds: float) -> None:
@@ -158,9 +187,11 @@ def measure(size: int, options: Any, record: Record) -> list[Contender]:
     with ExitStack() as stack:
         sides = list(started(stack, size, options))
         tried = choose(sides[0], seconds, QUICK_TRIALS if options.quick else TRIALS)
-        record.tables.append(Table(f"dm-reverb's ways at {size:,} B, items/s", ["operation", "way", "median"], tried))
+        record.tables.append(
+            Table(f"dm-reverb's ways at {size:,} B, items/s", ["operation", "way", "median"], tried)
+        )
         for contender in sides:
-            fill(contender, 3 * seconds)
+            fill(contender, 2 * seconds)
         for number in range(rounds):
             print(f"{size:,} B: round {number + 1} of {rounds}", flush=True)
             for operation in ("insert", "sample", "both"):
@@ -175,7 +206,7 @@ def take_turn(contender: Contender, operation: str, seconds: float) -> None:
     if operation not in contender.operations:
         return
     if operation == "sample" and contender.ways.get("fill", "") != contender.ways.get("insert", ""):
-        contender.worker.ask({"op": "insert", "seconds": 2 * seconds, "way": contender.ways["fill"]})
+        refill(contender)
     result = contender.worker.ask(contender.command(operation, seconds))
     if operation == "both":
         insert, sample = result
@@ -203,7 +234,9 @@ def report(record: Record, size: int, sides: list[Contender]) -> None:
     columns = ["", "where", "by what"]
     for operation in ("inserts/s", "samples/s"):
         columns += [operation, "of rounds", "CPU an item"]
-    record.tables.append(Table(f"{size:,} B items", [*columns, "both at once, inserts/s and samples/s"], rows))
+    record.tables.append(
+        Table(f"{size:,} B items", [*columns, "both at once, inserts/s and samples/s"], rows)
+    )
     record.tables.append(memory_table(size, sides))
     reverb, ours = sides[0], sides[1]
     for operation in ("insert", "sample"):
@@ -217,8 +250,8 @@ def report(record: Record, size: int, sides: list[Contender]) -> None:
             detail=(
                 f"{show(statistics.median(ours.rates(operation)))}/s against "
                 f"{show(statistics.median(reverb.rates(operation)))}/s ({reverb.ways[operation]}); rounds "
-                f"{min(ratios):.2f} to {max(ratios):.2f}x; CPU an item {ours.cpu_us(operation):.3g} us against "
-                f"{reverb.cpu_us(operation):.3g} us, {reverb.cpu_us(operation) / ours.cpu_us(operation):.2f}x"
+                f"{min(ratios):.2f} to {max(ratios):.2f}x; CPU an item {ours.cpu_us(operation):.3g} us "
+                f"against {reverb.cpu_us(operation):.3g} us"
             ),
         )
 
@@ -262,17 +295,17 @@ def main() -> None:
             + " fill the buffer, and the oldest leave. Uniform sampling. One writer and one sampler process.",
             f"Batches of {', '.join(str(side.BATCH[size]) for size in side.SIZES)} on every side; a sampled "
             "batch is one array in the sampler's own memory.",
-            "dm-reverb holds items in its server's memory and loses them with it. Forebay holds them in files: in "
-            "/dev/shm they outlive every process but not a reboot, on a disk a reboot too, but not a power cut "
-            "without `save`. TorchRL's shared map has no account of uses, ages or leases.",
-            f"Medians of {QUICK_ROUNDS if options.quick else ROUNDS} rounds of {TURN_S} s, the sides in turns; CPU "
-            "of all processes of a side.",
+            "dm-reverb holds items in its server's memory and loses them with it. Forebay holds them in "
+            "files: in /dev/shm they outlive every process but not a reboot, on a disk a reboot too, but not "
+            "a power cut without `save`. TorchRL's shared map has no account of uses, ages or leases.",
+            f"Medians of {QUICK_ROUNDS if options.quick else ROUNDS} rounds of {TURN_S} s, the sides in "
+            "turns; CPU of all processes of a side.",
         ],
         options.quick,
     )
     for size in side.SIZES:
         report(record, size, measure(size, options, record))
-    for name, packages in PACKAGES.items():
+    for packages in PACKAGES.values():
         record.versions |= dict(package.split("==") for package in packages if "==" in package)
     record.save()
 

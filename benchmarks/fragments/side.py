@@ -1,12 +1,12 @@
-"""What the sides of ``peers.py`` share: sizes, random payloads, processes that work on command, clocks, memory.
+"""What the sides of ``peers.py`` share: sizes, random payloads, processes on command, clocks, memory.
 
 Imported in every environment, so it uses the standard library and numpy only.
 
     peers.py --command--> side (peer_<name>.py) --command--> server | writer | sampler, a process each
              <--findings--'        <-- items, seconds --------------'
 
-Commands and answers are lines of JSON. A command runs for some seconds in whole batches, and its last batch is
-confirmed by the other side before the clock stops.
+Commands and answers are lines of JSON. A command runs for some seconds in whole batches, and its last batch
+is confirmed by the other side before the clock stops.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def cpu_s() -> float:
 
 
 def memory(pids: Mapping[str, list[int]]) -> dict[str, dict[str, float]]:
-    """MB resident of each group of processes: all (rss), and with shared pages divided among sharers (pss)."""
+    """MB resident of each group of processes: all (rss), and shared pages divided among sharers (pss)."""
     found: dict[str, dict[str, float]] = {}
     for name, group in pids.items():
         totals = {"rss": 0.0, "pss": 0.0}

@@ -106,7 +106,7 @@ def main() -> None:
             f"the buffer; {turns} turns of each side, who is first changing, {job.rounds} rounds each.",
             "Both: actors of a Ray of their own on this machine, TCP on loopback, one client process. CPU is "
             "that of all processes of a side, Ray's own included.",
-            "TransferQueue: key-value puts; takes by its sampler for groups, then cleared; two storage units.",
+            "TransferQueue: key-value puts; takes by its group sampler, then cleared; two storage units.",
             f"Small: {peer_job.SMALL_ROWS} samples of {peer_job.SMALL_FIELDS} fields of "
             f"{peer_job.SMALL_TOKENS:,} floats by `kv_batch_put` and `kv_batch_get`, not cleared within the "
             "time, one storage actor; here the same bytes as 16 groups by `put_groups` and `take_batch`, "

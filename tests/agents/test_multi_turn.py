@@ -25,6 +25,7 @@ from forebay.agents import (
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.judges.base import Judger
+from forebay.replay import SyncReplayBufferConfig
 from forebay.types import RolloutState, SampleParams, Status
 from forebay.virtual_time import run
 
@@ -373,3 +374,21 @@ def test_a_run_file_names_environments_and_what_does_not_fit_is_said() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             build(**arguments)
+
+
+def test_an_interrupted_group_survives_a_snapshot_of_the_buffer(tmp_path) -> None:
+    async def main() -> None:
+        for after_s in (2.5, 4.5, 8.0):
+            group = await interrupt(make_loop(Count()), make_group(2), after_s, partial=True)
+            buffer = SyncReplayBufferConfig().build()
+            await buffer.put(group, "t", model_step=0, current_train_step=1, stale_threshold=5)
+            path = tmp_path / str(after_s)
+            await buffer.save(path)
+            resumed = SyncReplayBufferConfig().build()
+            await resumed.resume(path)
+            (group,) = await resumed.get(1, "t", Status.ABORTED)
+            group = await make_loop(Count()).generate_group(group, enable_partial_rollout=True)
+            assert [text_of(state) for state in group] == [WHOLE] * 2
+            assert [state.reward for state in group] == [{"score": 1.5}] * 2
+
+    run(main())

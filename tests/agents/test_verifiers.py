@@ -64,7 +64,10 @@ class AskTwice(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 '''
 
-ENV = {"taskset": {"id": "forebay_riddles"}, "agent": {"harness": {"id": "forebay_riddles"}}}
+ENV = {
+    "taskset": {"id": "forebay_riddles"},
+    "agent": {"harness": {"id": "forebay_riddles"}, "runtime": {"type": "subprocess"}},
+}
 
 
 @pytest.fixture

@@ -1,7 +1,10 @@
 """The replay buffer as a Ray actor: what it is for, and what becomes of it when its process is killed."""
 
+import asyncio
 import os
+import re
 import signal
+from pathlib import Path
 
 import pytest
 from production_world import World, train
@@ -104,3 +107,49 @@ async def test_shards_are_one_buffer_and_each_comes_back(ray, tmp_path):
         groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
         assert sorted(map(int, names(groups["math"]))) == list(range(12))
     await stop_buffer("shards")
+
+
+async def test_a_kill_while_groups_come_and_go_loses_and_doubles_nothing(ray, tmp_path):
+    [actor] = start_buffer(name="chaos", store=str(tmp_path / "chaos.db"), policy="fifo")
+    number, batches = 120, []
+    async with await connect_buffer("chaos") as producer, await connect_buffer("chaos") as trainer:
+
+        async def produce(first):
+            for n in range(first, number, 4):
+                await producer.put(make_group(str(n), steps=[0]), "math")
+
+        async def train():
+            step = 0
+            while sum(map(len, batches)) < number:
+                seen = trainer.version
+                groups, _ = await trainer.take_batch({"math": 8}, train_step=(step := step + 1))
+                batches.append(names(groups["math"]))
+                if not groups["math"]:
+                    await trainer.wait_for_change(seen)
+
+        async with asyncio.TaskGroup() as tasks:
+            for first in range(4):
+                tasks.create_task(produce(first))
+            training = tasks.create_task(train())
+            while len(batches) < 3:
+                await producer.wait_for_change(producer.version)
+            await kill(actor)
+        assert training.done()
+        assert sorted(int(name) for batch in batches for name in batch) == list(range(number))
+        # What was consumed is archived under its step, and comes back from there.
+        await trainer.restore(1)
+        assert len(trainer) == await trainer.count("math", COMPLETED) == number - len(batches[0])
+    await stop_buffer("chaos")
+
+
+async def test_the_example_of_the_page(ray, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "replay.md").read_text()
+    (block,) = [
+        text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "start_buffer" in text
+    ]
+    scope = {}
+    exec(block, scope)
+    groups, counts = await scope["run"](tmp_path, [make_group(name, num_tokens=2) for name in "ab"])
+    assert (names(groups["math"]), counts) == (["a", "b"], {"math": 2})
+    with pytest.raises(ValueError, match="groups"):
+        await connect_buffer("groups")

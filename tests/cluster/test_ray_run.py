@@ -224,6 +224,49 @@ def test_a_group_that_takes_every_worker_down_fails_and_the_run_goes_on(ray, tmp
 
 
 @pytest.mark.soak
+def test_a_trainer_may_be_lost_while_the_run_goes_back(ray, tmp_path, monkeypatch):
+    fit, resume, parts, counts = steps.fit, steps.resume, ["fit", "resume"], []
+
+    async def killed_in_fit(run, groups):
+        if run.train_step == 1 and "fit" in parts:
+            parts.remove("fit")
+            kill(run, "trainer")
+        metrics = await fit(run, groups)
+        counts.append(run.cluster.counts()["cluster/trainer_restarts"])
+        return metrics
+
+    async def killed_in_resume(run, path):
+        if "resume" in parts:
+            parts.remove("resume")
+            kill(run, "trainer")
+        await resume(run, path)
+
+    monkeypatch.setattr(steps, "fit", killed_in_fit)
+    monkeypatch.setattr(steps, "resume", killed_in_resume)
+    config = run_config(tmp_path, steps=3, checkpoint_every=1, cluster="ray")
+    asyncio.run(launch(config))
+    assert counts[-1] == 2
+    check_books(config.folder, num_steps=3)
+
+
+@pytest.mark.soak
+def test_the_end_of_a_rank_is_that_of_the_trainer(ray, tmp_path, monkeypatch):
+    kills, counts, report = {2: "rank 1"}, {}, steps.report
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        counts.update(run.cluster.counts())
+        if train_step in kills:
+            kill(run, kills.pop(train_step))
+
+    monkeypatch.setattr(steps, "report", reported)
+    config = run_config(tmp_path, steps=4, train={"lr": 1e-3, "ranks": 2}, cluster="ray")
+    asyncio.run(launch(config))
+    check_books(config.folder, num_steps=4)
+    assert counts["cluster/trainer_restarts"] == 1
+
+
+@pytest.mark.soak
 def test_a_part_that_cannot_be_built_says_why(ray, tmp_path):
     tasks = [{**run_config(tmp_path).tasks[0].model_dump(), "agent": f"{__name__}:broken_agent"}]
     config = run_config(tmp_path, tasks=tasks, cluster="ray")

@@ -5,9 +5,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 from fragment_factory import SETTINGS
-from ray_cluster import local_cluster
 
 from forebay.fragments import FragmentStore, RemoteFragmentBuffer, ReplayBufferActor, serve
+from ray_cluster import local_cluster
 
 
 @pytest.fixture

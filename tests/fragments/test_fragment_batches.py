@@ -74,7 +74,8 @@ async def test_a_fragment_that_was_used_up_is_not_taken_again(make, store):
 # Rows of chunks.
 
 steps = st.lists(
-    st.tuples(st.sampled_from(["add", "use", "value", "remove", "commit"]), st.integers(0, 10**6)), max_size=80
+    st.tuples(st.sampled_from(["add", "use", "value", "remove", "commit"]), st.integers(0, 10**6)),
+    max_size=80,
 )
 
 
@@ -83,11 +84,12 @@ def test_rows_hold_exactly_the_chunks_that_are_held(schedule):
     segments, rows, held, total = Segments(), {}, [], 0
 
     def commit():
-        for key, row in segments.take_rows().items():
-            rows[key] = row
+        rows.update(segments.take_rows())
         for key in [key for key, row in rows.items() if row is None]:
             del rows[key]
-        found = read(*({number: row for (kind, number), row in rows.items() if kind == name} for name in KINDS))
+        found = read(
+            *({number: row for (kind, number), row in rows.items() if kind == name} for name in KINDS)
+        )
         assert [(chunk.number, chunk.uses, chunk.priority) for chunk in found] == sorted(
             (chunk.number, chunk.uses, chunk.priority) for chunk in held
         )

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from forebay.config import ConfigError, load_config, parse_config
+from forebay.config import ConfigError, load_config, parse_config, read_toml
+from forebay.environments.config import FragmentRunConfig
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.models import resolve_model
@@ -434,8 +435,10 @@ def test_every_recipe_is_a_valid_run_file():
     recipes = sorted((ROOT / "recipes").glob("*.toml"))
     assert recipes
     for path in recipes:
-        config = load_config(RunConfig, path)
-        assert parse_config(RunConfig, load_back(to_toml(config))) == config, path
+        kind = FragmentRunConfig if "environment" in read_toml(path) else RunConfig
+        config = load_config(kind, path)
+        if kind is RunConfig:
+            assert parse_config(RunConfig, load_back(to_toml(config))) == config, path
 
 
 def load_back(text):

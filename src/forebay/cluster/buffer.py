@@ -17,6 +17,7 @@ the node it was on before if the store is an SQLite file, which is on that node'
 from __future__ import annotations
 
 import asyncio
+import gc
 import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
@@ -81,6 +82,9 @@ class BufferActor:
 
     async def _open(self) -> Place:
         host = self._host or _node_address(_import_ray())
+        # What Ray has loaded stays: the garbage collector need not visit it with every many groups that come.
+        gc.collect()
+        gc.freeze()
         self._buffer = await open_buffer(self._options)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._buffer.close)

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
@@ -39,6 +39,8 @@ class Plan:
 
     bundles: tuple[Bundle, ...]
     trainer: Room
+    ranks: tuple[Room, ...]
+    """Of the trainer, if it has several; then it has no GPU itself."""
     engines: tuple[Room, ...]
     workers: tuple[Room, ...]
 
@@ -51,12 +53,12 @@ class Plan:
         """The same, for a run that only generates."""
         if any(room.bundle == self.trainer.bundle for room in self.engines):
             return self
-        moved = {"engines": self.engines, "workers": self.workers}
-        rooms = {
-            name: tuple(Room(room.bundle - 1, room.cpus, room.gpus) for room in part)
-            for name, part in moved.items()
-        }
-        return Plan(self.bundles[1:], self.trainer, rooms["engines"], rooms["workers"])
+        num_less = 1 + len(self.ranks)
+
+        def moved(rooms: tuple[Room, ...]) -> tuple[Room, ...]:
+            return tuple(replace(room, bundle=room.bundle - num_less) for room in rooms)
+
+        return Plan(self.bundles[num_less:], self.trainer, (), moved(self.engines), moved(self.workers))
 
 
 def plan_parts(
@@ -67,15 +69,20 @@ def plan_parts(
     gpus_per_engine: float,
     gpus_per_trainer: float,
     shares_gpu: bool,
+    num_ranks: int = 1,
 ) -> Plan:
-    """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU."""
+    """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU.
+
+    A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and one without.
+    """
     bundles: list[Bundle] = []
 
     def room(gpus: float) -> Room:
         bundles.append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
         return Room(len(bundles) - 1, cpus, gpus)
 
-    trainer = room(gpus_per_trainer)
+    trainer = room(gpus_per_trainer if num_ranks == 1 else 0)
+    ranks = [room(gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
     engines = []
     if shares_gpu:
         # Half each: Ray counts shares of a device, and knows nothing of its memory.
@@ -84,7 +91,7 @@ def plan_parts(
         engines.append(Room(0, cpus, gpus_per_trainer / 2))
     engines += [room(gpus_per_engine) for _ in range(num_engines - len(engines))]
     workers = [room(0) for _ in range(num_workers)]
-    return Plan(tuple(bundles), trainer, tuple(engines), tuple(workers))
+    return Plan(tuple(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
 
 
 class Reservation:

@@ -1,94 +1,95 @@
-"""The ranks of a trainer as actors, so that they can be on several machines.
+"""The ranks of a trainer as actors: `forebay.train.ranks.Ranks` where every rank has a place of its own.
 
 ::
 
-    TrainController --call(method, arguments by rank)--> RankActor 0, 1, ... --> RankWorker
-                                                             '--- gloo or NCCL among themselves ---'
-
-They meet at an address of rank 0's machine. One that ends takes the others with it: the collectives they are
-in cannot be finished, and the trainer's state is in its last checkpoint.
+    trainer's process: RayRanks.call --> rank actor 0, 1, ...: RankWorker.method
+                            | one fails or ends: the others, which wait for it in a collective, get 10 s,
+                            v then all are ended
+                        RankError --> the run goes back to its last checkpoint, with new ranks
 """
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from typing import Any
 
-from forebay.cluster.library import import_ray, why
-from forebay.config import ConfigError
-from forebay.train.ranks import EXPECTED, RankError
+from forebay.cluster.library import find_modules_in, import_ray, why
+from forebay.train.rank_worker import RankWorker
+from forebay.train.ranks import EXPECTED, GRACE_S, RankError
 
 
 class RankActor:
-    """One `RankWorker`; what runs in the process of a rank."""
+    """A `RankWorker`; what runs in its process.
+
+    >>> actor = ray.remote(RankActor).remote()
+    >>> meeting = ray.get(actor.meeting.remote())
+    >>> actor.join.remote(rank, num_ranks, meeting, "cpu", threads=1, search_path=())
+    """
 
     def __init__(self) -> None:
-        self._worker: Any = None
+        self._worker: RankWorker
 
-    def address(self) -> str:
-        """Where ranks can meet, if this is the first: a free port of this machine."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return f"tcp://{import_ray().util.get_node_ip_address()}:{port}"
+    def meeting(self) -> str:
+        """Where the ranks may meet on this machine, as ``torch.distributed`` reads it."""
+        address = import_ray().util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((address, 0))
+            return f"tcp://{address}:{free.getsockname()[1]}"
 
     def join(
-        self, rank: int, num_ranks: int, init_method: str, device: str, timeout_s: float, threads: int
-    ) -> None:
-        """Meet the other ranks."""
+        self,
+        rank: int,
+        num_ranks: int,
+        meeting: str,
+        device: str,
+        *,
+        threads: int,
+        search_path: tuple[str, ...],
+    ) -> int:
+        """Meet the other ranks; the process id."""
         import torch
 
-        from forebay.train.rank_worker import RankWorker
-
+        find_modules_in(search_path)
         torch.set_num_threads(threads)
-        self._worker = RankWorker(rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
+        self._worker = RankWorker(rank, num_ranks, meeting, device=device)
+        return os.getpid()
 
-    def call(self, method: str, arguments: Sequence[Any]) -> tuple[Any, tuple[str, str] | None]:
-        """(result, None), or (None, (kind, message)) of an error that speaks of the arguments."""
-        try:
-            return getattr(self._worker, method)(*arguments), None
-        except tuple(EXPECTED.values()) as error:
-            return None, (type(error).__name__, str(error))
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the `RankWorker`."""
+        return getattr(self._worker, method)(*arguments)
 
 
 class RayRanks:
-    """The ranks of one trainer, each in an actor; see `forebay.train.ranks.Ranks`.
+    """Rank actors that have joined; for the process of the trainer.
 
-    Invariants: one call at a time; when a rank is lost, or fails alone, all are ended and the call raises
-    `RankError`.
-
-    >>> ranks = RayRanks([{"num_gpus": 1}] * 8, device="cuda")                       # doctest: +SKIP
-    >>> trainer = TrainController(model, config, pad_token_id=0, ranks=ranks)       # doctest: +SKIP
-
-    Args:
-        options: what Ray's ``actor.options`` takes, for each rank: its CPUs, GPUs and place.
-        device: ``cpu`` or ``cuda``.
-        timeout_s: a collective that a rank does not come to ends with an error after this.
-        threads: of torch, in each rank.
+    >>> ranks = RayRanks(actors)
+    >>> trainer = TrainController(model, config, pad_token_id=0, ranks=ranks)
     """
 
-    def __init__(
-        self,
-        options: Sequence[dict[str, Any]],
-        *,
-        device: str = "cpu",
-        timeout_s: float = 600.0,
-        threads: int = 1,
-    ) -> None:
-        if not options:
-            raise ValueError("a trainer needs at least one rank, got none")
-        self._ray = import_ray()
-        actor = self._ray.remote(RankActor)
-        self._actors = [actor.options(max_restarts=0, **own).remote() for own in options]
-        address = self._gather([self._actors[0].address.remote()], "start")[0]
-        self._gather(
-            [
-                one.join.remote(rank, len(options), address, device, timeout_s, threads)
-                for rank, one in enumerate(self._actors)
-            ],
-            "start",
-        )
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+        self.pids: tuple[int, ...] = ()
+        """Their processes, once they have joined."""
+
+    @classmethod
+    def join(
+        cls, actors: Sequence[Any], device: str, *, threads: int, search_path: tuple[str, ...]
+    ) -> RayRanks:
+        """Have new actors meet.
+
+        Raises:
+            RankError: one of them ended.
+        """
+        ranks, ray = cls(actors), import_ray()
+        meeting = ray.get(actors[0].meeting.remote())
+        joining = [
+            actor.join.remote(rank, len(actors), meeting, device, threads=threads, search_path=search_path)
+            for rank, actor in enumerate(actors)
+        ]
+        ranks.pids = tuple(ranks._collect("join", joining))
+        return ranks
 
     @property
     def num_ranks(self) -> int:
@@ -99,46 +100,49 @@ class RayRanks:
         """Call `method` of every rank with its own arguments, all at once; the results, by rank.
 
         Raises:
-            RankError: a rank failed alone, or was lost; all are ended.
+            RankError: a rank failed alone, or died; no rank can be called again.
             ValueError, FloatingPointError: every rank raised it; they can go on.
         """
-        if not self._actors:
-            raise RankError(f"{method} was called, but the ranks have ended")
-        refs = [
-            actor.call.remote(method, list(own)) for actor, own in zip(self._actors, arguments, strict=True)
-        ]
-        answers = self._gather(refs, method)
-        errors = [error for _, error in answers]
-        if not any(errors):
-            return [result for result, _ in answers]
-        rank, (kind, message) = next((i, error) for i, error in enumerate(errors) if error)
-        if all(errors):
-            raise EXPECTED[kind](message)
-        self.close()
-        raise RankError(f"rank {rank} failed alone in {method}: {kind}: {message}")
-
-    def _gather(self, refs: list[Any], method: str) -> list[Any]:
-        """The results of all; the first loss ends all, because the others wait for the lost one."""
-        waiting = dict(zip(refs, range(len(refs)), strict=True))
-        while waiting:
-            (ready, *_), _ = self._ray.wait(list(waiting), num_returns=1)
-            try:
-                self._ray.get(ready)
-            except self._ray.exceptions.RayActorError as error:
-                self.close()
-                raise RankError(f"rank {waiting[ready]} was lost in {method}: {why(error)}") from error
-            except self._ray.exceptions.RayTaskError as error:
-                self.close()
-                cause = error.cause
-                if isinstance(cause, ConfigError):
-                    raise cause from error
-                raise RankError(f"rank {waiting[ready]} failed in {method}: {error}") from error
-            del waiting[ready]
-        results: list[Any] = self._ray.get(refs)
-        return results
+        ray = import_ray()
+        # What all of them get, as a model, is in the object store once.
+        shared = [ray.put(part) for part in arguments[0]] if _are_same(arguments) else None
+        return self._collect(
+            method,
+            [
+                actor.call.remote(method, *(shared if shared is not None else own))
+                for actor, own in zip(self._actors, arguments, strict=True)
+            ],
+        )
 
     def close(self) -> None:
         """End all ranks."""
-        actors, self._actors = self._actors, []
-        for actor in actors:
-            self._ray.kill(actor)
+        for actor in self._actors:
+            import_ray().kill(actor)
+
+    def _collect(self, method: str, refs: list[Any]) -> list[Any]:
+        ray = import_ray()
+        results: dict[int, Any] = {}
+        failed: dict[int, Exception] = {}
+        waiting, limit_s = list(refs), None
+        while waiting:
+            ready, waiting = ray.wait(waiting, timeout=limit_s)
+            if not ready:
+                break
+            rank = refs.index(ready[0])
+            try:
+                results[rank] = ray.get(ready[0])
+            except ray.exceptions.RayError as error:
+                failed[rank], limit_s = error, GRACE_S
+        if not failed:
+            return [results[rank] for rank in range(len(refs))]
+        causes = [getattr(error, "cause", error) for error in failed.values()]
+        agreed = len(failed) == len(refs) and len({type(cause) for cause in causes}) == 1
+        if agreed and type(causes[0]).__name__ in EXPECTED:
+            raise causes[0]
+        self.close()
+        first = min(failed)
+        raise RankError(f"rank {first} of {len(refs)} failed in {method}: {why(failed[first])}")
+
+
+def _are_same(arguments: Sequence[Sequence[Any]]) -> bool:
+    return all(own is arguments[0] for own in arguments)

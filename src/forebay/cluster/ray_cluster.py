@@ -28,14 +28,16 @@ from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import Connection, connect, import_ray, why
 from forebay.cluster.placed_buffer import PlacedBuffer
 from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
+from forebay.cluster.ranks import RankActor
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
 from forebay.cluster.supervisor import START_LIMIT_S
-from forebay.cluster.trainer import RayTrainer, TrainerActor
+from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError
 from forebay.engines import RolloutController
 from forebay.replay import ReplayBuffer
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import PartLost
 from forebay.stalls import StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class RayCluster:
         num_workers: processes with agent loops and judgers.
         cpus: logical CPUs that each part asks for; None: a quarter on a cluster that is started here, else 1.
         gpus_per_engine: in a colocated run with 1 for both, the first engine shares the trainer's.
-        gpus_per_trainer: likewise.
+        gpus_per_trainer: likewise; of a trainer on several ranks, for each rank.
         address: of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started.
         buffer: "actor": in a process of its own, on an SQLite file; "driver": in the run's own process.
         placement_timeout_s: how long to wait for room.
@@ -104,7 +106,7 @@ class RayCluster:
         if cpus is not None and not cpus > 0:
             raise ConfigError(f"cluster.arguments.cpus must be positive, got {cpus!r}")
         colocated = config.produce.mode == "colocated"
-        shares_gpu = colocated and gpus_per_trainer == gpus_per_engine == 1
+        shares_gpu = colocated and gpus_per_trainer == gpus_per_engine == 1 == config.train.ranks
         self.max_restarts = max_restarts
         self.num_trainer_restarts = 0
         self._config = config.model_copy(update={"output": config.output.resolve()})
@@ -119,6 +121,7 @@ class RayCluster:
             gpus_per_engine=gpus_per_engine,
             gpus_per_trainer=gpus_per_trainer,
             shares_gpu=shares_gpu,
+            num_ranks=config.train.ranks,
         )
         self._sleeps = shares_gpu
         self._trains = True
@@ -130,6 +133,7 @@ class RayCluster:
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
         self._trainer_actor: Any = None
+        self._ranks: list[Any] = []
         self._trainer: RayTrainer | None = None
         self._engines: list[PlacedEngine] = []
         self._workers = Workers([])
@@ -264,17 +268,30 @@ class RayCluster:
         return self._actors[-1]
 
     def _create_trainer(self, model_folder: Path) -> Any:
-        room = self._plan.trainer
+        room, rank_rooms = self._plan.trainer, self._plan.ranks
+        self._ranks = [self._actor(RankActor, rank_room, restarts=False) for rank_room in rank_rooms]
         self._trainer_actor = self._actor(TrainerActor, room, restarts=False)
-        return self._trainer_actor.start.remote(self._config, model_folder, tuple(sys.path), _device(room))
+        spec = TrainerSpec(
+            config=self._config,
+            model_folder=model_folder,
+            search_path=tuple(sys.path),
+            device=_device(rank_rooms[0] if rank_rooms else room),
+            ranks=tuple(self._ranks),
+        )
+        return self._trainer_actor.start.remote(spec)
 
     def _start_trainer_again(self, model_folder: Path) -> None:
         ray = import_ray()
-        self._actors.remove(self._trainer_actor)
-        ray.kill(self._trainer_actor)
-        starting = {"trainer": self._create_trainer(model_folder)}
-        self._trainer = RayTrainer(self._trainer_actor, _all_started(ray, starting)["trainer"])
+        for actor in (self._trainer_actor, *self._ranks):
+            self._actors.remove(actor)
+            ray.kill(actor)
         self.num_trainer_restarts += 1
+        starting = {"trainer": self._create_trainer(model_folder)}
+        try:
+            self._trainer = RayTrainer(self._trainer_actor, _all_started(ray, starting)["trainer"])
+        except ConfigError as error:
+            # It was built before, so it is no fault of the run file.
+            raise PartLost(f"the trainer did not come back: {error}") from error
 
     def controller(self) -> RolloutController:
         """What pauses and continues the engines and gives them weights."""
@@ -309,7 +326,7 @@ class RayCluster:
     def pids(self) -> dict[str, int]:
         """The process of every part, by its name."""
         return {
-            **({"trainer": self._trainer.pid} if self._trainer is not None else {}),
+            **(self._trainer.pids if self._trainer is not None else {}),
             **{engine.supervisor.name: engine.facts.pid for engine in self._engines},
             **{worker.supervisor.name: worker.pid for worker in self._workers.all},
             **({"buffer": self._buffer.pid()} if self._buffer is not None else {}),

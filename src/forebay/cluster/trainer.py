@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -21,11 +22,13 @@ from forebay.cluster.library import find_modules_in, import_ray, why
 from forebay.cluster.weights import PlainWeight, Published, to_plain
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
+from forebay.train.ranks import RankError
 from forebay.types import FloatArray, RolloutState
 
 if TYPE_CHECKING:
     import torch
 
+    from forebay.cluster.ranks import RayRanks
     from forebay.train.batch import TrainBatch
 
 
@@ -37,18 +40,32 @@ class TakesPublished(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TrainerSpec:
+    """What a trainer's process is told."""
+
+    config: RunConfig
+    model_folder: Path
+    search_path: tuple[str, ...]
+    """Where the run's own process finds its modules."""
+    device: str
+    """``cuda`` where the cluster gave it, or its ranks, one each."""
+    ranks: tuple[Any, ...]
+    """Ray's handles of new `RankActor`s; empty for a trainer on one rank."""
+
+
 class TrainerActor:
     """A `TrainController`; what runs in its process, one call at a time.
 
     >>> actor = ray.remote(TrainerActor).remote()
-    >>> pid = ray.get(actor.start.remote(config, model_folder, (), "cpu"))
+    >>> pids = ray.get(actor.start.remote(spec))
     """
 
     def __init__(self) -> None:
         self._trainer: Any = None
 
-    def start(self, config: RunConfig, model_folder: Path, search_path: tuple[str, ...], device: str) -> int:
-        """Build the trainer, with modules from `search_path`; the process id.
+    def start(self, spec: TrainerSpec) -> tuple[int, ...]:
+        """Build the trainer; the ids of its process and of its ranks'.
 
         Raises:
             ConfigError: the model or the training's settings do not fit.
@@ -58,11 +75,19 @@ class TrainerActor:
         from forebay.models import load_tokenizer
         from forebay.runs.build import build_trainer
 
-        find_modules_in(search_path)
+        config = spec.config
+        find_modules_in(spec.search_path)
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        self._trainer = build_trainer(config, model_folder, load_tokenizer(model_folder), device=device)
-        return os.getpid()
+        ranks = _join(spec) if spec.ranks else None
+        self._trainer = build_trainer(
+            config,
+            spec.model_folder,
+            load_tokenizer(spec.model_folder),
+            device=None if spec.ranks else spec.device,
+            ranks=ranks,
+        )
+        return os.getpid(), *(ranks.pids if ranks is not None else ())
 
     def fit(self, batch: TrainBatch, stale_thresholds: int | Mapping[str, int] | None) -> dict[str, float]:
         """The metrics of one train step."""
@@ -96,6 +121,12 @@ class TrainerActor:
         return step
 
 
+def _join(spec: TrainerSpec) -> RayRanks:
+    from forebay.cluster.ranks import RayRanks
+
+    return RayRanks.join(spec.ranks, spec.device, threads=spec.config.threads, search_path=spec.search_path)
+
+
 class _Receiver:
     """Takes the trainer's weights without a copy."""
 
@@ -109,12 +140,13 @@ class _Receiver:
 class RayTrainer:
     """The verbs of a `TrainController`, done by a `TrainerActor`; all but `sync_weights` block.
 
-    >>> trainer = RayTrainer(actor, pid)
+    >>> trainer = RayTrainer(actor, ray.get(actor.start.remote(spec)))
     >>> metrics = trainer.fit(groups).metrics
     """
 
-    def __init__(self, actor: Any, pid: int) -> None:
-        self.pid = pid
+    def __init__(self, actor: Any, pids: Sequence[int]) -> None:
+        self.pids = {"trainer": pids[0], **{f"rank {rank}": pid for rank, pid in enumerate(pids[1:])}}
+        """Processes, by part."""
         self._actor = actor
         self._model_step = 0
 
@@ -199,6 +231,8 @@ class RayTrainer:
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments))
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, RankError):
+                raise PartLost(f"a rank of the trainer is lost: {why(error.cause)}") from error.cause
             # Its own error, without the trace of the process that it comes from.
             raise error.cause from None
         except ray.exceptions.RayError as error:

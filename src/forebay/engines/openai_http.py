@@ -197,9 +197,10 @@ class HTTPEngine:
                 if self._away:
                     raise EngineLost(f"{self}: {self._away}")
                 await self._load(written)
-            except EngineLost as error:
+            except (EngineLost, ServerFailed) as error:
+                # Half loaded or not at all, it must not make tokens; the next ones will be made by these
+                # weights, or newer ones.
                 self._lose(str(error))
-                # The next token will be made by these weights, or newer ones.
                 self._model_step = model_step
                 raise
 
@@ -245,7 +246,7 @@ class HTTPEngine:
                 await self._reach()
                 async with self._control:
                     await self._prepare()
-                    self._away, self._paused, self._was_up = "", False, True
+                    self._away, self._was_up = "", True
                 return
             except (EngineLost, ServerFailed, Refused, BadAnswer) as error:
                 self._lose(str(error))
@@ -381,6 +382,8 @@ class HTTPEngine:
     async def _prepare(self) -> None:
         """Check what the server answers, if that is not known; load the current weights if it lacks them."""
         await self._link.do(self._dialect.release)
+        # Whoever brings it up pauses it again if need be; a stale pause would outlast the loading below.
+        self._paused = False
         if not self._was_up:
             await self._probe()
         if (written := self._files.current) is not None:

@@ -108,6 +108,10 @@ class RemoteFragmentBuffer:
         """See `ReplayBufferActor.add_fragments`."""
         await self._call("add_fragments", fragments)
 
+    async def wait_for_room(self) -> None:
+        """See `ReplayBufferActor.wait_for_room`."""
+        await self._call("wait_for_room")
+
     async def remove_worker(self, worker_uuid: str) -> None:
         """See `ReplayBufferActor.remove_worker`."""
         await self._call("remove_worker", worker_uuid)

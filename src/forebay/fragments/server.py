@@ -124,6 +124,8 @@ class _Connection:
         task = asyncio.create_task(self._answer(call))
         self._running[call.number] = task
         task.add_done_callback(lambda _: self._end(call.number))
+        # It begins before the next frame is read: a task cancelled before that would never answer.
+        await asyncio.sleep(0)
 
     def _end(self, number: int) -> None:
         del self._running[number]

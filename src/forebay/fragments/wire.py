@@ -88,6 +88,7 @@ def _method(result: Any, *arguments: Any) -> Method:
 
 METHODS = {
     "add_fragments": _method(None, list[tuple[str, FragmentMetadata]]),
+    "wait_for_room": _method(None),
     "remove_worker": _method(None, str),
     "fetch_fragments": _method(Batch, int, float | None, float | None),
     "prepared_fragments": _method(Batch),

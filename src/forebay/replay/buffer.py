@@ -230,10 +230,15 @@ class ReplayBuffer:
         """Remove and return up to `batch_size` groups in policy order."""
         if batch_size <= 0:
             return []
-        async with self._lock.alone(), taking(self.storage, None) as view:
-            groups = await self._take(batch_size, task_name, group_status, view, tags=tags)
-            if groups:
-                self._changes.note()
+        async with self._lock.alone():
+            # Samplers mostly ask in vain, and to look costs far less than to take.
+            query = StorageIndices(task_name, group_status, tags).get_key()
+            if not await self.policy.count(query, self.storage):
+                return []
+            async with taking(self.storage, None) as view:
+                groups = await self._take(batch_size, task_name, group_status, view, tags=tags)
+                if groups:
+                    self._changes.note()
         return groups
 
     async def count(

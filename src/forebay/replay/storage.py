@@ -140,10 +140,9 @@ class StorageBackend(ABC):
         """
 
     async def put_many(self, items: Sequence[StorageItem], *, receipt: bytes | None = None) -> list[int]:
-        """`put` the rows in this order, all of them or none, and return their uids.
+        """`put` the rows in this order, all of them or none (in memory no `put` fails); return their uids.
 
-        Here one by one, which is all or none in memory, where no `put` waits or fails. A `receipt` is given
-        only to a store that `keeps_receipts` (to `update_if` and `delete_where`, too).
+        A `receipt` is given only to a store that `keeps_receipts`, to `update_if` and `delete_where` too.
         """
         return [await self.put(item) for item in items]
 
@@ -226,10 +225,9 @@ class StorageBackend(ABC):
         return taken
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        """Give the live rows with these uids these priorities, and return how many there are.
+        """Give the live rows with these uids these priorities; return how many there are.
 
-        ARCHIVED rows stay as they were consumed, and unknown uids are ignored. Here a row is read and
-        `update`d: a store that several processes share changes the one field instead.
+        Here a row is read and `update`d: a store that several processes share changes the one field.
         """
         rows = await self.get({"uid": {"$in": list(priorities)}}, rows_only=True)
         for row in rows:
@@ -240,10 +238,7 @@ class StorageBackend(ABC):
     async def update_if(
         self, items: Iterable[StorageItem], query: QueryLike, *, receipt: bytes | None = None
     ) -> int:
-        """`update` those whose rows still match `query`, in one step; return how many.
-
-        What was read may meanwhile belong to another process, which must not lose it again.
-        """
+        """`update` those whose rows still match `query`, and belong to no other, in one step; how many."""
         by_uid = {item.uid: item for item in items}
         still = All((Condition("uid", "$in", tuple(by_uid)), parse_query(query)))
         matching = [by_uid[row.uid] for row in await self.get(still, rows_only=True)]

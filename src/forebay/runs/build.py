@@ -46,6 +46,7 @@ from forebay.runs.status import RunStatus
 from forebay.runs.verify import WeightCheck
 from forebay.tracing import TraceWriter
 from forebay.train import OffPolicyGuard, TrainController, WarmupConfig, supervised_warmup
+from forebay.train.ranks import Ranks
 from forebay.types import RolloutState, Status, get_group_status
 
 
@@ -188,14 +189,19 @@ def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | Non
 
 
 def build_trainer(
-    config: RunConfig, model_folder: Path, tokenizer: Any, *, device: str = "cpu"
+    config: RunConfig,
+    model_folder: Path,
+    tokenizer: Any,
+    *,
+    device: str | None = None,
+    ranks: Ranks | None = None,
 ) -> TrainController:
-    """The trainer of the model in `model_folder`, on `device`.
+    """The trainer of the model in `model_folder`: in this process on `device`, or on `ranks`.
 
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model = _load(model_folder, config).to(device)
+    model = _load(model_folder, config)
     try:
         return TrainController(
             model,
@@ -204,6 +210,8 @@ def build_trainer(
             total_steps=config.steps,
             seed=config.seed,
             tokenizer=tokenizer,
+            device=device,
+            ranks=ranks,
         )
     except ConfigError:
         raise

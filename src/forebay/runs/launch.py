@@ -98,11 +98,12 @@ async def _resumed(
 
 async def _to_the_end(run: Run) -> Run:
     """Do what the run is to do; after the loss of a part, from the last checkpoint and with a new `Run`."""
-    furthest, num_lost = -1, 0
+    furthest, num_lost, reason = -1, 0, ""
     while True:
-        remove_handler = _stop_on_signals(run)
         try:
-            await _LOOPS[run.config.produce.mode](run)
+            if reason:
+                run = await _back_to_checkpoint(run, reason)
+            await _interruptible(run)
             return run
         except PartLost as error:
             num_lost = 1 if run.train_step > furthest else num_lost + 1
@@ -110,9 +111,14 @@ async def _to_the_end(run: Run) -> Run:
             if run.cluster is None or num_lost > run.cluster.max_restarts:
                 raise
             reason = str(error)
-        finally:
-            remove_handler()
-        run = await _back_to_checkpoint(run, reason)
+
+
+async def _interruptible(run: Run) -> None:
+    remove_handler = _stop_on_signals(run)
+    try:
+        await _LOOPS[run.config.produce.mode](run)
+    finally:
+        remove_handler()
 
 
 async def _back_to_checkpoint(run: Run, reason: str) -> Run:

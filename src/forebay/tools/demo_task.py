@@ -3,7 +3,7 @@
 Each problem is two sums, of which the second goes on from the result of the first, so nothing but the first
 result tells what to call next. Rows carry a demonstration for the supervised warm-up. Some call the
 calculator as ``[37+58]``, read ``=0095;``, call ``[0095*4]``, read ``=0380;`` and answer ``0380``; the others
-guess at once, as a model does that does not know better. Which of the two pays is for the reward to teach.
+give up at once and answer ``?``. Which of the two pays is for the reward to teach.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _NUM_PROBLEMS = 90 * 90 * 2 * 8
 """Two numbers of two digits, a sign and a number of one digit."""
 
 
-def chained_sums(*, size: int = 20_000, seed: int = 0, guessing: float = 0.7) -> list[Row]:
+def chained_sums(*, size: int = 20_000, seed: int = 0, giving_up: float = 0.8) -> list[Row]:
     """`size` distinct problems, as rows ``{"prompt", "answer", "demonstration"}``.
 
-    `guessing` is the share of demonstrations without the calculator.
+    `giving_up` is the share of demonstrations that do without the calculator.
 
     Raises:
-        ConfigError: `size` is not from 1 to the number of problems, or `guessing` is not from 0 to 1.
+        ConfigError: `size` is not from 1 to the number of problems, or `giving_up` is not from 0 to 1.
     """
     if not 1 <= size <= _NUM_PROBLEMS:
         raise ConfigError(f"chained_sums: size must be from 1 to {_NUM_PROBLEMS}, got {size}")
-    if not 0 <= guessing <= 1:
-        raise ConfigError(f"chained_sums: guessing must be from 0 to 1, got {guessing}")
+    if not 0 <= giving_up <= 1:
+        raise ConfigError(f"chained_sums: giving_up must be from 0 to 1, got {giving_up}")
     draw = random.Random(f"chained_sums/{seed}")
-    return [_row(number, draw.random() < guessing) for number in draw.sample(range(_NUM_PROBLEMS), size)]
+    return [_row(number, draw.random() < giving_up) for number in draw.sample(range(_NUM_PROBLEMS), size)]
 
 
-def _row(number: int, guesses: bool) -> Row:
+def _row(number: int, gives_up: bool) -> Row:
     number, a = divmod(number, 90)
     number, b = divmod(number, 90)
     c, sign = divmod(number, 2)
@@ -49,11 +49,12 @@ def _row(number: int, guesses: bool) -> Row:
     half = _work_out(first)
     result = _work_out(half + rest)
     calls = [(first, half), (half + rest, result)]
-    turns = [] if guesses else [turn for call, value in calls for turn in _call(call, value)]
+    turns = [turn for call, value in calls for turn in _call(call, value)]
+    answer = {"role": "assistant", "content": result}
     return {
         "prompt": f"{first};{rest}?",
         "answer": result,
-        "demonstration": [*turns, {"role": "assistant", "content": result}],
+        "demonstration": [{"role": "assistant", "content": "?"}] if gives_up else [*turns, answer],
     }
 
 

@@ -304,6 +304,8 @@ async def test_a_server_that_refuses_weights_ends_the_run_with_its_words(engine,
     server.load_error = "shape mismatch in lm_head"
     with pytest.raises(RuntimeError, match="shape mismatch in lm_head"):
         await engine.load_weights(WEIGHTS, 1)
+    # It may have loaded half of them.
+    assert not (await engine.health()).ok
 
 
 # Servers that fail
@@ -381,6 +383,15 @@ async def test_a_server_that_comes_back_gets_the_current_weights(engine, server,
     completion = await engine.generate(ask())
     assert completion.response_ids.tolist() == [15] * 4
     assert completion.model_steps.tolist() == [5] * 4
+
+
+async def test_a_server_that_comes_back_after_a_pause_is_not_paused(engine, server, ask):
+    await engine.load_weights(WEIGHTS, 4)
+    await engine.pause()
+    await server.kill()
+    await server.start()
+    await engine.bring_up()
+    assert (await engine.generate(ask())).response_ids.tolist() == [14] * 4
 
 
 async def test_a_server_that_only_stumbled_keeps_its_weights_and_requests(engine, server, ask):

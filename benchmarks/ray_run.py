@@ -2,7 +2,7 @@
 
 ::
 
-    round: [in one process] [cluster = "ray"] ... interleaved, each in a fresh process
+    round: [one process] [cluster = "ray"] [the same, buffer in the run's process], each in a fresh process
            timed: from the first train step's wait to the last train step's report; starting is stated apart
 
     OMP_NUM_THREADS=1 python benchmarks/ray_run.py [RECIPE] [--rounds 3] [--steps 60] [key=value ...]
@@ -25,7 +25,11 @@ import time
 from pathlib import Path
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "demo_separate.toml"
-SIDES = {"one process": [], "ray": ["cluster=ray"]}
+SIDES = {
+    "one process": [],
+    "ray": ["cluster=ray"],
+    "ray, buffer in the run's process": ["cluster.name=ray", "cluster.arguments.buffer=driver"],
+}
 
 
 def run_once(recipe: Path, overrides: list[str]) -> dict[str, float]:
@@ -87,16 +91,19 @@ def main() -> None:
             results[name].append(measure(options, SIDES[name]))
             row = results[name][-1]
             print(
-                f"round {number + 1}  {name:12s}  steps {row['steps_s']:6.2f} s, "
-                f"{row['trained_tokens'] / row['steps_s']:8.0f} trained tokens/s; start {row['start_s']:5.1f} s, "
-                f"end {row['end_s']:4.1f} s; mean reward {row['reward']:.3f}; load {os.getloadavg()[0]:.1f}",
+                f"round {number + 1}  {name:32s}  steps {row['steps_s']:6.2f} s, "
+                f"{row['trained_tokens'] / row['steps_s']:8.0f} trained tokens/s; "
+                f"start {row['start_s']:5.1f} s, end {row['end_s']:4.1f} s; "
+                f"mean reward {row['reward']:.3f}; load {os.getloadavg()[0]:.1f}",
                 flush=True,
             )
     rate = {
         name: statistics.median(row["trained_tokens"] / row["steps_s"] for row in rows)
         for name, rows in results.items()
     }
-    print(f"ray / one process: {rate['ray'] / rate['one process']:.2f} x trained tokens per second (medians)")
+    for name in list(SIDES)[1:]:
+        ratio = rate[name] / rate["one process"]
+        print(f"{name} / one process: {ratio:.2f} x trained tokens per second (medians)")
 
 
 def measure(options: argparse.Namespace, side: list[str]) -> dict[str, float]:

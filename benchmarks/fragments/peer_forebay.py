@@ -6,9 +6,9 @@ Usage: python benchmarks/fragments/peer_forebay.py SIZE FOLDER WAY
     ray       the buffer is a Ray actor instead of the server
     local     all is one process
 
-    writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; two under way
+    writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; four under way
     server:  `ReplayBufferActor` behind a Unix socket
-    sampler: fetch a batch, stack its payloads to one array, release its lease; the next fetch is under way
+    sampler: fetch a batch, stack its payloads to one array, release its lease; more are under way
 
 An item is one fragment and one chunk, its payload `obs`. The store is in FOLDER; chunks may be used any
 number of times, and the oldest leave the full buffer.
@@ -39,7 +39,7 @@ from forebay.fragments import (
 )
 
 UNLIMITED = 2**31
-CALLS_UNDER_WAY = 2
+CALLS_UNDER_WAY = 4
 
 
 def settings(size: int, folder: str) -> dict[str, Any]:
@@ -65,6 +65,8 @@ class Client:
         )
         self._num_sent = 0
         self._under_way: deque[asyncio.Future[Any]] = deque()
+        self._releasing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._releasing.set_result(None)
 
     def _next(self) -> SampleFragment:
         """The next fragments, as one: the steps of as many environments."""
@@ -105,7 +107,8 @@ class Client:
         self._start(self._buffer.fetch_fragments(side.BATCH[self._size]))
         await asyncio.sleep(0)
         side.check_batch(self._store.stack(batch.fragment_ids).obs, self._size)
-        await self._buffer.release(batch.lease)
+        await self._releasing
+        self._releasing = asyncio.ensure_future(self._buffer.release(batch.lease))
         return len(batch)
 
     async def finish(self) -> None:
@@ -113,6 +116,7 @@ class Client:
             result = await self._under_way.popleft()
             if result is not None:
                 await self._buffer.release(result.lease)
+        await self._releasing
 
     async def repeat(self, operation: str, seconds: float) -> dict[str, float]:
         loop = asyncio.get_running_loop()
@@ -198,7 +202,11 @@ def coordinate_local(size: int, folder: str) -> None:
     buffer = ReplayBufferActor(**settings(size, folder))
     loop.run_until_complete(buffer.update_model_version("run", 0))
     config = loop.run_until_complete(buffer.get_database_config())
-    client = Client(size, buffer, FragmentStore(**config))
+
+    async def make() -> Client:
+        return Client(size, buffer, FragmentStore(**config))
+
+    client = loop.run_until_complete(make())
 
     def run(command: dict[str, Any]) -> Any:
         return loop.run_until_complete(client.repeat(command["op"], command["seconds"]))

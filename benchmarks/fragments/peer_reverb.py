@@ -23,19 +23,22 @@ import reverb
 import side
 import tensorflow as tf
 
-TABLE = "items"
+TABLE, LEGACY = "items", "items of Writer"
+"""A `Writer` makes items of another shape, [1, SIZE]: they have a table of their own, of two batches."""
 
 
 def serve(size: int) -> None:
-    table = reverb.Table(
-        TABLE,
-        sampler=reverb.selectors.Uniform(),
-        remover=reverb.selectors.Fifo(),
-        max_size=side.CAPACITY[size],
-        rate_limiter=reverb.rate_limiters.MinSize(1),
-        signature={"x": tf.TensorSpec([size], tf.uint8)},
-    )
-    server = reverb.Server([table])
+    def make(name: str, max_size: int) -> reverb.Table:
+        return reverb.Table(
+            name,
+            sampler=reverb.selectors.Uniform(),
+            remover=reverb.selectors.Fifo(),
+            max_size=max_size,
+            rate_limiter=reverb.rate_limiters.MinSize(1),
+            signature={"x": tf.TensorSpec([size], tf.uint8)},
+        )
+
+    server = reverb.Server([make(TABLE, side.CAPACITY[size]), make(LEGACY, 2 * side.BATCH[size])])
     side.answer(server.port)
     sys.stdin.read()
     server.stop()
@@ -94,7 +97,7 @@ class Writer:
         def insert() -> int:
             for payload in self._next():
                 writer.append({"x": payload})
-                writer.create_item(TABLE, num_timesteps=1, priority=1.0)
+                writer.create_item(LEGACY, num_timesteps=1, priority=1.0)
             return self._batch
 
         return insert, writer.flush

@@ -1,6 +1,6 @@
 """Inserting and sampling beside dm-reverb and TorchRL: the same items, one machine, one run.
 
-Usage: python benchmarks/fragments/peers.py [--quick] [--ray] [--environments PATH] [--disk PATH]
+Usage: python benchmarks/fragments/peers.py [--quick] [--ray] [--sizes N ...] [--environments PATH]
 
     peers.py --commands--> peer_reverb.py   its own environment    (made in PATH when it is missing: 1.8 GB)
              --commands--> peer_torchrl.py  its own environment    (1.6 GB)
@@ -142,7 +142,7 @@ def started(stack: ExitStack, size: int, options: Any) -> Iterator[Contender]:
         python = python_of(options.environments, contender.environment)
         script = str(HERE / contender.script)
         contender.capacity = side.CAPACITY[size]
-        contender.worker = side.Worker(python, script, str(size), folder, contender.way)
+        contender.worker = side.Worker(python, script, str(size), folder, contender.way, is_alone=True)
         stack.callback(contender.worker.end)
         contender.operations = tuple(contender.worker.receive()["ready"])
         yield contender
@@ -161,18 +161,15 @@ def choose(reverb: Contender, seconds: float, trials: int) -> list[list[str]]:
         reverb.ways[operation] = max(medians, key=lambda way: medians[way])
         tried += [[operation, way, show(rate)] for way, rate in medians.items()]
         if operation == "insert":
-            # What a `Writer` wrote cannot be read by a TrajectoryDataset, and chunks of several items are
-            # slow to sample.
-            reverb.ways["fill"] = max(ways[:2], key=lambda way: medians[way])
-            refill(reverb)
+            refill(reverb, max(ways[:2], key=lambda way: medians[way]))
     return tried
 
 
-def refill(reverb: Contender) -> None:
-    """Replace all that it holds."""
+def refill(reverb: Contender, way: str) -> None:
+    """Replace all that its samplers draw from."""
     items = 0
     while items < reverb.capacity:
-        items += reverb.worker.ask({"op": "insert", "seconds": 0.2, "way": reverb.ways["fill"]})["items"]
+        items += reverb.worker.ask({"op": "insert", "seconds": 0.2, "way": way})["items"]
 
 
 def fill(contender: Contender, seconds: float) -> None:
@@ -205,8 +202,8 @@ def measure(size: int, options: Any, record: Record) -> list[Contender]:
 def take_turn(contender: Contender, operation: str, seconds: float) -> None:
     if operation not in contender.operations:
         return
-    if operation == "sample" and contender.ways.get("fill", "") != contender.ways.get("insert", ""):
-        refill(contender)
+    # What was read ahead while others had their turn is used up first.
+    contender.worker.ask(contender.command(operation, seconds / 2))
     result = contender.worker.ask(contender.command(operation, seconds))
     if operation == "both":
         insert, sample = result
@@ -281,6 +278,7 @@ def main() -> None:
     options = arguments(
         __doc__,
         ("--environments", {"type": Path, "default": ENVIRONMENTS, "help": "where theirs are, or are made"}),
+        ("--sizes", {"type": int, "nargs": "+", "default": side.SIZES, "help": "bytes of an item"}),
         ("--ray", {"action": "store_true", "help": "the ways through Ray actors too"}),
         ("--disk", {"type": Path, "default": Path(tempfile.gettempdir()), "help": "a folder on a disk"}),
     )
@@ -298,16 +296,17 @@ def main() -> None:
             "dm-reverb holds items in its server's memory and loses them with it. Forebay holds them in "
             "files: in /dev/shm they outlive every process but not a reboot, on a disk a reboot too, but not "
             "a power cut without `save`. TorchRL's shared map has no account of uses, ages or leases.",
+            "Each side is a session of its own, among which Linux shares a busy machine, whatever their threads.",
             f"Medians of {QUICK_ROUNDS if options.quick else ROUNDS} rounds of {TURN_S} s, the sides in "
             "turns; CPU of all processes of a side.",
         ],
         options.quick,
     )
-    for size in side.SIZES:
-        report(record, size, measure(size, options, record))
     for packages in PACKAGES.values():
         record.versions |= dict(package.split("==") for package in packages if "==" in package)
-    record.save()
+    for size in options.sizes:
+        report(record, size, measure(size, options, record))
+        record.save()
 
 
 if __name__ == "__main__":

@@ -67,13 +67,16 @@ def answer(value: Any) -> None:
 class Worker:
     """A process that answers commands."""
 
-    def __init__(self, python: str, script: str, *arguments: str) -> None:
+    def __init__(self, python: str, script: str, *arguments: str, is_alone: bool = False) -> None:
+        """`is_alone`: the system shares a busy machine among such processes with all they start, not among
+        threads, of which the sides have different numbers."""
         self._process = subprocess.Popen(
             [python, script, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if os.environ.get("SHOW_ERRORS") else subprocess.DEVNULL,
             text=True,
+            start_new_session=is_alone,
         )
         self.pid = self._process.pid
 

@@ -181,6 +181,7 @@ def _train_in_environments(
     from forebay.config import load_config
     from forebay.environments import folder
     from forebay.environments.config import FragmentRunConfig
+    from forebay.runs.config import to_toml
 
     if resume is not None:
         config = folder.saved_config(resume, overrides)
@@ -188,7 +189,7 @@ def _train_in_environments(
         assert run_file is not None
         config = load_config(FragmentRunConfig, run_file, overrides)
     if dry_run:
-        typer.echo(folder.to_toml(config), nl=False)
+        typer.echo(to_toml(config), nl=False)
         return
     from forebay.environments.launch import launch
 

@@ -11,10 +11,12 @@ import httpx
 import openai
 import pytest
 
-from forebay.agents.chat_session import ChatSession, RequestError, TurnReader, plain_message
+from forebay.agents.chat_messages import RequestError, plain_message
+from forebay.agents.chat_session import ChatSession, SessionEndedError
 from forebay.agents.endpoint import ChatEndpoint
 from forebay.agents.increments import IncrementRenderer
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
+from forebay.agents.turn_reader import TurnReader
 from forebay.config import ConfigError
 from forebay.engines import GenerateRequest, RolloutController
 from forebay.engines.scripted import ScriptedEngine

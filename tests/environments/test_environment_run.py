@@ -17,7 +17,7 @@ from forebay.cli import app
 from forebay.config import ConfigError
 from forebay.environments import WorkerError
 from forebay.environments import run as run_module
-from forebay.environments.folder import list_checkpoints, load_checkpoint, saved_config
+from forebay.environments.folder import load_checkpoint, newest_checkpoint, saved_config
 from forebay.environments.launch import launch
 from forebay.environments.processes import ProcessWorkers
 from forebay.metrics import read_jsonl
@@ -52,10 +52,10 @@ async def test_a_run_learns(tmp_path):
 async def test_a_resumed_run_goes_on(tmp_path):
     config = small_run(tmp_path, policy={"memory": "gru"}, checkpoint_every=2)
     await launch(config)
-    first = load_checkpoint(list_checkpoints(config.folder)[-1])
+    first = load_checkpoint(newest_checkpoint(config.folder))
     longer = saved_config(config.folder, ["steps=5"])
     await launch(longer, resume=config.folder)
-    last = load_checkpoint(list_checkpoints(config.folder)[-1])
+    last = load_checkpoint(newest_checkpoint(config.folder))
     assert [row["train_step"] for row in rows_of(config)] == [0, 1, 2, 3, 4, 5]
     assert last.counts["step"] == 5
     assert last.counts["num_steps"] > first.counts["num_steps"]
@@ -160,7 +160,7 @@ async def test_a_run_that_is_stopped_saves_first(tmp_path):
     interrupting = asyncio.ensure_future(interrupt())
     assert await launch(config)
     await interrupting
-    assert load_checkpoint(list_checkpoints(config.folder)[-1]).counts["step"] >= 2
+    assert load_checkpoint(newest_checkpoint(config.folder)).counts["step"] >= 2
 
 
 RECIPE = """
@@ -190,7 +190,7 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path):
     assert "--overwrite" in again.stderr
     assert forebay("train", recipe, "--overwrite").exit_code == 0
     assert forebay("train", "--resume", tmp_path / "small", "steps=2").exit_code == 0
-    assert json.loads((tmp_path / "small/checkpoints/step_2/run.json").read_text())["num_resumes"] == 1
+    assert json.loads((tmp_path / "small/checkpoints/step_000002/run.json").read_text())["num_resumes"] == 1
     assert "step 2" in forebay("eval", tmp_path / "small").stdout
 
 

@@ -15,6 +15,7 @@ from forebay.replay import (
     StalenessReplayPolicy,
     StorageIndices,
     SyncReplayBufferConfig,
+    server_handover,
 )
 from forebay.replay import buffer as buffer_module
 from forebay.types import Status
@@ -333,13 +334,17 @@ async def test_a_large_batch_lets_the_loop_turn_and_can_be_cancelled(buffer, mon
     monkeypatch.setattr(buffer_module, "COPY_AT_ONCE", 2)
     await put_named(buffer, "abcdef")
     handing_out = asyncio.Event()
-    original = buffer_module.hand_out
 
-    def note(*args, **options):
-        handing_out.set()
-        return original(*args, **options)
+    def noting(original):
+        def note(*args, **options):
+            handing_out.set()
+            return original(*args, **options)
 
-    monkeypatch.setattr(buffer_module, "hand_out", note)
+        return note
+
+    # Here, and where the same test is run through a server.
+    for module, name in ((buffer_module, "hand_out"), (server_handover, "pack_out")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
     taking = asyncio.create_task(buffer.take_batch({"math": 6}, train_step=train_step))
     await handing_out.wait()
     assert not taking.done()

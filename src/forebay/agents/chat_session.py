@@ -10,19 +10,21 @@
 
 What the model wrote is never tokenised again: a program that sends the conversation back, as chat programs
 do, is recognised by the messages. One that rewrites it (drops old turns, asks in the voice of a sub-agent,
-samples the same question twice) gets a further trajectory of the same attempt.
+samples the same question twice), or adds what the template cannot render as an increment, gets a further
+trajectory of the same attempt.
 
 A pause ends the attempt, and with it the program, which cannot be frozen. When the rollout goes on, the
 program starts again and its requests are answered from the record for as long as they are the same; the turn
 that the pause cut is finished, and from there on everything is new. A program that asks something else the
 second time starts over.
+
+    a request   waits for: tokens that requests at the same time have reserved, then for its turn
+                woken by: the end of another request, the end of the session
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,16 +32,23 @@ from typing import Any
 import numpy as np
 
 from forebay.agents.base import Generator
+from forebay.agents.chat_messages import RequestError, plain_message, render_conversation, with_names
+from forebay.agents.cutting import cut_unanswered
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
-from forebay.agents.single_turn import render_prompt
-from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status, reset_rollout_response
+from forebay.agents.interruption import is_cancelled
+from forebay.agents.turn_reader import TurnReader
+from forebay.types import (
+    TOKEN_FIELDS,
+    IntArray,
+    Message,
+    RolloutState,
+    SampleParams,
+    Status,
+    reset_rollout_response,
+)
 
 RECORD_KEY = "chat_record"
 """Key in ``extra_fields``: the conversation of a trajectory, for going on after a pause."""
-
-
-class RequestError(ValueError):
-    """The program asked for something that cannot be given; it is told so, and may go on."""
 
 
 class BudgetExhaustedError(RequestError):
@@ -58,10 +67,10 @@ class Turn:
     """Role ``assistant``, with ``content`` and, if it called tools, ``tool_calls``."""
     finish_reason: str
     """``stop``, ``length`` or ``tool_calls``."""
-    num_prompt_tokens: int
-    num_tokens: int
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
     logprobs: list[tuple[str, float]] = field(default_factory=list)
-    """(token, log probability) of each token."""
+    """(token, log probability) of each token; empty for one that the record answers."""
 
 
 @dataclass(eq=False)
@@ -72,22 +81,44 @@ class _Trajectory:
     tools: list[dict[str, Any]] | None
     messages: list[Message]
     """As `plain_message` has them, the model's own turns included."""
-    turn_start: int = 0
-    """Where in ``response_ids`` the latest turn begins."""
+    turn_starts: list[int] = field(default_factory=lambda: [0])
+    """Where in ``response_ids`` each turn of the model begins."""
     is_busy: bool = False
     num_replayed: int | None = None
     """While the program runs again after a pause: how many messages it has been seen to repeat."""
 
+    @property
+    def turn_ids(self) -> list[int]:
+        """The tokens of the latest turn."""
+        ids: list[int] = self.state.response_ids[self.turn_starts[-1] :].tolist()
+        return ids
 
-class TurnReader:
-    """Makes a chat message of a turn's tokens. This one knows text only."""
+    def note(self) -> None:
+        """Keep the record with the rollout, as plain data."""
+        self.state.extra_fields[RECORD_KEY] = {
+            "tools": self.tools,
+            "messages": self.messages,
+            "turn_starts": self.turn_starts,
+        }
 
-    def __init__(self, tokenizer: TurnTokenizer) -> None:
-        self._tokenizer = tokenizer
+    def continue_with(self, messages: list[Message], ids: IntArray) -> None:
+        """Append the increment `ids`, which makes the conversation `messages`."""
+        state = self.state
+        step = int(state.response_model_steps[-1])
+        state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
+        self.turn_starts = [*self.turn_starts, len(state.response_ids)]
+        self.messages = messages
+        self.note()
 
-    def read(self, turn_ids: Sequence[int], tools: list[dict[str, Any]] | None) -> Message:
-        """The message; ``tool_calls`` as the chat API has them."""
-        return {"role": "assistant", "content": self._tokenizer.decode(turn_ids, skip_special_tokens=True)}
+    def take_back(self) -> None:
+        """Undo the latest `continue_with`, unless the model has begun to answer."""
+        if self.turn_ids or len(self.turn_starts) == 1:
+            return
+        cut_unanswered(self.state)
+        self.turn_starts = self.turn_starts[:-1]
+        while self.messages[-1]["role"] != "assistant":
+            self.messages = self.messages[:-1]
+        self.note()
 
 
 class ChatSession:
@@ -95,8 +126,9 @@ class ChatSession:
 
     Invariants: the tokens of a trajectory are exactly what the model saw and wrote, in that order; policy
     tokens over all trajectories stay within ``sample_params.max_tokens`` of the rollout; requests at the same
-    time never share a trajectory. The sampling parameters are the rollout's, whatever a request asks for,
-    because the trainer must know the distribution; only ``max_tokens`` and ``stop`` of a request count.
+    time never share a trajectory; after `close` nothing is written any more. The sampling parameters are the
+    rollout's, whatever a request asks for, because the trainer must know the distribution; only
+    ``max_tokens`` and ``stop`` of a request count.
 
     >>> session = ChatSession(state, controller, tokenizer, increments, TurnReader(tokenizer))
     >>> turn = await session.complete([{"role": "user", "content": "2 + 2?"}])       # doctest: +SKIP
@@ -109,6 +141,8 @@ class ChatSession:
         tokenizer: of the model.
         increments: renders what stands between two turns.
         reader: makes messages of turns.
+        max_turn_tokens: of one turn; None: what is left. Requests at the same time share the budget: one
+            waits until the tokens that it may use are not reserved by others.
     """
 
     def __init__(
@@ -118,60 +152,58 @@ class ChatSession:
         tokenizer: TurnTokenizer,
         increments: IncrementRenderer,
         reader: TurnReader,
+        *,
+        max_turn_tokens: int | None = None,
     ) -> None:
         assert state.sample_params is not None
         self.state = state
         self.num_requests = 0
         self.ended = asyncio.Event()
-        """Set when nothing more will be answered, because a turn was aborted or failed."""
+        """Set when nothing more will be answered, because of a pause or a failure."""
+        self.end_status: Status | None = None
+        """ABORTED or FAILED once it has `ended`."""
+        self.error_msg: str | None = None
         self.is_exhausted = False
         """Whether the budget or the context cut a turn or refused one."""
         self._params: SampleParams = state.sample_params
         self._controller, self._tokenizer = rollout_controller, tokenizer
         self._increments, self._reader = increments, reader
+        self._max_turn_tokens = max_turn_tokens
         self._trajectories: list[_Trajectory] = []
+        self._num_begun = 0
         self._reserved = 0
+        self._waiting = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._num_open = 0
+        self._closed = False
+        self._news = asyncio.Event()
         self._restore()
 
     # The record of an earlier run of the program
 
     def _restore(self) -> None:
-        record = self.state.extra_fields.get(RECORD_KEY)
-        if record is None or not len(self.state.response_ids):
-            self.state.extra_fields.pop(RECORD_KEY, None)
-            return
-        trajectory = _Trajectory(
-            self.state, record["tools"], record["messages"], record["turn_start"], num_replayed=0
-        )
-        self._trajectories.append(trajectory)
+        record = self.state.extra_fields.pop(RECORD_KEY, None)
+        if record is not None and len(self.state.response_ids):
+            self._trajectories.append(_Trajectory(self.state, **record, num_replayed=0))
+            self._trajectories[0].note()
 
-    def _note(self, trajectory: _Trajectory) -> None:
-        trajectory.state.extra_fields[RECORD_KEY] = {
-            "tools": trajectory.tools,
-            "messages": trajectory.messages,
-            "turn_start": trajectory.turn_start,
-        }
-
-    def _replayed(self, trajectory: _Trajectory, messages: list[Message]) -> Message | None:
+    def _replayed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Message | None:
         """The recorded answer to `messages`, if the program repeats itself; None: the turn is to be made.
 
         A program that does something else than before starts over: the record is wiped.
         """
+        trajectory = next((t for t in self._trajectories if t.num_replayed is not None), None)
+        if trajectory is None:
+            return None
+        recorded, num = trajectory.messages, len(messages)
         assert trajectory.num_replayed is not None
-        recorded = trajectory.messages
-        num = len(messages)
-        if num < trajectory.num_replayed or recorded[:num] != messages:
+        if num <= trajectory.num_replayed or recorded[:num] != messages or trajectory.tools != tools:
             reset_rollout_response(trajectory.state)
             self._trajectories.remove(trajectory)
             return None
-        if num < len(recorded):
-            trajectory.num_replayed = num + 1
-            if num + 1 == len(recorded):
-                # All of it has been repeated.
-                trajectory.num_replayed = None
-            return recorded[num]
-        trajectory.num_replayed = None
-        return None
+        # All of it has been repeated once its last answer, or its last question, has.
+        trajectory.num_replayed = num + 1 if num + 1 < len(recorded) else None
+        return recorded[num] if num < len(recorded) else None
 
     # Requests
 
@@ -180,32 +212,42 @@ class ChatSession:
         messages: Sequence[Mapping[str, Any]],
         *,
         tools: list[dict[str, Any]] | None = None,
+        may_call: bool = True,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Turn:
-        """The model's next turn after `messages`.
+        """The model's next turn after `messages`. Without `may_call` a call of `tools` is text.
 
         Raises:
             RequestError: the messages cannot be rendered, or there is no budget left.
             SessionEndedError: the attempt was interrupted, before or during this request.
         """
-        if self.ended.is_set():
-            raise SessionEndedError("the rollout was interrupted")
+        self._check_open()
         self.num_requests += 1
         given = [plain_message(message) for message in messages]
         if not given or given[-1]["role"] == "assistant":
             raise RequestError("messages must end with one that the model can answer, not an assistant's")
-        replaying = next((t for t in self._trajectories if t.num_replayed is not None), None)
-        if replaying is not None and replaying.tools == tools:
-            answer = self._replayed(replaying, given)
-            if answer is not None:
-                return Turn(answer, "tool_calls" if answer.get("tool_calls") else "stop", 0, 0)
+        self._reader.check(tools)
+        answer = self._replayed(given, tools)
+        if answer is not None:
+            return Turn(answer, "tool_calls" if answer.get("tool_calls") else "stop")
         trajectory = self._continued(given, tools) or self._begun(given, tools)
         trajectory.is_busy = True
+        self._num_open += 1
         try:
-            return await self._generate(trajectory, max_tokens, tuple(stop))
+            room = await self._reserve(trajectory, max_tokens)
+            try:
+                await self._generate(trajectory, room, tuple(stop))
+            finally:
+                self._reserved -= room
+            return self._answer(trajectory, tools if may_call else None, tuple(stop))
+        except BaseException:
+            self._take_back(trajectory)
+            raise
         finally:
             trajectory.is_busy = False
+            self._num_open -= 1
+            self._wake()
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> _Trajectory | None:
         """The recorded conversation that `messages` continue, their tokens appended; the longest one."""
@@ -214,102 +256,117 @@ class ChatSession:
             for trajectory in self._trajectories
             if not trajectory.is_busy
             and trajectory.tools == tools
-            and len(trajectory.messages) <= len(messages)
             and messages[: len(trajectory.messages)] == trajectory.messages
         ]
         if not candidates:
             return None
         best = max(candidates, key=lambda trajectory: len(trajectory.messages))
-        replies = messages[len(best.messages) :]
+        replies = with_names(messages)[len(best.messages) :]
         if not replies:
             # A turn that a pause cut, asked for again; otherwise the same question twice.
             return best if best.messages[-1]["role"] != "assistant" else None
         if best.messages[-1]["role"] != "assistant" or any(m["role"] == "assistant" for m in replies):
             return None
-        state = best.state
-        turn_ids = state.response_ids[best.turn_start :].tolist()
         try:
-            ids = self._increments.render(turn_ids, replies)
-        except ValueError as error:
-            raise RequestError(str(error)) from None
-        step = int(state.response_model_steps[-1])
-        state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
-        best.turn_start = len(state.response_ids)
-        best.messages = messages
-        self._note(best)
+            ids = self._increments.render(best.turn_ids, replies)
+        # Templates refuse in many ways; one that knows no increment may know the whole conversation.
+        except Exception:
+            return None
+        best.continue_with(messages, ids)
         return best
 
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> _Trajectory:
-        try:
-            prompt_ids = render_prompt(self._tokenizer, messages, tools)
-        # Templates refuse what they do not know in many ways: raise_exception, missing attributes.
-        except Exception as error:
-            raise RequestError(f"the chat template cannot render these messages: {error}") from error
-        is_first = not self._trajectories
-        state = self.state if is_first else self._further(messages, tools)
+        prompt_ids = render_conversation(self._tokenizer, messages, tools)
+        if any(trajectory.state is self.state for trajectory in self._trajectories):
+            state = self._further(messages, tools)
+        else:
+            state = self.state
         state.prompt_ids = state.tokens = prompt_ids
         trajectory = _Trajectory(state, tools, messages)
         self._trajectories.append(trajectory)
-        self._note(trajectory)
+        trajectory.note()
         return trajectory
 
     def _further(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> RolloutState:
         first = self.state
+        self._num_begun += 1
         return RolloutState(
             messages,
-            rollout_id=f"{first.rollout_id}/{len(self._trajectories)}",
+            rollout_id=f"{first.rollout_id}/{self._num_begun}",
             group_id=first.group_id,
             task_name=first.task_name,
-            session_id=f"{first.session_id or first.rollout_id}/{len(self._trajectories)}",
+            session_id=f"{first.session_id or first.rollout_id}/{self._num_begun}",
             num_tries=first.num_tries,
             tools=tools,
             status=Status.INIT,
         )
 
-    async def _generate(self, trajectory: _Trajectory, max_tokens: int | None, stop: tuple[str, ...]) -> Turn:
+    async def _reserve(self, trajectory: _Trajectory, max_tokens: int | None) -> int:
+        """How many tokens the turn may have; they are not there for others until it has ended."""
+        num_made = len(trajectory.turn_ids)
+        limits = [limit - num_made for limit in (max_tokens, self._max_turn_tokens) if limit is not None]
+        async with self._waiting:
+            while True:
+                self._check_open()
+                unused = self._params.max_tokens - self._num_policy_tokens()
+                if unused <= 0:
+                    raise self._exhausted(
+                        f"the budget of {self._params.max_tokens} tokens of this rollout is used up"
+                    )
+                # A turn that a pause cut may have reached a limit of this request already.
+                wanted = max(1, min([unused, *limits]))
+                if not self._reserved or wanted <= unused - self._reserved:
+                    self._reserved += wanted
+                    return wanted
+                await self._news.wait()
+
+    async def _generate(self, trajectory: _Trajectory, room: int, stop: tuple[str, ...]) -> None:
         state = trajectory.state
-        num_before = int(state.response_mask.sum())
-        started = int(state.response_mask[: trajectory.turn_start].sum())
-        left = self._params.max_tokens - self._num_policy_tokens() - self._reserved
-        room = left if max_tokens is None else min(left, max_tokens - (num_before - started))
-        if left <= 0:
-            self.is_exhausted = True
-            self._drop_unanswered(trajectory)
-            raise BudgetExhaustedError(
-                f"the budget of {self._params.max_tokens} tokens of this rollout is used up"
-            )
-        # What requests at the same time may use is not there for others.
-        self._reserved += room
-        state.sample_params = replace(
-            self._params, max_tokens=num_before + room, stop=(*self._params.stop, *stop)
-        )
+        limit = int(state.response_mask.sum()) + room
+        state.sample_params = replace(self._params, max_tokens=limit, stop=(*self._params.stop, *stop))
+        turn = asyncio.ensure_future(self._controller.generate_sample(state))
+        self._running.add(turn)
         try:
-            await self._controller.generate_sample(state)
+            await turn
         except ValueError as error:
-            self.is_exhausted = True
-            self._drop_unanswered(trajectory)
-            raise BudgetExhaustedError(str(error)) from None
+            raise self._exhausted(str(error)) from None
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise SessionEndedError("the program has ended") from None
+        # Engines are lost, agents' own controllers are user code: the rollout cannot go on.
+        except Exception as error:
+            self._end(Status.FAILED, f"{type(error).__name__}: {error}")
+            raise SessionEndedError(str(error)) from error
         finally:
-            self._reserved -= room
+            self._running.discard(turn)
             state.sample_params = self._params
         if state.status is not Status.COMPLETED:
-            self.ended.set()
+            self._end(state.status, state.error_msg)
             raise SessionEndedError(state.error_msg or "the rollout was interrupted")
-        return self._answer(trajectory, room, left)
-
-    def _answer(self, trajectory: _Trajectory, room: int, left: int) -> Turn:
-        state = trajectory.state
         state.status = Status.INIT
-        turn_ids = state.response_ids[trajectory.turn_start :].tolist()
-        message = plain_message(self._reader.read(turn_ids, trajectory.tools))
+        if state.finish_reason == "length":
+            # Cut by the rollout's budget or by the context, not by what was asked for this turn.
+            used_up = self._num_policy_tokens() >= self._params.max_tokens
+            self.is_exhausted |= used_up or int(state.response_mask.sum()) < limit
+        if not trajectory.turn_ids:
+            raise self._exhausted(f"the context of {len(state.tokens)} tokens is used up")
+
+    def _answer(
+        self, trajectory: _Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
+    ) -> Turn:
+        state, turn_ids = trajectory.state, trajectory.turn_ids
+        num_calls = sum(len(message.get("tool_calls", ())) for message in trajectory.messages)
+        message = plain_message(self._reader.read(turn_ids, tools, num_calls))
+        if not message.get("tool_calls"):
+            # A text that ends the turn is in the tokens, and not in the answer.
+            message["content"] = _before_any(message["content"], stop)
         trajectory.messages = [*trajectory.messages, message]
-        state.response = message["content"] or ""
-        self._note(trajectory)
+        trajectory.note()
+        state.response = message["content"]
         is_cut = state.finish_reason == "length"
-        if is_cut and (room == left or len(turn_ids) < room):
-            self.is_exhausted = True
         reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
-        logprobs = state.logprobs[trajectory.turn_start :].tolist()
+        logprobs = state.logprobs[trajectory.turn_starts[-1] :].tolist()
         return Turn(
             message,
             reason,
@@ -321,84 +378,72 @@ class ChatSession:
             ],
         )
 
-    def _drop_unanswered(self, trajectory: _Trajectory) -> None:
-        """Take off messages that the model has no room to answer: nothing would learn from them."""
-        state = trajectory.state
-        end = trajectory.turn_start
-        while end and not state.response_mask[end - 1]:
-            end -= 1
-        num_cut = len(state.response_ids) - end
-        if num_cut and not state.response_mask[end:].any():
-            truncate(state, end)
-        if not len(state.response_ids):
+    def _take_back(self, trajectory: _Trajectory) -> None:
+        """Forget a question that got no answer, unless the rollout goes on from it after a pause."""
+        if self.end_status is Status.ABORTED:
+            return
+        trajectory.take_back()
+        if not len(trajectory.state.response_ids):
+            reset_rollout_response(trajectory.state)
             self._trajectories.remove(trajectory)
+
+    def _exhausted(self, reason: str) -> BudgetExhaustedError:
+        self.is_exhausted = True
+        return BudgetExhaustedError(reason)
 
     def _num_policy_tokens(self) -> int:
         return sum(int(t.state.response_mask.sum()) for t in self._trajectories)
 
+    # The end
+
+    def interrupt(self) -> None:
+        """End the attempt for a pause: turns are left to whoever pauses the engines, nothing new begins."""
+        self._end(Status.ABORTED, None)
+
+    async def close(self) -> None:
+        """Return once nothing is written any more; turns that nobody waits for are given up."""
+        self._closed = True
+        self._wake()
+        # A pause ends them itself, and lets them keep the tokens they have.
+        if self.end_status is not Status.ABORTED or is_cancelled():
+            for turn in self._running:
+                turn.cancel()
+        while self._num_open:
+            await self._news.wait()
+
     def finished(self) -> list[RolloutState]:
-        """The trajectories of the attempt, the rollout itself first; empty ones are left out."""
+        """The trajectories of the attempt, the rollout itself first; empty ones are left out.
+
+        Raises:
+            RuntimeError: the program went on after a pause, and has not asked again what it had asked.
+        """
+        if any(trajectory.num_replayed is not None for trajectory in self._trajectories):
+            raise RuntimeError("after a pause it did not ask again what it had asked before")
         states = [t.state for t in self._trajectories if len(t.state.response_ids)]
         further = [state for state in states if state is not self.state]
-        if self.state not in [t.state for t in self._trajectories] and further:
-            # The rollout itself has nothing left; a further trajectory takes its place.
-            return further
+        if further and len(further) == len(states):
+            # The rollout itself has nothing left; a further trajectory becomes it.
+            source = further.pop(0)
+            for name in ("prompt_ids", "tokens", "response", "finish_reason", *TOKEN_FIELDS):
+                setattr(self.state, name, getattr(source, name))
+            self.state.extra_fields[RECORD_KEY] = source.extra_fields[RECORD_KEY]
         return [self.state, *further]
 
+    def _end(self, status: Status, error_msg: str | None) -> None:
+        # What came first stands, but a failure is never taken for a pause.
+        if self.end_status is None or status is Status.FAILED:
+            self.end_status, self.error_msg = status, error_msg
+        self.ended.set()
+        self._wake()
 
-def truncate(state: RolloutState, num_response_tokens: int) -> None:
-    """Keep the first `num_response_tokens` tokens of the response."""
-    surplus = len(state.response_ids) - num_response_tokens
-    state.tokens = state.tokens[: len(state.tokens) - surplus].copy()
-    for name in TOKEN_FIELDS:
-        setattr(state, name, getattr(state, name)[:num_response_tokens].copy())
+    def _check_open(self) -> None:
+        if self.ended.is_set() or self._closed:
+            raise SessionEndedError("the rollout was interrupted, or its program has ended")
 
-
-def plain_message(message: Mapping[str, Any]) -> Message:
-    """`message` in one form, so that what comes back from a program can be compared with what was sent.
-
-    Text parts are joined, empty fields left out, the arguments of tool calls become objects.
-
-    Raises:
-        RequestError: it has no role, or content that is not text.
-    """
-    if "role" not in message:
-        raise RequestError(f"a message has no role: {json.dumps(message, default=str)[:200]}")
-    role = "system" if message["role"] == "developer" else message["role"]
-    plain: Message = {"role": role, "content": _text(message.get("content"))}
-    for key in ("name", "tool_call_id"):
-        if message.get(key):
-            plain[key] = message[key]
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
-    return plain
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
 
-def _text(content: Any) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise RequestError(f"content must be text, got {type(content).__name__}")
-    parts = []
-    for part in content:
-        if not isinstance(part, Mapping) or part.get("type") != "text":
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise RequestError(f"content of type {kind!r} is not supported; only text is")
-        parts.append(str(part["text"]))
-    return "".join(parts)
-
-
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = call["function"]
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        # What is not JSON stays the text that the model wrote.
-        with contextlib.suppress(json.JSONDecodeError):
-            arguments = json.loads(arguments)
-    return {
-        "id": call.get("id", ""),
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+def _before_any(text: str, stops: Sequence[str]) -> str:
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]

@@ -22,13 +22,8 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from forebay.agents.chat_session import (
-    BudgetExhaustedError,
-    ChatSession,
-    RequestError,
-    SessionEndedError,
-    Turn,
-)
+from forebay.agents.chat_messages import RequestError, arguments_as_text
+from forebay.agents.chat_session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
 from forebay.config import ConfigError
 
 if TYPE_CHECKING:
@@ -39,6 +34,10 @@ MODEL = "policy"
 """What clients call the model; any name is accepted."""
 MAX_BODY_BYTES = 32 << 20
 """Far longer than any context."""
+BACKLOG = 2048
+"""Every program of a large batch may connect at once."""
+KEEP_ALIVE_S = 600
+"""A program may think for long between two requests; a connection that is closed under one fails it."""
 
 
 class ChatEndpoint:
@@ -68,6 +67,7 @@ class ChatEndpoint:
             )
         _require_server()
         self._host, self._port = host, port
+        self._bound_port = port
         self._sessions: dict[str, ChatSession] = {}
         self._server: Any = None
         self._serving: asyncio.Task[None] | None = None
@@ -81,8 +81,9 @@ class ChatEndpoint:
                 await self._start()
         secret = secrets.token_urlsafe(18)
         self._sessions[secret] = session
+        host = f"[{self._host}]" if ":" in self._host else self._host
         try:
-            yield f"http://{self._host}:{self._port}/{secret}/v1"
+            yield f"http://{host}:{self._bound_port}/{secret}/v1"
         finally:
             del self._sessions[secret]
 
@@ -106,17 +107,19 @@ class ChatEndpoint:
             ]
         )
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind((self._host, self._port))
-        self._port = listening.getsockname()[1]
+        # Listening: requests wait in its backlog until uvicorn takes them.
+        listening = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+        self._bound_port = listening.getsockname()[1]
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
         )
         self._server = _make_server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="chat endpoint")
-        # The socket listens already when it is bound by uvicorn; requests wait in its backlog until then.
-        listening.listen()
 
     async def _chat(self, request: Request) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
@@ -129,6 +132,7 @@ class ChatEndpoint:
             turn = await session.complete(
                 body["messages"],
                 tools=body.get("tools") or None,
+                may_call=body.get("tool_choice") != "none",
                 max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
                 stop=_stop(body),
             )
@@ -180,9 +184,11 @@ async def _unknown(request: Request) -> Response:
 
 
 async def _body(request: Request) -> dict[str, Any]:
-    raw = await request.body()
-    if len(raw) > MAX_BODY_BYTES:
-        raise RequestError(f"the request has {len(raw)} bytes, more than {MAX_BODY_BYTES}")
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            raise RequestError(f"the request has more than {MAX_BODY_BYTES} bytes")
     try:
         body = json.loads(raw)
     except ValueError as error:
@@ -194,12 +200,15 @@ async def _body(request: Request) -> dict[str, Any]:
     for key in ("max_tokens", "max_completion_tokens"):
         if body.get(key) is not None and (not isinstance(body[key], int) or body[key] < 1):
             raise RequestError(f"{key} must be a positive whole number, got {body[key]!r}")
+    for key, kind, what in (("tools", list, "a list"), ("stream_options", dict, "an object")):
+        if body.get(key) is not None and not isinstance(body[key], kind):
+            raise RequestError(f"{key} must be {what}, got {body[key]!r}"[:200])
     return body
 
 
 def _stop(body: dict[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop") or ()
-    return (stop,) if isinstance(stop, str) else tuple(map(str, stop))
+    return (stop,) if isinstance(stop, str) else tuple(str(text) for text in stop if text)
 
 
 def _error(status: int, message: str, code: str) -> Response:
@@ -216,15 +225,8 @@ def _api_message(turn: Turn) -> dict[str, Any]:
     message = dict(turn.message)
     if calls := message.get("tool_calls"):
         message["content"] = message["content"] or None
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _as_text(call["function"]["arguments"])}}
-            for call in calls
-        ]
+        message["tool_calls"] = [arguments_as_text(call) for call in calls]
     return message
-
-
-def _as_text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def _usage(turn: Turn) -> dict[str, int]:

@@ -91,13 +91,16 @@ class IncrementRenderer:
         return 1 if ended and ids and ids[0] in self._special_ids else 0
 
     def _between(self, replies: Sequence[Message]) -> str:
-        before = self._stand_ins.get(replies[0]["role"]) or self._find_stand_in(replies[0]["role"])
+        role = replies[0]["role"]
+        if role not in self._stand_ins:
+            self._stand_ins[role] = self._find_stand_in(role)
+        before = self._stand_ins[role]
         turn = _after_marker(self._text(before))
         whole = _after_marker(self._text([*before, *replies], add_generation_prompt=True))
         if not whole.startswith(turn):
             raise ValueError(
                 f"the chat template of {self._name!r} writes a turn differently once a "
-                f"{replies[0]['role']!r} message follows ({turn!r} becomes {whole[: len(turn) + 20]!r}), so "
+                f"{role!r} message follows ({turn!r} becomes {whole[: len(turn) + 20]!r}), so "
                 f"its replies cannot be appended; give the replies another role or use another template"
             )
         return self._end + whole[len(turn) :]

@@ -28,11 +28,12 @@ import numpy as np
 from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.counts import TURNS_KEY
+from forebay.agents.cutting import cut_unanswered
 from forebay.agents.environment import Environment, Memory, build_environment
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.interruption import Interrupted, Interruptible
 from forebay.agents.single_turn import PromptRenderer
-from forebay.types import TOKEN_FIELDS, Message, RolloutState, SampleParams, Status
+from forebay.types import Message, RolloutState, SampleParams, Status
 
 EPISODE_KEY = "episode"
 """Key in ``extra_fields``: `EpisodeRecord` as a dict."""
@@ -265,7 +266,7 @@ class MultiTurnAgentLoop(AgentLoop):
 
     def _end(self, state: RolloutState, record: EpisodeRecord, by: str) -> None:
         record.ended_by = by
-        _cut_unanswered(state, record)
+        cut_unanswered(state)
         state.status = Status.COMPLETED
         state.finish_reason = "stop" if by == "environment" else "length"
         if self.judger is None and record.rewards:
@@ -287,19 +288,6 @@ class MultiTurnAgentLoop(AgentLoop):
     @staticmethod
     def _note(state: RolloutState, *messages: Message) -> None:
         state.extra_fields[CONVERSATION_KEY].extend(messages)
-
-
-def _cut_unanswered(state: RolloutState, record: EpisodeRecord) -> None:
-    """Take off a reply that left the model no room to answer; nothing would learn from it."""
-    end = record.turn_start
-    if end < len(state.response_ids) or not end:
-        return
-    while end and not state.response_mask[end - 1]:
-        end -= 1
-    if end < len(state.response_ids):
-        state.tokens = state.tokens[: len(state.tokens) - len(state.response_ids) + end].copy()
-        for name in TOKEN_FIELDS:
-            setattr(state, name, getattr(state, name)[:end].copy())
 
 
 def _check_limits(**limits: int | None) -> None:

@@ -20,21 +20,26 @@ import inspect
 import json
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.chat_session import RECORD_KEY, ChatSession, TurnReader
+from forebay.agents.chat_session import RECORD_KEY, ChatSession
 from forebay.agents.endpoint import MODEL, ChatEndpoint
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.tool_calls import Parser
+from forebay.agents.turn_reader import choose_reader
 from forebay.config import import_object
 from forebay.types import Message, RolloutState, SampleParams, Status
 
 PROGRAM_TIMEOUT_S = 600.0
 """Long for an episode, short enough to notice a program that hangs."""
 _MAX_OUTPUT_BYTES = 1 << 20
+"""The last of a command's output is kept: its reward is the last line."""
 _TAIL_CHARACTERS = 500
 
 Program = Callable[["ProgramSession"], Any]
@@ -55,7 +60,8 @@ class ProgramSession:
     messages: list[Message]
     """The prompt of the task."""
     task: dict[str, Any]
-    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example) and ``rollout_id``."""
+    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example), ``tools`` and
+    ``rollout_id``."""
     api_key: str = "unused"
     model: str = MODEL
 
@@ -79,12 +85,16 @@ class ProgramAgentLoop(AgentLoop):
             command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON on
             its standard input; its reward is the last line it prints, if that is JSON.
         timeout_s: for one run of the program; None: no limit.
-        reader: makes chat messages of turns; None: text only.
+        max_turn_tokens: of one turn; None: what is left of the budget. Requests at the same time wait until
+            others do not need the tokens that they may use, so a program that asks several should set it.
+        parser: how the model writes tool calls (see `forebay.agents.tool_calls`); None: as its chat template
+            shows. Where nothing shows it, requests with tools are refused.
         host, port, allow_remote: of the endpoint; see `ChatEndpoint`.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:
         ConfigError: the program cannot be imported, or the endpoint may not listen there.
+        ValueError: a limit is not positive, or the parser is unknown.
     """
 
     def __init__(
@@ -96,7 +106,8 @@ class ProgramAgentLoop(AgentLoop):
         sample_params: SampleParams,
         program: Program | str | Sequence[str],
         timeout_s: float | None = PROGRAM_TIMEOUT_S,
-        reader: TurnReader | None = None,
+        max_turn_tokens: int | None = None,
+        parser: str | Parser | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         allow_remote: bool = False,
@@ -105,23 +116,44 @@ class ProgramAgentLoop(AgentLoop):
         super().__init__(rollout_controller, judger, activities=activities)
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
+        if max_turn_tokens is not None and max_turn_tokens < 1:
+            raise ValueError(f"max_turn_tokens must be at least 1 or None, got {max_turn_tokens}")
         self.tokenizer = tokenizer
+        self.max_turn_tokens = max_turn_tokens
         self.sample_params = sample_params
         self.timeout_s = timeout_s
         self._program = _as_function(program)
         self._name = program if isinstance(program, str) else getattr(program, "__name__", str(program))
         self._endpoint = ChatEndpoint(host=host, port=port, allow_remote=allow_remote)
         self._increments = IncrementRenderer(tokenizer)
-        self._reader = TurnReader(tokenizer) if reader is None else reader
+        self._reader = choose_reader(tokenizer, parser)
+        self._sessions: set[ChatSession] = set()
 
     async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
         """Run the program once; the rollout and the further trajectories of this attempt."""
         if state.sample_params is None:
             state.sample_params = self.sample_params
-        session = ChatSession(state, self.rollout_controller, self.tokenizer, self._increments, self._reader)
-        async with self._endpoint.serving(session) as base_url:
-            result = await self._run(session, base_url)
+        session = ChatSession(
+            state,
+            self.rollout_controller,
+            self.tokenizer,
+            self._increments,
+            self._reader,
+            max_turn_tokens=self.max_turn_tokens,
+        )
+        self._sessions.add(session)
+        try:
+            async with self._endpoint.serving(session) as base_url:
+                result = await self._run(session, base_url)
+        finally:
+            self._sessions.discard(session)
         return self._finish(session, result)
+
+    async def pause(self) -> None:
+        """End programs and turns; their rollouts end as ABORTED."""
+        for session in self._sessions:
+            session.interrupt()
+        await super().pause()
 
     async def close(self) -> None:
         """Stop listening, and close the judger."""
@@ -135,6 +167,7 @@ class ProgramAgentLoop(AgentLoop):
             base_url,
             [dict(message) for message in state.message],
             {
+                "tools": state.tools,
                 "task_name": state.task_name,
                 "data_source": state.data_source,
                 "reward_model": state.reward_model,
@@ -159,6 +192,7 @@ class ProgramAgentLoop(AgentLoop):
                 for task in (program, ended):
                     task.cancel()
                 await asyncio.gather(program, ended, return_exceptions=True)
+                await session.close()
         if session.ended.is_set():
             return None
         if (error := program.exception()) is not None:
@@ -169,24 +203,37 @@ class ProgramAgentLoop(AgentLoop):
 
     def _finish(self, session: ChatSession, result: Any) -> list[RolloutState]:
         first = session.state
-        if session.ended.is_set():
-            # Aborted, or the engine failed: the state that it happened to says which.
-            cause = next((s for s in session.finished() if s.status is not Status.INIT), first)
-            first.status, first.error_msg = cause.status, cause.error_msg
+        if session.end_status is not None:
+            first.status, first.error_msg = session.end_status, session.error_msg
+            first.finish_reason = "abort" if session.end_status is Status.ABORTED else "error"
             return [first]
+        try:
+            trajectories = session.finished()
+        except RuntimeError as error:
+            raise RuntimeError(f"program {self._name}: {error}") from None
         if not len(first.response_ids):
             raise RuntimeError(
                 f"program {self._name} ended without one answer of the model, after {session.num_requests} "
                 f"requests"
             )
-        trajectories = session.finished()
         for state in trajectories:
             state.status = Status.COMPLETED
             state.finish_reason = "length" if session.is_exhausted else "stop"
         first.extra_fields["num_requests"] = session.num_requests
         if self.judger is None and result is not None:
-            first.reward = dict(result) if isinstance(result, Mapping) else {"score": float(result)}
+            first.reward = self._reward(result)
         return trajectories
+
+    def _reward(self, result: Any) -> dict[str, Any]:
+        reward = dict(result) if isinstance(result, Mapping) else {"score": result}
+        try:
+            reward["score"] = float(reward["score"])
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"program {self._name} must return a number, or a mapping with a number as score; it "
+                f"returned {result!r}"[:_TAIL_CHARACTERS]
+            ) from None
+        return reward
 
 
 async def _awaited(result: Any) -> Any:
@@ -204,7 +251,27 @@ def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSes
     if inspect.iscoroutinefunction(program):
         return program
     plain: Any = program
-    return lambda session: asyncio.to_thread(plain, session)
+    return lambda session: _in_thread(plain, session)
+
+
+async def _in_thread(function: Callable[[ProgramSession], Any], session: ProgramSession) -> Any:
+    """Run `function` in a thread of its own, which cannot be stopped: once the session has ended, its next
+    request fails."""
+    result: Future[Any] = Future()
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            result.set_result(function(session))
+        # Also what would end the thread and leave the rollout waiting (SystemExit).
+        except BaseException as error:
+            result.set_exception(
+                error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+            )
+
+    # Not one of a pool: programs wait for the model, and all threads of a pool could do so at once.
+    threading.Thread(target=run, name="agent program", daemon=True).start()
+    return await asyncio.wrap_future(result)
 
 
 async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
@@ -218,7 +285,6 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
-        limit=_MAX_OUTPUT_BYTES,
         # Its own group, so that whatever it started ends with it.
         start_new_session=True,
         env={
@@ -228,20 +294,45 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
             "OPENAI_MODEL": session.model,
         },
     )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
     task = json.dumps({"messages": session.messages, "task": session.task}, default=str)
     try:
-        output, errors = await process.communicate(task.encode())
+        async with asyncio.TaskGroup() as streams:
+            streams.create_task(_feed(process.stdin, task.encode()))
+            output = streams.create_task(_tail(process.stdout))
+            errors = streams.create_task(_tail(process.stderr))
+            try:
+                await process.wait()
+            finally:
+                # What it left running would also keep its output open.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     if process.returncode:
-        said = errors.decode(errors="replace").strip()[-_TAIL_CHARACTERS:]
+        said = errors.result().strip()[-_TAIL_CHARACTERS:]
         raise RuntimeError(f"it ended with code {process.returncode}: {said or '(it said nothing)'}")
-    lines = output.decode(errors="replace").strip().splitlines()
     with contextlib.suppress(ValueError, IndexError):
-        return json.loads(lines[-1])
+        return json.loads(output.result().strip().splitlines()[-1])
     return None
+
+
+async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
+    # A program need not read its task.
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        stream.write(data)
+        await stream.drain()
+    stream.close()
+
+
+async def _tail(stream: asyncio.StreamReader) -> str:
+    """The end of what a program prints; the rest is not kept."""
+    tail = b""
+    while part := await stream.read(_MAX_OUTPUT_BYTES):
+        tail = (tail + part)[-_MAX_OUTPUT_BYTES:]
+    return tail.decode(errors="replace")
 
 
 __all__ = ["RECORD_KEY", "ProgramAgentLoop", "ProgramSession"]

@@ -146,6 +146,12 @@ def choose_parser(parser: str | Parser | None, tokenizer: TurnTokenizer) -> Pars
     )
 
 
+def text_before_calls(text: str) -> str:
+    """What a turn with calls says before the first one; nothing where no tag shows its beginning."""
+    starts = [position for sign in _SIGNS if (position := text.find(sign)) >= 0]
+    return text[: min(starts)] if starts else ""
+
+
 def _dialect_of(tokenizer: TurnTokenizer) -> str:
     template = str(tokenizer.chat_template or "")
     for sign, dialect in _SIGNS.items():

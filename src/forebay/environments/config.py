@@ -72,6 +72,12 @@ class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
         """What a train step fetches."""
         return self.batch_size * self.fragments.fragments_per_chunk
 
+    @property
+    def stream(self) -> dict[str, Any]:
+        """What fragments must have in common to be trained together, as plain values."""
+        environment = self.environment.model_dump(mode="json", include={"id", "arguments", "num_envs"})
+        return environment | self.fragments.model_dump(include={"length", "fragments_per_chunk"})
+
     def buffer_settings(self) -> dict[str, Any]:
         """Of the `ReplayBufferActor`, but the database.
 
@@ -93,6 +99,11 @@ class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _check(self) -> FragmentRunConfig:
+        if self.fragments.length * self.fragments.fragments_per_chunk < 2:
+            raise ConfigError(
+                "fragments.length = 1 and fragments.fragments_per_chunk = 1 make streams of a single step, "
+                "which may be one that only resets; raise one of them"
+            )
         memory, mini_batches = self.policy.memory, self.train.mini_batches
         streams = self.batch_size * self.environment.num_envs
         if memory != "none" and mini_batches > streams:

@@ -72,6 +72,10 @@ class FragmentDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
         self._progress.stop()
 
     def start(self, name: str, facts: Mapping[str, object], *, step: int, total: int) -> None:

@@ -11,7 +11,7 @@
                 buffer-*/           the buffer while the run goes on; made anew from a checkpoint
                 learning_curve.png  episode.png
 
-Nothing that is loaded is unpickled.
+What is the same for every kind of run is in `forebay.runs.folder`. Nothing that is loaded is unpickled.
 """
 
 from __future__ import annotations
@@ -25,13 +25,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tomli_w
 
-from forebay import durable
-from forebay.config import ConfigError, load_config
+from forebay.config import ConfigError
 from forebay.environments.config import FragmentRunConfig
+from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish, saved_as
 
-RUN_FILE = "run.toml"
 NUM_CHECKPOINTS = 2
 """Kept: the newest, and the one before in case the newest turns out to be of a policy gone bad."""
 
@@ -41,59 +39,25 @@ class Checkpoint(NamedTuple):
 
     arrays: dict[str, np.ndarray[Any, Any]]
     counts: dict[str, Any]
-
-
-def to_toml(config: FragmentRunConfig) -> str:
-    """The resolved recipe, which `forebay train` reads back."""
-    return tomli_w.dumps(config.model_dump(mode="json"))
+    fragments: Path
+    """The copy of the buffer."""
 
 
 def saved_config(folder: Path, overrides: Sequence[str] = ()) -> FragmentRunConfig:
-    """The recipe of the run in `folder`, with `overrides`; the folder stays the run's own, even if moved.
+    """`saved_as` for a run in environments."""
+    return saved_as(FragmentRunConfig, folder, overrides)
+
+
+def newest_checkpoint(folder: Path) -> Path:
+    """Of the run in `folder`.
 
     Raises:
-        ConfigError: an override does not fit or would move the run.
+        ConfigError: there is none.
     """
-    for override in overrides:
-        if override.partition("=")[0].strip() in ("name", "output"):
-            raise ConfigError(
-                f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out"
-            )
-    config = load_config(FragmentRunConfig, folder / RUN_FILE, overrides)
-    folder = folder.resolve()
-    return config.model_copy(update={"output": folder.parent, "name": folder.name})
-
-
-def new_folder(config: FragmentRunConfig, *, overwrite: bool) -> Path:
-    """The empty folder of a new run, with its recipe.
-
-    Raises:
-        ConfigError: there is an earlier run and `overwrite` is not set, or something that is no run.
-    """
-    folder = config.folder
-    if folder.exists() and any(folder.iterdir()):
-        if not (folder / RUN_FILE).exists():
-            raise ConfigError(f"{str(folder)!r} holds files that are not a run's; choose another name=...")
-        if not overwrite:
-            raise ConfigError(
-                f"{str(folder)!r} already holds a run: go on with it (--resume {folder}), replace it "
-                f"(--overwrite), or choose another name=..."
-            )
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_run_file(config)
-    return folder
-
-
-def write_run_file(config: FragmentRunConfig) -> None:
-    """Write the recipe into the run's folder, whole or not at all."""
-    durable.write_text(config.folder / RUN_FILE, to_toml(config))
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete ones, oldest first."""
-    found = [path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp"]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise ConfigError(f"nothing to go on from in {str(folder)!r}: it has no complete checkpoint")
+    return checkpoints[-1]
 
 
 async def save_checkpoint(
@@ -104,7 +68,7 @@ async def save_checkpoint(
     save_buffer: Callable[[str], Awaitable[None]],
 ) -> None:
     """Write the checkpoint of `step`, unless it is there; then delete those before the last ones."""
-    final = folder / "checkpoints" / f"step_{step}"
+    final = folder / "checkpoints" / f"step_{step:06d}"
     if not final.exists():
         temporary = final.with_suffix(".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
@@ -112,29 +76,26 @@ async def save_checkpoint(
         np.savez(temporary / "arrays.npz", **dict(arrays))  # type: ignore[arg-type]
         (temporary / "run.json").write_text(json.dumps(dict(counts), indent=2) + "\n", encoding="utf-8")
         await save_buffer(str(temporary / "fragments"))
-        durable.sync_tree(temporary)
-        temporary.rename(final)
-        durable.sync(final.parent)
-    for old in list_checkpoints(folder)[:-NUM_CHECKPOINTS]:
-        # Under another name first: what has the name of a checkpoint is a whole one.
-        shutil.rmtree(old.rename(old.with_suffix(".tmp")))
+        publish(temporary, final)
+    prune_checkpoints(folder, NUM_CHECKPOINTS)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """What `save_checkpoint` wrote there, but the buffer."""
+    """What `save_checkpoint` wrote there."""
+    counts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     with np.load(path / "arrays.npz", allow_pickle=False) as arrays:
-        return Checkpoint(dict(arrays), json.loads((path / "run.json").read_text(encoding="utf-8")))
+        return Checkpoint(dict(arrays), counts, path / "fragments")
 
 
 @contextlib.contextmanager
-def buffer_folder(folder: Path, checkpoint: Path | None) -> Iterator[Path]:
-    """Where the buffer works inside the block: empty, or as it was at the checkpoint."""
+def buffer_folder(folder: Path, fragments: Path | None) -> Iterator[Path]:
+    """Where the buffer works inside the block: empty, or a copy of the one in `fragments`."""
     for left_over in folder.glob("buffer-*"):
         shutil.rmtree(left_over)
     # A name of its own: workers of a killed run may still hold the files of theirs.
     live = folder / f"buffer-{uuid.uuid4().hex[:8]}"
-    if checkpoint is not None:
-        shutil.copytree(checkpoint / "fragments", live)
+    if fragments is not None:
+        shutil.copytree(fragments, live)
     try:
         yield live
     finally:

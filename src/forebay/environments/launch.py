@@ -16,20 +16,21 @@ import numpy as np
 import torch
 
 from forebay.config import ConfigError, look_up
-from forebay.environments import evaluation, folder
+from forebay.environments import evaluation
 from forebay.environments.actions import head_for
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.crew import Crew
 from forebay.environments.display import EVAL_RETURN, FragmentDisplay
-from forebay.environments.folder import Checkpoint
+from forebay.environments.folder import Checkpoint, buffer_folder, load_checkpoint, newest_checkpoint
 from forebay.environments.hub import Hub
 from forebay.environments.messages import WorkerMode, WorkerSpec
 from forebay.environments.policy import Policy
 from forebay.environments.ppo import PPOTrainer
-from forebay.environments.run import EVALUATION_SEED, FragmentRun, draw, train, working
+from forebay.environments.run import FragmentRun, draw, train, working
 from forebay.environments.vector import MODES, spaces
 from forebay.fragments import FragmentStore, ReplayBufferActor
 from forebay.metrics import MetricsConfig
+from forebay.runs.folder import prepare, write_run_file
 
 INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
@@ -44,20 +45,23 @@ async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overw
         FloatingPointError: the training broke down.
     """
     trainer, mode = build_trainer(config), build_mode(config)
-    checkpoint = newest_checkpoint(config.folder) if resume is not None else None
-    saved = None if checkpoint is None else _load(checkpoint, trainer)
+    saved = None if resume is None else _load(newest_checkpoint(config.folder), trainer)
     if saved is None:
-        folder.new_folder(config, overwrite=overwrite)
+        prepare(config, overwrite=overwrite)
     else:
         # Only now: overrides that do not fit must not spoil the recipe.
-        folder.write_run_file(config)
+        write_run_file(config, config.folder)
+    # Fragments of another shape, or from elsewhere, cannot be trained together with new ones.
+    fits = saved is not None and saved.counts["stream"] == config.stream
     with (
-        folder.buffer_folder(config.folder, checkpoint) as path,
+        buffer_folder(config.folder, saved.fragments if saved is not None and fits else None) as path,
         FragmentDisplay() as display,
         _warnings_shown(display),
     ):
         run = _build(config, trainer, mode, saved, {"path": str(path)}, display)
         display.start(config.name, _facts(run), step=trainer.step, total=config.steps)
+        if saved is not None and not fits:
+            display.warning("the fragments of the checkpoint are of another stream of steps and stay behind")
         try:
             with _stopped_by_signals(run):
                 await _work(run)
@@ -77,15 +81,7 @@ async def evaluate(config: FragmentRunConfig) -> dict[str, float]:
     """
     trainer = build_trainer(config)
     _load(newest_checkpoint(config.folder), trainer)
-    episodes = await asyncio.to_thread(
-        evaluation.play,
-        config.environment,
-        trainer.policy,
-        config.eval_episodes,
-        config.seed + EVALUATION_SEED,
-    )
-    returns = [episode.reward for episode in episodes]
-    return {"step": trainer.step, EVAL_RETURN: float(np.mean(returns)), "eval/min_return": min(returns)}
+    return {"step": trainer.step} | await asyncio.to_thread(evaluation.measure, config, trainer.policy)
 
 
 def build_trainer(config: FragmentRunConfig) -> PPOTrainer:
@@ -117,20 +113,8 @@ def build_mode(config: FragmentRunConfig) -> WorkerMode:
     return mode
 
 
-def newest_checkpoint(path: Path) -> Path:
-    """Of the run in the folder `path`.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    checkpoints = folder.list_checkpoints(path)
-    if not checkpoints:
-        raise ConfigError(f"nothing to go on from in {str(path)!r}: it has no complete checkpoint")
-    return checkpoints[-1]
-
-
 def _load(path: Path, trainer: PPOTrainer) -> Checkpoint:
-    saved = folder.load_checkpoint(path)
+    saved = load_checkpoint(path)
     try:
         trainer.load(saved.counts["step"], saved.arrays)
     except ValueError as error:
@@ -236,12 +220,16 @@ def _stopped_by_signals(run: FragmentRun) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
+    def leave(*_: object) -> None:
+        run.display.close()
+        os._exit(INTERRUPTED)
+
     def stop() -> None:
         run.stop.set()
         run.display.message("Stopping: this step is finished and saved first. Ctrl-C again: leave at once.")
         for number in before:
             loop.remove_signal_handler(number)
-            signal.signal(number, lambda *_: os._exit(INTERRUPTED))
+            signal.signal(number, leave)
 
     for number in before:
         loop.add_signal_handler(number, stop)

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,6 @@ from forebay.runs.pictures import Rows, read_curve
 
 # Okabe & Ito 2008, "Color universal design": told apart with every common colour blindness.
 _BLUE, _ORANGE = "#0072B2", "#D55E00"
-
-NUM_FRAMES = 8
-"""In a strip: enough to see the movement, large enough to see the thing."""
 
 
 def learning_curve(rows: Rows, path: Path, title: str) -> None:
@@ -61,17 +58,16 @@ def _label(axes: Any, title: str, unit: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def frame_strip(frames: Sequence[np.ndarray[Any, Any]], path: Path) -> None:
-    """Write a PNG of `NUM_FRAMES` of the frames side by side, evenly spread from the first to the last."""
+def frame_strip(frames: Mapping[int, np.ndarray[Any, Any]], path: Path) -> None:
+    """Write a PNG of the frames side by side, each under its step."""
     from matplotlib.figure import Figure
 
-    chosen = np.unique(np.linspace(0, len(frames) - 1, NUM_FRAMES).round().astype(int))
-    height, width = frames[0].shape[:2]
-    figure = Figure(figsize=(1.6 * len(chosen), 1.6 * height / width + 0.3), layout="constrained")
-    for column, index in enumerate(chosen, start=1):
-        axes = figure.add_subplot(1, len(chosen), column)
-        axes.imshow(frames[index])
+    height, width = next(iter(frames.values())).shape[:2]
+    figure = Figure(figsize=(1.6 * len(frames), 1.6 * height / width + 0.3), layout="constrained")
+    for column, (step, frame) in enumerate(frames.items(), start=1):
+        axes = figure.add_subplot(1, len(frames), column)
+        axes.imshow(frame)
         axes.set_axis_off()
-        axes.set_title(f"step {index}", fontsize=7)
+        axes.set_title(f"step {step}", fontsize=7)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -48,6 +48,8 @@ class ProcessWorkers:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env=ENVIRONMENT | os.environ,
+            # A Ctrl-C in the terminal is for the trainer alone, which finishes its step with their help.
+            start_new_session=True,
         )
         output = b""
         try:

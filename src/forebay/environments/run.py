@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forebay.environments import evaluation, folder
+from forebay.config import ConfigError
+from forebay.environments import evaluation
 from forebay.environments.batch import StepBatch
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.crew import Crew
-from forebay.environments.display import EVAL_RETURN, RETURN, STEPS_PER_S, FragmentDisplay
+from forebay.environments.display import RETURN, STEPS_PER_S, FragmentDisplay
+from forebay.environments.folder import save_checkpoint
 from forebay.environments.hub import Hub
 from forebay.environments.messages import WorkerError
 from forebay.environments.pictures import frame_strip, learning_curve
@@ -37,8 +39,6 @@ STALL_S = 900.0
 """Without a batch for so long, workers hang: no environment takes a quarter of an hour for a few steps."""
 STOP_GRACE_S = 30.0
 """For workers to finish the fragment they are at; then they are ended."""
-EVALUATION_SEED = 1_000_000
-"""Added to the run's: no worker is reset with the seeds of an evaluation."""
 _BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "waiting_additions")
 
 
@@ -159,22 +159,7 @@ def _account(run: FragmentRun, buffer: Mapping[str, float]) -> dict[str, float]:
 
 async def _evaluate(run: FragmentRun) -> None:
     run.display.phase("evaluating")
-    config = run.config
-    episodes = await asyncio.to_thread(
-        evaluation.play,
-        config.environment,
-        run.trainer.policy,
-        config.eval_episodes,
-        config.seed + EVALUATION_SEED,
-    )
-    returns = np.array([episode.reward for episode in episodes])
-    metrics = {
-        EVAL_RETURN: float(returns.mean()),
-        "eval/min_return": float(returns.min()),
-        "eval/std_return": float(returns.std()),
-        "eval/episode_steps": float(np.mean([episode.num_steps for episode in episodes])),
-        "eval/episodes": len(episodes),
-    }
+    metrics = await asyncio.to_thread(evaluation.measure, run.config, run.trainer.policy)
     run.metrics.log(run.trainer.step, metrics)
     run.display.evaluation(run.trainer.step, metrics)
 
@@ -186,10 +171,11 @@ async def _save(run: FragmentRun) -> None:
         "session_id": run.session_id,
         "num_resumes": run.num_resumes,
         "num_restarts": run.crew.num_restarts,
+        "stream": run.config.stream,
         **run.hub.counts(),
     }
     arrays = run.trainer.arrays()
-    await folder.save_checkpoint(run.config.folder, run.trainer.step, arrays, counts, run.buffer.save)
+    await save_checkpoint(run.config.folder, run.trainer.step, arrays, counts, run.buffer.save)
 
 
 def draw(run: FragmentRun) -> list[dict[str, float | None]]:
@@ -198,8 +184,8 @@ def draw(run: FragmentRun) -> list[dict[str, float | None]]:
     rows = read_jsonl(config.folder / "metrics.jsonl")
     learning_curve(rows, config.folder / "learning_curve.png", config.environment.id)
     try:
-        frames = evaluation.watch(config.environment, run.trainer.policy, config.seed + EVALUATION_SEED)
-    except ImportError as error:
+        frames = evaluation.watch(config, run.trainer.policy)
+    except ConfigError as error:
         run.display.warning(f"no frames of an episode: {error}")
         return rows
     if frames:

@@ -72,7 +72,7 @@ def make_env(config: EnvironmentConfig, render_mode: str | None = None) -> Any:
     gymnasium = import_gymnasium()
     try:
         env = gymnasium.make(config.id, render_mode=render_mode, disable_env_checker=True, **config.arguments)
-    except (gymnasium.error.Error, ImportError, TypeError) as error:
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"environment.id = {config.id!r} with arguments = {config.arguments}: {error}"
         ) from error

@@ -127,7 +127,8 @@ class ReplayBufferActor:
         """Announce fragments, those of a worker in order; with a rate limit, wait while readers lag behind.
 
         Adding one again changes nothing while the buffer or a lease holds it, and for long after, so a caller
-        that does not know whether an addition got through may repeat it. A cancelled call has added a part from the front.
+        that does not know whether an addition got through may repeat it. A cancelled call has added a part
+        from the front.
 
         Raises:
             BufferClosed: the buffer was closed.

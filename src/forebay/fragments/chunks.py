@@ -27,7 +27,7 @@ MIN_TIDY = 64
 """Chunks that have left may stay in the lists of a small table."""
 
 
-class Fragment(msgspec.Struct, array_like=True, frozen=True):
+class Fragment(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """What the buffer keeps of a fragment."""
 
     fragment_id: str
@@ -43,7 +43,7 @@ class Chunk(msgspec.Struct, eq=False):
 
     number: int
     """Counts the chunks in the order in which they were completed."""
-    fragments: list[Fragment]
+    fragments: tuple[Fragment, ...]
     oldest_version: int
     """The model version of its oldest fragment, wherever that stands in it."""
     priority: float
@@ -61,7 +61,7 @@ class ChunkTable:
     """The chunks that can be served.
 
     >>> table = ChunkTable()
-    >>> table.add(Chunk(0, [], oldest_version=3, priority=1.0))
+    >>> table.add(Chunk(0, (), oldest_version=3, priority=1.0))
     >>> [chunk.number for chunk in table.stale(min_version=4)]
     [0]
     """

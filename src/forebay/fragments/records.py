@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 
-class FragmentIndex(msgspec.Struct, frozen=True, array_like=True):
+class FragmentIndex(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Where a fragment stands in the stream of its worker.
 
     >>> FragmentIndex("worker-0", 7)
@@ -31,7 +31,7 @@ class FragmentIndex(msgspec.Struct, frozen=True, array_like=True):
     """Counts the fragments of the worker: 0, 1, 2, ..."""
 
 
-class FragmentMetadata(msgspec.Struct, frozen=True, array_like=True):
+class FragmentMetadata(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """All the buffer knows about a fragment.
 
     >>> FragmentMetadata("worker-0", 7, model_version=3, session_id="run").index

@@ -25,7 +25,7 @@ MAX_CHUNKS = 256
 MIN_SHARE = 4
 """Of its chunks, one in so many must be left: rows are at most so many times what they have to be."""
 
-Row = tuple[int, list[Fragment], int, float, int]
+Row = tuple[int, tuple[Fragment, ...], int, float, int]
 """Of a chunk: number, fragments, oldest version, priority, uses."""
 KINDS = ("segment", "uses", "priorities")
 RowKey = tuple[str, int]
@@ -52,7 +52,7 @@ class Segments:
     exactly the chunks that are held.
 
     >>> segments = Segments()
-    >>> segments.add(Chunk(0, [], oldest_version=3, priority=1.0))
+    >>> segments.add(Chunk(0, (), oldest_version=3, priority=1.0))
     >>> list(segments.take_rows())
     [('segment', 0)]
     """

@@ -165,7 +165,7 @@ class ReplayState:
                 # A chunk has no holes: what came before is no use either.
                 self._drop([fragment], "stale")
             elif is_chunk:
-                self._insert([fragment])
+                self._insert((fragment,))
             else:
                 self._follow(fragment, now_s)
         self._evict()
@@ -176,12 +176,12 @@ class ReplayState:
         if not complete:
             self._changes["part", fragment.number] = fragment
             return
-        self._insert(complete)
+        self._insert(tuple(complete))
         # The last one was never a row.
         for part in complete[:-1]:
             self._changes["part", part.number] = None
 
-    def _insert(self, fragments: list[Fragment]) -> None:
+    def _insert(self, fragments: tuple[Fragment, ...]) -> None:
         meta = self.meta
         oldest = min([fragment.model_version for fragment in fragments])
         chunk = Chunk(meta.num_chunks, fragments, oldest, meta.max_priority)

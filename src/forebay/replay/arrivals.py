@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forebay.replay.groups import StoredGroup
+from forebay.replay.groups import HeldGroup, StoredGroup, as_stored
 from forebay.replay.storage import StorageItem
 from forebay.types import (
     RolloutState,
+    Status,
     fill_token_fields,
     get_group_status,
     maybe_expire_group,
@@ -34,6 +35,9 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequen
     Raises:
         ValueError: token fields of a rollout have different lengths.
     """
+    if isinstance(group, HeldGroup):
+        # It came from a client, which has done so.
+        return group
     for state in group:
         if model_step is not None:
             update_sample_version(state, model_step)
@@ -52,17 +56,29 @@ def arrived_row(
 
     At or over the threshold the group is expired, its responses wiped.
     """
-    group = StoredGroup(items)
+    group: StoredGroup | HeldGroup = items if isinstance(items, HeldGroup) else StoredGroup(items)
     if seen_step is not None:
         group.refresh(seen_step, reset_unlabelled=current_train_step is not None)
-    if stale_threshold is not None and maybe_expire_group(group, stale_threshold):
-        group = StoredGroup(group)
+    if stale_threshold is not None and max(staleness_of(group)) >= stale_threshold:
+        states = as_stored(group)
+        if maybe_expire_group(states, stale_threshold):
+            group = StoredGroup(states)
     return StorageItem(
         group,
         uid=-1,
         timestamp_id=-1,
         task_name=task_name,
-        status=get_group_status(group),
-        staleness=max(state.seq_staleness for state in group),
-        oldest_model_step=group.oldest_step,
+        status=status_of(group),
+        staleness=max(staleness_of(group)),
+        oldest_model_step=min((step for step in group.steps if step is not None), default=None),
     )
+
+
+def status_of(group: Sequence[RolloutState]) -> Status:
+    """The group's status."""
+    return group.status if isinstance(group, HeldGroup) else get_group_status(group)
+
+
+def staleness_of(group: Sequence[RolloutState]) -> Sequence[int]:
+    """The staleness of each member."""
+    return group.staleness if isinstance(group, HeldGroup) else [state.seq_staleness for state in group]

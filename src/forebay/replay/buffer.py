@@ -34,13 +34,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.replay.archiving import ArchivingStorage, taking
 from forebay.replay.arrivals import arrived_row, check_threshold, label_group
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
-from forebay.replay.groups import StoredGroup, copy_group, hand_out
+from forebay.replay.groups import StoredGroup, as_stored, copy_group, hand_out
 from forebay.replay.locks import SharedLock
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices, plain_value, read_field
@@ -60,6 +60,9 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Group = list[RolloutState]
+Presented = TypeVar("Presented")
+Present = Callable[..., Presented]
+"""As `hand_out`: what is made of a group that leaves the store."""
 
 _CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
 
@@ -177,7 +180,7 @@ class ReplayBuffer:
         Raises:
             ValueError: as for `put`; nothing is stored.
         """
-        evicted = await self._store(
+        _, evicted = await self._store(
             groups, task_name, model_step, current_train_step, stale_threshold, tags, priority, arrivals
         )
         if self.on_evict is not None:
@@ -195,12 +198,12 @@ class ReplayBuffer:
         priority: float | None,
         arrivals: Sequence[int] | None,
         receipt: bytes | None = None,
-    ) -> list[StorageItem]:
-        """Put the groups; what was evicted for them."""
+    ) -> tuple[list[StorageItem], list[StorageItem]]:
+        """Put the groups; their rows, and those evicted for them."""
         check_threshold(task_name, stale_threshold)
         tags, priority = check_tags(tags), check_priority(priority)
         if not (listed := [label_group(group, model_step) for group in groups if group]):
-            return []
+            return [], []
         async with self._lock.shared():
             step = await self._see_step(task_name, current_train_step)
             rows = []
@@ -217,7 +220,7 @@ class ReplayBuffer:
             finally:
                 # Also if cancelled: the groups may be stored.
                 self._changes.note()
-        return evicted
+        return rows, evicted
 
     async def get(
         self,
@@ -236,7 +239,7 @@ class ReplayBuffer:
             if not await self.policy.count(query, self.storage):
                 return []
             async with taking(self.storage, None) as view:
-                groups = await self._take(batch_size, task_name, group_status, view, tags=tags)
+                groups: list[Group] = await self._take(batch_size, task_name, group_status, view, tags=tags)
                 if groups:
                     self._changes.note()
         return groups
@@ -285,7 +288,7 @@ class ReplayBuffer:
         """
         async with self._lock.alone(), taking(self.storage, train_step) as view:
             still_held = train_step is not None
-            groups = {
+            groups: dict[str, list[Group]] = {
                 task: await self._take(size, task, group_status, view, still_held=still_held)
                 if size > 0
                 else []
@@ -453,13 +456,15 @@ class ReplayBuffer:
         *,
         tags: Mapping[str, TagValue] | None = None,
         still_held: bool = False,
-    ) -> list[Group]:
+        present: Present[Presented] | None = None,
+    ) -> list[Presented]:
         query = StorageIndices(task_name, group_status, tags).get_key()
         groups = await self.policy.get(count, query, view)
         seen_step = await self.storage.get_train_step(task_name)
-        handed_out: list[Group] = []
+        show: Callable[..., Any] = hand_out if present is None else present
+        handed_out: list[Presented] = []
         for group in groups:
-            handed_out.append(hand_out(group, seen_step, copy=still_held or self._num_saving > 0))
+            handed_out.append(show(group, seen_step, copy=still_held or self._num_saving > 0))
             if len(handed_out) % COPY_AT_ONCE == 0:
                 # The lock is held, but other work than the buffer's may go on.
                 await asyncio.sleep(0)
@@ -474,7 +479,9 @@ class ReplayBuffer:
         while rows := await self.storage.get(query, order=STALEST, limit=EXPIRE_AT_ONCE):
             for row in rows:
                 # A snapshot being written still reads the rollouts as they were.
-                group = copy_group(row.item) if self._num_saving else row.item
+                group = as_stored(row.item)
+                if self._num_saving and group is row.item:
+                    group = copy_group(group)
                 group.refresh(train_step)
                 expire_group(group)
                 row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None

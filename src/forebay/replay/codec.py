@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.replay.groups import StoredGroup
+from forebay.replay.groups import HeldGroup, StoredGroup
 from forebay.replay.payload import damage_named
 from forebay.types import Status
 
@@ -40,6 +40,9 @@ class GroupCodec:
         # Here, because a program may import the buffer and never store a group in a database.
         from forebay.replay.packing import pack_group
 
+        if isinstance(payload, HeldGroup):
+            head, data = payload.encoded()
+            return b"".join((_PRELUDE.pack(MAGIC, len(head)), head, data))
         packed = pack_group(payload if isinstance(payload, StoredGroup) else StoredGroup(payload))
         return b"".join((_PRELUDE.pack(MAGIC, len(packed.head)), packed.head, *packed.buffers))
 

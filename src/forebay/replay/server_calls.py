@@ -20,15 +20,18 @@ from typing import Any, Generic, TypeVar
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
-from forebay.replay.arrivals import arrived_row
-from forebay.replay.buffer import Group, ReplayBuffer
+from forebay.replay.arrivals import arrived_row, staleness_of, status_of
+from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.packed import PackedPayload
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_gate import Census, Gate
 from forebay.replay.server_handover import Handover, recover, take_over
 from forebay.replay.storage import StorageItem
-from forebay.types import Status, get_group_status
+from forebay.types import RolloutState, Status
 
 Value = TypeVar("Value")
+Incoming = PackedPayload | list[RolloutState]
+"""A group that a client has sent."""
 
 MAX_REMEMBERED = 16_384
 """Groups put and takes whose outcome is remembered: many times what clients have under way at once."""
@@ -131,7 +134,7 @@ class Served:
         if self._on_evict is not None:
             self._on_evict(item)
 
-    async def look_back(self, arguments: messages.PutArguments, groups: list[Group]) -> Result | None:
+    async def look_back(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Result | None:
         """What a put had as its result if an earlier server has stored it; None if none has.
 
         Raises:
@@ -148,10 +151,9 @@ class Served:
             return None
         task, step = arguments.task_name, arguments.current_train_step
         seen = await storage.get_train_step(task) if step is None else step
-        before = list(map(get_group_status, groups))
-        for group in groups:
-            arrived_row(group, task, seen, step, arguments.stale_threshold)
-        return _put_result(groups, before, ())
+        before = list(map(status_of, groups))
+        rows = [arrived_row(group, task, seen, step, arguments.stale_threshold) for group in groups]
+        return _put_result(rows, before, ())
 
     async def admit(self, key: bytes, number: int) -> None:
         """Wait for room for a put, unless it is stored or being stored already; then `put` at once."""
@@ -161,7 +163,7 @@ class Served:
             if self._is_known(key):
                 self.gate.leave(number)
 
-    async def put(self, arguments: messages.PutArguments, groups: list[Group]) -> Result:
+    async def put(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Result:
         """Store the groups, which were admitted, unless they were stored under this key before.
 
         The value is, for each group, whether it has expired and the staleness of its members; and what was
@@ -185,11 +187,11 @@ class Served:
         if not task.cancelled() and task.exception() is None:
             self._stored.remember(key, task.result(), number)
 
-    async def _store(self, arguments: messages.PutArguments, groups: list[Group]) -> Result:
+    async def _store(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Result:
         try:
-            before = list(map(get_group_status, groups))
+            before = list(map(status_of, groups))
             async with self.census.within():
-                evicted = await self.buffer._store(
+                rows, evicted = await self.buffer._store(
                     groups,
                     arguments.task_name,
                     None,
@@ -205,7 +207,7 @@ class Served:
             self.gate.leave(len(groups))
         for item in evicted:
             self._note_eviction(item)
-        return _put_result(groups, before, evicted)
+        return _put_result(rows, before, evicted)
 
     async def get(self, arguments: messages.GetArguments) -> Result:
         """See `ReplayBuffer.get`; the groups are parked until they are kept."""
@@ -328,11 +330,13 @@ class Served:
         return Result(await self.buffer.wait_for_change(arguments.version))
 
 
-def _put_result(groups: list[Group], before: list[Status], evicted: Sequence[StorageItem]) -> Result:
-    outcomes = []
-    for group, status in zip(groups, before, strict=True):
-        has_expired = status is not Status.EXPIRED and get_group_status(group) is Status.EXPIRED
-        outcomes.append([has_expired, [state.seq_staleness for state in group]])
+def _put_result(
+    rows: Sequence[StorageItem], before: Sequence[Status], evicted: Sequence[StorageItem]
+) -> Result:
+    outcomes = [
+        [status is not Status.EXPIRED and row.status is Status.EXPIRED, list(staleness_of(row.item))]
+        for row, status in zip(rows, before, strict=True)
+    ]
     return Result([outcomes, list(map(messages.EvictedGroup.of, evicted))])
 
 

@@ -3,7 +3,7 @@
 ::
 
     accepted -> greeting -> proof -> reading --Call--> a task each --> Part ..., Answer | Failure
-                              |         |-- Piece ---> unpacked, and kept for its call
+                              |         |-- Piece ---> checked, and kept for its call
                               |         |-- Cancel --> that task is cancelled
                               |         |-- Done ----> the take is settled
                               v         v
@@ -29,12 +29,11 @@ import msgspec
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
-from forebay.replay.buffer import Group
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import is_proof
-from forebay.replay.server_calls import ARGUMENTS, Served
+from forebay.replay.server_calls import ARGUMENTS, Incoming, Served
 from forebay.replay.server_channel import STALL_S, Channel, Received
-from forebay.replay.server_groups import receive_group
+from forebay.replay.server_groups import hold_group
 from forebay.replay.server_handover import Handover
 from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed
 
@@ -64,7 +63,7 @@ _log = logging.getLogger(__name__)
 class _Pieces:
     """What has come of a put whose call has not."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[Incoming] = field(default_factory=list)
     num_bytes: int = 0
 
 
@@ -197,12 +196,12 @@ class Connection:
                 raise FrameError("there is one hello only")
 
     def _gather(self, piece: messages.Piece, received: list[Received]) -> None:
-        """Keep the groups until their call comes; unpacked, so that it has less to do then."""
+        """Keep the groups until their call comes; checked, so that it has less to do then."""
         if not received:
             raise FrameError("a piece has no groups")
         pieces = self._pieces.setdefault(piece.number, _Pieces())
         self._occupy(piece.number, pieces, sum(map(sum, piece.sizes)))
-        pieces.groups += [receive_group(*group) for group in received]
+        pieces.groups += [hold_group(*group) for group in received]
 
     def _occupy(self, number: int, pieces: _Pieces, num_bytes: int) -> None:
         """Count the bytes of a call that brings groups, as long as it may bring them."""
@@ -249,9 +248,9 @@ class Connection:
         self._cancelled.discard(number)
         self._settled.set()
 
-    async def _serve(self, call: Call, groups: list[Group], last: list[Received]) -> None:
+    async def _serve(self, call: Call, groups: list[Incoming], last: list[Received]) -> None:
         try:
-            groups += [receive_group(*group) for group in last]
+            groups += [hold_group(*group) for group in last]
             await self._run_call(call, groups)
         except asyncio.CancelledError as error:
             if call.number in self._cancelled:
@@ -269,7 +268,7 @@ class Connection:
     async def _fail(self, number: int, error: BaseException) -> None:
         await self._channel.send(messages.failure_of(number, error))
 
-    async def _run_call(self, call: Call, groups: list[Group]) -> None:
+    async def _run_call(self, call: Call, groups: list[Incoming]) -> None:
         if (kind := ARGUMENTS.get(call.method)) is None:
             raise ValueError(f"the server has no method {call.method!r}; is it of another version?")
         try:
@@ -293,7 +292,7 @@ class Connection:
                     result = await getattr(self._served, call.method)(arguments)
                 await self._answer(call.number, result.value)
 
-    async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[Group]) -> None:
+    async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[Incoming]) -> None:
         if not groups or (call.method == "put" and len(groups) > 1):
             raise FrameError(f"{call.method} does not bring {len(groups)} groups")
         async with self._waits(True):

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from forebay.replay.packed import PackedPayload, receive_payload
 from forebay.replay.server_messages import FrameError
 from forebay.replay.unpacking import unpack_group
 from forebay.types import RolloutState
+
+
+def hold_group(head: Any, data: Any) -> PackedPayload | list[RolloutState]:
+    """What a server holds of a group that came; see `receive_payload`.
+
+    Raises:
+        FrameError: it is none.
+    """
+    try:
+        return receive_payload(head, data)
+    except ValueError as error:
+        raise FrameError(str(error)) from None
 
 
 def receive_group(head: Any, data: Any) -> list[RolloutState]:

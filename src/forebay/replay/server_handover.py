@@ -20,19 +20,16 @@ train on.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from forebay.replay.archiving import taking
-from forebay.replay.buffer import Group, ReplayBuffer
-from forebay.replay.packing import PackedGroup, pack_group
+from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.packed import pack_out
+from forebay.replay.packing import PackedGroup
 from forebay.replay.storage import StorageItem, TagValue, archive_row, copy_row, revive_row
 from forebay.types import Status
-
-PACK_AT_ONCE = 64
-"""Groups packed between two turns of the event loop; it takes about 5 ms."""
 
 PARKED_STEP = 0
 """The train step of a row for the moment until it has none; train steps count from 1."""
@@ -113,8 +110,11 @@ async def take_over(
     groups: dict[str, list[PackedGroup]] = {}
     async with buffer._lock.alone(), taking(buffer.storage, PARKED_STEP if parks else train_step) as view:
         for task, size in task_batch_sizes.items():
-            found = await buffer._take(size, task, group_status, view, tags=tags) if size > 0 else []
-            groups[task] = await _pack_all(found, max_bytes)
+            if size > 0:
+                groups[task] = await buffer._take(size, task, group_status, view, tags=tags, present=pack_out)
+            else:
+                groups[task] = []
+            _check_sizes(groups[task], max_bytes)
         rows = view.taken
         if parks and rows:
             await buffer.storage.update([_parked(row) for row in rows])
@@ -125,19 +125,13 @@ async def take_over(
     return Handover(buffer, groups, rows, held, train_step)
 
 
-async def _pack_all(groups: list[Group], max_bytes: int) -> list[PackedGroup]:
-    packed: list[PackedGroup] = []
-    for group in groups:
-        packed.append(pack_group(group))
-        if (num_bytes := sum(packed[-1].size)) > max_bytes:
+def _check_sizes(groups: Sequence[PackedGroup], max_bytes: int) -> None:
+    for packed in groups:
+        if (num_bytes := sum(packed.size)) > max_bytes:
             raise ValueError(
                 f"a group has {num_bytes} bytes, and a message at most {max_bytes}; "
                 f"serve the buffer with larger max_frame_bytes"
             )
-        if len(packed) % PACK_AT_ONCE == 0:
-            # The lock is held, but other work than the buffer's may go on.
-            await asyncio.sleep(0)
-    return packed
 
 
 async def recover(buffer: ReplayBuffer) -> int:

@@ -80,6 +80,57 @@ def read_states(head: Head, data: Any) -> list[RolloutState]:
     return build_states([columns[name] for name in ROLLOUT_FIELDS])
 
 
+def check_head(head: Head, num_bytes: int) -> None:
+    """Whether `read_states` makes rollouts of this head, which has no trees, and so many bytes of arrays.
+
+    Raises:
+        ValueError, ArithmeticError, LookupError, TypeError, ...: it does not.
+    """
+    lengths, size = head.lengths, len(head.status)
+    _check_lengths(lengths, size)
+    sent = sum(sum(_without_marks(lengths[name])) * dtype.itemsize for name, dtype in ARRAYS.items())
+    if head.blobs or sent != num_bytes:
+        raise ValueError(f"its arrays are {sent} bytes, but {num_bytes} came")
+    for name, (lowest, highest) in _CONSTANT_LIMITS.items():
+        if missing := lengths[name].count(NOT_SENT):
+            constants = head.constants[name]
+            if len(constants) != missing or min(constants) < lowest or max(constants) > highest:
+                raise ValueError(f"{constants[:8]} are not the {name} of {missing} rollouts")
+    prompts = _check_prompts(head.prompts, lengths["prompt_ids"])
+    counts = lengths["response_ids"]
+    whole = sum(prompts[member] + counts[member] for member in _missing(lengths["tokens"]))
+    if whole > MAX_TOKENS:
+        raise ValueError(f"{whole} tokens are too much for a group")
+    _check_values(head, size)
+
+
+_CONSTANT_LIMITS = {name: (np.iinfo(ARRAYS[name]).min, np.iinfo(ARRAYS[name]).max) for name in CONSTANTS}
+_VALUE_NAMES = frozenset(VALUES)
+
+
+def _check_values(head: Head, size: int) -> None:
+    if unknown := (head.values.keys() | head.copied.keys()) - _VALUE_NAMES:
+        raise ValueError(f"a rollout has no {', '.join(sorted(unknown))}")
+    for name, column in head.values.items():
+        if len(column) not in (1, size):
+            raise ValueError(f"there are {len(column)} values of {name} for {size} rollouts")
+    for text in head.copied.values():
+        if len(bytes(text)) * size > MAX_COPIED_BYTES:
+            raise ValueError(f"{size} copies of {len(bytes(text))} bytes are too much")
+        _decode_value(bytes(text))
+    if "seq_staleness" in head.copied or not all(map(_is_whole, head.values.get("seq_staleness", [None]))):
+        raise ValueError("seq_staleness must be a whole number")
+
+
+def _check_prompts(data: bytearray, lengths: Sequence[int]) -> Sequence[int]:
+    """The length of each member's prompt."""
+    if sum(_without_marks(lengths)) * _IDS.itemsize != len(data) or lengths[0] < 0:
+        raise ValueError(f"its prompts are {len(data)} bytes, but should have lengths of {lengths[:8]}")
+    if lengths[0] * len(lengths) > MAX_TOKENS:
+        raise ValueError(f"{len(lengths)} prompts of {lengths[0]} tokens are too much")
+    return [lengths[0] if length < 0 else length for length in lengths]
+
+
 def _read_values(head: Head, decoder: Decoder) -> dict[str, Sequence[Any]]:
     size = len(head.status)
     columns: dict[str, Sequence[Any]] = dict.fromkeys(VALUES, (None,) * size)
@@ -162,13 +213,9 @@ def _split(array: NDArray[Any], lengths: Sequence[int]) -> Arrays:
 
 
 def _read_prompts(data: bytearray, lengths: Sequence[int]) -> Arrays:
-    sent = _without_marks(lengths)
-    if sum(sent) * _IDS.itemsize != len(data) or lengths[0] < 0:
-        raise ValueError(f"its prompts are {len(data)} bytes, but should have lengths of {lengths[:8]}")
-    prompts = _split(np.frombuffer(data, _IDS), sent)
+    _check_prompts(data, lengths)
+    prompts = _split(np.frombuffer(data, _IDS), _without_marks(lengths))
     first = prompts[0]
-    if len(first) * len(lengths) > MAX_TOKENS:
-        raise ValueError(f"{len(lengths)} prompts of {len(first)} tokens are too much")
     return [
         first if length == NOT_SENT else first.copy() if length == EQUAL else prompt
         for prompt, length in zip(prompts, lengths, strict=True)

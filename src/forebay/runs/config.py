@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import tomli_w
 from pydantic import Field, model_validator
@@ -226,7 +226,20 @@ def _check_task(number: int, task: TaskConfig) -> None:
         raise ConfigError(f"task {task.name!r}: {error}") from None
 
 
-def to_toml(config: StrictModel) -> str:
+class RunFile(Protocol):
+    """What the model of any run file has, of whatever kind the run is."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run keeps everything."""
+        ...
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]:
+        """Plain values."""
+        ...
+
+
+def to_toml(config: RunFile) -> str:
     """The resolved config as a run file that `load_config` reads back."""
     return tomli_w.dumps(_without_none(config.model_dump(mode="json")), multiline_strings=True)
 

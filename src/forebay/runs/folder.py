@@ -19,14 +19,19 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from forebay.config import ConfigError, load_config
+from forebay.config import ConfigError, ModelT, load_config
 from forebay.durable import sync, sync_tree, write_text
-from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.config import RunConfig, RunFile, to_toml
 
 RUN_FILE = "run.toml"
 
 
 def saved_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """`saved_as` for a run that trains a language model."""
+    return saved_as(RunConfig, folder, overrides)
+
+
+def saved_as(model: type[ModelT], folder: Path, overrides: Sequence[str] = ()) -> ModelT:
     """The config of the run in `folder`, with `overrides`; the folder stays the run's own, even if moved.
 
     Raises:
@@ -39,7 +44,7 @@ def saved_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
             )
     if not (folder / RUN_FILE).exists():
         raise ConfigError(f"no run in {str(folder)!r}: it has no {RUN_FILE}")
-    config = load_config(RunConfig, folder / RUN_FILE, overrides)
+    config = load_config(model, folder / RUN_FILE, overrides)
     folder = folder.resolve()
     return config.model_copy(update={"output": folder.parent, "name": folder.name})
 
@@ -59,7 +64,7 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(config: RunConfig, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(config: RunFile, *, overwrite: bool) -> Iterator[Path]:
     """The folder of a new run, with its run file, while the run's components are built.
 
     What an earlier run left is put aside as ``NAME.old`` and deleted at the end of the block. If the block
@@ -83,13 +88,13 @@ def new_folder(config: RunConfig, *, overwrite: bool) -> Iterator[Path]:
         shutil.rmtree(aside)
 
 
-def prepare(config: RunConfig, *, overwrite: bool) -> Path:
+def prepare(config: RunFile, *, overwrite: bool) -> Path:
     """`new_folder` for a caller to whom the earlier run does not matter: it is gone at once."""
     with new_folder(config, overwrite=overwrite) as folder:
         return folder
 
 
-def write_run_file(config: RunConfig, folder: Path) -> None:
+def write_run_file(config: RunFile, folder: Path) -> None:
     """Write `config` as the run file of `folder`, whole or not at all."""
     write_text(folder / RUN_FILE, to_toml(config))
 

@@ -1,9 +1,12 @@
-"""A small task that needs a calculator twice: ``37+58;*4?`` is ``0380``.
+"""A small task that needs a calculator twice: ``*4,37+58;`` is 37+58, and the result times 4.
 
-Each problem is two sums, of which the second goes on from the result of the first, so nothing but the first
-result tells what to call next. Rows carry a demonstration for the supervised warm-up. Some call the
-calculator as ``[37+58]``, read ``=0095;``, call ``[0095*4]``, read ``=0380;`` and answer ``0380``; the others
-give up at once and answer ``?``. Which of the two pays is for the reward to teach.
+The second sum goes on from the result of the first, so nothing but that result tells what to call next. Rows
+carry a demonstration for the supervised warm-up. Some call the calculator as ``[37+58]``, read ``=00095;``,
+call ``[00095*4]``, read ``=00380;`` and answer ``#00380``; the others give up at once and answer ``?``. Which
+of the two pays is for the reward to teach.
+
+A decoder made from nothing has to learn to copy before anything else. Numbers have their width, and prompt,
+results, calls and answer their form, so that what is copied always stands seven characters before.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from forebay.tools.contract import ToolError
 
 Row = dict[str, Any]
 
-WIDTH = 4
-"""Digits of every result, with zeros before it: a decoder this small copies by place, not by content."""
+WIDTH = 5
+"""Digits of every result, with zeros before it."""
 
 _NUM_PROBLEMS = 90 * 90 * 2 * 8
 """Two numbers of two digits, a sign and a number of one digit."""
@@ -50,9 +53,9 @@ def _row(number: int, gives_up: bool) -> Row:
     result = _work_out(half + rest)
     calls = [(first, half), (half + rest, result)]
     turns = [turn for call, value in calls for turn in _call(call, value)]
-    answer = {"role": "assistant", "content": result}
+    answer = {"role": "assistant", "content": f"#{result}"}
     return {
-        "prompt": f"{first};{rest}?",
+        "prompt": f"{rest},{first};",
         "answer": result,
         "demonstration": [{"role": "assistant", "content": "?"}] if gives_up else [*turns, answer],
     }

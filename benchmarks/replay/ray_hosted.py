@@ -21,7 +21,7 @@ import peer_job
 from measuring import Record, Table, arguments, show, show_s, versions
 from peers import ENVIRONMENTS, JOB, pythons, run_side
 
-TURNS, QUICK_TURNS = 4, 1
+TURNS, QUICK_TURNS = 3, 1
 SMALL_ROUNDS = 20
 SIDES = {"forebay_ray": "forebay", "transferqueue": "transferqueue"}
 """The script of each side, and whose interpreter it needs."""

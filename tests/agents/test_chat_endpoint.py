@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from forebay.agents.chat_messages import RequestError, plain_message
-from forebay.agents.chat_session import ChatSession, SessionEndedError
+from forebay.agents.chat_session import ChatSession
 from forebay.agents.endpoint import ChatEndpoint
 from forebay.agents.increments import IncrementRenderer
 from forebay.agents.program import ProgramAgentLoop, ProgramSession

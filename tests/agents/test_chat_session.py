@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from typing import Any
 
@@ -43,7 +44,10 @@ def echo(request: GenerateRequest) -> list[int]:
     text = decode(request.input_ids)
     whole, _, begun = text.rpartition("[assistant|")
     said = whole.rpartition("|")[2].removesuffix(".") + "."
-    return encode(said[len(begun) : -1]) + [TOKENIZER.eos_token_id]
+    for stop in request.params.stop:
+        if stop in said:
+            return encode(said[len(begun) : said.index(stop) + len(stop)])
+    return [*encode(said[len(begun) : -1]), TOKENIZER.eos_token_id]
 
 
 def make_session(*, max_tokens: int = 64, max_turn_tokens: int | None = None, **engine: Any) -> ChatSession:
@@ -56,6 +60,17 @@ def make_session(*, max_tokens: int = 64, max_turn_tokens: int | None = None, **
         IncrementRenderer(TOKENIZER),
         TurnReader(TOKENIZER),
         max_turn_tokens=max_turn_tokens,
+    )
+
+
+def make_loop(program: Any, **arguments: Any) -> ProgramAgentLoop:
+    return ProgramAgentLoop(
+        RolloutController(ScriptedEngine(echo)),
+        None,
+        TOKENIZER,
+        sample_params=SampleParams(max_tokens=9),
+        program=program,
+        **arguments,
     )
 
 
@@ -101,26 +116,26 @@ def test_requests_at_once_share_the_budget_and_lose_no_token(texts, budget, turn
 
 
 async def test_a_question_that_does_not_fit_leaves_no_trace() -> None:
-    session = make_session(max_context_tokens=40)
+    session = make_session(max_context_tokens=50)
     await session.complete([user("a")])
     before = session.state.tokens.copy()
     for _ in range(2):
         # The second time it must not pass for a question that was asked already.
         with pytest.raises(BudgetExhaustedError):
-            await session.complete([user("a"), said("a"), user("b" * 50)])
+            await session.complete([user("a"), said("a"), user("b" * 60)])
     assert session.is_exhausted
     np.testing.assert_array_equal(session.state.tokens, before)
     turn = await session.complete([user("a"), said("a"), user("b")])
     assert turn.message["content"] == "b"
     assert decode(session.state.tokens) == "[user|a.[assistant|a.[user|b.[assistant|b."
     with pytest.raises(BudgetExhaustedError):
-        await session.complete([user("c" * 50)])
+        await session.complete([user("c" * 60)])
     assert session.finished() == [session.state]
 
 
 async def test_where_the_first_question_never_fits_another_trajectory_becomes_the_rollout() -> None:
-    session = make_session(max_context_tokens=40, request_latency_s=0.01)
-    first = asyncio.create_task(session.complete([user("c" * 50)]))
+    session = make_session(max_context_tokens=50, request_latency_s=0.01)
+    first = asyncio.create_task(session.complete([user("c" * 60)]))
     second = asyncio.create_task(session.complete([user("b")]))
     with pytest.raises(BudgetExhaustedError):
         await first
@@ -283,11 +298,7 @@ async def test_plain_functions_may_all_wait_at_the_same_time() -> None:
             client.chat.completions.create(model="m", messages=[user(session.task["rollout_id"])])
         return 1.0
 
-    loop = ProgramAgentLoop(
-        RolloutController(ScriptedEngine(echo)),
-        None,
-        TOKENIZER,
-        sample_params=SampleParams(max_tokens=9),
+    loop = make_loop(
         program=program,
     )
     group = await loop.generate_group([RolloutState([], rollout_id=f"r{i}") for i in range(40)])
@@ -304,17 +315,11 @@ async def test_plain_functions_may_all_wait_at_the_same_time() -> None:
     ids=["chatty", "leaves a process"],
 )
 async def test_commands_that_print_much_or_leave_something_running(command: str, score: float) -> None:
-    import sys
-
     ask = (
         "import json, os, urllib.request as u; u.urlopen(u.Request(os.environ['OPENAI_BASE_URL'] + "
         "'/chat/completions', json.dumps({'messages': [{'role': 'user', 'content': 'a'}]}).encode()));"
     )
-    loop = ProgramAgentLoop(
-        RolloutController(ScriptedEngine(echo)),
-        None,
-        TOKENIZER,
-        sample_params=SampleParams(max_tokens=9),
+    loop = make_loop(
         program=[sys.executable, "-c", ask + command],
         timeout_s=30,
     )
@@ -331,11 +336,7 @@ async def test_what_is_no_reward_fails_the_rollout(result: Any) -> None:
             await client.chat.completions.create(model="m", messages=[user("a")])
         return result
 
-    loop = ProgramAgentLoop(
-        RolloutController(ScriptedEngine(echo)),
-        None,
-        TOKENIZER,
-        sample_params=SampleParams(max_tokens=9),
+    loop = make_loop(
         program=program,
     )
     (state,) = await loop.generate_group([RolloutState([], rollout_id="r")])

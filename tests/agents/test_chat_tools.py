@@ -170,11 +170,11 @@ async def test_a_model_whose_calls_nobody_can_read_is_given_no_tools() -> None:
 
 async def test_a_parser_of_ones_own_reads_calls_without_names() -> None:
     """`=1+2=`, the form of a small model, becomes a call of the only tool with its only parameter."""
-    tool = {"type": "function", "function": {"name": "calc", "parameters": {"properties": {"expression": {}}}}}
+    tool = {"type": "function", "function": {"name": "calc", "parameters": {"properties": {"x": {}}}}}
     reader = choose_reader(make_tokenizer("gemma"), r"=(?P<arguments>[^=]*)=")
     ids = make_tokenizer("gemma").encode("so =1+2=", add_special_tokens=False)
     (call,) = reader.read(ids, [tool], num_calls=4)["tool_calls"]
-    assert call["function"] == {"name": "calc", "arguments": {"expression": "1+2"}}
+    assert call["function"] == {"name": "calc", "arguments": {"x": "1+2"}}
     assert call["id"] == "call00004"
     assert "tool_calls" not in reader.read(ids, [tool, ADD])
     with pytest.raises(ValueError, match="unknown parser"):

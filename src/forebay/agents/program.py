@@ -34,6 +34,7 @@ from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.tool_calls import Parser
 from forebay.agents.turn_reader import choose_reader
 from forebay.config import import_object
+from forebay.sandbox.processes import until_exit
 from forebay.types import Message, RolloutState, SampleParams, Status
 
 PROGRAM_TIMEOUT_S = 600.0
@@ -304,7 +305,7 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
             output = streams.create_task(_tail(process.stdout))
             errors = streams.create_task(_tail(process.stderr))
             try:
-                await process.wait()
+                await _ended(process)
             finally:
                 # What it left running would also keep its output open.
                 with contextlib.suppress(ProcessLookupError):
@@ -317,6 +318,17 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
     with contextlib.suppress(ValueError, IndexError):
         return json.loads(output.result().strip().splitlines()[-1])
     return None
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Wait for the end of `process` itself: asyncio's own ``wait`` wants its output closed too, which what it
+    left running may keep open. Without Linux's process descriptors that has to do."""
+    if not hasattr(os, "pidfd_open"):
+        await process.wait()
+        return
+    # Reaped already if it was very short.
+    with contextlib.suppress(ProcessLookupError):
+        await until_exit(process.pid)
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:

@@ -80,6 +80,7 @@ class TransformersEngine:
                 f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}"
             )
         self._max_batch = max_batch
+        self._device = device
         self._model = model.eval().to(device)
         self._has_tokenizer = tokenizer is not None
         self._max_context_tokens = _context_limit(model, max_context_tokens)
@@ -175,6 +176,15 @@ class TransformersEngine:
         if self._closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         await self._in_thread(self._load, weights, model_step)
+
+    async def sleep(self) -> None:
+        """Give the device to somebody else: weights to the CPU, caches freed. `pause` comes first."""
+        assert self._paused, "an engine that generates cannot sleep; pause it first"
+        await self._in_thread(self._move, "cpu")
+
+    async def wake(self) -> None:
+        """Take the device again; `resume` may follow."""
+        await self._in_thread(self._move, self._device)
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
@@ -334,6 +344,11 @@ class TransformersEngine:
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         copy_weights(self._model, weights)
         self._model_step = model_step
+
+    def _move(self, device: str) -> None:
+        self._model.to(device)
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.empty_cache()
 
     def _release(self) -> None:
         if self._batch.size == 0:

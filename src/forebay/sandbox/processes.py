@@ -57,7 +57,7 @@ async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bo
     try:
         try:
             async with asyncio.timeout(wall_s):
-                await _ended(process.pid)
+                await until_exit(process.pid)
         except TimeoutError:
             overran = True
     finally:
@@ -68,12 +68,12 @@ async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bo
 async def _end(process: subprocess.Popen[bytes], tree: bool) -> None:
     # Not reaped yet, so the number cannot be anybody else's.
     _kill(process.pid, tree=tree)
-    await _ended(process.pid)
+    await until_exit(process.pid)
     process.wait()
 
 
-async def _ended(pid: int) -> None:
-    """Waits for the end of a child that is not reaped before; woken by the kernel."""
+async def until_exit(pid: int) -> None:
+    """Wait for the end of a child that is not reaped before; woken by the kernel."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
     descriptor = os.pidfd_open(pid)

@@ -137,11 +137,10 @@ def work(address: str, size: int, role: str) -> None:
             ways[way] = writer
             side.answer(side.repeat(writer.insert, command["seconds"], writer.finish))
         else:
-            # One dataset at a time: each reads ahead.
-            if way not in ways:
-                ways = {way: batches(address, size, way)}
-                next(ways[way])
-            side.answer(side.repeat(partial(sample, ways[way], size), command["seconds"], lambda: None))
+            # A new one each time: what it had read ahead while others had their turn would come for nothing.
+            source = batches(address, size, way)
+            next(source)
+            side.answer(side.repeat(partial(sample, source, size), command["seconds"], lambda: None))
 
 
 def sample(source: Iterator[Any], size: int) -> int:

@@ -202,8 +202,6 @@ def measure(size: int, options: Any, record: Record) -> list[Contender]:
 def take_turn(contender: Contender, operation: str, seconds: float) -> None:
     if operation not in contender.operations:
         return
-    # What was read ahead while others had their turn is used up first.
-    contender.worker.ask(contender.command(operation, seconds / 2))
     result = contender.worker.ask(contender.command(operation, seconds))
     if operation == "both":
         insert, sample = result

@@ -40,7 +40,11 @@ def with_further_trajectories(groups: list[list[RolloutState]]) -> list[list[Rol
                         status=Status.COMPLETED,
                         extra_fields={
                             TRAJECTORY_OF_KEY: state.rollout_id,
-                            "chat_record": {"tools": None, "messages": [{"role": "user"}], "turn_starts": [0]},
+                            "chat_record": {
+                                "tools": None,
+                                "messages": [{"role": "user"}],
+                                "turn_starts": [0],
+                            },
                         },
                     )
                 )

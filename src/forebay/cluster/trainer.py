@@ -226,6 +226,9 @@ class RayTrainer:
         """
         self._model_step = self._call("resume", Path(path).resolve())
 
+    def close(self) -> None:
+        """Nothing: the process outlives the run, and ends with its cluster."""
+
     def _call(self, method: str, *arguments: Any) -> Any:
         ray = import_ray()
         try:

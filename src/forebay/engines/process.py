@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
     from forebay.engines.weight_handover import WeightHandOver
 
+CLOSE_LIMIT_S = 10.0
+"""For an engine to end what it does; then its process is killed."""
 START_LIMIT_S = 600.0
 """For loading a model: minutes are usual where it is large."""
 LENGTH = struct.Struct("<I")
@@ -109,7 +111,8 @@ class ProcessEngine:
         self._closed = False
         self._model_step = 0
         self._max_context_tokens = 0
-        self._child: _Child | None = _Child(recipe, log)
+        self._starting: _Child | None = _Child(recipe, log)
+        self._child: _Child | None = None
         hand_over.join(self)
 
     def wait_until_ready(self) -> None:
@@ -118,10 +121,11 @@ class ProcessEngine:
         Raises:
             EngineLost: it ended, or took longer than its limit; the message ends with what it printed last.
         """
-        assert self._child is not None
-        self._note_ready(self._child.wait_until_ready(self._start_limit_s))
+        assert self._starting is not None
+        self._note_ready(self._starting.wait_until_ready(self._start_limit_s))
 
     def _note_ready(self, hello: dict[str, Any]) -> None:
+        self._child, self._starting = self._starting, None
         self._max_context_tokens, self._model_step = hello["max_context_tokens"], hello["model_step"]
 
     @property
@@ -137,7 +141,8 @@ class ProcessEngine:
     @property
     def pid(self) -> int | None:
         """The child's process id; None while there is none."""
-        return None if self._child is None else self._child.process.pid
+        child = self._child or self._starting
+        return None if child is None else child.process.pid
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue ``request.input_ids``; a lost child gives an error completion that says ``lost``.
@@ -212,34 +217,42 @@ class ProcessEngine:
         if self._closed:
             raise EngineLost("the engine is closed")
         if self._child is None:
-            self._child = child = _Child(self._recipe, self._log)
-            try:
-                hello = await asyncio.to_thread(child.wait_until_ready, self._start_limit_s)
-            except EngineLost:
-                self._child = None
-                raise
-            self._note_ready(hello)
-            await self._hand_over.again(self)
+            await self._start()
         await self._ask("health")
 
+    async def _start(self) -> None:
+        if self._starting is None:
+            self._starting = await asyncio.to_thread(_Child, self._recipe, self._log)
+        try:
+            hello = await asyncio.to_thread(self._starting.wait_until_ready, self._start_limit_s)
+            self._note_ready(hello)
+            await self._hand_over.again(self)
+        except BaseException:
+            # Cancelled, or without the weights of now: it must not be taken for one that serves.
+            self._lose("it could not be started again")
+            raise
+
     async def close(self) -> None:
-        """End the child; `generate` afterwards returns an error completion."""
+        """End the child, also one that does not answer; `generate` afterwards returns an error completion."""
         if self._closed:
             return
         self._closed = True
-        self._hand_over.leave(self)
-        if self._child is not None and self._child.process.poll() is None:
-            with contextlib.suppress(EngineLost):
-                await self._ask("close")
-        self._lose("the engine is closed")
-        if self._reader_task is not None:
-            await asyncio.gather(self._reader_task, return_exceptions=True)
-        self._hand_over.close()
+        try:
+            if self._child is not None and self._child.process.poll() is None:
+                with contextlib.suppress(EngineLost, TimeoutError):
+                    async with asyncio.timeout(CLOSE_LIMIT_S):
+                        await self._ask("close")
+        finally:
+            self._lose("the engine is closed")
+            self._hand_over.leave(self)
+            if self._reader_task is not None:
+                await asyncio.gather(self._reader_task, return_exceptions=True)
 
     def kill(self) -> None:
         """End the child at once; for where no event loop runs."""
-        if self._child is not None:
-            self._child.end()
+        for child in (self._child, self._starting):
+            if child is not None:
+                child.end()
 
     # Calls
 
@@ -268,7 +281,7 @@ class ProcessEngine:
         if self._writer is not None:
             return
         if self._child is None:
-            raise EngineLost("its process has ended and was not started again")
+            raise EngineLost("its process has ended and was not started again, or not yet")
         reader, self._writer = await asyncio.open_connection(sock=self._child.socket)
         self._reader_task = asyncio.create_task(self._read(reader, self._child))
 
@@ -292,9 +305,8 @@ class ProcessEngine:
 
     def _lose(self, why: str) -> None:
         """End all calls: the child is gone."""
-        child, self._child = self._child, None
-        if child is not None:
-            child.end()
+        self.kill()
+        self._child = self._starting = None
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -336,8 +348,11 @@ class _Child:
                 f"the engine process was not ready after {limit_s:g} s; its log, {str(self.log)!r}, ends "
                 f"with: {self._tail()}"
             ) from None
-        except EOFError:
-            raise EngineLost(self.cause_of_end()) from None
+        except (EOFError, OSError):
+            # Its end, or ours: `end` was called meanwhile.
+            cause = self.cause_of_end()
+            self.end()
+            raise EngineLost(cause) from None
         self.socket.settimeout(None)
         return hello
 

@@ -29,7 +29,7 @@ import torch
 
 from forebay.engines.base import EngineLost
 from forebay.engines.broadcast import Broadcaster, Receiver
-from forebay.engines.weight_layout import from_message, layout_of
+from forebay.engines.weight_layout import WeightsCorruptError, from_message, layout_of
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
@@ -66,16 +66,17 @@ class WeightHandOver(Protocol):
         ...
 
     def close(self) -> None:
-        """Free the memory or the connections."""
+        """Free the memory or the connections; members may still be there, and can be given weights again."""
         ...
 
 
 class SharedMemoryHandOver:
     """Writes weights into memory that every engine on this machine can map.
 
-    Invariants: whatever the number of engines, there is one copy, which is written once a hand-over; it is
-    not written again while an engine may still read it; it goes when the last process that has it ends,
-    however that ends.
+    Invariants: whatever the number of engines, there is one copy, which is written once a hand-over. Memory
+    that an engine may still read is not written again: a hand-over that begins meanwhile gets memory of its
+    own, so that an engine that hangs holds nobody up. It goes when the last process that has it ends, however
+    that ends, and here with the last member.
 
     >>> hand_over = SharedMemoryHandOver(checksum=True)
     >>> hand_over.close()
@@ -84,59 +85,68 @@ class SharedMemoryHandOver:
     def __init__(self, *, checksum: bool = False) -> None:
         """`checksum`: engines compare a CRC-32 of every parameter before they take it."""
         self._checksum = checksum
-        self._file: _MemoryFile | None = None
         self._written: _Written | None = None
+        self._num_members = 0
 
     def join(self, member: Member) -> None:
-        """Nothing to do: who maps the memory is told where it is."""
+        """Keep the memory for `member` too."""
+        self._num_members += 1
 
     def leave(self, member: Member) -> None:
-        """Nothing to do."""
+        """Free the memory if `member` was the last."""
+        self._num_members -= 1
+        if self._num_members == 0:
+            self.close()
 
     async def load(self, member: Member, weights: Weights, model_step: int) -> None:
         """Return once `member` uses `weights`, which are written at the first call with them."""
         if self._written is None or self._written.weights is not weights:
-            self._written = _Written(
-                weights, model_step, asyncio.ensure_future(self._write(weights, self._written))
-            )
+            earlier, self._written = self._written, _Written(weights, model_step)
+            self._written.message = asyncio.ensure_future(self._write(self._written, earlier))
         written = self._written
+        assert written.message is not None
         written.num_readers += 1
+        message = await asyncio.shield(written.message)
         try:
-            message = await asyncio.shield(written.message)
             await member.send_weights({**message, "model_step": model_step})
-        finally:
+        except (EngineLost, ValueError):
+            # It is gone, or has refused them: either way it does not read.
             written.num_readers -= 1
-            if written.num_readers == 0:
-                written.read.set()
+            raise
+        # Whoever was given up, or failed otherwise, may still be at it: then it counts for ever.
+        written.num_readers -= 1
 
     async def again(self, member: Member) -> None:
         """Have `member` read the memory once more."""
         if self._written is not None:
             await self.load(member, self._written.weights, self._written.model_step)
 
-    async def _write(self, weights: Weights, earlier: _Written | None) -> dict[str, Any]:
-        if earlier is not None and earlier.num_readers:
-            await earlier.read.wait()
-        return await asyncio.to_thread(self._fill, weights)
+    async def _write(self, written: _Written, earlier: _Written | None) -> dict[str, Any]:
+        free: _MemoryFile | None = None
+        if earlier is not None and earlier.message is not None:
+            await asyncio.wait([earlier.message])
+            free = earlier.file if earlier.num_readers == 0 else None
+        return await asyncio.to_thread(self._fill, written, free)
 
-    def _fill(self, weights: Weights) -> dict[str, Any]:
-        layout = layout_of(weights)
-        if self._file is None or self._file.num_bytes != layout.num_bytes:
-            self.close()
-            self._file = _MemoryFile(layout.num_bytes)
-        layout.write(self._file.data, weights)
+    def _fill(self, written: _Written, free: _MemoryFile | None) -> dict[str, Any]:
+        layout = layout_of(written.weights)
+        if free is None or free.num_bytes != layout.num_bytes:
+            free = _MemoryFile(layout.num_bytes)
+        layout.write(free.data, written.weights)
+        written.file = free
         return {
             "kind": "memory",
-            "path": self._file.path,
+            "path": free.path,
+            "inode": free.inode,
             "layout": layout.to_message(),
-            "checksums": layout.checksums(self._file.data) if self._checksum else None,
+            "checksums": layout.checksums(free.data) if self._checksum else None,
         }
 
     def close(self) -> None:
         """Let go of the memory; an engine that has mapped it may still read it."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._written is not None and self._written.file is not None:
+            self._written.file.close()
+        self._written = None
 
 
 class BroadcastHandOver:
@@ -239,29 +249,35 @@ class WeightInbox:
         """`device` is where a broadcast arrives."""
         self._engine = engine
         self._device = device
-        self._mapped: tuple[str, torch.Tensor] | None = None
+        self._mapped: tuple[int, torch.Tensor] | None = None
         self._receiver = Receiver(device)
+        self._turn = asyncio.Lock()
 
     async def handle(self, message: dict[str, Any]) -> None:
-        """Bring the weights that `message` announces into use.
+        """Bring the weights that `message` announces into use, after those that were announced before.
 
         Raises:
             WeightsCorruptError: they are not those that were sent; the engine keeps what it has.
             ValueError: they are not those of the engine's model.
         """
         layout = from_message(message["layout"])
-        if message["kind"] == "memory":
-            data = self._map(message["path"], layout.num_bytes)
-            checksums = message["checksums"]
-        else:
-            data, checksums = await asyncio.to_thread(self._receiver.receive, layout, message)
-        if checksums is not None:
-            await asyncio.to_thread(layout.check, data.cpu(), checksums)
-        await self._engine.load_weights(layout.views(data), message["model_step"])
+        # One that the sender has given up may still be at it, and must not end after a later one.
+        async with self._turn:
+            if message["kind"] == "memory":
+                data = self._map(message["path"], message["inode"], layout.num_bytes)
+                checksums = message["checksums"]
+            else:
+                data, checksums = await asyncio.to_thread(self._receiver.receive, layout, message)
+            if checksums is not None:
+                await asyncio.to_thread(layout.check, data.cpu(), checksums)
+            await self._engine.load_weights(layout.views(data), message["model_step"])
 
-    def _map(self, path: str, num_bytes: int) -> torch.Tensor:
-        if self._mapped is None or self._mapped[0] != path or len(self._mapped[1]) != num_bytes:
-            self._mapped = path, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+    def _map(self, path: str, inode: int, num_bytes: int) -> torch.Tensor:
+        # Not by the path: it has the number of a descriptor, which the next file may get again.
+        if self._mapped is None or self._mapped[0] != inode:
+            if not os.path.exists(path) or os.stat(path).st_ino != inode:
+                raise WeightsCorruptError(f"{path} is not the memory that was announced; it was given back")
+            self._mapped = inode, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._mapped[1]
 
 
@@ -272,10 +288,11 @@ class _TakesWeights(Protocol):
 class _Written:
     """Weights in shared memory, or on the way there."""
 
-    def __init__(self, weights: Weights, model_step: int, message: asyncio.Future[dict[str, Any]]) -> None:
-        self.weights, self.model_step, self.message = weights, model_step, message
+    def __init__(self, weights: Weights, model_step: int) -> None:
+        self.weights, self.model_step = weights, model_step
+        self.message: asyncio.Future[dict[str, Any]] | None = None
+        self.file: _MemoryFile | None = None
         self.num_readers = 0
-        self.read = asyncio.Event()
 
 
 class _MemoryFile:
@@ -292,6 +309,7 @@ class _MemoryFile:
             os.close(handle)
             self._finalizer = weakref.finalize(self, os.unlink, self.path)
         os.truncate(self.path, num_bytes)
+        self.inode = os.stat(self.path).st_ino
         self.data = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
 
     def close(self) -> None:

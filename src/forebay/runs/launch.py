@@ -32,6 +32,10 @@ from forebay.runs.folder import list_checkpoints, new_folder, write_run_file
 from forebay.runs.placement import Cluster, PartLost, make_cluster
 from forebay.runs.rollouts import build_rollouts, load_data
 from forebay.runs.separate import run_separate
+from forebay.train.ranks import RankError
+
+MAX_RESTARTS = 3
+"""How often a run in one process may lose its trainer's ranks without finishing a step in between."""
 
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
@@ -105,11 +109,11 @@ async def _to_the_end(run: Run) -> Run:
                 run = await _back_to_checkpoint(run, reason)
             await _interruptible(run)
             return run
-        except PartLost as error:
+        except (PartLost, RankError) as error:
             num_lost = 1 if run.train_step > furthest else num_lost + 1
             furthest = max(furthest, run.train_step)
-            if run.cluster is None or num_lost > run.cluster.max_restarts:
-                raise
+            if num_lost > (MAX_RESTARTS if run.cluster is None else run.cluster.max_restarts):
+                raise PartLost(str(error)) from error
             reason = str(error)
 
 

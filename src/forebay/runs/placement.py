@@ -69,6 +69,10 @@ class Trainer(Protocol):
         """Go on from what `save` wrote."""
         ...
 
+    def close(self) -> None:
+        """End what belongs to the trainer alone, its ranks for example."""
+        ...
+
 
 class Cluster(Protocol):
     """Where the parts of a run are that are not in this process.

@@ -433,6 +433,7 @@ async def close(run: Run) -> None:
     run.metrics.close()
     run.manager.ledger.close()
     run.display.close()
+    await compute(run, run.trainer.close)
     run.compute_thread.shutdown()
 
 

@@ -6,7 +6,7 @@ Usage: python benchmarks/fragments/peer_forebay.py SIZE FOLDER WAY
     ray       the buffer is a Ray actor instead of the server
     local     all is one process
 
-    writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; four under way
+    writer:  write 256 / 64 / 16 fragments to the store and announce them, a call each; eight under way
     server:  `ReplayBufferActor` behind a Unix socket
     sampler: fetch a batch, stack its payloads to one array, release its lease; more are under way
 
@@ -40,7 +40,7 @@ from forebay.fragments import (
 )
 
 UNLIMITED = 2**31
-CALLS_UNDER_WAY = 4
+CALLS_UNDER_WAY = 8
 
 
 def settings(size: int, folder: str) -> dict[str, Any]:

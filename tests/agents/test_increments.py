@@ -108,7 +108,9 @@ def test_results_of_tools_follow_the_calls_as_the_template_writes_them(name) -> 
 def test_a_template_that_rewrites_history_does_not_change_what_was_seen() -> None:
     tokenizer = make_tokenizer("qwen")
     thought = encode(tokenizer, "<think>\nab\n</think>\n\n12<|im_end|>")
-    seen, _ = play(tokenizer, [thought, encode(tokenizer, "1<|im_end|>")], [[{"role": "user", "content": "2"}]])
+    seen, _ = play(
+        tokenizer, [thought, encode(tokenizer, "1<|im_end|>")], [[{"role": "user", "content": "2"}]]
+    )
     assert "<think>\nab\n</think>\n\n12<|im_end|>\n<|im_start|>user\n2<|im_end|>" in tokenizer.decode(seen)
     messages = [
         {"role": "user", "content": "a1"},
@@ -141,7 +143,9 @@ def test_a_reply_cannot_write_control_tokens(name) -> None:
 
 
 def test_a_role_that_the_template_does_not_know_is_refused_with_advice() -> None:
-    with pytest.raises(ValueError, match=r"role 'tool' after an assistant's turn .*alternate.*use another role"):
+    with pytest.raises(
+        ValueError, match=r"role 'tool' after an assistant's turn .*alternate.*use another role"
+    ):
         IncrementRenderer(make_tokenizer("gemma"), roles=["tool"])
     deaf = build_tokenizer(Family("{{ messages[0].content }}{{ messages[1].content }}", "<eos>"))
     with pytest.raises(ValueError, match=r"role 'user' .*it leaves them out"):

@@ -124,7 +124,11 @@ def test_a_judge_that_fails_fails_all_trajectories_of_the_attempt() -> None:
     loop = make_loop()
     loop.generate_sample = lambda state: with_one_note(loop, state)
     group = run(loop.generate_group(states))
-    assert [state.status for state in group] == [*[Status.COMPLETED] * 2, *[Status.FAILED] * 2, *[Status.COMPLETED] * 2]
+    assert [state.status for state in group] == [
+        *[Status.COMPLETED] * 2,
+        *[Status.FAILED] * 2,
+        *[Status.COMPLETED] * 2,
+    ]
 
 
 async def with_one_note(loop: Notes, state: RolloutState) -> list[RolloutState]:
@@ -134,7 +138,10 @@ async def with_one_note(loop: Notes, state: RolloutState) -> list[RolloutState]:
 
 def test_what_is_not_an_attempt_is_a_failure() -> None:
     for result, reason in (
-        (lambda state: [RolloutState([], rollout_id="x"), state], "must return the given rollout 'g/1' first"),
+        (
+            lambda state: [RolloutState([], rollout_id="x"), state],
+            "must return the given rollout 'g/1' first",
+        ),
         (lambda state: [state, RolloutState([])], "left the rollout without a status"),
     ):
 

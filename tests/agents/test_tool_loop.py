@@ -68,7 +68,9 @@ def test_an_answer_is_no_call(parser, text) -> None:
 
 
 def test_a_call_without_its_end_tag_and_arguments_as_text_are_read() -> None:
-    assert PARSERS["hermes"]('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [ToolCall("f", {"x": 1})]
+    assert PARSERS["hermes"]('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}') == [
+        ToolCall("f", {"x": 1})
+    ]
 
 
 def test_patterns_read_calls_of_ones_own_form() -> None:
@@ -198,7 +200,13 @@ def test_the_model_calls_until_it_answers() -> None:
     counts = {key: state.extra_fields[key] for key in ("turns", "num_tool_calls", "num_tool_errors")}
     assert counts == {"turns": 3, "num_tool_calls": 2, "num_tool_errors": 0}
     conversation = state.extra_fields["conversation"]
-    assert [message["role"] for message in conversation] == ["assistant", "tool", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in conversation] == [
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert conversation[0]["content"] == call("a")
 
 
@@ -225,7 +233,10 @@ def test_calls_of_a_turn_run_at_once_and_answer_in_order() -> None:
         (call("bad"), "Error: ValueError: nothing to double"),
         ('<tool_call>{"name": "halve", "arguments": {}}', "Error: there is no tool 'halve', only double"),
         ('<tool_call>{"name": "double", "arguments": {}}', "missing a required argument: 'text'"),
-        ("<tool_call>double a</tool_call>", "Error: the tool call 'double a' cannot be read: Expecting value"),
+        (
+            "<tool_call>double a</tool_call>",
+            "Error: the tool call 'double a' cannot be read: Expecting value",
+        ),
         (call("x" * 30), "x" * 40 + "... (20 characters left out)"),
     ],
 )

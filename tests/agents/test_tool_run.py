@@ -66,12 +66,24 @@ def test_problems_are_distinct_and_their_demonstrations_right() -> None:
         texts = [message["content"] for message in row["demonstration"]]
         if not guess:
             half = f"{calculate(first):04}"
-            assert texts == [f"[{first}]", f"={half};", f"[{half}{rest}]", f"={row['answer']};", row["answer"]]
+            assert texts == [
+                f"[{first}]",
+                f"={half};",
+                f"[{half}{rest}]",
+                f"={row['answer']};",
+                row["answer"],
+            ]
         assert texts[-1] == row["answer"]
 
 
 async def test_the_small_calculator_answers_in_its_alphabet() -> None:
-    for expression, answer in (("0095*4", "0380"), ("1+", "?"), ("9*99999", "?"), ("5*[", "?"), ("0", "0000")):
+    for expression, answer in (
+        ("0095*4", "0380"),
+        ("1+", "?"),
+        ("9*99999", "?"),
+        ("5*[", "?"),
+        ("0", "0000"),
+    ):
         assert await small_calculator(expression) == answer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -19,7 +20,7 @@ import pytest_asyncio
 import torch
 
 from forebay.config import Component, ConfigError
-from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines
+from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines, process
 from forebay.engines.base import EngineLost
 from forebay.engines.process import EngineRecipe, ProcessEngine
 from forebay.engines.weight_handover import BroadcastHandOver
@@ -90,7 +91,9 @@ async def test_it_makes_what_an_engine_here_makes_also_with_new_weights(engine: 
     await here.close()
 
 
-async def test_weights_also_come_by_broadcast(folder: Path, tmp_path: Path) -> None:
+async def test_weights_also_come_by_broadcast(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = EngineRecipe(model_folder=folder, model=TINY, engine=Component(name="transformers"))
     hand_over = BroadcastHandOver(checksum=True, timeout_s=60)
     engines = [ProcessEngine(recipe, hand_over, log=tmp_path / f"{n}.log") for n in range(2)]
@@ -103,8 +106,13 @@ async def test_weights_also_come_by_broadcast(folder: Path, tmp_path: Path) -> N
     assert after[0].response_ids.tolist() == after[1].response_ids.tolist()
     assert after[0].response_ids.tolist() != before[0].response_ids.tolist()
     assert set(after[0].model_steps.tolist()) == {3}
+    # One that answers no more does not outlive its owner.
+    monkeypatch.setattr(process, "CLOSE_LIMIT_S", 0.2)
+    os.kill(engines[0].pid or 0, signal.SIGSTOP)
+    pids = [engine.pid for engine in engines]
     for engine in engines:
         await engine.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
 async def test_pause_aborts_and_resume_goes_on(engine: Any) -> None:
@@ -113,6 +121,30 @@ async def test_pause_aborts_and_resume_goes_on(engine: Any) -> None:
     await engine.resume()
     assert len((await engine.generate(request())).response_ids)
     assert (await engine.health()).ok
+
+
+async def test_every_request_ends_in_a_storm_of_pauses_aborts_and_cancellations(engine: Any) -> None:
+    random, running = np.random.default_rng(0), []
+    for number in range(0, 80, 4):
+        running += [asyncio.create_task(engine.generate(request(number + n))) for n in range(4)]
+        await asyncio.sleep(float(random.random()) * 0.02)
+        match int(random.integers(4)):
+            case 0:
+                await asyncio.gather(engine.pause(), engine.abort([f"r{n}" for n in range(number)]))
+            case 1:
+                await engine.abort([f"r{number}", f"r{number + 1}", "unknown"])
+            case 2:
+                await asyncio.gather(engine.pause(), engine.resume(), engine.pause())
+            case 3:
+                running[-1].cancel()
+        await engine.resume()
+    results = await asyncio.gather(*running, return_exceptions=True)
+    for result in results:
+        if not isinstance(result, asyncio.CancelledError):
+            assert result.finish_reason in ("stop", "length", "abort")
+            assert len(result.response_ids) == len(result.logprobs) == len(result.model_steps)
+    health = await engine.health()
+    assert (health.ok, health.num_running, health.num_waiting) == (True, 0, 0)
 
 
 async def test_an_impossible_request_and_impossible_weights_are_value_errors(engine: Any) -> None:
@@ -131,13 +163,25 @@ async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(
     expected = await engine.generate(request())
     pid = engine.pid
     running = asyncio.create_task(engine.generate(request(max_tokens=400)))
+    loading = asyncio.create_task(engine.load_weights(list(weights), 7))
     await asyncio.sleep(0)
     os.kill(pid, signal.SIGKILL)
     lost = await running
     assert lost.lost or lost.finish_reason in ("stop", "length")
+    with contextlib.suppress(EngineLost):
+        await loading
     with pytest.raises(EngineLost, match=f"{pid} ended with code -9|not started again"):
         await engine.health()
-    await engine.bring_up()
+    # Weights that come while it starts, even one start is given up, are those that it begins with.
+    given_up = asyncio.create_task(engine.bring_up())
+    await asyncio.sleep(0.1)
+    given_up.cancel()
+    await asyncio.wait([given_up])
+    bringing_up = asyncio.create_task(engine.bring_up())
+    await asyncio.sleep(0)
+    with pytest.raises(EngineLost, match="not started again, or not yet"):
+        await engine.load_weights(weights, 7)
+    await bringing_up
     assert engine.pid != pid
     again = await engine.generate(request())
     assert again.response_ids.tolist() == expected.response_ids.tolist()

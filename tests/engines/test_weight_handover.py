@@ -25,9 +25,11 @@ class Engine:
         self.num_messages = 0
         self.hold: asyncio.Event | None = None
         self.lost = False
+        self.latest: dict[str, Any] = {}
 
     async def send_weights(self, message: dict[str, Any]) -> None:
         self.num_messages += 1
+        self.latest = message
         if self.lost:
             raise EngineLost("gone")
         await self.inbox.handle(message)
@@ -103,23 +105,67 @@ async def test_after_a_lost_member_the_next_broadcast_goes_to_those_left() -> No
     hand_over.close()
 
 
-async def test_memory_is_not_written_again_while_an_engine_reads_it() -> None:
-    hand_over = SharedMemoryHandOver()
-    slow = Engine()
+@pytest.mark.parametrize("given_up", [False, True])
+async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_written_again(
+    given_up: bool,
+) -> None:
+    hand_over = SharedMemoryHandOver(checksum=True)
+    slow, other = Engine(), Engine()
     slow.hold = asyncio.Event()
-    first, second = some_weights(0), some_weights(1)
+    first = some_weights(0)
     reading = asyncio.create_task(hand_over.load(slow, first, 0))
     while slow.num_messages == 0:
         await asyncio.sleep(0)
-    other = Engine()
-    writing = asyncio.create_task(hand_over.load(other, second, 1))
-    await asyncio.sleep(0.05)
-    assert other.num_messages == 0
+    handling = asyncio.create_task(slow.inbox.handle(slow.latest))
+    if given_up:
+        reading.cancel()
+        await asyncio.wait([reading])
+    for step in (1, 2):
+        weights = some_weights(step)
+        await hand_over.load(other, weights, step)
+        assert same(other, weights)
     slow.hold.set()
-    await asyncio.gather(reading, writing)
+    await asyncio.gather(reading, return_exceptions=True)
+    # It still had what was announced to it, if its sender is there; never a part of what came later.
+    await handling
     assert same(slow, first)
-    assert same(other, second)
+    await hand_over.load(slow, weights, 2)
+    assert same(slow, weights)
     hand_over.close()
+
+
+async def test_hand_overs_that_nobody_waits_for_do_not_mix() -> None:
+    """Three at once, two of them given up at different moments: what arrives is whole and what was said."""
+    hand_over = SharedMemoryHandOver(checksum=True)
+    engines = [Engine() for _ in range(3)]
+    given = [some_weights(step) for step in range(3)]
+    loads = [asyncio.create_task(hand_over.load(engines[i], given[i], i)) for i in range(3)]
+    await asyncio.sleep(0)
+    loads[0].cancel()
+    await asyncio.sleep(0)
+    loads[1].cancel()
+    await asyncio.gather(*loads, return_exceptions=True)
+    assert same(engines[2], given[2])
+    await asyncio.gather(*(hand_over.load(engine, given[2], 2) for engine in engines))
+    assert all(same(engine, given[2]) for engine in engines)
+    hand_over.close()
+
+
+async def test_one_engine_that_leaves_takes_no_memory_from_the_others() -> None:
+    hand_over = SharedMemoryHandOver()
+    stays, leaves = Engine(), Engine()
+    for engine in (stays, leaves):
+        hand_over.join(engine)
+    first, second = some_weights(0), some_weights(1)
+    await asyncio.gather(*(hand_over.load(engine, first, 0) for engine in (stays, leaves)))
+    hand_over.leave(leaves)
+    await hand_over.again(stays)
+    assert same(stays, first)
+    # The descriptor of memory that was given back has a number that new memory gets: it is no other's.
+    hand_over.close()
+    await hand_over.load(stays, second, 1)
+    assert same(stays, second)
+    hand_over.leave(stays)
 
 
 async def test_a_torn_copy_is_refused_and_the_old_weights_stay() -> None:

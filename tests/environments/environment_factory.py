@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gymnasium
 import numpy as np
 import torch
 
@@ -10,6 +11,35 @@ from forebay.environments.config import FragmentRunConfig
 from forebay.environments.policy import Policy, PolicyConfig
 from forebay.environments.stepper import Stepper
 from forebay.environments.vector import EnvironmentConfig, make_vector, spaces
+
+
+class Counting(gymnasium.Env):
+    """Observes and draws how many steps ago its episode began; ends after `length`, by itself or cut off."""
+
+    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    observation_space = gymnasium.spaces.Box(-1, 1000, (1,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, length=3, truncates=False, render_mode=None):
+        self.length, self.truncates, self.render_mode = length, truncates, render_mode
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.count = 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        self.count += 1
+        ends = self.count == self.length
+        obs = np.full(1, self.count, np.float32)
+        return obs, 1.0, ends and not self.truncates, ends and self.truncates, {}
+
+    def render(self):
+        return np.full((2, 3, 3), self.count, np.uint8)
+
+
+COUNTING = "forebay_test/Counting-v0"
+gymnasium.register(COUNTING, Counting)
 
 
 def make_policy(environment, **policy):

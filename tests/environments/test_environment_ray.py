@@ -5,14 +5,15 @@ from environment_factory import small_run
 
 from forebay.environments.launch import launch
 from forebay.metrics import read_jsonl
+from ray_cluster import local_cluster
+
+pytestmark = pytest.mark.xdist_group("ray")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray():
-    ray = pytest.importorskip("ray", reason="ray is not installed; it is an extra")
-    ray.init(num_cpus=1, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
-    yield ray
-    ray.shutdown()
+    with local_cluster() as ray:
+        yield ray
 
 
 async def test_a_run_with_ray_workers_outlives_one(tmp_path, ray, monkeypatch):

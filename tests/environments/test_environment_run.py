@@ -27,7 +27,23 @@ def rows_of(config):
     return read_jsonl(config.folder / "metrics.jsonl")
 
 
-async def test_a_run_learns(tmp_path):
+@pytest.fixture(autouse=True)
+def _undrawn(request, monkeypatch):
+    """Pictures take five times as long as the rest of a small run; a test that looks at them is `drawn`."""
+    if "drawn" not in request.fixturenames:
+        monkeypatch.setattr("forebay.environments.launch.draw", rows_of_run)
+
+
+@pytest.fixture
+def drawn():
+    return None
+
+
+def rows_of_run(run):
+    return rows_of(run.config)
+
+
+async def test_a_run_learns(tmp_path, drawn):
     config = small_run(
         tmp_path,
         steps=12,
@@ -67,6 +83,18 @@ async def test_a_resumed_run_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    ["environment.num_envs=2", "fragments.length=8", "fragments.fragments_per_chunk=2"],
+)
+async def test_fragments_of_another_shape_are_left_behind(tmp_path, changes, capsys):
+    config = small_run(tmp_path, steps=1, eval_episodes=1)
+    await launch(config)
+    await launch(saved_config(config.folder, ["steps=3", changes]), resume=config.folder)
+    assert "of another stream of steps" in capsys.readouterr().out
+    assert rows_of(config)[-1]["train_step"] == 3
+
+
+@pytest.mark.parametrize(
     "fragments",
     [
         {"max_staleness": 0},
@@ -95,15 +123,17 @@ async def test_every_way_to_cut_and_keep_comes_to_an_end(tmp_path, fragments):
 class Murderous(ProcessWorkers):
     """Kills each worker's first life once it has worked."""
 
-    killed: ClassVar[list[str]] = []
+    groups: ClassVar[list[int]] = []
 
     async def run(self, spec, hub):
         running = asyncio.ensure_future(super().run(spec, hub))
         if spec.worker_uuid.split("-")[2] == "0":
             while not hub.num_fragments(spec.worker_uuid):
                 await asyncio.wait([running], timeout=0.05)
-            os.kill(pid_of(spec.worker_uuid), signal.SIGKILL)
-            self.killed.append(spec.worker_uuid)
+            pid = pid_of(spec.worker_uuid)
+            # What a terminal sends to the trainer's group does not reach it.
+            self.groups.append(os.getpgid(pid))
+            os.kill(pid, signal.SIGKILL)
         await running
 
 
@@ -120,7 +150,8 @@ async def test_a_killed_worker_is_started_again(tmp_path):
     mode = f"{__name__}:Murderous"
     config = small_run(tmp_path, steps=4, environment={"mode": mode}, eval_episodes=1)
     await launch(config)
-    assert len(Murderous.killed) == 1
+    assert len(Murderous.groups) == 1
+    assert os.getpgrp() not in Murderous.groups
     assert rows_of(config)[-1]["worker_restarts"] == 1
     assert rows_of(config)[-1]["train_step"] == 4
 
@@ -202,7 +233,9 @@ def test_the_command_trains_resumes_and_evaluates(tmp_path):
         (["environment.mode=process"], "did you mean 'processes'"),
         (["environment.arguments={gravity=1}"], "gravity"),
         (["policy.memory=gru", "train.mini_batches=9"], "is more than the 2 streams"),
+        (["environment.arguments={max_episode_steps=0}"], "to be positive"),
         (["fragments.length=0"], "greater than or equal to 1"),
+        (["fragments.length=1"], "streams of a single step"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_message(tmp_path, overrides, message):

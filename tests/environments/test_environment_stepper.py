@@ -1,43 +1,12 @@
 """What workers record is what happened, and all that the trainer needs to compute the same again."""
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
-from environment_factory import make_stepper
+from environment_factory import COUNTING, make_stepper
 
 from forebay.environments.batch import StepBatch
-from forebay.environments.evaluation import play
-from forebay.environments.vector import EnvironmentConfig
 from forebay.fragments import FragmentStore
-
-
-class Counting(gymnasium.Env):
-    """Observes how many steps ago its episode began; ends after `length`, by itself or cut off."""
-
-    observation_space = gymnasium.spaces.Box(-1, 1000, (1,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, length=3, truncates=False, render_mode=None):
-        self.length, self.truncates, self.render_mode = length, truncates, render_mode
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.count = 0
-        return np.zeros(1, np.float32), {}
-
-    def step(self, action):
-        self.count += 1
-        ends = self.count == self.length
-        obs = np.full(1, self.count, np.float32)
-        return obs, 1.0, ends and not self.truncates, ends and self.truncates, {}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _counting():
-    gymnasium.register("forebay_test/Counting-v0", Counting)
-    yield
-    del gymnasium.registry["forebay_test/Counting-v0"]
 
 
 def stack(tmp_path, fragments):
@@ -47,9 +16,7 @@ def stack(tmp_path, fragments):
 
 @pytest.mark.parametrize("truncates", [False, True])
 def test_the_last_observation_of_an_episode_is_in_the_stream(truncates):
-    stepper, _ = make_stepper(
-        "forebay_test/Counting-v0", num_envs=1, length=6, arguments={"truncates": truncates}
-    )
+    stepper, _ = make_stepper(COUNTING, num_envs=1, length=6, arguments={"truncates": truncates})
     fragments = [stepper.make_fragment(), stepper.make_fragment()]
 
     def column(name):
@@ -88,7 +55,7 @@ def test_the_trainer_computes_the_log_probs_of_the_worker_again(tmp_path, env_id
 @pytest.mark.parametrize("cut", [(2, 12), (3, 8), (6, 4), (24, 1)], ids=str)
 def test_how_a_chunk_is_cut_changes_nothing(tmp_path_factory, cut, memory):
     def batch_of(count, length):
-        stepper, _ = make_stepper("forebay_test/Counting-v0", length=length, memory=memory)
+        stepper, _ = make_stepper(COUNTING, length=length, memory=memory)
         fragments = [stepper.make_fragment() for _ in range(count)]
         return StepBatch.from_fragments(stack(tmp_path_factory.mktemp("cut"), fragments), count)
 
@@ -107,9 +74,3 @@ def test_every_step_says_which_weights_acted(tmp_path):
     batch = StepBatch.from_fragments(stack(tmp_path, fragments), fragments_per_chunk=2)
     assert batch.versions_SB[:, 0].tolist() == [0] * 4 + [7] * 4
     assert [f.fid_in_worker for f in fragments] == [0, 1]
-
-
-def test_an_evaluation_takes_one_episode_of_each_environment():
-    config = EnvironmentConfig(id="forebay_test/Counting-v0", arguments={"length": 5})
-    _, policy = make_stepper("forebay_test/Counting-v0", memory="gru")
-    assert [tuple(episode) for episode in play(config, policy, 3, seed=0)] == [(5.0, 5)] * 3

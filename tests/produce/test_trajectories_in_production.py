@@ -33,7 +33,10 @@ def build(monkeypatch, **options) -> World:
 def test_no_attempt_is_lost_or_doubled_by_pauses(monkeypatch, partial) -> None:
     async def main():
         strategy = AsyncProduceStrategyConfig(
-            over_sample_threshold=2.0, enable_partial_rollout=partial, max_staleness=1, tail_batch_trigger_size=2
+            over_sample_threshold=2.0,
+            enable_partial_rollout=partial,
+            max_staleness=1,
+            tail_batch_trigger_size=2,
         )
         world = build(monkeypatch, strategy=strategy, num_prompts=40, k=3)
         batches = await train(world, 4, 6, train_s=0.2)

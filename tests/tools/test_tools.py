@@ -12,14 +12,25 @@ from hypothesis import strategies as st
 
 from forebay.config import ConfigError
 from forebay.sandbox import SandboxUnavailableError
-from forebay.tools import Calculator, FunctionTool, Python, Search, ToolError, ToolUnavailableError, build_tool
+from forebay.tools import (
+    Calculator,
+    FunctionTool,
+    Python,
+    Search,
+    ToolError,
+    ToolUnavailableError,
+    build_tool,
+)
 from forebay.tools.calculator import calculate, write_number
 
 NUMBERS = st.one_of(st.integers(-99, 99).map(str), st.floats(0, 9, width=16).map(lambda x: f"{x:.3f}"))
 EXPRESSIONS = st.recursive(
     NUMBERS,
     lambda parts: st.builds(
-        lambda a, b, sign: f"({a}) {sign} ({b})", parts, parts, st.sampled_from(["+", "-", "*", "/", "//", "%"])
+        lambda a, b, sign: f"({a}) {sign} ({b})",
+        parts,
+        parts,
+        st.sampled_from(["+", "-", "*", "/", "//", "%"]),
     ),
     max_leaves=6,
 )

@@ -3,14 +3,17 @@
 from forebay.agents.base import TRAJECTORY_OF_KEY, AgentLoop, Generator, GroupJudger, split_attempts
 from forebay.agents.build import AGENTS, build_agent_loop
 from forebay.agents.counts import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
-from forebay.agents.environment import ENVIRONMENTS, Environment, Episode, LiveEnvironment, Reply
+from forebay.agents.environment import Environment, Reply
+from forebay.agents.environment_table import ENVIRONMENTS
 from forebay.agents.increments import IncrementRenderer
+from forebay.agents.live import Episode, LiveEnvironment
 from forebay.agents.multi_turn import (
     CONVERSATION_KEY,
     EPISODE_KEY,
     MultiTurnAgentLoop,
     episode_reward,
 )
+from forebay.agents.second_chances import SecondChances
 from forebay.agents.single_turn import (
     ChatTokenizer,
     SingleTurnAgentLoop,
@@ -41,6 +44,7 @@ __all__ = [
     "LiveEnvironment",
     "MultiTurnAgentLoop",
     "Reply",
+    "SecondChances",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",
     "ToolCall",

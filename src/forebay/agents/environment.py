@@ -12,11 +12,10 @@ One environment object serves all rollouts; what belongs to one episode is in it
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
 from forebay.types import Message, RolloutState
 
 Memory = dict[str, Any]
@@ -85,94 +84,3 @@ class Environment(ABC):
 
     async def shut_down(self) -> None:  # noqa: B027
         """Free what the environment itself holds; no episode will begin any more."""
-
-
-class Episode(Protocol):
-    """An environment for one rollout, with a state of its own: a game, a simulator, a shell."""
-
-    async def reset(self, state: RolloutState) -> None:
-        """Begin."""
-        ...
-
-    async def step(self, text: str) -> Reply:
-        """Reply to one turn of the model."""
-        ...
-
-
-class LiveEnvironment(Environment):
-    """Makes one `Episode` object for each rollout, and replays it where a rollout is continued.
-
-    Invariants: an object lives from the start to the end or interruption of its rollout; the memory holds
-    the turns' texts, which are played again to an object that takes its place. So a step must depend only on
-    the rollout and the texts before it. ``close()`` is called on objects that have one.
-
-    >>> environment = LiveEnvironment(Chess, {"skill": 3})
-
-    Args:
-        make: a class or function that makes the object, or ``package.module:Name`` of one.
-        arguments: keyword arguments for it.
-
-    Raises:
-        ConfigError: there is no such class, or it does not take the arguments.
-    """
-
-    def __init__(
-        self, make: Callable[..., Episode] | str, arguments: Mapping[str, Any] | None = None
-    ) -> None:
-        self._make: Callable[..., Episode] = look_up("episode", make, {}) if isinstance(make, str) else make
-        self._arguments = dict(arguments or {})
-        check_arguments("episode", str(make), self._make, self._arguments)
-        self._live: dict[int, Episode] = {}
-
-    async def reset(self, state: RolloutState) -> Memory:
-        """Make the object and begin."""
-        await self._begin(state)
-        return {"texts": []}
-
-    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
-        """What the object replies."""
-        reply = await self._live[id(state)].step(text)
-        memory["texts"].append(text)
-        return reply
-
-    async def resume(self, state: RolloutState, memory: Memory) -> None:
-        """Make an object and bring it to where the interrupted one was."""
-        episode = await self._begin(state)
-        for text in memory["texts"]:
-            await episode.step(text)
-
-    async def close(self, state: RolloutState) -> None:
-        """Close the object."""
-        close = getattr(self._live.pop(id(state), None), "close", None)
-        if close is not None:
-            await close()
-
-    async def _begin(self, state: RolloutState) -> Episode:
-        episode = self._live[id(state)] = self._make(**self._arguments)
-        await episode.reset(state)
-        return episode
-
-
-ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment}
-"""What ``environment`` may name in a run file; besides, ``package.module:Class``."""
-
-
-def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
-    """`environment`, or what it names: a name, or a table with ``name`` and ``arguments``.
-
-    Raises:
-        ConfigError: the name is unknown, or its arguments do not fit.
-    """
-    if isinstance(environment, Environment):
-        return environment
-    named = {"name": environment} if isinstance(environment, str) else environment
-    config = parse_config(Component, named, source="environment")
-    factory = look_up("environment", config.name, ENVIRONMENTS)
-    check_arguments("environment", config.name, factory, config.arguments)
-    made = factory(**config.arguments)
-    if not isinstance(made, Environment):
-        raise ConfigError(
-            f"environment {config.name!r} makes a {type(made).__name__}; it must be an Environment with "
-            f"reset(state) and step(state, memory, text)"
-        )
-    return made

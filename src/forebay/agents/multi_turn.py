@@ -29,7 +29,8 @@ from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.counts import TURNS_KEY
 from forebay.agents.cutting import cut_unanswered
-from forebay.agents.environment import Environment, Memory, build_environment
+from forebay.agents.environment import Environment, Memory
+from forebay.agents.environment_table import build_environment
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.interruption import Interrupted, Interruptible
 from forebay.agents.single_turn import PromptRenderer

@@ -222,7 +222,7 @@ class ProcessEngine:
 
     async def _start(self) -> None:
         if self._starting is None:
-            self._starting = await asyncio.to_thread(_Child, self._recipe, self._log)
+            self._starting = _Child(self._recipe, self._log)
         try:
             hello = await asyncio.to_thread(self._starting.wait_until_ready, self._start_limit_s)
             self._note_ready(hello)
@@ -384,6 +384,9 @@ class _Child:
 
     def end(self) -> None:
         """End the process and wait for it."""
+        # Wakes a thread that reads; closing alone would leave it with a number that others get.
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
         if self.process.poll() is None:
             self.process.kill()

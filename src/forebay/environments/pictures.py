@@ -63,11 +63,16 @@ def frame_strip(frames: Mapping[int, np.ndarray[Any, Any]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     height, width = next(iter(frames.values())).shape[:2]
+    gap = width // 20
+    padding = [(0, 0), (0, gap), (0, 0)]
+    strip = np.concatenate([np.pad(frame, padding, constant_values=255) for frame in frames.values()], axis=1)
     figure = Figure(figsize=(1.6 * len(frames), 1.6 * height / width + 0.3), layout="constrained")
-    for column, (step, frame) in enumerate(frames.items(), start=1):
-        axes = figure.add_subplot(1, len(frames), column)
-        axes.imshow(frame)
-        axes.set_axis_off()
-        axes.set_title(f"step {step}", fontsize=7)
+    axes = figure.add_subplot()
+    axes.imshow(strip)
+    axes.set_axis_off()
+    for column, step in enumerate(frames):
+        at = (column * (width + gap) + width / 2, 0)
+        style: dict[str, Any] = {"ha": "center", "fontsize": 7}
+        axes.annotate(f"step {step}", at, (0, 3), textcoords="offset points", **style)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

@@ -10,8 +10,8 @@ bytes, waits for the next message, is woken by the socket, produces answers. Bot
 then every call that waits raises why.
 
 What waits for answers is bounded: puts by their bytes, other calls by their number. Further calls wait here,
-in order, before anything of them is sent. A put of many groups is sent in pieces: while the server unpacks
-one, the next is packed here.
+in order, before anything of them is sent. A put of many groups is sent in pieces: while the server takes
+in one, the next is packed here.
 """
 
 from __future__ import annotations

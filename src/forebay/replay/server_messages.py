@@ -102,7 +102,7 @@ class Call(_Message, tag="call"):
 
 
 class Piece(_Message, tag="piece"):
-    """Some of the groups of a put whose call follows; the server unpacks them while the next are packed."""
+    """Some of the groups of a put whose call follows; the server takes them in while the next are packed."""
 
     number: int
     sizes: list[tuple[int, int]]

@@ -93,7 +93,7 @@ def trainer(folder: Path) -> Trainer:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def controller(
-    folder: Path, tmp_path_factory: pytest.TempPathFactory
+    folder: Path, trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[RolloutController]:
     arguments = {
         "servers": 1,
@@ -108,6 +108,8 @@ async def controller(
         scratch=tmp_path_factory.mktemp("scratch"),
     )
     controller = RolloutController(build_engines(Component(name="vllm", arguments=arguments), surroundings))
+    # Returns when the server is up.
+    await controller.update_weights(list(trainer.model.named_parameters()), 0)
     yield controller
     await controller.close()
 
@@ -199,7 +201,11 @@ async def test_pause_keeps_tokens_and_a_continued_rollout_is_whole(controller, t
 
 async def test_a_time_limit_and_a_cancellation_free_the_server(controller):
     controller._time_limit_s = 0.3
-    state = await controller.generate_sample(rollout("overdue", 400, temperature=0.0))
+    for number in range(5):
+        state = await controller.generate_sample(rollout(f"overdue {number}", 400, temperature=0.0))
+        # On a crowded machine the server may send all its tokens at once, and late.
+        if state.status is Status.ABORTED:
+            break
     controller._time_limit_s = None
     assert state.status is Status.ABORTED
     assert "time limit of 0.3 s" in state.error_msg

@@ -1,0 +1,35 @@
+"""From a run file's ``environment`` to an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forebay.agents.environment import Environment
+from forebay.agents.live import LiveEnvironment
+from forebay.agents.second_chances import SecondChances
+from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
+
+ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
+"""What ``environment`` may name in a run file; besides, ``package.module:Class``."""
+
+
+def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
+    """`environment`, or what it names: a name, or a table with ``name`` and ``arguments``.
+
+    Raises:
+        ConfigError: the name is unknown, or its arguments do not fit.
+    """
+    if isinstance(environment, Environment):
+        return environment
+    named = {"name": environment} if isinstance(environment, str) else environment
+    config = parse_config(Component, named, source="environment")
+    factory = look_up("environment", config.name, ENVIRONMENTS)
+    check_arguments("environment", config.name, factory, config.arguments)
+    made = factory(**config.arguments)
+    if not isinstance(made, Environment):
+        raise ConfigError(
+            f"environment {config.name!r} makes a {type(made).__name__}; it must be an Environment with "
+            f"reset(state) and step(state, memory, text)"
+        )
+    return made

@@ -1,0 +1,90 @@
+"""An environment for tasks with an answer: a judger looks at every try, and the model may try again.
+
+::
+
+    turn -> judge(the rollout with this turn as its response) -> solved, or no tries left: done, with reward
+                                                             '-> "not right", the next turn
+
+Any judger will do: exact match, math, code against tests, the scorers of reasoning-gym.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from forebay.agents.environment import Environment, Memory, Reply
+from forebay.config import parse_config
+from forebay.judges.build import JudgeConfig, build_judger
+from forebay.types import RolloutState, Status
+
+SOLVED_SCORE = 1.0
+"""A try at or over this score ends the episode; as in evaluations."""
+
+NOT_RIGHT = "That is not right. Try again."
+
+
+class SecondChances(Environment):
+    """Has every turn judged, and gives the model further tries.
+
+    Invariants: the reward is the best score of any try, times `discount` for every try before it; a judger
+    that fails, fails the rollout.
+
+    >>> environment = SecondChances(judge={"name": "reasoning_gym"}, num_tries=3, discount=0.8)
+
+    Args:
+        judge: as a run file's ``judge`` table: ``name``, ``arguments``, ``timeout_s``.
+        num_tries: turns that are judged.
+        discount: a later success is worth less; 1.0: it is not.
+        says: what the model reads after a try that was not right.
+
+    Raises:
+        ConfigError: the judger is unknown, or does not take its arguments.
+        ValueError: `num_tries` is below 1 or `discount` not over 0 and up to 1.
+    """
+
+    def __init__(
+        self,
+        *,
+        judge: Mapping[str, Any],
+        num_tries: int = 3,
+        discount: float = 1.0,
+        says: str = NOT_RIGHT,
+    ) -> None:
+        if num_tries < 1:
+            raise ValueError(f"num_tries must be at least 1, got {num_tries}")
+        if not 0 < discount <= 1:
+            raise ValueError(f"discount must be over 0 and up to 1, got {discount}")
+        self._judger = build_judger(parse_config(JudgeConfig, judge, source="second_chances.judge"))
+        self._num_tries = num_tries
+        self._discount = discount
+        self._says = says
+
+    async def reset(self, state: RolloutState) -> Memory:
+        """No try so far."""
+        return {"num_tries": 0, "best": 0.0}
+
+    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
+        """Judge the try.
+
+        Raises:
+            RuntimeError: the judger failed.
+        """
+        tried = copy(state)
+        tried.response, tried.status, tried.reward = text, Status.COMPLETED, None
+        await self._judger.judge(tried)
+        if tried.reward is None:
+            raise RuntimeError(tried.error_msg or "the judger gave no verdict")
+        score = float(tried.reward["score"])
+        memory["best"] = max(memory["best"], score * self._discount ** memory["num_tries"])
+        memory["num_tries"] += 1
+        if score >= SOLVED_SCORE or memory["num_tries"] == self._num_tries:
+            return Reply(done=True, reward=memory["best"])
+        return Reply(self._says)
+
+    async def shut_down(self) -> None:
+        """Close the judger."""
+        close = getattr(self._judger, "aclose", None)
+        if close is not None:
+            await close()

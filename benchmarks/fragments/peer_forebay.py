@@ -66,8 +66,7 @@ class Client:
         )
         self._num_sent = 0
         self._under_way: deque[asyncio.Future[Any]] = deque()
-        self._releasing: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._releasing.set_result(None)
+        self._releases: deque[asyncio.Future[Any]] = deque()
 
     def _next(self) -> SampleFragment:
         """The next fragments, as one: the steps of as many environments."""
@@ -108,8 +107,9 @@ class Client:
         self._start(self._buffer.fetch_fragments(side.BATCH[self._size]))
         await asyncio.sleep(0)
         side.check_batch(self._store.stack(batch.fragment_ids).obs, self._size)
-        await self._releasing
-        self._releasing = asyncio.ensure_future(self._buffer.release(batch.lease))
+        self._releases.append(asyncio.ensure_future(self._buffer.release(batch.lease)))
+        while len(self._releases) >= CALLS_UNDER_WAY:
+            await self._releases.popleft()
         return len(batch)
 
     async def finish(self) -> None:
@@ -117,7 +117,8 @@ class Client:
             result = await self._under_way.popleft()
             if result is not None:
                 await self._buffer.release(result.lease)
-        await self._releasing
+        while self._releases:
+            await self._releases.popleft()
 
     async def repeat(self, operation: str, seconds: float) -> dict[str, float]:
         loop = asyncio.get_running_loop()
@@ -205,11 +206,7 @@ def coordinate_local(size: int, folder: str) -> None:
     buffer = ReplayBufferActor(**settings(size, folder))
     loop.run_until_complete(buffer.update_model_version("run", 0))
     config = loop.run_until_complete(buffer.get_database_config())
-
-    async def make() -> Client:
-        return Client(size, buffer, FragmentStore(**config))
-
-    client = loop.run_until_complete(make())
+    client = Client(size, buffer, FragmentStore(**config))
 
     def run(command: dict[str, Any]) -> Any:
         return loop.run_until_complete(client.repeat(command["op"], command["seconds"]))

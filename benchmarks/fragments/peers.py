@@ -294,7 +294,7 @@ def main() -> None:
             "dm-reverb holds items in its server's memory and loses them with it. Forebay holds them in "
             "files: in /dev/shm they outlive every process but not a reboot, on a disk a reboot too, but not "
             "a power cut without `save`. TorchRL's shared map has no account of uses, ages or leases.",
-            "Each side is a session of its own, among which Linux shares a busy machine, whatever their threads.",
+            "Each side is a session of its own: Linux shares a busy machine among these, not among threads.",
             f"Medians of {QUICK_ROUNDS if options.quick else ROUNDS} rounds of {TURN_S} s, the sides in "
             "turns; CPU of all processes of a side.",
         ],

@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -113,6 +113,17 @@ def _guarded(action: Callable[[], Any]) -> None:
     # The user's own judgers and functions are found beside them, as with ``python -m``.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    try:
+        _call(action)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] == "forebay":
+            raise
+        _fail(f"this needs {error.name}, which is not installed: pip install 'forebay[all]'")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+def _call(action: Callable[[], Any]) -> None:
     from forebay.environments import WorkerError
     from forebay.produce import ProductionError
     from forebay.runs.placement import PartLost
@@ -132,10 +143,12 @@ def _guarded(action: Callable[[], Any]) -> None:
         WorkerError,
         FloatingPointError,
     ) as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message))
+    sys.exit(2)
 
 
 def _train(

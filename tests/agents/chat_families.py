@@ -74,7 +74,9 @@ MISTRAL = """{{ bos_token }}
 
 GEMMA = """{{ bos_token }}
 {%- for message in messages -%}
-{%- if (message.role == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif -%}
+{%- if (message.role == "user") != (loop.index0 % 2 == 0) -%}
+{{ raise_exception("roles must alternate") }}
+{%- endif -%}
 <start_of_turn>{{ "model" if message.role == "assistant" else message.role }}
 {{ message.content | trim }}<end_of_turn>
 {% endfor -%}
@@ -124,7 +126,8 @@ DEEPSEEK = """{{ bos_token }}
 {%- for call in message.tool_calls %}<Assistant><calls><call>{{ call.type }}<sep>{{ call.function.name }}
 {{ "```json\\n" + call.function.arguments + "\\n```" }}</call>{% endfor %}</calls>{{ eos_token }}
 {%- elif message.role == "assistant" -%}
-{{ "" if loop.index0 and messages[loop.index0 - 1].role == "tool" else "<Assistant>" }}{{ message.content }}{{ eos_token }}
+{{ "" if loop.index0 and messages[loop.index0 - 1].role == "tool" else "<Assistant>" }}
+{{- message.content }}{{ eos_token }}
 {%- elif message.role == "tool" -%}
 {{ "" if messages[loop.index0 - 1].role == "tool" else "<outputs>" }}<output>{{ message.content }}</output>
 {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}</outputs>{% endif -%}
@@ -166,8 +169,10 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         MISTRAL,
         "</s>",
-        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
-        + ("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        (
+            *("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+            *("[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        ),
         bos="<s>",
         before_answer=" ",
     ),
@@ -182,8 +187,10 @@ FAMILIES: dict[str, Family] = {
     "deepseek": Family(
         DEEPSEEK,
         "<eos>",
-        ("<User>", "<Assistant>", "<calls>", "</calls>", "<call>", "</call>", "<sep>")
-        + ("<outputs>", "</outputs>", "<output>", "</output>"),
+        (
+            *("<User>", "<Assistant>", "<calls>", "</calls>", "<call>", "</call>", "<sep>"),
+            *("<outputs>", "</outputs>", "<output>", "</output>"),
+        ),
         bos="<bos>",
     ),
     "tiny": Family(CHAT_TEMPLATE, "<eos>", bos="<bos>"),

@@ -42,7 +42,7 @@ def play(tokenizer: Any, turns: list[list[int]], replies: list[list[dict[str, An
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(texts=st.lists(LETTERS, min_size=2, max_size=4), answers=st.lists(LETTERS, min_size=3, max_size=3))
 def test_a_conversation_grows_as_the_template_would_write_it(name, texts, answers) -> None:
     tokenizer, family = make_tokenizer(name), FAMILIES[name]
@@ -60,7 +60,7 @@ def test_a_conversation_grows_as_the_template_would_write_it(name, texts, answer
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_whatever_tokens_the_model_wrote_stay_as_they_are(name, data) -> None:
     """Tokens that no tokenizer would have chosen, turns without an end, other ends, empty turns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,6 +132,11 @@ def test_a_judge_that_fails_fails_all_trajectories_of_the_attempt() -> None:
     ]
 
 
+async def returning(loop: Notes, result: Callable[..., Any], state: RolloutState) -> Any:
+    await loop.rollout_controller.generate_sample(state)
+    return result(state) if state.rollout_id == "g/1" else state
+
+
 async def with_one_note(loop: Notes, state: RolloutState) -> list[RolloutState]:
     await loop.rollout_controller.generate_sample(state)
     return [state, await loop.rollout_controller.generate_sample(RolloutState([], prompt_ids=[9]))]
@@ -144,13 +150,8 @@ def test_what_is_not_an_attempt_is_a_failure() -> None:
         ),
         (lambda state: [state, RolloutState([])], "left the rollout without a status"),
     ):
-
-        async def generate(state: RolloutState, result=result) -> Any:
-            await loop.rollout_controller.generate_sample(state)
-            return result(state) if state.rollout_id == "g/1" else state
-
         loop = make_loop()
-        loop.generate_sample = generate
+        loop.generate_sample = partial(returning, loop, result)
         group = run(loop.generate_group(make_group()))
         assert names(group) == ["g/0", "g/1", "g/2"]
         assert [state.status for state in group] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]

@@ -43,7 +43,8 @@ class Riddle(vf.Task[RiddleData]):
 class Riddles(vf.Taskset[Riddle]):
     def load(self):
         for number in range(4):
-            yield Riddle(RiddleData(prompt=f"What is {number} + 1?", answer=str(number + 1)), self.config.task)
+            data = RiddleData(prompt=f"What is {number} + 1?", answer=str(number + 1))
+            yield Riddle(data, self.config.task)
 
 
 class AskTwice(vf.Harness[vf.HarnessConfig]):

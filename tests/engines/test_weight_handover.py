@@ -18,6 +18,8 @@ from forebay.engines.weight_layout import WeightsCorruptError
 class Engine:
     """Keeps what it is given; a member of hand-overs whose messages go through no process border."""
 
+    is_up = True
+
     def __init__(self) -> None:
         self.inbox = WeightInbox(self)
         self.weights: dict[str, torch.Tensor] = {}
@@ -86,7 +88,34 @@ async def test_a_lost_engine_does_not_cost_the_others_theirs() -> None:
     hand_over.close()
 
 
-async def test_after_a_lost_member_the_next_broadcast_goes_to_those_left() -> None:
+async def test_nobody_waits_for_a_member_that_is_not_there() -> None:
+    hand_over = BroadcastHandOver(timeout_s=60)
+    there, away = Engine(), Engine()
+    for engine in (away, there):
+        hand_over.join(engine)
+    await hand_over.load(there, some_weights(0), 0)
+    away.is_up = False
+    for step in (1, 2):
+        weights = some_weights(step)
+        results = await asyncio.gather(
+            *(hand_over.load(engine, weights, step) for engine in (away, there)), return_exceptions=True
+        )
+        assert [type(result) for result in results] == [EngineLost, type(None)]
+        assert same(there, weights)
+        assert away.model_step == 0
+    # As many as before, and others: they cannot meet where the earlier ones did.
+    there.is_up, away.is_up = False, True
+    alone = some_weights(3)
+    await hand_over.load(away, alone, 3)
+    assert same(away, alone)
+    there.is_up = True
+    last = some_weights(4)
+    await asyncio.gather(*(hand_over.load(engine, last, 4) for engine in (away, there)))
+    assert same(away, last)
+    hand_over.close()
+
+
+async def test_where_a_member_is_lost_on_the_way_the_broadcast_goes_to_those_left() -> None:
     hand_over = BroadcastHandOver(timeout_s=2)
     engines = [Engine(), Engine()]
     for engine in engines:
@@ -97,8 +126,8 @@ async def test_after_a_lost_member_the_next_broadcast_goes_to_those_left() -> No
         *(hand_over.load(engine, first, 0) for engine in engines), return_exceptions=True
     )
     assert isinstance(results[0], EngineLost)
-    assert isinstance(results[1], Exception)
-    assert engines[1].model_step == -1
+    assert results[1] is None
+    assert same(engines[1], first)
     hand_over.leave(engines[0])
     await hand_over.load(engines[1], second, 1)
     assert same(engines[1], second)

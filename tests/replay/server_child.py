@@ -1,7 +1,7 @@
 """A client that gets stuck, so that a test can kill it at a known moment.
 
 usage: server_child.py ADDRESS take|archive NUMBER; it prints the names of the groups that came, then waits.
-``take`` has not confirmed them.
+``take`` has not confirmed them; ``archive``, for train step 5, has.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import sys
 
 from forebay.replay.client_link import Link
 from forebay.replay.server_address import Address
-from forebay.replay.server_messages import TakeArguments
+from forebay.replay.server_messages import KeyArguments, TakeArguments
 from forebay.types import Status
 
 
@@ -18,6 +18,8 @@ async def main(address, what, number):
     step = 5 if what == "archive" else None
     arguments = TakeArguments(b"child", {"math": int(number)}, Status.COMPLETED, step)
     _, groups = await link.call("take_batch", arguments)
+    if what == "archive":
+        await link.call("keep", KeyArguments(b"child"))
     print(*(group[0].group_id for group in groups), flush=True)
     await asyncio.Event().wait()
 

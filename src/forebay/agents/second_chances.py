@@ -73,10 +73,10 @@ class SecondChances(Environment):
         """
         tried = copy(state)
         tried.response, tried.status, tried.reward = text, Status.COMPLETED, None
-        await self._judger.judge(tried)
-        if tried.reward is None:
-            raise RuntimeError(tried.error_msg or "the judger gave no verdict")
-        score = float(tried.reward["score"])
+        judged = await self._judger.judge(tried)
+        if judged.reward is None:
+            raise RuntimeError(judged.error_msg or "the judger gave no verdict")
+        score = float(judged.reward["score"])
         memory["best"] = max(memory["best"], score * self._discount ** memory["num_tries"])
         memory["num_tries"] += 1
         if score >= SOLVED_SCORE or memory["num_tries"] == self._num_tries:

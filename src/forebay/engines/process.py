@@ -134,6 +134,11 @@ class ProcessEngine:
         return self._model_step
 
     @property
+    def is_up(self) -> bool:
+        """Whether there is a child that has loaded its model."""
+        return self._child is not None
+
+    @property
     def max_context_tokens(self) -> int:
         """The most tokens, prompt and response together, one request may reach."""
         return self._max_context_tokens

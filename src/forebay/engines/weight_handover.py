@@ -37,6 +37,11 @@ Weights = Sequence[tuple[str, torch.Tensor]]
 class Member(Protocol):
     """An engine elsewhere that takes part in hand-overs."""
 
+    @property
+    def is_up(self) -> bool:
+        """Whether it is there: nobody waits for one that is not."""
+        ...
+
     async def send_weights(self, message: dict[str, Any]) -> None:
         """Have the engine's `WeightInbox` handle `message`; returns once it has."""
         ...
@@ -152,8 +157,8 @@ class SharedMemoryHandOver:
 class BroadcastHandOver:
     """Broadcasts weights to all its members at once: for engines on other machines or other GPUs.
 
-    Invariants: all members get every hand-over, whoever it was started for; a member that is lost fails the
-    hand-over for all, which keep the weights they have, and the next one goes to those that are left.
+    Invariants: all members that are up get every hand-over, whoever it was started for; where one is lost on
+    the way, it begins again for those that are left, which keep the weights they have until it has succeeded.
 
     >>> hand_over = BroadcastHandOver(host="10.0.0.1", device="cuda:0")             # doctest: +SKIP
     """
@@ -173,18 +178,19 @@ class BroadcastHandOver:
         self._broadcaster = Broadcaster(host=host, device=device, timeout_s=timeout_s)
         self._checksum = checksum
         self._members: list[Member] = []
+        self._group_members: list[Member] = []
         self._sent: tuple[Weights, asyncio.Future[dict[int, BaseException | None]]] | None = None
 
     def join(self, member: Member) -> None:
         """The next hand-over goes to `member` too."""
         self._members.append(member)
-        self._broadcaster.forget_group()
 
     def leave(self, member: Member) -> None:
         """Go on without `member`."""
         if member in self._members:
             self._members.remove(member)
-            self._broadcaster.forget_group()
+        if not self._members:
+            self.close()
 
     async def load(self, member: Member, weights: Weights, model_step: int) -> None:
         """Return once `member` uses `weights`, which the first call with them sends to all members."""
@@ -192,6 +198,8 @@ class BroadcastHandOver:
             earlier = self._sent[1] if self._sent else None
             self._sent = weights, asyncio.ensure_future(self._send(weights, model_step, earlier))
         errors = await asyncio.shield(self._sent[1])
+        if id(member) not in errors:
+            raise EngineLost("it was not there when the weights were broadcast")
         if (error := errors[id(member)]) is not None:
             raise error
 
@@ -209,7 +217,24 @@ class BroadcastHandOver:
     ) -> dict[int, BaseException | None]:
         if earlier is not None:
             await asyncio.wait([earlier])
-        members = list(self._members)
+        errors: dict[int, BaseException | None] = {}
+        while members := [member for member in self._members if member.is_up and id(member) not in errors]:
+            *answers, sent = await self._broadcast(members, weights, model_step)
+            if sent is not None or any(answers):
+                self._broadcaster.forget_group()
+            lost = {id(m): a for m, a in zip(members, answers, strict=True) if isinstance(a, EngineLost)}
+            errors |= lost
+            if not lost:
+                errors |= {id(m): a or sent for m, a in zip(members, answers, strict=True)}
+        return errors
+
+    async def _broadcast(
+        self, members: list[Member], weights: Weights, model_step: int
+    ) -> list[BaseException | None]:
+        """What became of it at each member, and here."""
+        if members != self._group_members:
+            self._broadcaster.forget_group()
+            self._group_members = members
         group = self._broadcaster.group(len(members))
         layout = layout_of(weights)
         message = {
@@ -221,7 +246,7 @@ class BroadcastHandOver:
         sending = asyncio.ensure_future(
             asyncio.to_thread(self._broadcaster.send, layout, weights, self._checksum)
         )
-        *answers, sent = await asyncio.gather(
+        return await asyncio.gather(
             *(
                 member.send_weights({**message, "group": {**group, "rank": rank}})
                 for rank, member in enumerate(members, start=1)
@@ -229,9 +254,6 @@ class BroadcastHandOver:
             sending,
             return_exceptions=True,
         )
-        if sent is not None or any(answers):
-            self._broadcaster.forget_group()
-        return {id(member): answer or sent for member, answer in zip(members, answers, strict=True)}
 
     def close(self) -> None:
         """End the connections."""

@@ -16,6 +16,7 @@ What is the same for every kind of run is in `forebay.runs.folder`. Nothing that
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import shutil
@@ -76,7 +77,8 @@ async def save_checkpoint(
         np.savez(temporary / "arrays.npz", **dict(arrays))  # type: ignore[arg-type]
         (temporary / "run.json").write_text(json.dumps(dict(counts), indent=2) + "\n", encoding="utf-8")
         await save_buffer(str(temporary / "fragments"))
-        publish(temporary, final)
+        # In a thread: workers are answered meanwhile.
+        await asyncio.to_thread(publish, temporary, final)
     prune_checkpoints(folder, NUM_CHECKPOINTS)
 
 

@@ -179,17 +179,15 @@ async def _save(run: FragmentRun) -> None:
 
 
 def draw(run: FragmentRun) -> list[dict[str, float | None]]:
-    """Write the pictures of the run; all its rows of metrics."""
+    """Write the pictures of the run, as far as its libraries are there; all its rows of metrics."""
     config = run.config
     rows = read_jsonl(config.folder / "metrics.jsonl")
-    learning_curve(rows, config.folder / "learning_curve.png", config.environment.id)
     try:
-        frames = evaluation.watch(config, run.trainer.policy)
-    except ConfigError as error:
-        run.display.warning(f"no frames of an episode: {error}")
-        return rows
-    if frames:
-        frame_strip(frames, config.folder / "episode.png")
+        learning_curve(rows, config.folder / "learning_curve.png", config.environment.id)
+        if frames := evaluation.watch(config, run.trainer.policy):
+            frame_strip(frames, config.folder / "episode.png")
+    except (ImportError, ConfigError) as error:
+        run.display.warning(f"pictures are missing: {error}")
     return rows
 
 

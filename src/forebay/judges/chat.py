@@ -246,20 +246,23 @@ class ReplyCache:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._replies: OrderedDict[str, str] | None = None
+        self._replies: OrderedDict[str, str] = OrderedDict()
+        # Now and not at the first question: a long file would hold up the event loop.
+        if path is not None and path.exists():
+            self._read(path)
 
     def get(self, request: Mapping[str, Any]) -> str | None:
         """The reply to `request`, if it is known."""
-        replies, key = self._load(), _digest(request)
-        if key not in replies:
+        key = _digest(request)
+        if key not in self._replies:
             return None
-        replies.move_to_end(key)
-        return replies[key]
+        self._replies.move_to_end(key)
+        return self._replies[key]
 
     def put(self, request: Mapping[str, Any], reply: str) -> None:
         """Remember `reply`."""
         key = _digest(request)
-        if self._load().get(key) == reply:
+        if self._replies.get(key) == reply:
             return
         self._remember(key, reply)
         if self._path is not None:
@@ -269,23 +272,19 @@ class ReplyCache:
                 file.write((b"" if _ends_a_line(self._path) else b"\n") + line.encode())
 
     def _remember(self, key: str, reply: str) -> None:
-        replies = self._load()
-        replies[key] = reply
-        replies.move_to_end(key)
-        if len(replies) > _NUM_CACHED_REPLIES:
-            replies.popitem(last=False)
+        self._replies[key] = reply
+        self._replies.move_to_end(key)
+        if len(self._replies) > _NUM_CACHED_REPLIES:
+            self._replies.popitem(last=False)
 
-    def _load(self) -> OrderedDict[str, str]:
-        if self._replies is None:
-            self._replies = OrderedDict()
-            if self._path is not None and self._path.exists():
-                for line in self._path.read_bytes().splitlines():
-                    try:
-                        entry = json.loads(line)
-                    except ValueError:
-                        continue
-                    self._remember(entry["request"], entry["reply"])
-        return self._replies
+    def _read(self, path: Path) -> None:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue
+                self._remember(entry["request"], entry["reply"])
 
 
 def _ends_a_line(path: Path) -> bool:

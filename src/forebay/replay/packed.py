@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.replay.groups import HeldGroup, StoredGroup, hand_out
-from forebay.replay.packing import CONSTANTS, NOT_SENT, Head, PackedGroup, pack_group
+from forebay.replay.groups import HeldGroup, hand_out
+from forebay.replay.packing import ARRAYS, CONSTANTS, NOT_SENT, Head, PackedGroup, pack_group
 from forebay.replay.payload import damage_named
 from forebay.replay.unpacking import check_head, read_head, read_states, unpack_group
 from forebay.types import UNLABELLED, RolloutState, Status, get_group_status
@@ -45,8 +45,7 @@ class PackedPayload(HeldGroup):
         self._data = data
         self._was_sent = tuple(_spread(parsed.values.get("seq_staleness", [0]), len(parsed.status)))
         self.staleness: Sequence[int] = self._was_sent
-        steps = _constant_steps(parsed)
-        self.steps = StoredGroup(read_states(parsed, data)).steps if steps is None else steps
+        self.steps = _oldest_steps(parsed, data)
 
     @property
     def status(self) -> Status:
@@ -128,19 +127,47 @@ def _is_filled(head: Head) -> bool:
     )
 
 
-def _constant_steps(head: Head) -> tuple[int | None, ...] | None:
-    """The oldest model step of each member, if the head says it: masks and labels of one value throughout."""
-    lengths = head.lengths
-    masks, labels = (iter(head.constants[name]) for name in CONSTANTS)
-    steps: list[int | None] = []
-    columns = [lengths[name] for name in CONSTANTS]
-    for count, mask, label in zip(lengths["response_ids"], *columns, strict=True):
-        is_generated = next(masks) if mask == NOT_SENT else None
-        step = next(labels) if label == NOT_SENT else None
-        if count and (is_generated is None or step is None):
+def _oldest_steps(head: Head, data: NDArray[np.uint8]) -> tuple[int | None, ...]:
+    """The oldest model step of each member; arrays are looked at where the head does not say it."""
+    masks, labels = (_constants_or_arrays(head, data, name) for name in CONSTANTS)
+    return tuple(map(_oldest_step, head.lengths["response_ids"], masks, labels))
+
+
+def _constants_or_arrays(head: Head, data: NDArray[np.uint8], name: str) -> list[int | NDArray[Any]]:
+    """For each member the one value that the array has throughout, or the array."""
+    if head.lengths[name].count(NOT_SENT) == len(head.status):
+        return list(head.constants[name])
+    start = 0
+    for before, dtype in ARRAYS.items():
+        if before == name:
+            break
+        start += sum(max(length, 0) for length in head.lengths[before]) * dtype.itemsize
+    constants = iter(head.constants.get(name, ()))
+    found: list[int | NDArray[Any]] = []
+    for length in head.lengths[name]:
+        if length == NOT_SENT:
+            found.append(next(constants))
+            continue
+        end = start + length * ARRAYS[name].itemsize
+        found.append(data[start:end].view(ARRAYS[name]))
+        start = end
+    return found
+
+
+def _oldest_step(count: int, mask: int | NDArray[Any], labels: int | NDArray[Any]) -> int | None:
+    """See `forebay.types.oldest_step_of`."""
+    if not count:
+        return None
+    if isinstance(labels, int):
+        is_generated = mask if isinstance(mask, int) else mask.any()
+        return labels if is_generated and labels > UNLABELLED else None
+    if isinstance(mask, int):
+        if not mask:
             return None
-        steps.append(step if count and is_generated and step is not None and step > UNLABELLED else None)
-    return tuple(steps)
+        if (smallest := labels[labels.argmin()]) > UNLABELLED:
+            return int(smallest)
+    labelled = labels[(labels != UNLABELLED) & (mask != 0)]
+    return int(labelled.min()) if len(labelled) else None
 
 
 def _spread(column: Sequence[Any], size: int) -> Sequence[Any]:

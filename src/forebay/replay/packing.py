@@ -242,7 +242,13 @@ def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: 
     constants = []
     for member, (array, count) in enumerate(zip(arrays, counts, strict=True)):
         # Compared as bytes: for the lengths of responses far cheaper than with numpy.
-        if count and len(array) == count and (data := array.tobytes()) == data[: array.itemsize] * count:
+        # Most that differ do so at the ends.
+        if (
+            count
+            and len(array) == count
+            and array[0] == array[-1]
+            and (data := array.tobytes()) == data[: array.itemsize] * count
+        ):
             lengths[member] = NOT_SENT
             constants.append(int(array[0]))
     return constants

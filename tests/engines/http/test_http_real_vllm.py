@@ -26,7 +26,9 @@ from forebay.models.tiny import write_tiny
 from forebay.types import RolloutState, SampleParams, Status
 
 PYTHON = os.environ.get("FOREBAY_VLLM_PYTHON")
-CONTEXT = 512
+CONTEXT = 2048
+LONG = 1800
+"""Tokens of a rollout that is to be caught while it runs."""
 PROMPT = [1, 20, 21, 22]
 
 pytestmark = [
@@ -57,10 +59,13 @@ class Trainer:
 
     def logprobs(self, prompt: list[int], ids: list[int], step: int, **how: Any) -> np.ndarray:
         """Of each response token under the distribution that `how` draws from, by the weights of `step`."""
-        self.model.load_state_dict(self.versions[step], strict=False)
-        self.model.tie_weights()
+        self._restore(step)
         with torch.no_grad():
             logits = self.model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+        if how.get("temperature") == 0:
+            self._restore(self.step)
+            return logprobs
         full = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | how
         rows = len(ids)
         sampling = Sampling(
@@ -73,9 +78,12 @@ class Trainer:
         for u in np.linspace(0.0005, 0.9995, 1000):
             drawn, logprob = draw(logits, sampling, np.full(rows, u))
             found = np.where(drawn == np.array(ids), logprob, found)
-        self.model.load_state_dict(self.versions[self.step], strict=False)
-        self.model.tie_weights()
+        self._restore(self.step)
         return found
+
+    def _restore(self, step: int) -> None:
+        self.model.load_state_dict(self.versions[step], strict=False)
+        self.model.tie_weights()
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +176,7 @@ async def started(controller: RolloutController, count: int) -> None:
 
 async def test_weights_change_under_running_rollouts_and_labels_are_exact(controller, trainer):
     running = [
-        asyncio.create_task(controller.generate_sample(rollout(f"flight {i}", 300, temperature=0.0)))
+        asyncio.create_task(controller.generate_sample(rollout(f"flight {i}", LONG, temperature=0.0)))
         for i in range(4)
     ]
     for _ in range(2):
@@ -176,7 +184,7 @@ async def test_weights_change_under_running_rollouts_and_labels_are_exact(contro
         step_weights = trainer.train()
         await controller.update_weights(step_weights, trainer.step)
     for state in await asyncio.gather(*running):
-        assert len(state.response_ids) == 300 or state.finish_reason == "stop"
+        assert len(state.response_ids) == LONG or state.finish_reason == "stop"
         assert (np.diff(state.response_model_steps) >= 0).all()
         check(trainer, state, temperature=0.0)
     assert controller.model_step == trainer.step
@@ -184,7 +192,7 @@ async def test_weights_change_under_running_rollouts_and_labels_are_exact(contro
 
 async def test_pause_keeps_tokens_and_a_continued_rollout_is_whole(controller, trainer):
     running = [
-        asyncio.create_task(controller.generate_sample(rollout(f"pause {i}", 400, temperature=0.0)))
+        asyncio.create_task(controller.generate_sample(rollout(f"pause {i}", LONG, temperature=0.0)))
         for i in range(4)
     ]
     await started(controller, 100)
@@ -202,14 +210,14 @@ async def test_pause_keeps_tokens_and_a_continued_rollout_is_whole(controller, t
 async def test_a_time_limit_and_a_cancellation_free_the_server(controller):
     controller._time_limit_s = 0.3
     for number in range(5):
-        state = await controller.generate_sample(rollout(f"overdue {number}", 400, temperature=0.0))
+        state = await controller.generate_sample(rollout(f"overdue {number}", LONG, temperature=0.0))
         # On a crowded machine the server may send all its tokens at once, and late.
         if state.status is Status.ABORTED:
             break
     controller._time_limit_s = None
     assert state.status is Status.ABORTED
     assert "time limit of 0.3 s" in state.error_msg
-    running = asyncio.create_task(controller.generate_sample(rollout("cancelled", 400, temperature=0.0)))
+    running = asyncio.create_task(controller.generate_sample(rollout("cancelled", LONG, temperature=0.0)))
     await started(controller, 20)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -219,7 +227,7 @@ async def test_a_time_limit_and_a_cancellation_free_the_server(controller):
 
 async def test_a_killed_server_loses_no_rollout_and_comes_back_with_the_current_weights(controller, trainer):
     running = [
-        asyncio.create_task(controller.generate_sample(rollout(f"killed {i}", 400, temperature=0.0)))
+        asyncio.create_task(controller.generate_sample(rollout(f"killed {i}", LONG, temperature=0.0)))
         for i in range(4)
     ]
     await started(controller, 100)

@@ -124,6 +124,7 @@ def _guarded(action: Callable[[], Any]) -> None:
 
 
 def _call(action: Callable[[], Any]) -> None:
+    from forebay.engines import EngineLost
     from forebay.environments import WorkerError
     from forebay.produce import ProductionError
     from forebay.runs.placement import PartLost
@@ -135,6 +136,7 @@ def _call(action: Callable[[], Any]) -> None:
         action()
     except (
         ConfigError,
+        EngineLost,
         ProductionError,
         StallError,
         OffPolicyError,

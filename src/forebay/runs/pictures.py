@@ -84,11 +84,14 @@ def _draw_reward(axes: Any, history: Rows, evaluations: Rows) -> None:
     _draw_line(axes, read_curve(history, REWARD), "learning curve", "mean reward", label="reward")
     scores = read_curve(evaluations, EVAL_SCORE)
     if len(scores.values):
+        low, high = axes.get_ylim()
         axes.plot(*scores, "D--", color=_ORANGE, markersize=6, linewidth=1, label="held-out score")
         for index in {0, len(scores.values) - 1}:
             at = (scores.steps[index], scores.values[index])
             style = {"ha": "center", "fontsize": 9, "color": _ORANGE}
             axes.annotate(f"{at[1]:.3g}", at, (0, 9), textcoords="offset points", **style)
+        # The limits are those of the rewards until now; a tenth more, for the numbers above the points.
+        axes.set_ylim(min(low, 1.1 * scores.values.min()), max(high, 1.1 * scores.values.max()))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", frameon=False, fontsize=9)
 

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.agents import AgentLoop
 from forebay.config import ConfigError
+from forebay.engines import EngineLost
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.folder import prune_checkpoints, publish
@@ -45,6 +46,7 @@ ROLLOUTS_PER_RECORD = 8
 """Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
 
 RESCUED = (
+    EngineLost,
     ProductionError,
     StallError,
     OffPolicyError,
@@ -259,7 +261,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
         **run.status.step_values(train_step, groups),
         **batch.metrics(),
-        **(run.cluster.counts() if run.cluster is not None else {}),
+        **(run.cluster.counts() if run.cluster is not None else _engine_counts(run)),
         **metrics,
     }
     run.history.append({"train_step": float(train_step), **values})
@@ -268,6 +270,11 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     if run.config.show_every and (train_step - 1) % run.config.show_every == 0:
         run.display.rollouts(groups)
     _record_rollouts(run, train_step, groups)
+
+
+def _engine_counts(run: Run) -> dict[str, float]:
+    """What lost engines cost so far; nothing where none was lost."""
+    return {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
 
 
 def batch_numbers(groups: list[list[RolloutState]]) -> dict[str, float]:

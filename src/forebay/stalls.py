@@ -189,7 +189,7 @@ class StallWatch:
         words = _IN_WORDS.get(activity.stage, f"{{name}} in stage {activity.stage}").format(
             name=activity.name
         )
-        known = self._describe(activity) if self._describe is not None else ""
+        known = (self._describe(activity) if self._describe is not None else "") or activity.note
         return f"{words} for {self._activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
 
     def _enter(self, limit: asyncio.Timeout) -> None:

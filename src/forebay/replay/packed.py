@@ -12,6 +12,7 @@ token fields of different lengths) is unpacked when it comes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, overload
 
 import msgspec
@@ -24,6 +25,7 @@ from forebay.replay.payload import damage_named
 from forebay.replay.unpacking import check_head, read_head, read_states, unpack_group
 from forebay.types import UNLABELLED, RolloutState, Status, get_group_status
 
+_LABELS = "response_model_steps"
 _TOKEN_FIELDS = ("logprobs", *CONSTANTS)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -130,7 +132,15 @@ def _is_filled(head: Head) -> bool:
 def _oldest_steps(head: Head, data: NDArray[np.uint8]) -> tuple[int | None, ...]:
     """The oldest model step of each member; arrays are looked at where the head does not say it."""
     masks, labels = (_constants_or_arrays(head, data, name) for name in CONSTANTS)
-    return tuple(map(_oldest_step, head.lengths["response_ids"], masks, labels))
+    counts, lengths = head.lengths["response_ids"], head.lengths[_LABELS]
+    if min(lengths) > 0 and all(isinstance(mask, int) and mask for mask in masks):
+        # All labels lie one after the other: looked at together, in a tenth of the time.
+        start = sum(sum(max(n, 0) for n in head.lengths[name]) for name in ("response_ids", "logprobs"))
+        joined = data[start * 4 : (start + sum(lengths)) * 4].view(ARRAYS[_LABELS])
+        oldest = np.minimum.reduceat(joined, [0, *accumulate(lengths[:-1])]).tolist()
+        if min(oldest) > UNLABELLED:
+            return tuple(oldest)
+    return tuple(map(_oldest_step, counts, masks, labels))
 
 
 def _constants_or_arrays(head: Head, data: NDArray[np.uint8], name: str) -> list[int | NDArray[Any]]:

@@ -19,7 +19,7 @@ demo: $(VENV)/.installed
 	$(BIN)/forebay train $(RECIPE) seed=$(SEED) --overwrite
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n 2 -m "not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600 -m "not soak"
 
 # The long versions of the randomised and kill tests.
 soak: $(VENV)/.installed

@@ -8,7 +8,7 @@ SEED ?= 0
 
 .PHONY: demo test check soak bench clean
 
-REPLAY_BENCHMARKS := scan_design scaling memory snapshot put_take peers report
+REPLAY_BENCHMARKS := scan_design scaling memory snapshot put_take peers ray_hosted report
 
 RECIPE_tiny := recipes/demo_tiny.toml
 RECIPE_smollm2 := recipes/smollm2_addition.toml

@@ -140,6 +140,9 @@ class TimedTrainer:
         await asyncio.sleep(self._cluster.sync_s)
         await controller.update_weights([], self.model_step)
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 class EnoughSteps(Exception):
     """Ends a simulated run after its last step: it has nothing to save or to show."""

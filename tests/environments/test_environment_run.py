@@ -138,12 +138,17 @@ class Murderous(ProcessWorkers):
 
 
 def pid_of(worker_uuid):
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            with contextlib.suppress(OSError):
-                if f'"worker_uuid":"{worker_uuid}"' in (folder / "cmdline").read_text():
-                    return int(folder.name)
+    # A test beside this one names its workers alike: only a child of this process is meant.
+    for child in own_children():
+        with contextlib.suppress(OSError):
+            if f'"worker_uuid":"{worker_uuid}"' in Path(f"/proc/{child}/cmdline").read_text():
+                return child
     raise AssertionError(f"no process of {worker_uuid}")
+
+
+def own_children():
+    for task in Path("/proc/self/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())
 
 
 async def test_a_killed_worker_is_started_again(tmp_path):

@@ -25,7 +25,7 @@ import numpy as np
 from forebay.config import Component
 from forebay.engines.base import Engine, GenerateRequest
 from forebay.engines.build import EngineSurroundings, build_engines
-from forebay.engines.process import LENGTH
+from forebay.framing import framed, read_frame
 from forebay.models import ModelConfig, load_tokenizer
 from forebay.types import SampleParams
 
@@ -52,16 +52,11 @@ class EngineHost:
         """Serve until the parent closes the connection or is gone."""
         hello = {"max_context_tokens": self._engine.max_context_tokens, "model_step": self._engine.model_step}
         self._write(hello)
-        try:
-            while True:
-                (size,) = LENGTH.unpack(await self._reader.readexactly(LENGTH.size))
-                number, method, argument = msgspec.msgpack.decode(await self._reader.readexactly(size))
-                task = asyncio.create_task(self._answer(number, method, argument))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            # Nobody is left to answer to.
-            return
+        while (frame := await read_frame(self._reader)) is not None:
+            number, method, argument = msgspec.msgpack.decode(frame)
+            task = asyncio.create_task(self._answer(number, method, argument))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _answer(self, number: int, method: str, argument: Any) -> None:
         try:
@@ -119,8 +114,7 @@ class EngineHost:
             self._report_later()
 
     def _write(self, message: Any) -> None:
-        frame = msgspec.msgpack.encode(message)
-        self._writer.write(LENGTH.pack(len(frame)) + frame)
+        self._writer.write(framed(msgspec.msgpack.encode(message)))
 
 
 def main() -> None:

@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ import numpy as np
 
 from forebay.config import Component
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.framing import LENGTH, framed, read_frame
 from forebay.models import ModelConfig
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ CLOSE_LIMIT_S = 10.0
 """For an engine to end what it does; then its process is killed."""
 START_LIMIT_S = 600.0
 """For loading a model: minutes are usual where it is large."""
-LENGTH = struct.Struct("<I")
 _CHILD_CODE = "from forebay.engines.engine_host import main; main()"
 _LOG_TAIL_BYTES = 2000
 
@@ -279,8 +278,7 @@ class ProcessEngine:
 
     def _send(self, number: int, method: str, argument: Any) -> None:
         assert self._writer is not None
-        frame = msgspec.msgpack.encode((number, method, argument))
-        self._writer.write(LENGTH.pack(len(frame)) + frame)
+        self._writer.write(framed(msgspec.msgpack.encode((number, method, argument))))
 
     async def _connect(self) -> None:
         if self._writer is not None:
@@ -292,12 +290,9 @@ class ProcessEngine:
 
     async def _read(self, reader: asyncio.StreamReader, child: _Child) -> None:
         """consumes: the child's frames; waits for: the next one; woken by: it, or the child's end."""
-        try:
-            while True:
-                (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-                self._note(*msgspec.msgpack.decode(await reader.readexactly(size)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self._lose(await asyncio.to_thread(child.cause_of_end))
+        while (frame := await read_frame(reader)) is not None:
+            self._note(*msgspec.msgpack.decode(frame))
+        self._lose(await asyncio.to_thread(child.cause_of_end))
 
     def _note(self, number: int | None, result: Any, error: tuple[str, str] | None) -> None:
         if number is None:

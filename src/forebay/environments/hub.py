@@ -23,8 +23,8 @@ from typing import Any
 import msgspec
 
 from forebay.environments.messages import Orders, Report
-from forebay.environments.sockets import read_frame, write_frame
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
+from forebay.framing import framed, read_frame
 
 NUM_RECENT = 100
 """Episodes behind the mean return of a step: what CartPole is judged by."""
@@ -173,7 +173,7 @@ class Hub:
         try:
             while (frame := await read_frame(reader)) is not None:
                 orders = await self.answer(decode(frame))
-                write_frame(writer, msgspec.msgpack.encode(orders))
+                writer.write(framed(msgspec.msgpack.encode(orders)))
                 await writer.drain()
         except (ConnectionError, msgspec.MsgspecError, asyncio.CancelledError):
             # The worker is gone or talks nonsense: whoever started it sees it end, with its last words.

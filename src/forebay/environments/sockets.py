@@ -1,31 +1,13 @@
-"""Frames on a Unix socket: four bytes of length, then one message. Nothing is unpickled."""
+"""A worker's end of the hub's Unix socket."""
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import struct
 
 import msgspec
 
 from forebay.environments.messages import Orders, Report
-
-_LENGTH = struct.Struct("<I")
-
-
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message; None: the other side is gone."""
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return await reader.readexactly(length)
-    except asyncio.IncompleteReadError:
-        return None
-
-
-def write_frame(writer: asyncio.StreamWriter, message: bytes) -> None:
-    """Queue a message; ``drain`` waits until it is sent."""
-    writer.write(_LENGTH.pack(len(message)))
-    writer.write(message)
+from forebay.framing import LENGTH, framed
 
 
 class SocketLink:
@@ -51,8 +33,8 @@ class SocketLink:
         """See `Link`."""
         message = msgspec.msgpack.encode(report)
         try:
-            self._socket.sendall(_LENGTH.pack(len(message)) + message)
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
+            self._socket.sendall(framed(message))
+            (length,) = LENGTH.unpack(self._read(LENGTH.size))
             return msgspec.msgpack.decode(self._read(length), type=Orders)
         except ConnectionError as error:
             raise EOFError(f"the trainer is gone: {error}") from error

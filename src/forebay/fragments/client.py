@@ -57,7 +57,7 @@ class RemoteFragmentBuffer:
 
     async def _read(self) -> None:
         """consumes: answers / waits for: the next / woken by: the socket / produces: ends of calls"""
-        while (frame := await wire.read_frame(self._reader)) is not None:
+        while (frame := await wire.read_message(self._reader)) is not None:
             answer = wire.decode_answer(frame)
             pending = self._pending.pop(answer.number, None)
             if pending is not None:

@@ -104,7 +104,7 @@ class _Connection:
 
     async def run(self) -> None:
         try:
-            while (frame := await wire.read_frame(self._reader)) is not None:
+            while (frame := await wire.read_message(self._reader)) is not None:
                 await self._begin(wire.decode_call(frame))
         except ValueError:
             # It speaks something else: there is nobody to answer.

@@ -14,7 +14,6 @@ Ids and metadata only: payloads are in the store, which both sides map into memo
 from __future__ import annotations
 
 import asyncio
-import struct
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +22,7 @@ from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.mapped import StoreFullError
 from forebay.fragments.records import FragmentIndex, FragmentMetadata
 from forebay.fragments.turns import BufferClosed
+from forebay.framing import framed, read_frame
 
 CANCEL = ""
 """In place of a method."""
@@ -30,7 +30,6 @@ CANCELLED = "cancelled"
 """In place of an error's kind."""
 MAX_FRAME_BYTES = 256 << 20
 """Two million fragments at once; a longer length is no length but something else."""
-_LENGTH = struct.Struct("<I")
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, TimeoutError, FileExistsError, OSError, BufferClosed, StoreFullError)
@@ -125,19 +124,9 @@ def error_of(answer: Answer) -> Exception:
     return _ERRORS.get(answer.error, RuntimeError)(msgspec.msgpack.decode(answer.value, type=str))
 
 
-async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """The next message; None: the other side is gone.
-
-    Raises:
-        ValueError: what came is not a message.
-    """
-    try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        if length > MAX_FRAME_BYTES:
-            raise ValueError(f"a message has at most {MAX_FRAME_BYTES} bytes, got one of {length}")
-        return await reader.readexactly(length)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
+async def read_message(reader: asyncio.StreamReader) -> bytes | None:
+    """As `read_frame`, bounded."""
+    return await read_frame(reader, MAX_FRAME_BYTES)
 
 
 def write_frame(writer: asyncio.StreamWriter, message: Call | Answer) -> None:
@@ -151,4 +140,4 @@ def write_frame(writer: asyncio.StreamWriter, message: Call | Answer) -> None:
         raise ValueError(
             f"a message has at most {MAX_FRAME_BYTES} bytes, got {len(data)}: make several calls"
         )
-    writer.write(_LENGTH.pack(len(data)) + data)
+    writer.write(framed(data))

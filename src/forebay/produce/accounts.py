@@ -107,11 +107,12 @@ class Accounts:
 
     async def drop_terminal(self) -> None:
         """Nothing will ever train or retry these: out of the buffer, into the ledger."""
+        # One question for all: there is seldom anything.
+        cells = await self._buffer.count_statuses(self._runners, (*_TERMINAL, Status.EXPIRED))
         for name, runner in self._runners.items():
             keeps_expired = getattr(runner.produce_strategy, "keeps_expired", False)
             for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
-                count = await self._buffer.count(name, status)
-                for group in await self._buffer.get(count, name, status):
+                for group in await self._buffer.get(cells[name][status], name, status):
                     error = next((state.error_msg for state in group if state.error_msg), None)
                     self.ledger.record(
                         name_group(group),

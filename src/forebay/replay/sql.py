@@ -37,6 +37,7 @@ from forebay.replay.sql_ranking import (
     Ranking,
     count_live,
     count_rows,
+    has_rows,
     lock_drawn,
     lock_matching,
     ranked_rows,
@@ -222,16 +223,15 @@ class SQLStorage(StorageBackend):
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
 
-        return await self._take(choose, train_step)
+        return await self._take(choose, train_step, None)
 
     async def take_first(
         self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
         """See `StorageBackend.take_first`."""
         ranking = Ranking.of(query, order, count)
-        return await self._take(
-            partial(ranked_rows, ranking=ranking, codec=self._codec, lock="skip"), train_step
-        )
+        choose = partial(ranked_rows, ranking=ranking, codec=self._codec, lock="skip")
+        return await self._take(choose, train_step, ranking.query)
 
     async def take_drawn(
         self,
@@ -251,7 +251,7 @@ class SQLStorage(StorageBackend):
 
         tree = await self._worker.call(read)
         drawing = partial(lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
-        return await self._take(drawing, train_step)
+        return await self._take(drawing, train_step, None)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
         """See `StorageBackend.update_priorities`."""
@@ -398,11 +398,20 @@ class SQLStorage(StorageBackend):
         self._writer.forget()
 
     async def _take(
-        self, choose: Callable[[sa.Connection], list[StorageItem]], train_step: int | None
+        self,
+        choose: Callable[[sa.Connection], list[StorageItem]],
+        train_step: int | None,
+        query: Query | None,
     ) -> list[StorageItem]:
-        """Remove or archive the rows that `choose` returns, locked, within the transaction."""
+        """Remove or archive the rows that `choose` returns, locked, within the transaction.
+
+        If all of them match `query`, an empty answer takes no turn to write: producers ask for interrupted
+        groups before each new prompt, and there are hardly ever any.
+        """
 
         def work() -> list[StorageItem]:
+            if query is not None and not self._may_match(query):
+                return []
             with self._writing() as connection:
                 rows = choose(connection)
                 # Before the commit: a payload that cannot be read must not cost its group.
@@ -414,6 +423,10 @@ class SQLStorage(StorageBackend):
             return rows
 
         return await self._worker.call(work, undo=self._give_back)
+
+    def _may_match(self, query: Query) -> bool:
+        with self._reading() as connection:
+            return has_rows(connection, query)
 
     def _give_back(self, items: list[StorageItem]) -> None:
         """Undo a take whose caller was cancelled."""

@@ -82,16 +82,22 @@ class Arm:
 
 def is_too_large(query: Query) -> bool:
     """Whether no database would take `query`."""
-    sizes = [len(leaf.value) if isinstance(leaf.value, tuple) else 1 for leaf in _leaves(query)]
+    sizes = [len(leaf.value) if isinstance(leaf.value, tuple) else 1 for leaf in leaves(query)]
     return len(sizes) > MAX_CONDITIONS or sum(sizes) > MAX_VALUES
+
+
+def asks_age(query: Query) -> bool:
+    """Whether it depends on the train steps which rows match."""
+    return any(leaf.field == "staleness" for leaf in leaves(query))
 
 
 def plan_arms(query: Query, train_steps: Mapping[str, int | None], *, by_age: bool) -> list[Arm]:
     """The arms that together hold the rows that match `query`, each row in one of them.
 
-    `train_steps` has every task of the store; `by_age` says that the rows will be ranked by staleness.
+    `train_steps` has every task of the store, and is of no use if age plays no part; `by_age` says that the
+    rows will be ranked by staleness.
     """
-    if not by_age and all(leaf.field != "staleness" for leaf in _leaves(query)):
+    if not by_age and not asks_age(query):
         return [Arm(compile_condition(query), groups.c.staleness, True)]
     return [
         arm
@@ -141,12 +147,13 @@ def compile_condition(query: Query | bool, train_step: int | None = None) -> Cla
     return sa.and_(sa.true(), *parts) if isinstance(query, All) else sa.or_(sa.false(), *parts)
 
 
-def _leaves(query: Query) -> Iterator[Condition]:
+def leaves(query: Query) -> Iterator[Condition]:
+    """All conditions in it."""
     if isinstance(query, Condition):
         yield query
     else:
         for part in query.parts:
-            yield from _leaves(part)
+            yield from leaves(part)
 
 
 def _compile_leaf(leaf: Condition, train_step: int | None) -> Clause:

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
-from forebay.replay.sql_query import is_too_large, plan_arms
+from forebay.replay.sql_query import Arm, asks_age, is_too_large, leaves, plan_arms
 from forebay.replay.sql_rows import lock_rows, read_rows, select_rows
 from forebay.replay.sql_schema import LIVE, groups, tasks
 from forebay.replay.storage import Codec, StorageItem, parse_order
 from forebay.replay.sum_tree import SumTree
 
+_Look = tuple[sa.Select[Any], sa.Select[Any]]
+"""How many rows there are, and one of them."""
 Lock = Literal["none", "skip", "wait"]
 """What is done about rows that others are changing: nothing; pass over them; wait and look again."""
 
@@ -69,6 +72,38 @@ def ranked_rows(
     return ranking.cut(rows)
 
 
+def has_rows(connection: sa.Connection, query: Query) -> bool:
+    """Whether some row may match: True also where only reading them would tell."""
+    if is_too_large(query):
+        return True
+    return any(connection.scalar(first) is not None for _, first in _looks(connection, query))
+
+
+def _looks(connection: sa.Connection, query: Query) -> list[_Look]:
+    """For every arm of `query`."""
+    if not asks_age(query) and all(isinstance(leaf.value, str) for leaf in leaves(query)):
+        # Equal texts are the same question. Equal numbers are not: True equals 1.
+        return [_known_look(query)]
+    return [_look(arm) for arm in plan_arms(query, _steps_for(connection, query), by_age=False)]
+
+
+@lru_cache(maxsize=256)
+def _known_look(query: Query) -> _Look:
+    """The same few are asked again and again, and to build one takes longer than to answer it."""
+    [arm] = plan_arms(query, {}, by_age=False)
+    return _look(arm)
+
+
+def _look(arm: Arm) -> _Look:
+    count = sa.select(sa.func.count()).select_from(groups).where(arm.where)
+    return count, sa.select(groups.c.uid).where(arm.where).limit(1)
+
+
+def _steps_for(connection: sa.Connection, query: Query) -> dict[str, int | None]:
+    """The train steps, if the arms of `query` depend on them: most counts ask for no age."""
+    return train_steps(connection) if asks_age(query) else {}
+
+
 def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:
     """The priorities of the rows that match; of each row only its ids and its priority are read."""
     lines: list[Any]
@@ -77,7 +112,7 @@ def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> Su
         lines = [(row.timestamp_id, row.uid, row.priority) for row in rows]
     else:
         light = sa.select(groups.c.timestamp_id, groups.c.uid, groups.c.priority)
-        arms = plan_arms(query, train_steps(connection), by_age=False)
+        arms = plan_arms(query, _steps_for(connection, query), by_age=False)
         lines = [line for arm in arms for line in connection.execute(light.where(arm.where))]
     timestamp_ids, uids, priorities = ([line[i] for line in lines] for i in range(3))
     return SumTree(timestamp_ids, uids, priorities)
@@ -106,9 +141,7 @@ def count_rows(connection: sa.Connection, query: Query, codec: Codec) -> int:
     """How many rows match."""
     if is_too_large(query):
         return len(_scan(connection, query, codec, "none"))
-    count = sa.select(sa.func.count()).select_from(groups)
-    arms = plan_arms(query, train_steps(connection), by_age=False)
-    return sum(connection.scalar(count.where(arm.where)) or 0 for arm in arms)
+    return sum(connection.scalar(count) or 0 for count, _ in _looks(connection, query))
 
 
 def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list[int]:
@@ -116,7 +149,7 @@ def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list
     if is_too_large(query):
         return [row.uid for row in _scan(connection, query, codec, "wait")]
     uids: list[int] = []
-    for arm in plan_arms(query, train_steps(connection), by_age=False):
+    for arm in plan_arms(query, _steps_for(connection, query), by_age=False):
         # By uid, so that two processes that lock the same rows do not wait for each other.
         statement = sa.select(groups.c.uid).where(arm.where).order_by(groups.c.uid)
         uids += connection.scalars(_locking(statement, "wait"))

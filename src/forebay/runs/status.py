@@ -263,9 +263,9 @@ def _nobody() -> None:
 
 async def _count_rows(buffer: ReplayBuffer, task_name: str) -> _Rows:
     count = buffer.storage.count
-    groups: dict[Status, int] = {
-        status: await count({"task_name": task_name, "status": status}) for status in COUNTED_STATUSES
-    }
+    groups = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]
+    if not groups[Status.COMPLETED]:
+        return _Rows(groups=groups, ages={}, max_age=0)
     completed = {"task_name": task_name, "status": Status.COMPLETED}
     stalest = await buffer.storage.get(completed, order=STALEST, limit=1, rows_only=True)
     max_age = max(0, stalest[0].staleness) if stalest else 0

@@ -101,7 +101,7 @@ def test_rows_hold_exactly_the_chunks_that_are_held(schedule):
         if action == "add":
             for _ in range(number % 9 + 1):
                 held.append(Chunk(total, (), 0, 1.0))
-                segments.add(held[-1])
+                segments.add(held[-1:])
                 total += 1
         elif action == "commit":
             commit()

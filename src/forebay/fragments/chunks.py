@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -61,7 +61,7 @@ class ChunkTable:
     """The chunks that can be served.
 
     >>> table = ChunkTable()
-    >>> table.add(Chunk(0, (), oldest_version=3, priority=1.0))
+    >>> table.add([Chunk(0, (), oldest_version=3, priority=1.0)])
     >>> [chunk.number for chunk in table.stale(min_version=4)]
     [0]
     """
@@ -74,6 +74,8 @@ class ChunkTable:
         # These also name chunks that have left, at most as many as are here: `_tidy`.
         self._arrived: deque[Chunk] = deque()
         self._by_version: dict[int, list[Chunk]] = {}
+        self._num_listed = 0
+        """In `_by_version`, and at least as many as in `_arrived`."""
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -82,19 +84,22 @@ class ChunkTable:
         """In the order of arrival."""
         return (chunk for chunk in self._arrived if chunk.slot >= 0)
 
-    def add(self, chunk: Chunk) -> None:
-        """Hold `chunk`."""
-        assert chunk.slot < 0
-        chunk.slot = len(self._slots)
-        self._slots.append(chunk)
-        self._versions.append(chunk.oldest_version)
-        self._priorities.append(chunk.priority)
-        self._arrived.append(chunk)
-        same_version = self._by_version.get(chunk.oldest_version)
-        if same_version is None:
-            self._by_version[chunk.oldest_version] = [chunk]
-        else:
-            same_version.append(chunk)
+    def add(self, chunks: Sequence[Chunk]) -> None:
+        """Hold `chunks`, which arrived in this order."""
+        by_version = self._by_version
+        for slot, chunk in enumerate(chunks, len(self._slots)):
+            assert chunk.slot < 0
+            chunk.slot = slot
+            same_version = by_version.get(chunk.oldest_version)
+            if same_version is None:
+                by_version[chunk.oldest_version] = [chunk]
+            else:
+                same_version.append(chunk)
+        self._slots += chunks
+        self._versions.extend([chunk.oldest_version for chunk in chunks])
+        self._priorities.extend([chunk.priority for chunk in chunks])
+        self._arrived += chunks
+        self._num_listed += len(chunks)
 
     def remove(self, chunks: Iterable[Chunk]) -> None:
         """Hold them no longer; the last slot takes the place of each."""
@@ -105,11 +110,12 @@ class ChunkTable:
                 slots[slot], versions[slot], priorities[slot] = last, version, priority
                 last.slot = slot
             chunk.slot = -1
-        if len(self._arrived) > 2 * len(slots) + MIN_TIDY:
+        if self._num_listed > 2 * len(slots) + MIN_TIDY:
             self._tidy()
 
     def _tidy(self) -> None:
         self._arrived = deque(self)
+        self._num_listed = len(self._arrived)
         self._by_version = {}
         for chunk in self._arrived:
             self._by_version.setdefault(chunk.oldest_version, []).append(chunk)
@@ -120,6 +126,10 @@ class ChunkTable:
 
     def oldest(self, count: int) -> list[Chunk]:
         """Those that arrived first."""
+        arrived = self._arrived
+        # A full buffer asks at every addition, and must not pass over the same ones again.
+        while arrived and arrived[0].slot < 0:
+            arrived.popleft()
         return list(islice(self, count))
 
     def stale(self, min_version: int) -> list[Chunk]:

@@ -52,7 +52,7 @@ class Segments:
     exactly the chunks that are held.
 
     >>> segments = Segments()
-    >>> segments.add(Chunk(0, (), oldest_version=3, priority=1.0))
+    >>> segments.add([Chunk(0, (), oldest_version=3, priority=1.0)])
     >>> list(segments.take_rows())
     [('segment', 0)]
     """
@@ -70,9 +70,9 @@ class Segments:
         """Whether there are rows to be taken."""
         return bool(self._new or self._used or self._valued or self._deleted)
 
-    def add(self, chunk: Chunk) -> None:
-        """`chunk` is held from now on."""
-        self._new[chunk.number] = chunk
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        """`chunks` are held from now on."""
+        self._new.update([(chunk.number, chunk) for chunk in chunks])
 
     def set_uses(self, chunks: Iterable[Chunk]) -> None:
         """Their uses have changed."""

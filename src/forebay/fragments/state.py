@@ -18,7 +18,7 @@ Each fragment is in exactly one place, so at any moment
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,52 +149,60 @@ class ReplayState:
         """Take the fragments in, or drop them; one that is here already changes nothing."""
         meta, take, is_chunk = self.meta, self.references.take, self.rules.fragments_per_chunk == 1
         session_id, min_version = meta.session_id, self._min_version
+        number = meta.num_fragments
+        whole: list[tuple[Fragment, ...]] = []
         for fragment_id, metadata in fragments:
             if not take(fragment_id):
                 meta.tallies.duplicates += 1
                 continue
-            meta.tallies.added += 1
             version = metadata.model_version
-            fragment = Fragment(
-                fragment_id, metadata.worker_uuid, metadata.fid_in_worker, version, meta.num_fragments
-            )
-            meta.num_fragments += 1
+            fragment = Fragment(fragment_id, metadata.worker_uuid, metadata.fid_in_worker, version, number)
+            number += 1
             if metadata.session_id != session_id:
                 self._drop([fragment], "session")
             elif version < min_version:
                 # A chunk has no holes: what came before is no use either.
                 self._drop([fragment], "stale")
             elif is_chunk:
-                self._insert((fragment,))
+                whole.append((fragment,))
             else:
-                self._follow(fragment, now_s)
+                whole += self._follow(fragment, now_s)
+        meta.tallies.added += number - meta.num_fragments
+        meta.num_fragments = number
+        self._insert(whole)
         self._evict()
 
-    def _follow(self, fragment: Fragment, now_s: float) -> None:
+    def _follow(self, fragment: Fragment, now_s: float) -> list[tuple[Fragment, ...]]:
+        """The chunk that `fragment` completes, if it does."""
         useless, complete = self._sequences.add(fragment, now_s)
         self._drop_parts(useless, "gap")
         if not complete:
             self._changes["part", fragment.number] = fragment
-            return
-        self._insert(tuple(complete))
+            return []
         # The last one was never a row.
         for part in complete[:-1]:
             self._changes["part", part.number] = None
+        return [tuple(complete)]
 
-    def _insert(self, fragments: tuple[Fragment, ...]) -> None:
+    def _insert(self, whole: Sequence[tuple[Fragment, ...]]) -> None:
         meta = self.meta
-        oldest = min([fragment.model_version for fragment in fragments])
-        chunk = Chunk(meta.num_chunks, fragments, oldest, meta.max_priority)
-        meta.num_chunks += 1
+        chunks = [
+            Chunk(
+                number, fragments, min([fragment.model_version for fragment in fragments]), meta.max_priority
+            )
+            for number, fragments in enumerate(whole, meta.num_chunks)
+        ]
+        meta.num_chunks += len(chunks)
         if limit := self.rules.rate_limit:
-            meta.difference += limit.samples_per_insert
-        self._hold_chunk(chunk)
+            meta.difference += limit.samples_per_insert * len(chunks)
+        self._hold_chunks(chunks)
 
-    def _hold_chunk(self, chunk: Chunk) -> None:
-        self._chunks.add(chunk)
-        self._segments.add(chunk)
-        for fragment in chunk.fragments:
-            self._chunk_of[fragment.fragment_id] = chunk
+    def _hold_chunks(self, chunks: Sequence[Chunk]) -> None:
+        self._chunks.add(chunks)
+        self._segments.add(chunks)
+        self._chunk_of.update(
+            [(fragment.fragment_id, chunk) for chunk in chunks for fragment in chunk.fragments]
+        )
 
     def _evict(self) -> None:
         excess = len(self._chunks) - self.rules.max_chunks
@@ -373,7 +381,7 @@ class ReplayState:
             self.prepared = row.batch()
         for chunk in rows.chunks:
             self.references.hold(chunk.fragments)
-            self._hold_chunk(chunk)
+        self._hold_chunks(rows.chunks)
         for fragment in rows.parts:
             self.references.hold([fragment])
             useless, complete = self._sequences.add(fragment, now_s=0.0)

@@ -7,9 +7,11 @@ import struct
 
 LENGTH = struct.Struct("<I")
 """What stands before each message."""
+MAX_BYTES = 256 << 20
+"""Of a message, if nothing else is agreed: a greater length is no length but something else."""
 
 
-async def read_frame(reader: asyncio.StreamReader, max_bytes: int | None = None) -> bytes | None:
+async def read_frame(reader: asyncio.StreamReader, max_bytes: int = MAX_BYTES) -> bytes | None:
     """The next message; None: the other side is gone.
 
     Raises:
@@ -17,7 +19,7 @@ async def read_frame(reader: asyncio.StreamReader, max_bytes: int | None = None)
     """
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        if max_bytes is not None and length > max_bytes:
+        if length > max_bytes:
             raise ValueError(f"a message has at most {max_bytes} bytes, got one of {length}")
         return await reader.readexactly(length)
     except (asyncio.IncompleteReadError, ConnectionError):

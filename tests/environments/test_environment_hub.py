@@ -114,3 +114,14 @@ async def test_a_socket_carries_reports_and_orders_and_tells_of_the_end(buffer):
         assert await asyncio.to_thread(ask, link) == Orders(False, 3, weights)
     with link, pytest.raises(EOFError, match="the trainer is gone"):
         await asyncio.to_thread(ask, link)
+
+
+async def test_a_hub_is_reachable_however_long_the_path_for_temporary_files(tmp_path, monkeypatch):
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    hub = Hub(buffer=None, session_id="run")
+    async with hub.listening():
+        _, writer = await asyncio.open_unix_connection(hub.address)
+        writer.close()
+        await writer.wait_closed()

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -259,3 +260,23 @@ async def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"keep \[policy\]"):
         await launch(saved_config(config.folder, ["policy.hidden_size=8"]), resume=config.folder)
     assert (config.folder / "run.toml").read_text() == before
+
+
+async def test_two_processes_do_not_work_in_one_folder(tmp_path):
+    config = small_run(tmp_path, steps=1, eval_episodes=1)
+    holds = f"""
+from pathlib import Path
+from forebay.runs.folder import occupied
+with occupied(Path({str(config.folder)!r})):
+    print("mine", flush=True)
+    input()
+"""
+    other = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", holds, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert await other.stdout.readline() == b"mine\n"
+    with pytest.raises(ConfigError, match=rf"at work in .*process {other.pid}\)"):
+        await launch(config)
+    other.kill()
+    await other.communicate()
+    assert not await launch(config)

@@ -7,8 +7,8 @@ import stat
 import pytest
 from fragment_factory import fids, send
 
-from forebay.fragments import BufferClosed, FragmentMetadata, RemoteFragmentBuffer, serve
-from forebay.fragments.wire import MAX_FRAME_BYTES
+from forebay.fragments import BufferClosed, FragmentMetadata, RateLimit, RemoteFragmentBuffer, serve
+from forebay.framing import MAX_BYTES
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ async def test_whoever_speaks_something_else_is_not_listened_to(served):
         writer.write_eof()
         assert await reader.read() == b""
         writer.close()
-    assert int.from_bytes(b"GET ", "little") > MAX_FRAME_BYTES
+    assert int.from_bytes(b"GET ", "little") > MAX_BYTES
     client = await RemoteFragmentBuffer.connect(served)
     assert (await client.metrics())["added_fragments"] == 0
     await client.disconnect()
@@ -144,4 +144,18 @@ async def test_the_socket_of_a_killed_server_is_taken_over(make_plain, path):
     async with serve(make_plain(), path):
         client = await RemoteFragmentBuffer.connect(path)
         assert await client.get_database_config()
+        await client.disconnect()
+
+
+async def test_a_fetch_is_read_however_many_additions_of_its_client_wait(make_plain, path, store):
+    limit = RateLimit(samples_per_insert=1.0, min_chunks=1, error_buffer=1.0)
+    async with serve(make_plain(rate_limit=limit), path):
+        client = await RemoteFragmentBuffer.connect(path)
+        adding = [asyncio.create_task(send(client, store, f"w{i}", [0])) for i in range(1500)]
+        while (await client.metrics())["added_fragments"] < 1:
+            await asyncio.sleep(0)
+        assert len(await client.fetch_fragments(1)) == 1
+        for task in adding:
+            task.cancel()
+        await asyncio.gather(*adding, return_exceptions=True)
         await client.disconnect()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from collections import deque
@@ -26,6 +27,8 @@ from forebay.environments.messages import Orders, Report
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
 from forebay.framing import framed, read_frame
 
+MAX_FOLDER_BYTES = 80
+"""Of the path of the folder for temporary files: what is left of 107 bytes is for the socket's own name."""
 NUM_RECENT = 100
 """Episodes behind the mean return of a step: what CartPole is judged by."""
 
@@ -139,7 +142,8 @@ class Hub:
     async def listening(self) -> AsyncIterator[None]:
         """Be reachable at `address` for workers in other processes of this machine."""
         # Not under the run's folder: the path of a Unix socket is at most 107 bytes long.
-        folder = Path(tempfile.mkdtemp(prefix="forebay-"))
+        is_short = len(os.fsencode(tempfile.gettempdir())) < MAX_FOLDER_BYTES
+        folder = Path(tempfile.mkdtemp(prefix="forebay-", dir=None if is_short else "/tmp"))
         self.address = str(folder / "hub")
         connections: set[asyncio.Task[None]] = set()
 
@@ -175,7 +179,7 @@ class Hub:
                 orders = await self.answer(decode(frame))
                 writer.write(framed(msgspec.msgpack.encode(orders)))
                 await writer.drain()
-        except (ConnectionError, msgspec.MsgspecError, asyncio.CancelledError):
+        except (ConnectionError, ValueError, asyncio.CancelledError):
             # The worker is gone or talks nonsense: whoever started it sees it end, with its last words.
             pass
         finally:

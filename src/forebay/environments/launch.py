@@ -30,7 +30,7 @@ from forebay.environments.run import FragmentRun, draw, train, working
 from forebay.environments.vector import MODES, spaces
 from forebay.fragments import FragmentStore, ReplayBufferActor
 from forebay.metrics import MetricsConfig
-from forebay.runs.folder import prepare, write_run_file
+from forebay.runs.folder import occupied, prepare, write_run_file
 
 INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
@@ -44,6 +44,11 @@ async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overw
         WorkerError: the workers cannot go on.
         FloatingPointError: the training broke down.
     """
+    with occupied(config.folder):
+        return await _launch(config, resume, overwrite=overwrite)
+
+
+async def _launch(config: FragmentRunConfig, resume: Path | None, *, overwrite: bool) -> bool:
     trainer, mode = build_trainer(config), build_mode(config)
     saved = None if resume is None else _load(newest_checkpoint(config.folder), trainer)
     if saved is None:

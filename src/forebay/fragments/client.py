@@ -20,6 +20,7 @@ from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.server import STREAM_BYTES
 from forebay.fragments.turns import BufferClosed
+from forebay.framing import read_frame
 
 
 class RemoteFragmentBuffer:
@@ -57,7 +58,7 @@ class RemoteFragmentBuffer:
 
     async def _read(self) -> None:
         """consumes: answers / waits for: the next / woken by: the socket / produces: ends of calls"""
-        while (frame := await wire.read_message(self._reader)) is not None:
+        while (frame := await read_frame(self._reader)) is not None:
             answer = wire.decode_answer(frame)
             pending = self._pending.pop(answer.number, None)
             if pending is not None:

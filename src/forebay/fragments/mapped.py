@@ -27,10 +27,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary
 
-import lmdb
 import numpy as np
 
 from forebay import durable
+
+try:
+    import lmdb
+except ImportError as error:
+    raise ImportError('forebay.fragments needs LMDB; run: pip install "forebay[fragments]"') from error
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

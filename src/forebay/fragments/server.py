@@ -23,9 +23,8 @@ from typing import Any
 
 from forebay.fragments import wire
 from forebay.fragments.actor import ReplayBufferActor
+from forebay.framing import read_frame
 
-MAX_CALLS = 1024
-"""Of one client under way at a time; the next is read when one of them has ended."""
 STREAM_BYTES = 1 << 20
 """Read ahead of one client: a few thousand fragments."""
 
@@ -90,8 +89,9 @@ def _is_answered(path: str) -> bool:
 class _Connection:
     """One client.
 
-    consumes: calls / waits for: the next, or the end of one of `MAX_CALLS` / woken by: the socket / produces:
-    a task for each, which answers
+    consumes: calls / waits for: the next / woken by: the socket / produces: a task for each, which answers
+
+    However many calls of it wait, the next is read: it may be the fetch that lets them go on.
     """
 
     def __init__(
@@ -100,11 +100,10 @@ class _Connection:
         self._buffer = buffer
         self._reader, self._writer = reader, writer
         self._running: dict[int, asyncio.Task[None]] = {}
-        self._room = asyncio.Semaphore(MAX_CALLS)
 
     async def run(self) -> None:
         try:
-            while (frame := await wire.read_message(self._reader)) is not None:
+            while (frame := await read_frame(self._reader)) is not None:
                 await self._begin(wire.decode_call(frame))
         except ValueError:
             # It speaks something else: there is nobody to answer.
@@ -120,16 +119,11 @@ class _Connection:
             if call.number in self._running:
                 self._running[call.number].cancel()
             return
-        await self._room.acquire()
         task = asyncio.create_task(self._answer(call))
         self._running[call.number] = task
-        task.add_done_callback(lambda _: self._end(call.number))
+        task.add_done_callback(lambda _: self._running.pop(call.number))
         # It begins before the next frame is read: a task cancelled before that would never answer.
         await asyncio.sleep(0)
-
-    def _end(self, number: int) -> None:
-        del self._running[number]
-        self._room.release()
 
     async def _answer(self, call: wire.Call) -> None:
         try:

@@ -22,14 +22,12 @@ from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.mapped import StoreFullError
 from forebay.fragments.records import FragmentIndex, FragmentMetadata
 from forebay.fragments.turns import BufferClosed
-from forebay.framing import framed, read_frame
+from forebay.framing import MAX_BYTES, framed
 
 CANCEL = ""
 """In place of a method."""
 CANCELLED = "cancelled"
 """In place of an error's kind."""
-MAX_FRAME_BYTES = 256 << 20
-"""Two million fragments at once; a longer length is no length but something else."""
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (ValueError, TypeError, TimeoutError, FileExistsError, OSError, BufferClosed, StoreFullError)
@@ -124,11 +122,6 @@ def error_of(answer: Answer) -> Exception:
     return _ERRORS.get(answer.error, RuntimeError)(msgspec.msgpack.decode(answer.value, type=str))
 
 
-async def read_message(reader: asyncio.StreamReader) -> bytes | None:
-    """As `read_frame`, bounded."""
-    return await read_frame(reader, MAX_FRAME_BYTES)
-
-
 def write_frame(writer: asyncio.StreamWriter, message: Call | Answer) -> None:
     """Send `message`; ``drain`` waits until there is room for more.
 
@@ -136,8 +129,6 @@ def write_frame(writer: asyncio.StreamWriter, message: Call | Answer) -> None:
         ValueError: it is too long.
     """
     data = _encoder.encode(message)
-    if len(data) > MAX_FRAME_BYTES:
-        raise ValueError(
-            f"a message has at most {MAX_FRAME_BYTES} bytes, got {len(data)}: make several calls"
-        )
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a message has at most {MAX_BYTES} bytes, got {len(data)}: make several calls")
     writer.write(framed(data))

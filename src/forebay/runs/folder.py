@@ -10,11 +10,13 @@
                 checkpoints/step_N  trainer, manager, history; complete or absent
                 model/              the trained model, Hugging Face format
                 learning_curve.png
+    runs/.NAME.lock     held while a process is at work in runs/NAME
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +24,11 @@ from pathlib import Path
 from forebay.config import ConfigError, ModelT, load_config
 from forebay.durable import sync, sync_tree, write_text
 from forebay.runs.config import RunConfig, RunFile, to_toml
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: two runs in one folder are not noticed
+    fcntl = None  # type: ignore[assignment]
 
 RUN_FILE = "run.toml"
 
@@ -61,6 +68,33 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
         old.rename(old.with_name(f"{old.name}.tmp"))
     for left_over in (folder / "checkpoints").glob("step_*.tmp"):
         shutil.rmtree(left_over)
+
+
+@contextlib.contextmanager
+def occupied(folder: Path) -> Iterator[None]:
+    """No other process works in the run folder meanwhile; the death of this one frees it.
+
+    The lock is beside the folder, which a new run may replace.
+
+    Raises:
+        ConfigError: another process does.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "a+", encoding="ascii") as file:
+        try:
+            # Unlike `flock`, it does not pass to processes that are forked from this one.
+            if fcntl is not None:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(
+                f"a run is at work in {str(folder)!r} (process {file.read().strip() or 'unknown'}): stop "
+                f"that, wait for its end, or choose another name=..."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 @contextlib.contextmanager

@@ -5,6 +5,9 @@
 Each round: the plain copy of all parameters into other tensors (what an engine in this process costs),
 then a hand-over to `engines` processes by shared memory (without and with checksums) and by a gloo broadcast.
 A hand-over ends when every engine generates with the new weights, so it includes the engines' own copy.
+
+Then a trainer with LoRA on every linear layer synchronises as many engines, by adapters alone and by merged
+weights: into processes by shared memory, and into engines in this process.
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ from typing import Any
 import torch
 
 from forebay.config import Component
+from forebay.engines import RolloutController, TransformersEngine
 from forebay.engines.process import EngineRecipe, ProcessEngine
 from forebay.engines.weight_handover import BroadcastHandOver, SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model
 from forebay.models.tiny import write_tiny
+from forebay.train import TrainConfig, TrainController
 
 HIDDEN, PARAMETERS_PER_LAYER = 768, 6_500_000
+LORA_RANK = 16
+"""Usual for reinforcement learning; the bytes of adapters are proportional to it."""
 
 
 def make_model(folder: Path, parameters_m: int) -> ModelConfig:
@@ -79,6 +86,48 @@ async def measure(folder: Path, model: ModelConfig, engines: int, rounds: int) -
     }
 
 
+class Merged:
+    """A controller that takes no adapters."""
+
+    def __init__(self, controller: RolloutController) -> None:
+        self.update_weights = controller.update_weights
+
+
+async def measure_lora(folder: Path, model: ModelConfig, engines: int, rounds: int) -> dict[str, Any]:
+    """Bytes and seconds of `TrainController.sync_weights`, from the trainer's weights to the engines' use."""
+    trainer = TrainController(
+        load_model(folder, model), TrainConfig(lora_rank=LORA_RANK), pad_token_id=0, seed=0
+    )
+    result: dict[str, Any] = {"rank": LORA_RANK}
+    hand_over = SharedMemoryHandOver()
+    recipe = EngineRecipe(model_folder=folder, model=model, engine=Component(name="transformers"))
+    for place in ("processes", "in process"):
+        members: list[Any] = []
+        for number in range(engines):
+            if place == "processes":
+                members.append(ProcessEngine(recipe, hand_over, log=folder / f"lora_{number}.log"))
+            else:
+                members.append(TransformersEngine(load_model(folder, model)))
+        if place == "processes":
+            for member in members:
+                member.wait_until_ready()
+        controller = RolloutController(members)
+        for way, receiver in (("adapters", controller), ("merged", Merged(controller))):
+            seconds = []
+            for _ in range(rounds + 1):
+                begun = time.perf_counter()
+                await trainer.sync_weights(receiver)
+                seconds.append(time.perf_counter() - begun)
+            result[f"{way}, {place}"] = {"first_s": seconds[0], "median_s": statistics.median(seconds[1:])}
+        await controller.close()
+    adapters = [weight for name, weight in trainer.model.named_parameters() if ".lora_" in name]
+    result["megabytes"] = {
+        "adapters": sum(weight.nbytes for weight in adapters) / 1e6,
+        "merged": sum(weight.nbytes for weight in load_model(folder, model).parameters()) / 1e6,
+    }
+    return result
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -89,11 +138,10 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder), arguments.parameters_m)
-        print(
-            json.dumps(
-                asyncio.run(measure(Path(folder), model, arguments.engines, arguments.rounds)), indent=1
-            )
-        )
+        sizes = Path(folder), model, arguments.engines, arguments.rounds
+        found = asyncio.run(measure(*sizes))
+        found["lora"] = asyncio.run(measure_lora(*sizes))
+        print(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

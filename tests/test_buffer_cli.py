@@ -1,16 +1,18 @@
 """``forebay buffer`` and ``forebay ledger``, on snapshots, checkpoints and databases."""
 
 import asyncio
+import io
 import json
 
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.inspection.commands import still_there
 from forebay.inspection.source import SqlSource, hide_password
-from forebay.inspection.views import histogram, plain, version_spans
+from forebay.inspection.views import group_view, histogram, plain, version_spans
 from forebay.ledger import Ledger
 from forebay.replay import (
     AsyncReplayBufferConfig,
@@ -19,6 +21,7 @@ from forebay.replay import (
     SyncReplayBufferConfig,
 )
 from forebay.replay.indexed import IndexedStorage
+from forebay.replay.storage import StorageItem
 from forebay.types import RolloutState, Status
 
 HOSTILE = "[bold red]model text[/] :smile: \x1b[31mred\x07 \ud800"
@@ -132,7 +135,52 @@ def test_model_text_is_never_obeyed(place):
     output = run("buffer", "show", place, 1).output
     assert "[bold red]model text[/] :smile: \\x1b[31mred\\x07 \\ud800" in output
     assert "\x1b" not in output
+    assert "\x1b" not in show(RolloutState([{"role": HOSTILE, "content": HOSTILE}], finish_reason=HOSTILE))
     assert plain("a\tb\nc\r\u2028").plain == "a\tb\nc\\r\\u2028"
+
+
+def show(*group):
+    """What `show` prints of a group."""
+    row = StorageItem(list(group), 0, 0, "t", Status.COMPLETED, 0)
+    console = Console(width=300, file=io.StringIO(), color_system=None)
+    console.print(group_view(row, group))
+    return console.file.getvalue()
+
+
+CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+TURNS = [
+    {"role": "assistant", "content": "I look.", "tool_calls": [CALL]},
+    {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": HOSTILE + "y" * 3000},
+    {"role": "assistant", "content": "It is 7."},
+]
+
+
+@pytest.mark.parametrize("key", ["conversation", "chat_record"])
+def test_show_shows_every_turn_and_the_prompts_of_further_trajectories(key):
+    asked = [{"role": "user", "content": "What is it?"}]
+    noted = {"conversation": TURNS, "chat_record": {"messages": [*asked, *TURNS]}}[key]
+    counts = {"turns": 2, "num_tool_calls": 1, "num_tool_errors": 0, "episode": {"ended_by": "max_turns"}}
+    first = RolloutState(asked, response="It is 7.", extra_fields={key: noted, **counts})
+    sub_agent = RolloutState([{"role": "user", "content": "Look it up!"}], response="7")
+    output = show(first, sub_agent)
+    assert output.count("What is it?") == 1
+    assert [line.strip() for line in output.splitlines()].count("It is 7.") == 1
+    for part in ('"arguments": {"x": 1}', "\\x1b[31mred", "characters left out)", "Look it up!"):
+        assert part in output
+    assert "\x1b" not in output
+    assert "turns 2, num_tool_calls 1, num_tool_errors 0, ended_by max_turns" in output
+
+
+@pytest.mark.parametrize(
+    "noted",
+    [
+        {"conversation": "talk", "episode": 3, "chat_record": 7},
+        {"conversation": [None, {"content": None}, {"role": 3, "tool_calls": {(1, 2): "x"}}]},
+        {"chat_record": {"messages": {"role": "user"}}, "turns": {1: {2}}},
+    ],
+)
+def test_show_bears_whatever_an_agent_left_behind(noted):
+    assert "the answer" in show(RolloutState([], response="the answer", extra_fields=noted))
 
 
 @pytest.mark.parametrize(

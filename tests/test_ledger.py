@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.ledger import Ledger, Summary, compare_dropped
+from forebay.ledger.journal import read_events
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.types import RolloutState, Status
 
@@ -396,3 +397,19 @@ def test_tasks_are_compared_on_their_own():
     assert compare_dropped(ledger, "short")["filtered"][0].difference == 2
     assert compare_dropped(ledger, "long")["filtered"][0].difference == 200
     assert compare_dropped(ledger)["all"][0].difference == 101
+
+
+def test_a_restart_stands_whatever_is_rewound_and_counts_for_no_group(tmp_path):
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.record("a", "math", "produced")
+    state = ledger.state_dict()
+    ledger.record("a", "math", "trained", train_step=1)
+    ledger.note_restart("engine 0", "its process has ended")
+    ledger.load_state_dict(state)
+    ledger.record("a", "math", "trained", train_step=1)
+    ledger.close()
+    assert [event["event"] for event in read_events(path)] == ["produced", "rewound", "trained"]
+    assert Ledger.read(path).state_dict() == ledger.state_dict()
+    (restart,) = [line for line in map(json.loads, path.read_text().splitlines()) if "part" in line]
+    assert (restart["event"], restart["part"]) == ("restarted", "engine 0")

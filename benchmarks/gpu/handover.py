@@ -20,11 +20,14 @@ from accelerator import Bench, arguments
 from forebay.engines import RolloutController, TransformersEngine
 from forebay.train import TrainConfig, TrainController
 
+ADAPTERS = "LoRA adapters alone, bfloat16"
+"""The engine merges them; the copy they are measured against is still that of all weights."""
 CASES: dict[str, tuple[torch.dtype, torch.dtype, dict[str, Any]]] = {
     "float32 to float32": (torch.float32, torch.float32, {}),
     "float32 to bfloat16": (torch.float32, torch.bfloat16, {}),
     "bfloat16 to bfloat16": (torch.bfloat16, torch.bfloat16, {}),
     "LoRA merged, bfloat16": (torch.bfloat16, torch.bfloat16, {"lora_rank": 16}),
+    ADAPTERS: (torch.bfloat16, torch.bfloat16, {"lora_rank": 16}),
 }
 
 
@@ -33,7 +36,7 @@ def measure(bench: Bench, case: str) -> dict[str, Any]:
     model = bench.model(trained)
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     trainer = TrainController(model, TrainConfig(**settings), pad_token_id=0, device=bench.device)
-    engine = TransformersEngine(bench.model(held), device=str(bench.device))
+    engine = TransformersEngine(bench.model(held), device=str(bench.device), takes_adapters=case == ADAPTERS)
     controller = RolloutController(engine)
     source = torch.ones(num_weights, dtype=trained, device=bench.device)
     target = torch.empty(num_weights, dtype=held, device=bench.device)

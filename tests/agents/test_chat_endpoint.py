@@ -250,7 +250,8 @@ async def test_streams_logprobs_models_and_errors_are_as_clients_expect(tokenize
             seen["usage"] = chunks[-1].usage.completion_tokens
             whole = await client.chat.completions.create(model="m", messages=messages, logprobs=True)
             seen["logprobs"] = [item.logprob for item in whole.choices[0].logprobs.content]
-            for wrong in ({"n": 2}, {"messages": []}, {"max_tokens": 0}):
+            wrongs: list[Any] = [{"n": 2}, {"messages": []}, {"max_tokens": 0}, {"tool_choice": "required"}]
+            for wrong in [*wrongs, {"tool_choice": {"type": "function", "function": {"name": "f"}}}]:
                 with pytest.raises(openai.BadRequestError) as error:
                     await client.chat.completions.create(**{"model": "m", "messages": messages, **wrong})
                 seen.setdefault("errors", []).append(str(error.value))
@@ -270,6 +271,7 @@ async def test_streams_logprobs_models_and_errors_are_as_clients_expect(tokenize
     assert seen["usage"] == 3
     assert seen["logprobs"] == [-1.0, -1.0, -1.0]
     assert "n = 2" in seen["errors"][0]
+    assert all("cannot be enforced" in error for error in seen["errors"][3:])
     assert late.status_code == 404
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from typing import Any
@@ -50,7 +51,13 @@ def echo(request: GenerateRequest) -> list[int]:
     return [*encode(said[len(begun) : -1]), TOKENIZER.eos_token_id]
 
 
-def make_session(*, max_tokens: int = 64, max_turn_tokens: int | None = None, **engine: Any) -> ChatSession:
+def make_session(
+    *,
+    max_tokens: int = 64,
+    max_turn_tokens: int | None = None,
+    max_context: int | None = None,
+    **engine: Any,
+) -> ChatSession:
     state = RolloutState([], rollout_id="r", sample_params=SampleParams(max_tokens=max_tokens))
     controller = RolloutController(ScriptedEngine(echo, **engine))
     return ChatSession(
@@ -60,6 +67,7 @@ def make_session(*, max_tokens: int = 64, max_turn_tokens: int | None = None, **
         IncrementRenderer(TOKENIZER),
         TurnReader(TOKENIZER),
         max_turn_tokens=max_turn_tokens,
+        max_context=max_context,
     )
 
 
@@ -115,8 +123,9 @@ def test_requests_at_once_share_the_budget_and_lose_no_token(texts, budget, turn
     run(main())
 
 
-async def test_a_question_that_does_not_fit_leaves_no_trace() -> None:
-    session = make_session(max_context_tokens=50)
+@pytest.mark.parametrize("limit", ["max_context_tokens", "max_context"])
+async def test_a_question_that_does_not_fit_leaves_no_trace(limit: str) -> None:
+    session = make_session(**{limit: 50})
     await session.complete([user("a")])
     before = session.state.tokens.copy()
     for _ in range(2):
@@ -128,9 +137,51 @@ async def test_a_question_that_does_not_fit_leaves_no_trace() -> None:
     turn = await session.complete([user("a"), said("a"), user("b")])
     assert turn.message["content"] == "b"
     assert decode(session.state.tokens) == "[user|a.[assistant|a.[user|b.[assistant|b."
+    # What was asked last fitted: what goes wrong with the program now is its own doing.
+    assert not session.is_exhausted
     with pytest.raises(BudgetExhaustedError):
         await session.complete([user("c" * 60)])
+    assert session.is_exhausted
     assert session.finished() == [session.state]
+    assert session.state.finish_reason == "stop"
+
+
+async def test_a_trajectory_that_fills_the_context_is_cut_and_the_others_are_not() -> None:
+    session = make_session(max_context=30)
+    turn = await session.complete([user("abcdefghij")])
+    assert turn.finish_reason == "length"
+    assert len(session.state.tokens) == 30
+    turn = await session.complete([user("abc")])
+    assert turn.finish_reason == "stop"
+    assert [state.finish_reason for state in session.finished()] == ["length", "stop"]
+    assert session.is_exhausted
+
+
+async def test_a_replayed_turn_is_answered_as_it_was() -> None:
+    session = make_session()
+    asked = [user("abcdef")]
+    first = await session.complete(asked, max_tokens=3)
+    asked = [*asked, first.message, user("b")]
+    second = await session.complete(asked)
+    third = [*asked, second.message, user("c")]
+    await session.complete(third)
+    record = json.loads(json.dumps(session.state.extra_fields))
+    state = RolloutState([], rollout_id="r", sample_params=session.state.sample_params, extra_fields=record)
+    for name in ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask"):
+        setattr(state, name, getattr(session.state, name))
+    again = ChatSession(state, session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER))
+    assert (first.finish_reason, first.num_tokens) == ("length", 3)
+    assert [await again.complete(part) for part in ([user("abcdef")], asked)] == [first, second]
+
+
+async def test_a_prefix_of_the_prompt_is_no_replay() -> None:
+    """Few-shot examples are the program's own: they are no turns of the model."""
+    session = make_session()
+    shots = [user("a"), said("x"), user("b")]
+    await session.complete(shots)
+    parts = (session._controller, TOKENIZER, session._increments, TurnReader(TOKENIZER))
+    turn = await ChatSession(session.state, *parts).complete(shots[:1])
+    assert turn.message == said("a")
 
 
 async def test_where_the_first_question_never_fits_another_trajectory_becomes_the_rollout() -> None:

@@ -130,16 +130,39 @@ def test_a_template_without_special_tokens_works_by_its_text() -> None:
     assert tokenizer.decode(renderer.render(encode(tokenizer, " ab\n"), reply)) == "User: 12\nAssistant:"
 
 
-@pytest.mark.parametrize("name", ["chatml", "mistral", "tiny"])
+@pytest.mark.parametrize("name", ["chatml", "mistral", "tiny", "qwen"])
 def test_a_reply_cannot_write_control_tokens(name) -> None:
     tokenizer, family = make_tokenizer(name), FAMILIES[name]
     renderer = IncrementRenderer(tokenizer)
-    evil = f"1{family.end}{''.join(family.special)}2"
+    evil = f"1{family.end}{''.join(family.special + family.plain)}2"
     ids = renderer.render([5], [{"role": "user", "content": evil}]).tolist()
+    parts = [{"type": "text", "text": evil}]
+    for hidden in ({"content": "12", "name": evil}, {"content": parts}):
+        harmless = renderer._harmless({"role": "user", **hidden})
+        assert encode(tokenizer, evil) != encode(tokenizer, str(harmless))
+        assert family.end not in str(harmless)
     honest = renderer.render([5], [{"role": "user", "content": "12"}]).tolist()
-    special = set(tokenizer.all_special_ids)
+    special = {*tokenizer.all_special_ids, *encode(tokenizer, "".join(family.plain))}
     assert [i for i in ids if i in special] == [i for i in honest if i in special]
     assert evil.replace(" ", "") in tokenizer.decode(ids).replace(" ", "")
+
+
+def test_a_control_token_of_one_character_is_taken_out_and_added_words_are_text() -> None:
+    tokenizer = build_tokenizer(Family(FAMILIES["chatml"].template, "<|im_end|>", ("#",), ("Oslo", "\n\n")))
+    ids = IncrementRenderer(tokenizer).render([5], [{"role": "user", "content": "1#Oslo\n\n2"}])
+    assert "1 Oslo\n\n2" in tokenizer.decode(ids)
+
+
+def test_a_turn_that_was_cut_after_a_special_token_is_ended_all_the_same() -> None:
+    tokenizer = make_tokenizer("llama3")
+    (special,) = encode(tokenizer, "<|python_tag|>")
+    reply = [{"role": "user", "content": "12"}]
+    renderer = IncrementRenderer(tokenizer)
+    end = encode(tokenizer, "<|eot_id|>")
+    whole = renderer.render([5, *end], reply).tolist()
+    assert renderer.render([5, special], reply, is_cut=True).tolist() == end + whole
+    # Its end is not written twice where the limit came with it.
+    assert renderer.render([5, *end], reply, is_cut=True).tolist() == whole
 
 
 def test_a_role_that_the_template_does_not_know_is_refused_with_advice() -> None:

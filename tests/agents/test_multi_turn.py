@@ -133,6 +133,7 @@ def test_model_and_environment_take_turns() -> None:
 @pytest.mark.parametrize(
     ("options", "text", "ended_by"),
     [
+        ({}, "aaa<eos>1:aaa;bbb<eos>2:bbb;ccc<eos>", "environment"),
         ({"max_turns": 2}, "aaa<eos>1:aaa;bbb<eos>", "max_turns"),
         ({"max_tokens": 6}, "aaa<eos>1:aaa;bb", "max_tokens"),
         # A reply to which no answer is possible is taken off again.
@@ -150,13 +151,39 @@ def test_budgets_end_an_episode_as_truncated(options, text, ended_by) -> None:
     assert text_of(state) == text
     assert state.tokens.tolist() == [*state.prompt_ids, *state.response_ids]
     assert state.status is Status.COMPLETED
-    assert state.finish_reason == ("stop" if ended_by == "environment" else "length")
+    # An answer that a limit cut is no answer that the model ended.
+    assert state.finish_reason == ("length" if options else "stop")
+    # What people and judges read is what the model has seen and written.
+    conversation = state.extra_fields["conversation"]
+    shown = text_of(state).replace("<eos>", "")
+    assert "".join(message["content"] for message in conversation) == shown
+    assert state.response == conversation[-1]["content"] != ""
     assert state.extra_fields["episode"]["ended_by"] == ended_by
     assert state.sample_params.max_tokens == options.get("max_tokens", 100)
     used = int(state.response_mask.sum())
     assert used <= options.get("max_tokens", 100)
     limit = options.get("max_context") or options.get("context") or math.inf
     assert len(state.tokens) <= limit
+
+
+def test_a_prompt_that_leaves_no_room_is_an_error_that_says_so() -> None:
+    state = play(Count(), max_context=5)
+    assert (state.status, len(state.response_ids)) == (Status.FAILED, 0)
+    assert "has 5 tokens and leaves no room for an answer within max_context = 5" in state.error_msg
+
+
+def test_no_reward_and_no_judger_is_a_reward_of_zero() -> None:
+    assert play(Count(), max_tokens=2).reward == {"score": 0.0}
+
+
+def test_an_environment_that_does_not_close_keeps_nobody_waiting(caplog) -> None:
+    class Open(Count):
+        async def close(self, state: RolloutState) -> None:
+            await asyncio.sleep(math.inf)
+
+    state = play(Open())
+    assert (state.status, state.reward) == (Status.COMPLETED, {"score": 1.5})
+    assert "environment Open did not close rollout g/0 within 60 s" in caplog.text
 
 
 def stored(group: list[RolloutState]) -> list[RolloutState]:
@@ -264,6 +291,18 @@ def test_an_environment_with_a_state_of_its_own_is_replayed() -> None:
         assert state.reward == {"score": 1.5}
         assert Game.made == 2
         assert not environment._live
+
+    run(main())
+
+
+def test_a_replay_may_take_as_long_as_the_replies_together() -> None:
+    async def main() -> None:
+        loop = make_loop(LiveEnvironment(Game, {"turns": 4}), environment_timeout_s=1.5)
+        (state,) = await interrupt(loop, make_group(), 14.5, partial=True)
+        assert state.extra_fields["turns"] == 3
+        loop = make_loop(LiveEnvironment(Game, {"turns": 4}), environment_timeout_s=1.5)
+        (state,) = await loop.generate_group(stored([state]), enable_partial_rollout=True)
+        assert (state.error_msg, state.reward) == (None, {"score": 2.0})
 
     run(main())
 

@@ -27,7 +27,7 @@ async def play(tries: list[str], **options: Any) -> RolloutState:
         RolloutController(ScriptedEngine(script)),
         None,
         TOKENIZER,
-        sample_params=SampleParams(max_tokens=100),
+        sample_params=SampleParams(max_tokens=options.pop("max_tokens", 100)),
         environment=SecondChances(judge=judge, **options),
     )
     prompt = options.get("prompt", [{"role": "user", "content": "1+2="}])
@@ -51,6 +51,24 @@ def test_the_best_try_counts() -> None:
     judge = {"name": "exact_match", "arguments": {"partial_credit": True}}
     state = run(play(["33", "4"], judge=judge, num_tries=2))
     assert state.reward == {"score": 0.5}
+
+
+def test_the_best_try_counts_also_where_a_budget_ends_the_episode() -> None:
+    judge = {"name": "exact_match", "arguments": {"partial_credit": True}}
+    state = run(play(["33", "444444"], judge=judge, max_tokens=5))
+    assert (state.reward, state.finish_reason) == ({"score": 0.5}, "length")
+
+
+@pytest.mark.parametrize(
+    ("tries", "score"), [(["-2", "-1"], -1.0), (["-1", "-2"], -1.0), (["-1", "0.5"], 0.25)]
+)
+def test_negative_scores_count_too(tries, score) -> None:
+    state = run(play(tries, judge={"name": f"{__name__}:number"}, num_tries=2, discount=0.5))
+    assert state.reward == {"score": score}
+
+
+def number(state: RolloutState) -> float:
+    return float(state.response)
 
 
 def test_a_judger_that_fails_fails_the_rollout() -> None:

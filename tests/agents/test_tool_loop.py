@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -18,6 +21,7 @@ from forebay.agents.tool_calls import PARSERS, choose_parser, parse_by, parse_pa
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.judges import ExactMatchJudger
+from forebay.slots import MAX_OVERRUNNING
 from forebay.tools import FunctionTool, ToolUnavailableError
 from forebay.tools.contract import make_schema
 from forebay.types import RolloutState, SampleParams, Status
@@ -44,6 +48,10 @@ def test_calls_are_read_back_as_they_were_written(arguments) -> None:
         assert PARSERS["mistral"](named) == expected
 
 
+DEEP = "[" * 100_000
+"""What `json` answers with a RecursionError."""
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "problem"),
     [
@@ -54,6 +62,11 @@ def test_calls_are_read_back_as_they_were_written(arguments) -> None:
         ("mistral", "[TOOL_CALLS] [{]", "cannot be read"),
         ("mistral", "[TOOL_CALLS] f", "no call"),
         ("mistral", "[TOOL_CALLS]f[ARGS]{x", "cannot be read"),
+        ("hermes", "<tool_call>" + DEEP, "nested more than 50 deep"),
+        ("llama3", "<|python_tag|>" + DEEP, "nested more than 50 deep"),
+        ("mistral", "[TOOL_CALLS] " + DEEP, "nested more than 50 deep"),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"x": ' + "[" * 60 + "]" * 60 + "}", "nested more than 50 deep"),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', 'it needs "name"'),
     ],
 )
 def test_a_malformed_call_says_what_is_wrong(parser, text, problem) -> None:
@@ -62,7 +75,13 @@ def test_a_malformed_call_says_what_is_wrong(parser, text, problem) -> None:
 
 
 @pytest.mark.parametrize("parser", PARSERS)
-@pytest.mark.parametrize("text", ["", "The answer is 42.", '{"answer": 42}', "[1, 2]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "The answer is 42.", '{"answer": 42}', "[1, 2]"),
+        *('{"name": "Bob", "age": 3}', '{"name": "Bob", "of": {"parameters": 1}}'),
+    ],
+)
 def test_an_answer_is_no_call(parser, text) -> None:
     assert PARSERS[parser](text) == []
 
@@ -238,13 +257,109 @@ def test_calls_of_a_turn_run_at_once_and_answer_in_order() -> None:
             "Error: the tool call 'double a' cannot be read: Expecting value",
         ),
         (call("x" * 30), "x" * 40 + "... (20 characters left out)"),
+        (
+            '<tool_call>{"name": "double", "arguments": [' + "[" * 60 + "]" * 61 + "}",
+            "nested more than 50 deep",
+        ),
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}', 'it needs "name" and "arguments"'),
+        ('<tool_call>{"name": "double", "arguments": {"\\ud800": 1}}', "missing a required argument"),
+        (call("bad\\ud800"), "bad\\ud800bad\\ud800"),
     ],
 )
 def test_what_goes_wrong_with_a_call_is_read_by_the_model(turn, result) -> None:
     state = play([turn, "aaaa"], max_result_characters=40 if "xx" in turn else 4000)
     assert state.status is Status.COMPLETED
     assert result in results_of(state)[0]
-    assert state.extra_fields["num_tool_errors"] == ("xx" not in turn)
+    assert state.extra_fields["num_tool_errors"] == ("xx" not in turn and "bad\\" not in turn)
+
+
+def test_a_tool_whose_schema_names_no_parameters_says_so() -> None:
+    tool = FunctionTool(_double, {"type": "function", "function": {"name": "double"}})
+    state = play(["=aa=", "aaaa"], tools=[tool], parser="=(?P<arguments>.*?)=")
+    assert results_of(state) == ["Error: double takes an object with nothing"]
+
+
+async def test_the_time_of_a_call_starts_with_its_thread() -> None:
+    """One and a half seconds of work for two threads, and no call takes more than one."""
+
+    def double(text: str) -> str:
+        time.sleep(0.05)
+        return text * 2
+
+    tool = FunctionTool(double, DOUBLE.schema, num_threads=2)
+    loop = make_loop([call("a"), "aaaa"], tools=[tool], tool_timeout_s=1.0)
+    group = await loop.generate_group(make_group(60))
+    assert [results_of(state) for state in group] == [["aa"]] * 60
+
+
+async def test_tools_that_hang_block_nobody_else() -> None:
+    release = threading.Event()
+    tool = FunctionTool(lambda text: str(release.wait()), DOUBLE.schema, num_threads=12)
+    loop = make_loop([call("a"), "aaaa"], tools=[tool], tool_timeout_s=0.05)
+    try:
+        async with asyncio.timeout(20):
+            group = await loop.generate_group(make_group(40))
+            # Threads of asyncio's own pool are free.
+            assert await asyncio.gather(*(asyncio.to_thread(len, "abc") for _ in range(40))) == [3] * 40
+    finally:
+        release.set()
+    hung = [state for state in group if state.status is Status.COMPLETED]
+    assert {str(results_of(state)) for state in hung} == {"['Error: no result within 0.05 s']"}
+    # A function that hangs again and again is not called for ever; that is nothing the model can do about.
+    assert 12 <= len(hung) <= 12 + MAX_OVERRUNNING
+    refused = [state.error_msg for state in group if state.status is Status.FAILED]
+    assert len(hung) + len(refused) == 40
+    assert all("ToolUnavailableError: double: not called" in error for error in refused)
+
+
+def test_the_calls_of_all_turns_are_kept_as_the_chat_api_writes_them() -> None:
+    state = play([call("a"), "<tool_call>x</tool_call>" + call("aa"), "aaaa"])
+    made = [(part["function"]["name"], part["function"]["arguments"]) for part in state.tool_calls]
+    assert made == [("double", '{"text": "a"}'), (None, ""), ("double", '{"text": "aa"}')]
+    assert [part["id"] for part in state.tool_calls] == ["call00000", "call00000", "call00001"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"tool_choice": "none"}, None),
+        ({"tool_choice": "auto"}, None),
+        ({"tool_choice": "required"}, "tool_choice 'required' cannot be enforced"),
+        ({"tools": [make_schema("halve", "")]}, r"does not have: \['halve'\]; it has double"),
+    ],
+)
+def test_what_the_data_says_of_tools_is_done_or_refused(fields, error) -> None:
+    (state,) = make_group()
+    for name, value in fields.items():
+        setattr(state, name, value)
+    loop = make_loop([call("a"), "aaaa"])
+    (state,) = run(loop.generate_group([state]))
+    prompt = make_tokenizer("qwen").decode(state.prompt_ids)
+    if error is not None:
+        assert state.status is Status.FAILED
+        assert re.search(error, state.error_msg)
+    elif fields["tool_choice"] == "none":
+        # Neither offered nor called.
+        assert ("double" in prompt, state.response, state.tool_calls) == (False, call("a"), None)
+    else:
+        assert ("double" in prompt, state.response) == (True, "aaaa")
+
+
+async def test_all_tools_are_closed_and_then_it_is_said_which_could_not_be() -> None:
+    closed = []
+
+    class Closing(FunctionTool):
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            closed.append(self.name)
+            if self.name == "a":
+                raise OSError("it is stuck")
+
+    tools = [Closing(_double, make_schema(name, "Double.", text="the text")) for name in ("a", "b")]
+    with pytest.raises(ExceptionGroup) as raised:
+        await make_loop([], tools=tools).close()
+    assert closed == ["a", "b"]
+    assert raised.value.exceptions[0].__notes__ == ["tool 'a'"]
 
 
 def test_a_broken_tool_fails_the_rollout() -> None:
@@ -290,6 +405,14 @@ def test_a_response_template_is_followed() -> None:
     assert parse(f"Well. {call('a')}") == [ToolCall("double", {"text": "a"})]
     assert parse("aaaa") == []
     assert parse_by(Own())("<tool_call>{</tool_call>")[0].problem
+    for strange in (
+        [],
+        {"tool_calls": ["f"]},
+        {"tool_calls": [{"function": "f"}]},
+        json.loads("[" * 60 + "]" * 60),
+    ):
+        Own.parse_response = lambda self, text, prefix, strange=strange: strange
+        assert parse_by(Own())("so")[0].problem
 
 
 def test_a_pause_ends_tools_and_the_calls_are_made_again() -> None:

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from chat_families import make_tokenizer
 
-from forebay.config import load_config
+from forebay.agents import Environment, ToolAgentLoop, prompt_tools, render_prompt
+from forebay.config import Component, ConfigError, load_config
+from forebay.engines import RolloutController, ScriptedEngine
 from forebay.metrics import read_jsonl
 from forebay.models.tiny import character_tokenizer
-from forebay.produce import load_prompts
-from forebay.runs.build import _examples
+from forebay.produce import DataConfig, Prompt, Sampler, load_prompts
+from forebay.produce.prompts import check_prompt_lengths
+from forebay.replay import SyncReplayBufferConfig
+from forebay.runs.build import Demonstrations, _with_tools
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
+from forebay.runs.task_loops import task_agent
 from forebay.tools.calculator import calculate
+from forebay.tools.contract import make_schema
 from forebay.tools.demo_task import chained_sums, small_calculator
+from forebay.types import RolloutState, SampleParams, Status
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -56,6 +66,100 @@ def test_the_recipe_runs(tmp_path, overrides) -> None:
     assert [row["eval/turns"] >= 1 for row in rows if "eval/turns" in row] == [True, True]
 
 
+def long_result(x: str) -> str:
+    """Say much.
+
+    Args:
+        x: anything
+    """
+    return "0" * 20
+
+
+LONG = [
+    f"tasks.0.agent.arguments={{tools=['{__name__}:long_result'], parser='^(?P<arguments>.)',"
+    "result_role='user', result_format='={result};', max_turns=4, max_turn_tokens=2%s}",
+    "model.max_context=128",
+    "train.token_budget=48",
+]
+"""Every turn is a call; four of them and their results are more than a trainer with this budget takes."""
+
+
+def test_episodes_end_where_the_trainer_could_not_take_them(tmp_path) -> None:
+    config = recipe(tmp_path, LONG[0] % "", *LONG[1:])
+    assert asyncio.run(launch(config)) is not None
+    rows = list(read_jsonl(tmp_path / "tool_calc" / "rollouts.jsonl"))
+    assert {row["ended_by"] for row in rows} >= {"context"}
+    assert any(message["content"] == "=" + "0" * 20 + ";" for row in rows for message in row["conversation"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [("49", "= 49 is more than train.token_budget = 48"), ("'48'", "must be a number of tokens, got '48'")],
+)
+def test_a_limit_of_ones_own_that_does_not_fit_is_refused(tmp_path, given, message) -> None:
+    config = recipe(tmp_path, LONG[0] % f", max_context={given}", *LONG[1:])
+    with pytest.raises(ConfigError, match=f"task 'calc': agent 'tools': max_context {message}"):
+        task_agent(config, config.tasks[0])
+
+
+def test_prompts_are_measured_with_the_tools_of_their_agent() -> None:
+    tokenizer = make_tokenizer("qwen")
+    search = {"name": "search", "arguments": {"corpus": "missing"}}
+    tools = prompt_tools(Component(name="tools", arguments={"tools": ["calculator", search]}))
+    assert [tool["function"]["name"] for tool in tools] == ["calculator", "search"]
+    asked = [{"role": "user", "content": "1+2?"}]
+    limit = len(render_prompt(tokenizer, asked, tools))
+    prompt = Prompt(message=asked)
+    assert check_prompt_lengths([prompt], tokenizer, limit, tools=tools) == [prompt]
+    with pytest.raises(ConfigError, match=f"prompt 0 has {limit} tokens"):
+        check_prompt_lengths([prompt], tokenizer, limit - 1, tools=tools)
+    # Its own come first, and "none" is none.
+    for own in ({"tools": tools[:1]}, {"tool_choice": "none"}):
+        check_prompt_lengths([Prompt(message=asked, **own)], tokenizer, limit - 1, tools=tools)
+    assert prompt_tools(Component(name="single_turn")) is None
+    own_environment = Component(name="multi_turn", arguments={"environment": f"{__name__}:Telling"})
+    assert prompt_tools(own_environment) == [*Telling.prompt_tools]
+
+
+class Telling(Environment):
+    prompt_tools = (make_schema("look", "Look."),)
+
+
+async def test_a_warm_up_shows_what_rollouts_see() -> None:
+    """Schemas in the prompt, and replies as increments although the template rewrites history."""
+    tokenizer = make_tokenizer("qwen")
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1+2"}}\n</tool_call>'
+    turns = [f"<think>\nx\n</think>\n\n{call}", "3"]
+    asked = [{"role": "user", "content": "1+2?"}]
+
+    def script(request: Any) -> list[int]:
+        text = tokenizer.decode(request.input_ids.tolist())
+        return [*tokenizer.encode(turns["<tool_response>" in text]), tokenizer.eos_token_id]
+
+    loop = ToolAgentLoop(
+        RolloutController(ScriptedEngine(script)),
+        None,
+        tokenizer,
+        sample_params=SampleParams(max_tokens=500),
+        tools=["calculator"],
+    )
+    (state,) = await loop.generate_group([RolloutState(asked, rollout_id="r")])
+    assert state.status is Status.COMPLETED, state.error_msg
+    shown = [
+        {"role": "assistant", "content": turns[0]},
+        {"role": "tool", "name": "calculator", "content": "3"},
+        {"role": "assistant", "content": turns[1]},
+    ]
+    plain = Prompt(message=asked, extra={"demonstration": shown})
+    (prompt,) = _with_tools(
+        [plain], prompt_tools(Component(name="tools", arguments={"tools": ["calculator"]}))
+    )
+    *_, (seen, turn) = Demonstrations(tokenizer).examples(prompt)
+    assert seen + turn == state.tokens.tolist()
+    with pytest.raises(ConfigError, match="replies between them"):
+        list(Demonstrations(tokenizer).examples(replace(plain, extra={"demonstration": shown[::2]})))
+
+
 def test_problems_are_distinct_and_their_demonstrations_right() -> None:
     rows = chained_sums(size=500)
     assert len({row["prompt"] for row in rows}) == 500
@@ -87,7 +191,8 @@ def test_every_turn_of_a_demonstration_is_an_example() -> None:
     tokenizer = character_tokenizer(config.model.tiny.alphabet)
     data = config.tasks[0].data.model_copy(update={"arguments": {"giving_up": 0.0}})
     prompt = load_prompts(data)[0]
-    examples = [tuple(tokenizer.decode(ids) for ids in pair) for pair in _examples(prompt, tokenizer)]
+    pairs = Demonstrations(tokenizer).examples(prompt)
+    examples = [tuple(tokenizer.decode(ids) for ids in pair) for pair in pairs]
     asked = prompt.message[0]["content"]
     called, result, again, told, answer = (part["content"] for part in prompt.extra["demonstration"])
     end = "<eos>"
@@ -96,3 +201,19 @@ def test_every_turn_of_a_demonstration_is_an_example() -> None:
         (f"<bos>{asked}{called}{end}{result}", again + end),
         (f"<bos>{asked}{called}{end}{result}{again}{end}{told}", answer + end),
     ]
+
+
+def rows() -> list[dict[str, Any]]:
+    return [
+        {"prompt": "1", "answer": "", "tool_choice": choice} for choice in ("none", '{"type": "function"}')
+    ]
+
+
+async def test_rollouts_have_the_tool_choice_of_their_row() -> None:
+    prompts = load_prompts(DataConfig(source=f"{__name__}:rows"))
+    assert [prompt.extra for prompt in prompts] == [{}, {}]
+    sampler = Sampler(
+        prompts, SyncReplayBufferConfig().build(), task_name="t", prompt_repeat_k=1, shuffle=False
+    )
+    choices = [(await sampler.sample("t"))[0].tool_choice for _ in prompts]
+    assert choices == ["none", {"type": "function"}]

@@ -6,12 +6,16 @@ They need the library, which is heavy and has requirements of its own: in an env
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from chat_families import make_tokenizer
 
+from forebay.agents import verifiers
 from forebay.agents.verifiers import TASK_KEY, load_tasks, open_environment
 from forebay.config import ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
@@ -149,3 +153,33 @@ def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers.v1", None)
     with pytest.raises(ConfigError, match="pip install verifiers"):
         load_tasks(env=ENV)
+
+
+async def test_an_environment_is_opened_beside_the_event_loop_and_errors_name_it(monkeypatch) -> None:
+    opened_in = []
+
+    class Env:
+        taskset = ("riddle",)
+
+        @contextlib.asynccontextmanager
+        async def serving(self):
+            yield
+
+        async def run_episode(self, task: Any, context: Any) -> Any:
+            raise OSError(f"no {task}")
+
+    def open_env(env: Any) -> Env:
+        opened_in.append(threading.current_thread())
+        return Env()
+
+    def settings(**values: Any) -> Any:
+        return SimpleNamespace(**values)
+
+    library = SimpleNamespace(EvalClientConfig=settings, ModelContext=settings)
+    monkeypatch.setattr(verifiers, "open_environment", open_env)
+    monkeypatch.setattr(verifiers, "_library", lambda: library)
+    (state,) = await play([], task=0, size=1)
+    assert state.error_msg == (
+        "rollout g/0: VerifiersAgentLoop: RuntimeError: environment forebay_riddles: OSError: no riddle"
+    )
+    assert [thread is threading.main_thread() for thread in opened_in] == [True, False]

@@ -1,5 +1,6 @@
 """The local Ray cluster, as the fixture `ray`; see `ray_cluster` for the mark that its tests carry."""
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -7,8 +8,16 @@ import pytest
 
 from ray_cluster import local_cluster
 
+TESTS = Path(__file__).parent.parent
+
 # What the tests of the plain classes are made of serves their actors too.
-sys.path += [str(Path(__file__).parent.parent / folder) for folder in ("replay", "produce", "runs")]
+sys.path += [str(TESTS / folder) for folder in ("replay", "produce", "runs")]
+
+# So do their scripted inference servers, which are in a file of the name that this one has.
+_spec = importlib.util.spec_from_file_location("http_fakes", TESTS / "engines" / "http" / "conftest.py")
+http_fakes = sys.modules["http_fakes"] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(http_fakes)
+start_fake = http_fakes.start_fake
 
 
 @pytest.fixture(scope="session")

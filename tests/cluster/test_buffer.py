@@ -11,6 +11,7 @@ from production_world import World, train
 from replay_factory import make_group, names
 
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
+from forebay.cluster.placed_buffer import PlacedBuffer
 from forebay.produce import AsyncProduceStrategyConfig
 from forebay.types import Status
 
@@ -107,6 +108,29 @@ async def test_shards_are_one_buffer_and_each_comes_back(ray, tmp_path):
         groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
         assert sorted(map(int, names(groups["math"]))) == list(range(12))
     await stop_buffer("shards")
+
+
+async def test_the_shards_of_a_run_come_back_are_counted_and_leave_no_files(ray, tmp_path):
+    (tmp_path / "buffer-7.db").write_text("of an earlier run")
+    restarts = []
+    placed = await PlacedBuffer.start(
+        tmp_path, policy="fifo", on_restart=lambda *what: restarts.append(what), num_shards=2, limit=19
+    )
+    buffer = placed.client
+    assert sorted(path.name for path in tmp_path.glob("*.db")) == ["buffer-0.db", "buffer-1.db"]
+    await buffer.put_groups([make_group(str(n)) for n in range(12)], "math")
+    pids = placed.pids()
+    assert sorted(pids) == ["buffer 0", "buffer 1"]
+    os.kill(pids["buffer 1"], signal.SIGKILL)
+    groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
+    assert list(map(int, names(groups["math"]))) == list(range(12))
+    assert restarts == [("buffer 1", "its process has ended")]
+    assert placed.pids()["buffer 0"] == pids["buffer 0"]
+    # Each shard has its part of the limit.
+    await buffer.put_groups([make_group(f"late/{n}") for n in range(60)], "math")
+    assert (len(buffer), buffer.num_evicted) == (20, {"math": 40})
+    await placed.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_kill_while_groups_come_and_go_loses_and_doubles_nothing(ray, tmp_path):

@@ -1,6 +1,8 @@
 """The pieces that a run on Ray is made of, each by itself; none needs a cluster."""
 
 import asyncio
+import socket
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +10,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.cluster.calls import ActorLost, BatchedCalls, as_they_end
-from forebay.cluster.library import why
+from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
+from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
+from forebay.cluster.ranks import _interface_of
+from forebay.cluster.restarts import Restarts
+from forebay.cluster.supervisor import NotBuilt
+from forebay.cluster.trainer import RayTrainer
 from forebay.cluster.weights import to_plain, to_tensors
+from forebay.config import ConfigError
+from forebay.produce import ProductionError
+from forebay.replay import ConnectionLost
+from forebay.runs.launch import _lost_part
+from forebay.runs.placement import PartLost
+from forebay.train.ranks import RankError
 
 
 class Answered:
@@ -87,6 +99,36 @@ async def test_an_error_of_the_call_reaches_everybody_who_waits():
     calls = BatchedCalls(stream)
     results = await asyncio.gather(*(calls.ask(i) for i in range(2)), return_exceptions=True)
     assert [str(error) for error in results] == ["no such method"] * 2
+
+
+async def test_an_item_that_fails_there_fails_alone():
+    async def work(number):
+        if number == 1:
+            raise OSError("disk full")
+        return number
+
+    calls = BatchedCalls(stream_of(work, []))
+    results = await asyncio.gather(*(calls.ask(number) for number in range(3)), return_exceptions=True)
+    assert results[0::2] == [0, 2]
+    assert isinstance(results[1], ItemFailed)
+    assert str(results[1]) == "OSError: disk full"
+
+
+@pytest.mark.parametrize("name", ["ActorDiedError", "ObjectLostError", "NotBuilt"])
+async def test_a_call_that_found_no_process_to_answer_is_lost_not_failed(name):
+    async def stream(items):
+        if name == "NotBuilt":
+            raise NotBuilt("a new process")
+        exceptions = pytest.importorskip("ray").exceptions
+        raise (
+            exceptions.ActorDiedError()
+            if name == "ActorDiedError"
+            else exceptions.ObjectLostError("", "", "")
+        )
+        yield
+
+    with pytest.raises(ActorLost):
+        await BatchedCalls(stream).ask(1)
 
 
 @given(st.permutations(range(6)))
@@ -186,3 +228,83 @@ def test_what_ray_says_of_an_end_is_told_in_few_words():
     assert why(RuntimeError(text)).startswith("its process has ended: Worker unexpectedly exits")
     assert why(RuntimeError("first.\nsecond")) == "first"
     assert why(RuntimeError()) == "RuntimeError"
+
+
+def carried(cause):
+    """`cause` as Ray brings it from another process."""
+    ray = pytest.importorskip("ray")
+    error = ray.exceptions.RayTaskError(
+        "fit", "Traceback: ...", cause, proctitle="ray::Trainer", pid=1, ip=""
+    )
+    return error.as_instanceof_cause()
+
+
+def test_what_another_process_raised_is_told_by_its_name():
+    assert why(carried(KeyError("no such task"))) == "KeyError: 'no such task'"
+
+
+@pytest.mark.parametrize(
+    ("cause", "raised"),
+    [
+        (ValueError("a group without rewards"), ValueError),
+        (RuntimeError("out of memory"), RuntimeError),
+        (RankError("rank 1 of 2 failed in fit: OSError: no\nTraceback: ..."), PartLost),
+    ],
+)
+async def test_what_the_trainer_raises_is_a_loss_only_if_its_process_is_gone(cause, raised):
+    error = RayTrainer(None, [1])._error(carried(cause))
+    assert type(error) is raised
+    assert str(cause) in str(error)
+
+
+def test_where_a_cluster_is_given(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert Given.find(None) is Given.find("") is Given.find("local") is None
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    assert Given.find(None) is None
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert Given.find("local") is None
+    assert Given.find("auto") == Given("auto", "cluster.arguments.address")
+    assert Given.find(None) == Given("10.0.0.1:6379", "RAY_ADDRESS")
+    monkeypatch.setenv("RAY_ADDRESS", "ray://10.0.0.1:10001")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS must be 'auto' or host:port"):
+        Given.find(None)
+
+
+def test_an_address_where_nobody_answers_is_an_error_at_once():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"RAY_ADDRESS = '{address}': no Ray cluster answers there"):
+            Given(address, "RAY_ADDRESS").check()
+
+
+def test_restarts_without_a_listener_are_told_to_the_next_one():
+    restarts, told = Restarts(), []
+    restarts.note("engine 1", "first")
+    restarts.listener = lambda *what: told.append(what)
+    restarts.note("trainer", "second")
+    restarts.listener = None
+    restarts.note("engine 0", "third")
+    assert told == [("engine 1", "first"), ("trainer", "second")]
+    restarts.listener = lambda *what: told.append(what)
+    assert told[2:] == [("engine 0", "third")]
+    assert restarts.counts == {"engine": 2, "trainer": 1}
+
+
+def test_the_network_interface_of_an_address():
+    assert _interface_of("127.0.0.1") == "lo"
+    assert _interface_of("203.0.113.7") is None
+
+
+def test_which_errors_lead_back_to_a_checkpoint():
+    def run(none_is_left=""):
+        return SimpleNamespace(cluster=SimpleNamespace(none_is_left=lambda: none_is_left))
+
+    assert _lost_part(run(), PartLost("the trainer is lost")) == "the trainer is lost"
+    assert _lost_part(run(), ConnectionLost("gone")) == "the buffer is lost: gone"
+    failed = ProductionError("no group could be generated")
+    assert _lost_part(run("engine 0 is lost"), failed) == "engine 0 is lost"
+    for where in (run(), SimpleNamespace(cluster=None)):
+        with pytest.raises(ProductionError):
+            _lost_part(where, failed)

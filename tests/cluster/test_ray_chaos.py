@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from test_killed_separate_run import check_books
-from test_ray_run import BATCH_SIZE, GROUP_SIZE, SEPARATE, run_config, train_rows
+from test_ray_run import BATCH_SIZE, GROUP_SIZE, SEPARATE, events, run_config, train_rows
 
 from forebay.ledger.journal import read_events
 from forebay.produce import Sampler
@@ -22,19 +22,23 @@ pytestmark = pytest.mark.xdist_group("ray")
 
 
 class Killer:
-    """Kills a random part a random while after a train step, until it has killed so many."""
+    """Kills a random part again and again, until it has killed so many.
+
+    Every other kill is a random while after a train step; the others come right after one another, as soon as
+    there is a process to kill, so that they hit parts that are starting again, and a run that goes back.
+    """
 
     def __init__(self, monkeypatch, seed, num_kills):
         self.kills = Counter()
         self.num_kills = num_kills
+        self.cluster = None
         self._rng = random.Random(seed)
         self._stepped = asyncio.Event()
-        self._cluster = None
         make_cluster, report = launching.make_cluster, steps.report
 
         def made(config):
-            self._cluster = make_cluster(config)
-            return self._cluster
+            self.cluster = make_cluster(config)
+            return self.cluster
 
         def reported(*arguments):
             report(*arguments)
@@ -44,17 +48,24 @@ class Killer:
         monkeypatch.setattr(steps, "report", reported)
 
     async def run(self):
+        await self._stepped.wait()
         while self.kills.total() < self.num_kills:
-            await self._stepped.wait()
-            self._stepped.clear()
+            if self.kills.total() % 2:
+                self._stepped.clear()
+                await self._stepped.wait()
             # Any moment of the next steps: while generating, training, syncing, saving, starting again.
             await asyncio.sleep(self._rng.uniform(0, 1.0))
-            pids = await asyncio.to_thread(self._cluster.pids)
-            part = self._rng.choice(sorted(pids))
-            if is_ours(pids[part]):
+            pids = await self._pids()
+            if pids:
+                part = self._rng.choice(sorted(pids))
                 os.kill(pids[part], signal.SIGKILL)
                 self.kills[part.split()[0]] += 1
                 print(f"kill {self.kills.total()}: {part}", flush=True)
+
+    async def _pids(self):
+        """Of the parts that have a process just now; asking the buffer waits for its."""
+        pids = await asyncio.to_thread(self.cluster.pids)
+        return {part: pid for part, pid in pids.items() if is_ours(pid)}
 
 
 def is_ours(pid):
@@ -102,4 +113,13 @@ async def test_fifty_kills_of_random_parts(ray, tmp_path, monkeypatch):
         assert killing.done(), f"the run was over after {killer.kills}"
     # It runs event loops of its own.
     await asyncio.to_thread(check_run, config)
-    print(dict(killer.kills), {n: v for n, v in train_rows(config.folder)[-1].items() if "cluster" in n})
+    last = train_rows(config.folder)[-1]
+    restarts = {kind: last[f"cluster/{kind}_restarts"] for kind in ("engine", "worker", "trainer", "buffer")}
+    print(dict(killer.kills), restarts)
+    noted = Counter(event["part"].split()[0] for event in events(config.folder, "restarted"))
+    assert noted == Counter({kind: int(count) for kind, count in restarts.items() if count})
+    for kind in ("engine", "worker"):
+        assert restarts[kind] == killer.kills[kind]
+    # A run that goes back for another part's sake makes both anew as well, without counting their ends.
+    assert restarts["trainer"] >= killer.kills["trainer"]
+    assert restarts["buffer"] <= killer.kills["buffer"]

@@ -1,6 +1,7 @@
 """Whole runs with ``cluster = "ray"``: the same work as in one process, also when its parts are killed."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.placement import PartLost, make_cluster
+from forebay.runs.verify import WeightCheck
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -142,8 +144,13 @@ def kill(run, part):
 
 
 def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch):
-    kills = {2: "engine 0", 3: "trainer", 5: "buffer"}
-    report, counts = steps.report, {}
+    kills = {3: "trainer", 5: "buffer"}
+    report, counts, probe, num_probes = steps.report, {}, WeightCheck.probe, itertools.count(1)
+
+    async def probed(self, engine, number):
+        if next(num_probes) == 2:
+            os.kill(engine.supervisor.pid, signal.SIGKILL)
+        return await probe(self, engine, number)
 
     def reported(run, train_step, batch, metrics):
         report(run, train_step, batch, metrics)
@@ -152,14 +159,19 @@ def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch)
             kill(run, kills.pop(train_step))
 
     monkeypatch.setattr(steps, "report", reported)
+    monkeypatch.setattr(WeightCheck, "probe", probed)
     tasks = with_judge(tmp_path, "deadly_judge", marker=str(tmp_path / "marker"))
-    config = run_config(tmp_path, produce=SEPARATE, tasks=tasks, cluster="ray")
+    config = run_config(tmp_path, produce=SEPARATE, tasks=tasks, cluster="ray", verify_weights=True)
     asyncio.run(launch(config))
     assert not kills
     check_books(config.folder)
     assert any(event.get("reason") == "worker died" for event in events(config.folder, "retried"))
     assert all(0 <= row["staleness"] < 2 for row in train_rows(config.folder))
     assert counts.pop("cluster/groups_retried") > 0
+    assert counts.pop("cluster/requests_retried") >= 0
+    restarted = {event["part"]: event["reason"] for event in events(config.folder, "restarted")}
+    assert sorted(restarted) == ["buffer", "engine 0", "trainer", "worker 0"]
+    assert all("process has ended" in reason for reason in restarted.values()), restarted
     assert counts == {
         "cluster/trainer_restarts": 1,
         "cluster/engine_restarts": 1,
@@ -176,12 +188,25 @@ def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch)
         ({"buffer": "somewhere"}, "must be 'actor' or 'driver', got 'somewhere'"),
         ({"gpus_per_engine": 1.5}, "a share of a GPU or a whole number of GPUs, got 1.5"),
         ({"cpus": 0}, "cpus must be positive, got 0"),
+        ({"cpus": "1"}, "cpus must be positive, got '1'"),
+        ({"num_engines": True}, "num_engines must be a number from 1 up, got True"),
+        ({"placement_timeout_s": "long"}, "placement_timeout_s must be positive, got 'long'"),
+        ({"address": 6379}, "address must be text, as '10.0.0.1:6379', got 6379"),
+        ({"address": "ray://10.0.0.1:10001"}, r"address must be 'auto' or host:port.*got 'ray://10"),
+        ({"address": "10.0.0.1"}, r"address must be 'auto' or host:port.*got '10.0.0.1'"),
     ],
 )
 def test_arguments_that_do_not_fit_are_errors(tmp_path, arguments, message):
     config = run_config(tmp_path, cluster={"name": "ray", "arguments": arguments})
     with pytest.raises(ConfigError, match=message):
         make_cluster(config)
+
+
+def test_servers_that_run_already_have_one_engine(tmp_path):
+    engine = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:1", "http://127.0.0.1:2"]}}
+    cluster = {"name": "ray", "arguments": {"num_engines": 2}}
+    with pytest.raises(ConfigError, match=r"names servers that run already.*set num_engines to 1"):
+        make_cluster(run_config(tmp_path, engine=engine, cluster=cluster))
 
 
 def test_a_record_needs_the_buffer_in_the_runs_process(tmp_path):
@@ -224,8 +249,8 @@ def test_a_group_that_takes_every_worker_down_fails_and_the_run_goes_on(ray, tmp
 
 
 @pytest.mark.soak
-def test_a_trainer_may_be_lost_while_the_run_goes_back(ray, tmp_path, monkeypatch):
-    fit, resume, parts, counts = steps.fit, steps.resume, ["fit", "resume"], []
+def test_trainer_and_buffer_may_be_lost_while_the_run_goes_back(ray, tmp_path, monkeypatch):
+    fit, resume, parts, counts = steps.fit, steps.resume, ["fit", "resume", "buffer"], []
 
     async def killed_in_fit(run, groups):
         if run.train_step == 1 and "fit" in parts:
@@ -239,13 +264,17 @@ def test_a_trainer_may_be_lost_while_the_run_goes_back(ray, tmp_path, monkeypatc
         if "resume" in parts:
             parts.remove("resume")
             kill(run, "trainer")
+        elif "buffer" in parts:
+            parts.remove("buffer")
+            kill(run, "buffer")
         await resume(run, path)
 
     monkeypatch.setattr(steps, "fit", killed_in_fit)
     monkeypatch.setattr(steps, "resume", killed_in_resume)
     config = run_config(tmp_path, steps=3, checkpoint_every=1, cluster="ray")
     asyncio.run(launch(config))
-    assert counts[-1] == 2
+    # The buffer's client may have found the new process before it was needed.
+    assert counts[-1] in (2, 3)
     check_books(config.folder, num_steps=3)
 
 

@@ -173,6 +173,79 @@ def test_when_no_engine_comes_back_everybody_is_told():
     virtual_time.run(main())
 
 
+def test_an_engine_that_is_away_does_not_hold_back_the_model_step():
+    async def main() -> None:
+        engines = [Fallible(), Fallible(starts=1)]
+        controller = RolloutController(engines)
+        await controller.update_weights([], 1)
+        await asyncio.sleep(2.0)
+        assert list(controller.engines_up) == [0, 1]
+        await engines[1].lose()
+        await controller.generate_sample(rollout("a", session_id="s"))
+        await controller.generate_sample(rollout("b"))
+        # Lost for good; then it gets no weights any more.
+        await asyncio.gather(*(controller.generate_sample(rollout(i)) for i in range(2)))
+        assert engines[1].starts_left == 0
+        assert list(controller.engines_up) == [0]
+        await controller.update_weights([], 2)
+        assert engines[1].model_step == 1
+        assert controller.model_step == (await controller.health()).model_step == 2
+        # With none that is up it is that of the next tokens.
+        await engines[0].lose()
+        await controller.update_weights([], 3)
+        assert controller.model_step == 3
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_an_engine_that_does_not_follow_a_pause_is_brought_up_once_more():
+    async def main() -> None:
+        engine = Fallible()
+        controller = RolloutController(engine)
+        await controller.update_weights([], 1)
+        await engine.lose()
+        real_pause, num_asked = engine.pause, 0
+
+        async def fail_once() -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == 1:
+                await asyncio.Event().wait()
+            await real_pause()
+
+        running = asyncio.create_task(controller.generate_sample(rollout()))
+        await asyncio.sleep(0.5)
+        engine.pause = fail_once
+        await controller.pause_generation()
+        await running
+        await asyncio.sleep(100.0)
+        assert engine.is_resting
+        assert engine.num_starts == 3
+        await controller.close()
+
+    virtual_time.run(main())
+
+
+def test_engines_that_are_given_up_are_closed_too():
+    async def main() -> None:
+        closed = []
+
+        class Closes(Fallible):
+            async def close(self) -> None:
+                closed.append(self)
+                await super().close()
+
+        engines = [Closes(), Closes(starts=0)]
+        controller = RolloutController(engines)
+        await controller.update_weights([], 1)
+        await asyncio.sleep(2.0)
+        await controller.close()
+        assert closed == engines
+
+    virtual_time.run(main())
+
+
 def test_update_weights_waits_for_the_first_engine_to_start():
     async def main() -> None:
         slow, fast = Fallible(start_s=50.0), Fallible(start_s=5.0)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from test_engine_adapters import Source
 
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines, process
@@ -25,6 +26,7 @@ from forebay.engines.base import EngineLost
 from forebay.engines.process import EngineRecipe, ProcessEngine
 from forebay.engines.weight_handover import BroadcastHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
+from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
 from forebay.types import SampleParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -186,6 +188,49 @@ async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(
     again = await engine.generate(request())
     assert again.response_ids.tolist() == expected.response_ids.tolist()
     assert set(again.model_steps.tolist()) == {7}
+
+
+async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
+    engine: Any, folder: Path
+) -> None:
+    here = TransformersEngine(load_model(folder, TINY), load_tokenizer(folder))
+    source = Source(load_model(folder, TINY))
+
+    async def makes_what_one_here_makes(step: int) -> tuple[float, ...]:
+        theirs, ours = await engine.generate(request()), await here.generate(request())
+        assert theirs.response_ids.tolist() == ours.response_ids.tolist()
+        np.testing.assert_allclose(theirs.logprobs, ours.logprobs, rtol=1e-5)
+        assert set(theirs.model_steps.tolist()) == set(ours.model_steps.tolist()) == {step}
+        return tuple(ours.logprobs.tolist())
+
+    async def sync(engines: list[Any], step: int) -> None:
+        source.step(step)
+        for each in engines:
+            await each.load_adapters(source.adapters(), step, config=source.adapter_config)
+
+    assert engine.takes_adapters
+    made = [await makes_what_one_here_makes(0)]
+    await sync([here, engine], 1)
+    made.append(await makes_what_one_here_makes(1))
+    os.kill(engine.pid, signal.SIGKILL)
+    assert (await engine.generate(request())).lost
+    # Lost, it keeps what it is told.
+    with pytest.raises(EngineLost):
+        await sync([here, engine], 2)
+    await engine.bring_up()
+    made.append(await makes_what_one_here_makes(2))
+    await sync([here, engine], 3)
+    made.append(await makes_what_one_here_makes(3))
+    assert len(set(made)) == 4
+    # What an engine refuses, it refuses across the border too, by name, and changes nothing.
+    with pytest.raises(AdaptersRefusedError, match="use_dora"):
+        await engine.load_adapters(source.adapters(), 4, config=source.adapter_config | {"use_dora": True})
+    with pytest.raises(BaseDiffersError, match="give it those first"):
+        await engine.load_adapters(
+            source.adapters(), 4, config=source.adapter_config | {BASE_FINGERPRINT: "?"}
+        )
+    await makes_what_one_here_makes(3)
+    await here.close()
 
 
 async def test_a_cancelled_request_frees_its_place(engine: Any) -> None:

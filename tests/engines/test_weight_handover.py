@@ -13,6 +13,7 @@ import torch
 from forebay.engines.base import EngineLost
 from forebay.engines.weight_handover import BroadcastHandOver, SharedMemoryHandOver, WeightInbox
 from forebay.engines.weight_layout import WeightsCorruptError
+from forebay.models.starting_weights import AdaptersRefusedError
 
 
 class Engine:
@@ -26,6 +27,8 @@ class Engine:
         self.model_step = -1
         self.num_messages = 0
         self.hold: asyncio.Event | None = None
+        self.adapters: tuple[dict[str, torch.Tensor], int, Any] | None = None
+        self.refuses = False
         self.lost = False
         self.latest: dict[str, Any] = {}
 
@@ -41,6 +44,14 @@ class Engine:
         if self.hold is not None:
             await self.hold.wait()
         self.weights, self.model_step = {name: tensor.clone() for name, tensor in given}, model_step
+        self.adapters = None
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Any
+    ) -> None:
+        if self.refuses:
+            raise AdaptersRefusedError("of another kind")
+        self.adapters, self.model_step = ({n: t.clone() for n, t in adapters}, model_step, config), model_step
 
 
 def some_weights(seed: int) -> list[tuple[str, torch.Tensor]]:
@@ -70,6 +81,63 @@ async def test_all_engines_get_the_weights_of_each_step(hand_over: Any) -> None:
         assert [engine.model_step for engine in engines] == [step, step]
         assert all(same(engine, weights) for engine in engines)
     assert [engine.num_messages for engine in engines] == [3, 3]
+
+
+def has_adapters(engine: Engine, adapters: list[tuple[str, torch.Tensor]], config: Any) -> bool:
+    assert engine.adapters is not None
+    given, _, told = engine.adapters
+    return told == config and all(torch.equal(given[name], tensor) for name, tensor in adapters)
+
+
+async def test_adapters_are_handed_over_with_their_config_and_leave_the_weights(hand_over: Any) -> None:
+    engines = [Engine(), Engine()]
+    for engine in engines:
+        hand_over.join(engine)
+    weights = some_weights(0)
+    await asyncio.gather(*(hand_over.load(engine, weights, 0) for engine in engines))
+    for step in (1, 2):
+        adapters, config = some_weights(step)[:2], {"r": 4, "target_modules": ["a", "b"], "bias": None}
+        await asyncio.gather(*(hand_over.load(engine, adapters, step, adapters=config) for engine in engines))
+        assert [engine.model_step for engine in engines] == [step, step]
+        assert all(has_adapters(engine, adapters, config) and same(engine, weights) for engine in engines)
+    await asyncio.gather(*(hand_over.load(engine, weights, 3) for engine in engines))
+    assert [engine.adapters for engine in engines] == [None, None]
+
+
+async def test_an_engine_that_begins_anew_gets_the_last_adapters_on_the_last_whole_weights() -> None:
+    hand_over = SharedMemoryHandOver(checksum=True)
+    weights, first, second = some_weights(0), some_weights(1)[:2], some_weights(2)[:2]
+    engine, begun_anew, on_its_own = Engine(), Engine(), Engine()
+    await hand_over.load(engine, first, 1, adapters={"r": 1})
+    # No whole weights were given: its own are the ones that the adapters are for.
+    await hand_over.again(on_its_own)
+    assert (on_its_own.num_messages, on_its_own.weights) == (1, {})
+    assert has_adapters(on_its_own, first, {"r": 1})
+    await hand_over.load(engine, weights, 0)
+    await hand_over.load(engine, second, 2, adapters={"r": 2})
+    await hand_over.again(begun_anew)
+    assert same(begun_anew, weights)
+    assert has_adapters(begun_anew, second, {"r": 2})
+    assert begun_anew.model_step == 2
+    # Whole weights end the adapters before them.
+    await hand_over.load(engine, some_weights(3), 3)
+    await hand_over.again(begun_anew)
+    assert (begun_anew.model_step, begun_anew.adapters) == (3, None)
+    hand_over.close()
+
+
+async def test_refused_adapters_are_not_given_to_an_engine_that_begins_anew() -> None:
+    hand_over = SharedMemoryHandOver()
+    refusing, begun_anew = Engine(), Engine()
+    weights = some_weights(0)
+    await hand_over.load(refusing, weights, 4)
+    refusing.refuses = True
+    with pytest.raises(AdaptersRefusedError):
+        await hand_over.load(refusing, some_weights(1)[:2], 5, adapters={"r": 1})
+    await hand_over.again(begun_anew)
+    assert same(begun_anew, weights)
+    assert (begun_anew.model_step, begun_anew.adapters) == (4, None)
+    hand_over.close()
 
 
 async def test_a_lost_engine_does_not_cost_the_others_theirs() -> None:

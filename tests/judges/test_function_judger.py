@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from forebay.judges import FunctionJudger
-from forebay.judges.threads import MAX_OVERRUNNING, JudgeOverrunError, JudgeThreads
 from forebay.types import RolloutState, Status
 
 
@@ -90,15 +89,6 @@ async def test_a_verdict_that_is_no_finite_score_fails_the_rollout(verdict) -> N
     assert state.reward is None
 
 
-async def test_a_time_out_of_the_functions_own_is_told_from_an_overrun() -> None:
-    def socket_like(state: RolloutState) -> float:
-        raise TimeoutError("the service is slow")
-
-    threads = JudgeThreads(timeout_s=30.0)
-    with pytest.raises(TimeoutError, match="the service is slow"):
-        await threads.run(socket_like, completed())
-
-
 async def test_a_function_that_overruns_is_left_behind_and_those_that_waited_have_their_full_time() -> None:
     release = threading.Event()
 
@@ -130,21 +120,6 @@ async def test_an_async_function_that_overruns_is_cancelled() -> None:
     assert "no verdict within 0.01 s" in state.error_msg
 
 
-async def test_hanging_calls_are_bounded() -> None:
-    release = threading.Event()
-    threads = JudgeThreads(timeout_s=0.01, num_threads=2)
-    for _ in range(MAX_OVERRUNNING):
-        with pytest.raises(JudgeOverrunError, match="no verdict within"):
-            await threads.run(release.wait)
-    with pytest.raises(JudgeOverrunError, match=f"not called: {MAX_OVERRUNNING} earlier calls overran"):
-        await threads.run(length, completed())
-    # Once they return, there is room again.
-    release.set()
-    await asyncio.gather(*(asyncio.wrap_future(call) for call in threads._overrunning))
-    threads.timeout_s = None
-    assert await threads.run(length, completed()) == 3
-
-
 async def test_at_most_num_threads_calls_run_at_once() -> None:
     lock = threading.Lock()
     running = 0
@@ -163,15 +138,3 @@ async def test_at_most_num_threads_calls_run_at_once() -> None:
 
     await FunctionJudger(count, num_threads=2).judge([completed() for _ in range(8)])
     assert most == 2
-
-
-async def test_cancelling_the_judging_frees_the_slot() -> None:
-    release = threading.Event()
-    threads = JudgeThreads(timeout_s=None, num_threads=1)
-    waiting = asyncio.create_task(threads.run(release.wait))
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert await threads.run(length, completed()) == 3
-    release.set()

@@ -1,6 +1,7 @@
 """Many groups in one call: as if put one after the other, and all of them or none."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from forebay.replay import (
     client_link,
     serve,
 )
+from forebay.replay.arrivals import LABEL_AT_ONCE
 from forebay.types import Status
 
 COMPLETED, ABORTED, EXPIRED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
@@ -90,6 +92,61 @@ async def test_a_policy_with_a_put_of_its_own_sees_every_group(make_store):
     buffer = ReplayBuffer(Notes(), make_store())
     await buffer.put_groups([make_group("a"), make_group("b")], "math")
     assert (seen, len(buffer)) == (["a", "b"], 2)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+async def test_a_policy_with_a_put_of_its_own_that_fails_stores_nothing(make_store, place):
+    class Fails(FIFOReplayPolicy):
+        async def put(self, item, storage_backend):
+            if item.item[0].group_id == "wrong":
+                raise OSError("no")
+            # Such a policy may also make room.
+            await storage_backend.take([row.uid for row in await storage_backend.get({"tags.old": True})])
+            await super().put(item, storage_backend)
+
+    buffer = ReplayBuffer(Fails(), make_store())
+    await buffer.put(make_group("there"), "math", tags={"old": True}, priority=2.5)
+    groups = [make_group(name) for name in ("a", "b")]
+    groups.insert(0 if place == "first" else 2, make_group("wrong"))
+    with pytest.raises(OSError, match="no"):
+        await buffer.put_groups(groups, "math")
+    [row] = await buffer.storage.get({})
+    assert (row.item[0].group_id, row.tags, row.priority) == ("there", {"old": True}, 2.5)
+    await buffer.put_groups(groups[1:] if place == "first" else groups[:2], "math")
+    assert len(buffer) == 2
+
+
+async def test_places_for_other_numbers_of_groups_are_refused_before_anything_waits():
+    async def waits(*_):
+        raise AssertionError("it comes to the lock")
+
+    buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
+    buffer._lock.shared = waits
+    for arrivals in ([1], [1, 2, 3]):
+        with pytest.raises(ValueError, match=f"{len(arrivals)} places for 2 groups"):
+            await buffer.put_groups([make_group("a"), [], make_group("b")], "math", arrivals=arrivals)
+
+
+async def test_many_groups_are_labelled_without_keeping_others_waiting():
+    groups = [make_group(str(number), size=1, num_tokens=1) for number in range(2000)]
+    labelled, seen = 0, [0]
+    done = asyncio.Event()
+
+    async def watch():
+        nonlocal labelled
+        while not done.is_set():
+            while labelled < len(groups) and len(groups[labelled][0].response_model_steps):
+                labelled += 1
+            seen.append(labelled)
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
+    await buffer.put_groups(iter(groups), "math", model_step=7)
+    done.set()
+    await watching
+    assert seen[-1] == len(buffer) == 2000
+    assert max(after - before for before, after in pairwise(seen)) <= LABEL_AT_ONCE
 
 
 async def test_stores_put_many_rows_in_order(store):

@@ -27,7 +27,7 @@ from forebay.replay import (
     server_connection,
 )
 from forebay.replay import server_messages as messages
-from forebay.replay.client_link import Link
+from forebay.replay.client_link import Link, Pieces
 from forebay.replay.packing import ARRAYS, pack_group
 from forebay.replay.server_address import Address, is_proof, prove
 from forebay.replay.server_groups import receive_group
@@ -340,7 +340,7 @@ async def test_a_put_whose_answer_was_lost_is_stored_once(path):
         link = client._link
         arguments = messages.PutArguments(b"key", "math", None, None, {}, 1.0)
         for _ in range(2):
-            await link.put("put", arguments, [[pack_group(make_group("b"))]])
+            await link.put("put", arguments, Pieces([make_group("b")], None))
         assert await client.count("math", COMPLETED) == 2
 
 
@@ -351,9 +351,9 @@ async def test_a_put_that_failed_may_be_tried_again(buffer, path):
             arguments = messages.PutArguments(b"key", "math", 1, threshold, {}, 1.0)
             if outcome:
                 with pytest.raises(outcome, match="threshold"):
-                    await link.put("put", arguments, [[pack_group(make_group("b"))]])
+                    await link.put("put", arguments, Pieces([make_group("b")], None))
             else:
-                await link.put("put", arguments, [[pack_group(make_group("b"))]])
+                await link.put("put", arguments, Pieces([make_group("b")], None))
         assert len(buffer) == 1
         await link.close()
 

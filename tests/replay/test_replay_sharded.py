@@ -254,33 +254,151 @@ async def test_a_shard_that_is_gone_is_named_and_the_others_take_puts(remote):
         assert await buffer.shards[number].count("math", COMPLETED) == 3
 
 
-class FailsOnce(ReplayBuffer):
-    """A shard whose next take fails, when the others have taken."""
+class FailsOnce(FIFOReplayPolicy):
+    """Of a shard whose next take fails, when the others have taken."""
 
     others: tuple = ()
 
-    async def take_batch(self, *args, **kwargs):
-        if not self.others:
-            return await super().take_batch(*args, **kwargs)
+    async def get(self, count, query, storage_backend):
         for other in self.others:
             while other.version < 2:
                 await other.wait_for_change(other.version)
-        self.others = ()
-        raise OSError("disk")
+        if self.others:
+            self.others = ()
+            raise OSError("disk")
+        return await super().get(count, query, storage_backend)
 
 
+async def rows_by_group(buffer):
+    """What the row of each group says, but its place."""
+    query = {"status": {"$in": list(STATUSES)}}
+    rows = [row for shard in buffer.shards for row in await shard.storage.get(query)]
+    return {
+        row.item[0].group_id: (
+            row.status,
+            row.train_step,
+            row.status_before,
+            row.tags,
+            row.priority,
+            row.staleness,
+        )
+        for row in rows
+    }
+
+
+@pytest.mark.parametrize("status", [COMPLETED, ARCHIVED])
 @pytest.mark.parametrize("train_step", [None, 4])
-async def test_a_take_that_fails_half_way_gives_back(train_step):
-    shards = [FailsOnce(FIFOReplayPolicy(), IndexedStorage()) for _ in range(3)]
+async def test_a_take_that_fails_half_way_gives_back_all_that_rows_had(train_step, status):
+    shards = [ReplayBuffer(FailsOnce(), IndexedStorage()) for _ in range(3)]
     buffer = ShardedReplayBuffer(shards, FIFOReplayPolicy())
-    await buffer.put_groups([make_group(str(number)) for number in range(20)], "math")
-    shards[2].others = shards[:2]
+    for number in range(20):
+        group = make_group(str(number), steps=[number % 3])
+        await buffer.put(group, "math", current_train_step=4, tags={"n": number}, priority=number + 0.5)
+    if status is ARCHIVED:
+        await buffer.take_batch({"math": 20}, train_step=3)
+    before = await rows_by_group(buffer)
+    versions = [shard.version for shard in shards]
+
+    class Shard:
+        """Changed since the take began."""
+
+        def __init__(self, shard, version):
+            self.shard, self.seen = shard, version
+
+        version = property(lambda self: 2 if self.shard.version > self.seen else 0)
+
+        async def wait_for_change(self, _):
+            await self.shard.wait_for_change(self.seen)
+
+    shards[2].policy.others = tuple(map(Shard, shards[:2], versions[:2]))
     with pytest.raises(OSError, match="disk") as raised:
-        await buffer.take_batch({"math": 12}, train_step=train_step)
+        await buffer.take_batch({"math": 12}, train_step=train_step, group_status=status)
     assert raised.value.__notes__ == ["in shard 2 (in this process)"]
-    assert await buffer.count("math", COMPLETED) == 20
-    groups, _ = await buffer.take_batch({"math": 20}, train_step=train_step)
+    assert await rows_by_group(buffer) == before
+    groups, _ = await buffer.take_batch({"math": 20}, train_step=train_step, group_status=status)
     assert sorted(map(int, names(groups["math"]))) == list(range(20))
+
+
+async def test_all_shards_are_asked_to_take_back_and_those_that_cannot_are_named():
+    shards = [ReplayBuffer(FailsOnce(), BrokenOnce() if n < 2 else IndexedStorage()) for n in range(4)]
+    buffer = ShardedReplayBuffer(shards, FIFOReplayPolicy())
+    await buffer.put_groups([make_group(str(number)) for number in range(40)], "math")
+    held = [await shard.count("math", COMPLETED) for shard in shards]
+    shards[3].policy.others = tuple(shards[:3])
+    for shard in shards[:2]:
+        shard.storage.is_broken = True
+    with pytest.raises(OSError, match="disk") as raised:
+        await buffer.take_batch({"math": 40})
+    assert raised.value.__notes__ == [
+        "in shard 3 (in this process)",
+        "and shard 0 did not take back what it had given: OSError('full')",
+        "and shard 1 did not take back what it had given: OSError('full')",
+    ]
+    assert [await shard.count("math", COMPLETED) for shard in shards] == [0, 0, *held[2:]]
+
+
+class BrokenOnce(IndexedStorage):
+    """Stores nothing any more when told so."""
+
+    is_broken = False
+
+    async def put(self, item):
+        if self.is_broken:
+            raise OSError("full")
+        return await super().put(item)
+
+
+async def test_over_servers_a_failed_take_gives_back_what_was_kept_in_its_place(tmp_path):
+    async with AsyncExitStack() as stack:
+        clients = []
+        buffers = [ReplayBuffer(FIFOReplayPolicy(), IndexedStorage()) for _ in range(3)]
+        for number, shard in enumerate(buffers):
+            path = str(tmp_path / f"{number}.sock")
+            await stack.enter_async_context(serve(shard, path))
+            clients.append(await stack.enter_async_context(await RemoteReplayBuffer.connect(path)))
+        buffer = ShardedReplayBuffer(clients, FIFOReplayPolicy())
+        for number in range(12):
+            await buffer.put(make_group(str(number)), "math", tags={"n": number}, priority=number + 0.5)
+        before = [await shard.storage.get({}, rows_only=True) for shard in buffers]
+        # Handed over and kept by the others, not by the last one.
+        begin = clients[2].begin_take
+
+        async def begin_and_fail(*args):
+            take = await begin(*args)
+            take.keep = fail
+            return take
+
+        async def fail():
+            raise OSError("disk")
+
+        clients[2].begin_take = begin_and_fail
+        with pytest.raises(OSError, match="disk"):
+            await buffer.take_batch({"math": 12}, train_step=3)
+        assert [await shard.storage.get({}, rows_only=True) for shard in buffers] == before
+        clients[2].begin_take = begin
+        groups, _ = await buffer.take_batch({"math": 12}, train_step=3)
+        assert [int(name) for name in names(groups["math"])] == list(range(12))
+
+
+async def test_a_front_that_lags_behind_does_not_set_shards_apart():
+    """Rows without a label keep their age, so what is most stale depends on the train step of the task."""
+    single = ReplayBuffer(StalenessReplayPolicy(), IndexedStorage())
+    shards = [ReplayBuffer(StalenessReplayPolicy(), IndexedStorage()) for _ in range(3)]
+    ahead, behind, trainer = (ShardedReplayBuffer(shards, StalenessReplayPolicy()) for _ in range(3))
+    for front in (ahead, single):
+        for number in range(30):
+            group = make_group(f"given/{number}", seq_staleness=number % 7)
+            await front.put(group, "math")
+    for number in range(30):
+        await ahead.put(make_group(f"a/{number}", steps=[number % 5]), "math", current_train_step=8)
+        await single.put(make_group(f"a/{number}", steps=[number % 5]), "math", current_train_step=8)
+    # The one behind says 3 to all of them, the one ahead believes that they know 8.
+    for front, step in ((behind, 3), (ahead, 8)):
+        await front.put(make_group(f"late/{step}", steps=[2]), "math", current_train_step=step)
+        await single.put(make_group(f"late/{step}", steps=[2]), "math", current_train_step=step)
+    expected, _ = await single.take_batch({"math": 20})
+    groups, _ = await trainer.take_batch({"math": 20})
+    assert names(groups["math"]) == names(expected["math"])
 
 
 @pytest.mark.parametrize("train_step", [None, 4])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_colocated_run import config
 
-from forebay.engines import TransformersEngine
+from forebay.engines import Completion, EngineLost, TransformersEngine
 from forebay.metrics import read_jsonl
 from forebay.models import load_model
 from forebay.runs.launch import launch
@@ -31,6 +31,40 @@ class Deaf(TransformersEngine):
 def build(surroundings: Any) -> list[Any]:
     model = load_model(surroundings.model_folder, surroundings.model)
     return [Deaf(model, surroundings.tokenizer, max_context_tokens=surroundings.model.max_context)]
+
+
+class Away(TransformersEngine):
+    """Comes up for the first weights and is gone from then on."""
+
+    is_there = True
+
+    async def bring_up(self) -> None:
+        if not self.is_there:
+            raise EngineLost("it does not come back")
+
+    async def generate(self, request: Any) -> Completion:
+        self.is_there = False
+        return Completion(finish_reason="error", error_msg="the server is gone", lost=True)
+
+
+def build_two(surroundings: Any) -> list[Any]:
+    return [
+        kind(
+            load_model(surroundings.model_folder, surroundings.model),
+            surroundings.tokenizer,
+            max_context_tokens=surroundings.model.max_context,
+        )
+        for kind in (TransformersEngine, Away)
+    ]
+
+
+def test_an_engine_that_is_lost_is_not_checked_and_ends_nothing(tmp_path: Path) -> None:
+    run = config(tmp_path, engine="test_verify_weights:build_two", verify_weights=True)
+    asyncio.run(launch(run))
+    rows = [row for row in read_jsonl(run.folder / "metrics.jsonl") if "sync/engines_unchecked" in row]
+    assert len(rows) >= 4
+    assert all(row["sync/engines_unchecked"] == 1 for row in rows)
+    assert all(row["sync/logprob_difference"] < LEAST_LIMIT for row in rows)
 
 
 @pytest.mark.parametrize("engine", ["transformers", "process"])

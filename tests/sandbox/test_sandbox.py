@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forebay.sandbox import CONFINED, Isolation, Limits, Sandbox, SandboxError, SandboxUnavailableError
+from forebay.slots import time_limit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 
@@ -60,6 +61,31 @@ sys.exit(3)
     assert (result.stderr, result.returncode, result.reason) == ("oops\n", 3, "exit")
     assert (result.ok, result.timed_out, result.truncated) == (False, False, False)
     assert result.isolation is level
+
+
+async def test_what_a_program_waits_for_its_slot_does_not_count() -> None:
+    sandbox = await sandbox_of(Isolation.LIMITS, max_concurrent=1)
+    limits = []
+
+    async def limited():
+        async with time_limit(60.0) as limit:
+            limits.append(limit)
+            return await sandbox.run_python("print(1)")
+
+    await sandbox._slots.acquire()
+    waiting = asyncio.create_task(limited())
+    await asyncio.sleep(0)
+    assert limits[0].when() is None
+    sandbox._slots.release()
+    assert (await waiting).stdout == "1\n"
+    assert limits[0].when() is not None
+
+
+@each_level
+async def test_text_that_is_no_unicode_is_the_programs_problem(level) -> None:
+    sandbox = await sandbox_of(level)
+    result = await sandbox.run_python("print('\ud800')", stdin="\ud800")
+    assert (result.ok, "SyntaxError" in result.stderr) == (False, True)
 
 
 @each_level

@@ -20,8 +20,10 @@ from forebay.tools import (
     ToolError,
     ToolUnavailableError,
     build_tool,
+    schema_of,
 )
 from forebay.tools.calculator import calculate, write_number
+from forebay.tools.contract import make_schema
 
 NUMBERS = st.one_of(st.integers(-99, 99).map(str), st.floats(0, 9, width=16).map(lambda x: f"{x:.3f}"))
 EXPRESSIONS = st.recursive(
@@ -101,6 +103,18 @@ def test_the_calculator_refuses_what_is_no_arithmetic_or_too_large(expression, m
 async def test_a_call_with_other_arguments_says_what_fits() -> None:
     with pytest.raises(ToolError, match="takes the argument 'expression' and no other, got expr"):
         await Calculator().call({"expr": "1"})
+
+
+async def test_what_a_function_returns_that_is_no_json_is_an_error_of_the_call() -> None:
+    itself: list[Any] = []
+    itself.append(itself)
+    with pytest.raises(ToolError, match="Circular reference"):
+        await FunctionTool(lambda: itself, make_schema("f", "")).call({})
+
+
+def test_a_tool_that_says_its_schema_is_not_made_for_it() -> None:
+    assert schema_of({"name": "search", "arguments": {"corpus": "missing"}}) == Search.schema
+    assert schema_of("forebay.tools.demo_task:small_calculator")["function"]["name"] == "small_calculator"
 
 
 DOCUMENTS = [

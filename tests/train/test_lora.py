@@ -6,6 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from forebay.models.starting_weights import (
+    BASE_FINGERPRINT,
+    AdaptersRefusedError,
+    BaseDiffersError,
+    fingerprint,
+)
 from forebay.train import TrainConfig, TrainController
 from forebay.train.lora import add_lora, is_lora, model_weights
 
@@ -69,6 +75,69 @@ def test_an_engine_gets_merged_weights(make_model, make_groups):
     asyncio.run(trainer.sync_weights(Receiver()))
     assert set(received) == {name for name, _ in make_model().named_parameters()}
     assert not any(value.requires_grad for value in received.values())
+
+
+def test_the_weights_below_the_adapters_are_those_that_training_began_with(make_model, make_groups):
+    trainer = trained(make_model, make_groups)
+    below = dict(model_weights(trainer.model, merged=False))
+    began = dict(make_model().named_parameters())
+    assert below.keys() == began.keys()
+    assert all(torch.equal(below[name], value) for name, value in began.items())
+
+
+class AdapterReceiver:
+    """Wants the starting weights first, or other weights altogether."""
+
+    takes_adapters = True
+
+    def __init__(self, base=None, *, refuses=False):
+        self.base, self.refuses, self.given = base, refuses, []
+
+    async def update_weights(self, weights, model_step):
+        weights = list(weights)
+        self.base = fingerprint(weights)
+        self.given.append(("weights", model_step, sum(tensor.nbytes for _, tensor in weights)))
+
+    async def update_adapters(self, adapters, model_step, *, config):
+        if self.refuses:
+            raise AdaptersRefusedError("not of this kind")
+        if config[BASE_FINGERPRINT] != self.base:
+            raise BaseDiffersError("others")
+        self.given.append(("adapters", model_step, sum(tensor.nbytes for _, tensor in adapters)))
+
+
+def test_a_receiver_gets_the_starting_weights_before_its_first_adapters(make_model, make_groups):
+    trainer = trained(make_model, make_groups, steps=2)
+    receiver = AdapterReceiver()
+    for _ in range(2):
+        asyncio.run(trainer.sync_weights(receiver))
+    assert [what[:2] for what in receiver.given] == [("weights", 0), ("adapters", 2), ("adapters", 2)]
+    assert receiver.base == fingerprint(make_model().named_parameters())
+
+
+def test_a_receiver_that_began_as_the_trainer_gets_adapters_alone(make_model, make_groups, tmp_path):
+    trained(make_model, make_groups, steps=2).save(tmp_path / "c")
+    resumed = trainer_for(make_model())
+    resumed.resume(tmp_path / "c")
+    receiver = AdapterReceiver(fingerprint(make_model().named_parameters()))
+    asyncio.run(resumed.sync_weights(receiver))
+    assert [what[:2] for what in receiver.given] == [("adapters", 2)]
+
+
+def test_a_receiver_that_refuses_the_adapters_gets_merged_weights(make_model, make_groups, caplog):
+    trainer = trained(make_model, make_groups, steps=1)
+    receiver = AdapterReceiver(refuses=True)
+    asyncio.run(trainer.sync_weights(receiver))
+    assert [what[:2] for what in receiver.given] == [("weights", 1)]
+    assert receiver.base == fingerprint(model_weights(trainer.model))
+    assert "not of this kind" in caplog.text
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_a_weight_that_two_layers_share_cannot_have_an_adapter(make_model, target):
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight and lm_head.weight are one weight"):
+        trainer_for(make_model(), lora_targets=(target,))
+    assert trainer_for(make_model(tie_word_embeddings=False), lora_targets=(target,))
 
 
 def test_rank_alpha_and_targets_are_the_configs(make_model):

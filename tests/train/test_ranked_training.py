@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
 from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
 from forebay.train.losses import POLICY_LOSSES
 
@@ -147,6 +148,26 @@ def test_an_engine_that_takes_adapters_gets_no_more(make_model, make_groups, ran
     assert got.config == expected.config
     assert (got.config["r"], got.config["lora_alpha"]) == (2, 4.0)
     assert not hasattr(got, "weights")
+
+
+def test_the_starting_weights_of_adapters_come_whole_from_ranks(make_model, make_groups, ranks):
+    trainer = trainer_for(make_model(), ranks, lora_rank=2)
+    trainer.fit(make_groups())
+    receiver = WantsStartingWeights()
+    asyncio.run(trainer.sync_weights(receiver))
+    expected = dict(make_model().named_parameters())
+    assert receiver.weights.keys() == expected.keys()
+    assert all(torch.equal(receiver.weights[name], value) for name, value in expected.items())
+    assert (receiver.model_step, receiver.num_asked) == (0, 2)
+
+
+class WantsStartingWeights(Receiver):
+    takes_adapters, weights, num_asked = True, {}, 0
+
+    async def update_adapters(self, adapters, model_step, *, config):
+        self.num_asked += 1
+        if fingerprint(self.weights.items()) != config[BASE_FINGERPRINT]:
+            raise BaseDiffersError("others")
 
 
 def test_bfloat16_weights_given_critics_and_references_reach_the_ranks(make_model, make_groups, ranks):

@@ -1,7 +1,7 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
 from forebay.agents.base import TRAJECTORY_OF_KEY, AgentLoop, Generator, GroupJudger, split_attempts
-from forebay.agents.build import AGENTS, build_agent_loop
+from forebay.agents.build import AGENTS, build_agent_loop, prompt_tools, with_max_context
 from forebay.agents.counts import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
 from forebay.agents.environment import Environment, Reply
 from forebay.agents.environment_table import ENVIRONMENTS
@@ -52,7 +52,9 @@ __all__ = [
     "build_agent_loop",
     "episode_reward",
     "mean_counts",
+    "prompt_tools",
     "render_prompt",
     "require_chat_template",
     "split_attempts",
+    "with_max_context",
 ]

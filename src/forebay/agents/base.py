@@ -24,8 +24,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 from forebay.activity import GENERATE, JUDGE, Activities
 from forebay.agents.interruption import is_cancelled
@@ -91,6 +91,14 @@ class AgentLoop(ABC):
         self.rollout_controller = rollout_controller
         self.judger = judger
         self.activities = Activities() if activities is None else activities
+
+    @classmethod
+    def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """The tools that a loop made with `arguments` tells prompts of, where the data names none.
+
+        Prompts are measured, and demonstrations rendered, with them before there is a loop.
+        """
+        return None
 
     @abstractmethod
     async def generate_sample(self, state: RolloutState) -> RolloutState | list[RolloutState]:

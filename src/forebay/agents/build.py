@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from forebay.activity import Activities
@@ -25,6 +26,42 @@ AGENTS: dict[str, Any] = {
 
 GIVEN = ("rollout_controller", "judger", "tokenizer", "sample_params", "activities")
 """Arguments of every agent loop that the run fills in."""
+
+
+def prompt_tools(config: Component) -> list[dict[str, Any]] | None:
+    """The tools that the agent of `config` tells prompts of, where the data names none; no loop is made.
+
+    Raises:
+        ConfigError: the name is unknown, or an argument does not fit.
+    """
+    factory = look_up("agent", config.name, AGENTS)
+    check_arguments("agent", config.name, factory, config.arguments, *GIVEN)
+    tell = getattr(factory, "prompt_tools", None)
+    tools: list[dict[str, Any]] | None = None if tell is None else tell(config.arguments)
+    return tools
+
+
+def with_max_context(config: Component, limit: int, *, packed: int) -> Component:
+    """`config` with ``max_context = limit``, if its agent has that argument and it is not given.
+
+    Raises:
+        ConfigError: the name is unknown, or what is given is no number, or more than the `packed` tokens that
+            a trainer takes.
+    """
+    factory = look_up("agent", config.name, AGENTS)
+    if "max_context" not in inspect.signature(factory).parameters:
+        return config
+    given = config.arguments.get("max_context")
+    if given is None:
+        return config.model_copy(update={"arguments": {**config.arguments, "max_context": limit}})
+    if not isinstance(given, int):
+        raise ConfigError(f"agent {config.name!r}: max_context must be a number of tokens, got {given!r}")
+    if given > packed:
+        raise ConfigError(
+            f"agent {config.name!r}: max_context = {given} is more than train.token_budget = {packed}, so a "
+            f"rollout could be too long to be trained on; lower it or raise the budget"
+        )
+    return config
 
 
 def build_agent_loop(

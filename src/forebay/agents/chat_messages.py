@@ -112,7 +112,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         # What is not JSON stays the text that the model wrote.
-        with contextlib.suppress(json.JSONDecodeError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return {
         "id": call.get("id") or "",

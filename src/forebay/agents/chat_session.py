@@ -29,26 +29,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from forebay.agents.base import Generator
 from forebay.agents.chat_messages import RequestError, plain_message, render_conversation, with_names
-from forebay.agents.cutting import cut_unanswered
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.interruption import is_cancelled
+from forebay.agents.trajectory import RECORD_KEY, Trajectory
 from forebay.agents.turn_reader import TurnReader
 from forebay.types import (
     TOKEN_FIELDS,
-    IntArray,
     Message,
     RolloutState,
     SampleParams,
     Status,
     reset_rollout_response,
 )
-
-RECORD_KEY = "chat_record"
-"""Key in ``extra_fields``: the conversation of a trajectory, for going on after a pause."""
 
 
 class BudgetExhaustedError(RequestError):
@@ -70,65 +64,17 @@ class Turn:
     num_prompt_tokens: int = 0
     num_tokens: int = 0
     logprobs: list[tuple[str, float]] = field(default_factory=list)
-    """(token, log probability) of each token; empty for one that the record answers."""
-
-
-@dataclass(eq=False)
-class _Trajectory:
-    """One recorded conversation and its tokens."""
-
-    state: RolloutState
-    tools: list[dict[str, Any]] | None
-    messages: list[Message]
-    """As `plain_message` has them, the model's own turns included."""
-    turn_starts: list[int] = field(default_factory=lambda: [0])
-    """Where in ``response_ids`` each turn of the model begins."""
-    is_busy: bool = False
-    num_replayed: int | None = None
-    """While the program runs again after a pause: how many messages it has been seen to repeat."""
-
-    @property
-    def turn_ids(self) -> list[int]:
-        """The tokens of the latest turn."""
-        ids: list[int] = self.state.response_ids[self.turn_starts[-1] :].tolist()
-        return ids
-
-    def note(self) -> None:
-        """Keep the record with the rollout, as plain data."""
-        self.state.extra_fields[RECORD_KEY] = {
-            "tools": self.tools,
-            "messages": self.messages,
-            "turn_starts": self.turn_starts,
-        }
-
-    def continue_with(self, messages: list[Message], ids: IntArray) -> None:
-        """Append the increment `ids`, which makes the conversation `messages`."""
-        state = self.state
-        step = int(state.response_model_steps[-1])
-        state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
-        self.turn_starts = [*self.turn_starts, len(state.response_ids)]
-        self.messages = messages
-        self.note()
-
-    def take_back(self) -> None:
-        """Undo the latest `continue_with`, unless the model has begun to answer."""
-        if self.turn_ids or len(self.turn_starts) == 1:
-            return
-        cut_unanswered(self.state)
-        self.turn_starts = self.turn_starts[:-1]
-        while self.messages[-1]["role"] != "assistant":
-            self.messages = self.messages[:-1]
-        self.note()
+    """(token, log probability) of each token."""
 
 
 class ChatSession:
     """Answers the chat requests of one attempt at one rollout, and records them.
 
     Invariants: the tokens of a trajectory are exactly what the model saw and wrote, in that order; policy
-    tokens over all trajectories stay within ``sample_params.max_tokens`` of the rollout; requests at the same
-    time never share a trajectory; after `close` nothing is written any more. The sampling parameters are the
-    rollout's, whatever a request asks for, because the trainer must know the distribution; only
-    ``max_tokens`` and ``stop`` of a request count.
+    tokens over all trajectories stay within ``sample_params.max_tokens`` of the rollout, and each trajectory
+    within `max_context`; requests at the same time never share a trajectory; after `close` nothing is written
+    any more. The sampling parameters are the rollout's, whatever a request asks for, because the trainer must
+    know the distribution; only ``max_tokens`` and ``stop`` of a request count.
 
     >>> session = ChatSession(state, controller, tokenizer, increments, TurnReader(tokenizer))
     >>> turn = await session.complete([{"role": "user", "content": "2 + 2?"}])       # doctest: +SKIP
@@ -143,6 +89,7 @@ class ChatSession:
         reader: makes messages of turns.
         max_turn_tokens: of one turn; None: what is left. Requests at the same time share the budget: one
             waits until the tokens that it may use are not reserved by others.
+        max_context: tokens of one trajectory, prompt and all; None: what the engine allows.
     """
 
     def __init__(
@@ -154,6 +101,7 @@ class ChatSession:
         reader: TurnReader,
         *,
         max_turn_tokens: int | None = None,
+        max_context: int | None = None,
     ) -> None:
         assert state.sample_params is not None
         self.state = state
@@ -163,13 +111,12 @@ class ChatSession:
         self.end_status: Status | None = None
         """ABORTED or FAILED once it has `ended`."""
         self.error_msg: str | None = None
-        self.is_exhausted = False
-        """Whether the budget or the context cut a turn or refused one."""
         self._params: SampleParams = state.sample_params
         self._controller, self._tokenizer = rollout_controller, tokenizer
         self._increments, self._reader = increments, reader
-        self._max_turn_tokens = max_turn_tokens
-        self._trajectories: list[_Trajectory] = []
+        self._max_turn_tokens, self._max_context = max_turn_tokens, max_context
+        self._refused_prompt = False
+        self._trajectories: list[Trajectory] = []
         self._num_begun = 0
         self._reserved = 0
         self._waiting = asyncio.Lock()
@@ -179,15 +126,20 @@ class ChatSession:
         self._news = asyncio.Event()
         self._restore()
 
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the budget or the context cut or refused what was asked last, in any trajectory."""
+        return self._refused_prompt or any(trajectory.is_exhausted for trajectory in self._trajectories)
+
     # The record of an earlier run of the program
 
     def _restore(self) -> None:
         record = self.state.extra_fields.pop(RECORD_KEY, None)
         if record is not None and len(self.state.response_ids):
-            self._trajectories.append(_Trajectory(self.state, **record, num_replayed=0))
+            self._trajectories.append(Trajectory(self.state, **record, num_replayed=0))
             self._trajectories[0].note()
 
-    def _replayed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Message | None:
+    def _replayed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
         """The recorded answer to `messages`, if the program repeats itself; None: the turn is to be made.
 
         A program that does something else than before starts over: the record is wiped.
@@ -197,13 +149,19 @@ class ChatSession:
             return None
         recorded, num = trajectory.messages, len(messages)
         assert trajectory.num_replayed is not None
-        if num <= trajectory.num_replayed or recorded[:num] != messages or trajectory.tools != tools:
+        place = trajectory.place_of_turn(num) if num < len(recorded) else None
+        if (
+            num <= trajectory.num_replayed
+            or recorded[:num] != messages
+            or trajectory.tools != tools
+            or (num < len(recorded) and place is None)
+        ):
             reset_rollout_response(trajectory.state)
             self._trajectories.remove(trajectory)
             return None
         # All of it has been repeated once its last answer, or its last question, has.
         trajectory.num_replayed = num + 1 if num + 1 < len(recorded) else None
-        return recorded[num] if num < len(recorded) else None
+        return None if place is None else self._turn(trajectory, recorded[num], place)
 
     # Requests
 
@@ -230,7 +188,7 @@ class ChatSession:
         self._reader.check(tools)
         answer = self._replayed(given, tools)
         if answer is not None:
-            return Turn(answer, "tool_calls" if answer.get("tool_calls") else "stop")
+            return answer
         trajectory = self._continued(given, tools) or self._begun(given, tools)
         trajectory.is_busy = True
         self._num_open += 1
@@ -249,7 +207,7 @@ class ChatSession:
             self._num_open -= 1
             self._wake()
 
-    def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> _Trajectory | None:
+    def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Trajectory | None:
         """The recorded conversation that `messages` continue, their tokens appended; the longest one."""
         candidates = [
             trajectory
@@ -268,21 +226,21 @@ class ChatSession:
         if best.messages[-1]["role"] != "assistant" or any(m["role"] == "assistant" for m in replies):
             return None
         try:
-            ids = self._increments.render(best.turn_ids, replies)
+            ids = self._increments.render(best.turn_ids, replies, is_cut=best.is_cut)
         # Templates refuse in many ways; one that knows no increment may know the whole conversation.
         except Exception:
             return None
         best.continue_with(messages, ids)
         return best
 
-    def _begun(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> _Trajectory:
+    def _begun(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Trajectory:
         prompt_ids = render_conversation(self._tokenizer, messages, tools)
         if any(trajectory.state is self.state for trajectory in self._trajectories):
             state = self._further(messages, tools)
         else:
             state = self.state
         state.prompt_ids = state.tokens = prompt_ids
-        trajectory = _Trajectory(state, tools, messages)
+        trajectory = Trajectory(state, tools, messages)
         self._trajectories.append(trajectory)
         trajectory.note()
         return trajectory
@@ -301,17 +259,27 @@ class ChatSession:
             status=Status.INIT,
         )
 
-    async def _reserve(self, trajectory: _Trajectory, max_tokens: int | None) -> int:
+    async def _reserve(self, trajectory: Trajectory, max_tokens: int | None) -> int:
         """How many tokens the turn may have; they are not there for others until it has ended."""
         num_made = len(trajectory.turn_ids)
         limits = [limit - num_made for limit in (max_tokens, self._max_turn_tokens) if limit is not None]
+        if self._max_context is not None:
+            num_tokens = len(trajectory.state.tokens)
+            if num_tokens >= self._max_context:
+                raise self._exhausted(
+                    trajectory,
+                    f"the conversation has {num_tokens} tokens and leaves no room for an answer within the "
+                    f"context of {self._max_context}",
+                )
+            limits.append(self._max_context - num_tokens)
         async with self._waiting:
             while True:
                 self._check_open()
                 unused = self._params.max_tokens - self._num_policy_tokens()
                 if unused <= 0:
                     raise self._exhausted(
-                        f"the budget of {self._params.max_tokens} tokens of this rollout is used up"
+                        trajectory,
+                        f"the budget of {self._params.max_tokens} tokens of this rollout is used up",
                     )
                 # A turn that a pause cut may have reached a limit of this request already.
                 wanted = max(1, min([unused, *limits]))
@@ -320,7 +288,7 @@ class ChatSession:
                     return wanted
                 await self._news.wait()
 
-    async def _generate(self, trajectory: _Trajectory, room: int, stop: tuple[str, ...]) -> None:
+    async def _generate(self, trajectory: Trajectory, room: int, stop: tuple[str, ...]) -> None:
         state = trajectory.state
         limit = int(state.response_mask.sum()) + room
         state.sample_params = replace(self._params, max_tokens=limit, stop=(*self._params.stop, *stop))
@@ -329,7 +297,7 @@ class ChatSession:
         try:
             await turn
         except ValueError as error:
-            raise self._exhausted(str(error)) from None
+            raise self._exhausted(trajectory, str(error)) from None
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -345,50 +313,61 @@ class ChatSession:
             self._end(state.status, state.error_msg)
             raise SessionEndedError(state.error_msg or "the rollout was interrupted")
         state.status = Status.INIT
-        if state.finish_reason == "length":
-            # Cut by the rollout's budget or by the context, not by what was asked for this turn.
-            used_up = self._num_policy_tokens() >= self._params.max_tokens
-            self.is_exhausted |= used_up or int(state.response_mask.sum()) < limit
+        # Cut by the rollout's budget or by the context, not by what was asked for this turn.
+        trajectory.is_exhausted = state.finish_reason == "length" and (
+            self._num_policy_tokens() >= self._params.max_tokens
+            or int(state.response_mask.sum()) < limit
+            or len(state.tokens) == self._max_context
+        )
         if not trajectory.turn_ids:
-            raise self._exhausted(f"the context of {len(state.tokens)} tokens is used up")
+            raise self._exhausted(trajectory, f"the context of {len(state.tokens)} tokens is used up")
+        self._refused_prompt = False
 
     def _answer(
-        self, trajectory: _Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
+        self, trajectory: Trajectory, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]
     ) -> Turn:
         state, turn_ids = trajectory.state, trajectory.turn_ids
+        is_cut = state.finish_reason == "length"
         num_calls = sum(len(message.get("tool_calls", ())) for message in trajectory.messages)
-        message = plain_message(self._reader.read(turn_ids, tools, num_calls))
+        message = plain_message(self._reader.read(turn_ids, tools, num_calls, is_cut=is_cut))
         if not message.get("tool_calls"):
             # A text that ends the turn is in the tokens, and not in the answer.
             message["content"] = _before_any(message["content"], stop)
         trajectory.messages = [*trajectory.messages, message]
+        reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
+        trajectory.finish_reasons = [*trajectory.finish_reasons, reason]
         trajectory.note()
         state.response = message["content"]
-        is_cut = state.finish_reason == "length"
-        reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
-        logprobs = state.logprobs[trajectory.turn_starts[-1] :].tolist()
+        return self._turn(trajectory, message, len(trajectory.finish_reasons) - 1)
+
+    def _turn(self, trajectory: Trajectory, message: Message, place: int) -> Turn:
+        """The turn at `place`, whose message is `message`."""
+        state, starts = trajectory.state, trajectory.turn_starts
+        end = starts[place + 1] if place + 1 < len(starts) else len(state.response_ids)
+        made = slice(starts[place], starts[place] + int(state.response_mask[starts[place] : end].sum()))
+        ids, logprobs = state.response_ids[made].tolist(), state.logprobs[made].tolist()
         return Turn(
             message,
-            reason,
-            num_prompt_tokens=len(state.tokens) - len(turn_ids),
-            num_tokens=len(turn_ids),
+            trajectory.finish_reasons[place],
+            num_prompt_tokens=len(state.prompt_ids) + made.start,
+            num_tokens=len(ids),
             logprobs=[
-                (self._tokenizer.decode([token]), value)
-                for token, value in zip(turn_ids, logprobs, strict=True)
+                (self._tokenizer.decode([token]), value) for token, value in zip(ids, logprobs, strict=True)
             ],
         )
 
-    def _take_back(self, trajectory: _Trajectory) -> None:
+    def _take_back(self, trajectory: Trajectory) -> None:
         """Forget a question that got no answer, unless the rollout goes on from it after a pause."""
         if self.end_status is Status.ABORTED:
             return
         trajectory.take_back()
         if not len(trajectory.state.response_ids):
+            self._refused_prompt |= trajectory.is_exhausted
             reset_rollout_response(trajectory.state)
             self._trajectories.remove(trajectory)
 
-    def _exhausted(self, reason: str) -> BudgetExhaustedError:
-        self.is_exhausted = True
+    def _exhausted(self, trajectory: Trajectory, reason: str) -> BudgetExhaustedError:
+        trajectory.is_exhausted = True
         return BudgetExhaustedError(reason)
 
     def _num_policy_tokens(self) -> int:
@@ -414,11 +393,15 @@ class ChatSession:
     def finished(self) -> list[RolloutState]:
         """The trajectories of the attempt, the rollout itself first; empty ones are left out.
 
+        Finish reasons are ``length`` where the budget or the context cut what was asked last, else ``stop``.
+
         Raises:
             RuntimeError: the program went on after a pause, and has not asked again what it had asked.
         """
         if any(trajectory.num_replayed is not None for trajectory in self._trajectories):
             raise RuntimeError("after a pause it did not ask again what it had asked before")
+        for trajectory in self._trajectories:
+            trajectory.state.finish_reason = "length" if trajectory.is_exhausted else "stop"
         states = [t.state for t in self._trajectories if len(t.state.response_ids)]
         further = [state for state in states if state is not self.state]
         if further and len(further) == len(states):

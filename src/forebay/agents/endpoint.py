@@ -191,8 +191,8 @@ async def _body(request: Request) -> dict[str, Any]:
             raise RequestError(f"the request has more than {MAX_BODY_BYTES} bytes")
     try:
         body = json.loads(raw)
-    except ValueError as error:
-        raise RequestError(f"the request is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is not JSON that can be read: {error}") from None
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise RequestError("the request needs a list of messages")
     if (body.get("n") or 1) != 1:
@@ -200,6 +200,11 @@ async def _body(request: Request) -> dict[str, Any]:
     for key in ("max_tokens", "max_completion_tokens"):
         if body.get(key) is not None and (not isinstance(body[key], int) or body[key] < 1):
             raise RequestError(f"{key} must be a positive whole number, got {body[key]!r}")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice {body['tool_choice']!r} cannot be enforced on what the policy writes; send 'auto' "
+            f"with the tools that it may call, or 'none'"
+        )
     for key, kind, what in (("tools", list, "a list"), ("stream_options", dict, "an object")):
         if body.get(key) is not None and not isinstance(body[key], kind):
             raise RequestError(f"{key} must be {what}, got {body[key]!r}"[:200])

@@ -67,6 +67,10 @@ class Environment(ABC):
     """Of the messages that it replies with; the chat template must know them."""
     reads_special_tokens: bool = False
     """Whether the texts it reads hold the model's special tokens, all but the end of the turn."""
+    gives_rewards: bool = True
+    """Whether no reward from it is a reward of 0, where no judger judges."""
+    prompt_tools: Sequence[dict[str, Any]] | None = None
+    """What `reset` sets ``state.tools`` to where the data has none, for checks of the prompts' lengths."""
 
     @abstractmethod
     async def reset(self, state: RolloutState) -> Memory:

@@ -14,6 +14,20 @@ ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": Secon
 """What ``environment`` may name in a run file; besides, ``package.module:Class``."""
 
 
+def environment_class(environment: str | Mapping[str, Any]) -> Any:
+    """The class, or function, that `environment` names; nothing is made.
+
+    Raises:
+        ConfigError: the name is unknown.
+    """
+    return look_up("environment", _component(environment).name, ENVIRONMENTS)
+
+
+def _component(environment: str | Mapping[str, Any]) -> Component:
+    named = {"name": environment} if isinstance(environment, str) else environment
+    return parse_config(Component, named, source="environment")
+
+
 def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
     """`environment`, or what it names: a name, or a table with ``name`` and ``arguments``.
 
@@ -22,8 +36,7 @@ def build_environment(environment: Environment | str | Mapping[str, Any]) -> Env
     """
     if isinstance(environment, Environment):
         return environment
-    named = {"name": environment} if isinstance(environment, str) else environment
-    config = parse_config(Component, named, source="environment")
+    config = _component(environment)
     factory = look_up("environment", config.name, ENVIRONMENTS)
     check_arguments("environment", config.name, factory, config.arguments)
     made = factory(**config.arguments)

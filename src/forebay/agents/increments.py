@@ -47,7 +47,8 @@ class IncrementRenderer:
 
     Invariants: nothing the model wrote is changed or tokenised again; an end-of-turn token stands exactly
     once at the end of each turn, whether the model wrote it or was cut short before; text that looks like a
-    special token inside a reply is broken up, so that no tool or environment can write control tokens.
+    token of its own inside a reply (special ones, and added ones such as ``<tool_call>``) is broken up, so
+    that no tool or environment can write control tokens.
 
     >>> renderer = IncrementRenderer(tokenizer, roles=["user"])         # ChatML
     >>> ids = renderer.render(turn_ids, [{"role": "user", "content": "higher"}])
@@ -65,29 +66,33 @@ class IncrementRenderer:
     def __init__(self, tokenizer: TurnTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        longest_first = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        longest_first = sorted(_control_tokens(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._end = _after_marker(self._text(_stand_in()))
         self._end_ids = self._encode(self._end)
         self._stand_ins = {role: self._find_stand_in(role) for role in dict.fromkeys(roles)}
 
-    def render(self, turn_ids: Sequence[int], replies: Sequence[Message]) -> IntArray:
+    def render(
+        self, turn_ids: Sequence[int], replies: Sequence[Message], *, is_cut: bool = False
+    ) -> IntArray:
         """int32: what stands between the model's turn `turn_ids` and its next, with `replies` in it.
+
+        A turn that `is_cut` by a limit has no end, whatever its last token is.
 
         Raises:
             ValueError: the template does not render these replies.
         """
         harmless = [self._harmless(reply) for reply in replies]
         ids = self._encode(self._between(harmless))
-        return np.asarray(ids[self._num_written(turn_ids, ids) :], np.int32)
+        return np.asarray(ids[self._num_written(turn_ids, ids, is_cut) :], np.int32)
 
-    def _num_written(self, turn_ids: Sequence[int], ids: Sequence[int]) -> int:
+    def _num_written(self, turn_ids: Sequence[int], ids: Sequence[int], is_cut: bool) -> int:
         """How much of the end of the turn, with which `ids` begin, the model wrote itself."""
         for length in range(min(len(self._end_ids), len(turn_ids)), 0, -1):
             if list(turn_ids[-length:]) == list(ids[:length]):
                 return length
         # Models have several end tokens (<|eom_id|>, <|endoftext|>), and the template writes one.
-        ended = len(turn_ids) > 0 and int(turn_ids[-1]) in self._special_ids
+        ended = not is_cut and len(turn_ids) > 0 and int(turn_ids[-1]) in self._special_ids
         return 1 if ended and ids and ids[0] in self._special_ids else 0
 
     def _between(self, replies: Sequence[Message]) -> str:
@@ -129,10 +134,22 @@ class IncrementRenderer:
         ) from error
 
     def _harmless(self, message: Message) -> Message:
-        content = message.get("content")
-        if not isinstance(content, str):
-            return message
-        return {**message, "content": self._special.sub(_broken_up, content)}
+        harmless = dict(message)
+        for key in ("content", "name"):
+            value = message.get(key)
+            if isinstance(value, str):
+                harmless[key] = self._broken_up(value)
+            elif isinstance(value, list):
+                harmless[key] = [
+                    {**part, "text": self._broken_up(part["text"])}
+                    if isinstance(part, dict) and isinstance(part.get("text"), str)
+                    else part
+                    for part in value
+                ]
+        return harmless
+
+    def _broken_up(self, text: str) -> str:
+        return self._special.sub(_broken_up, text)
 
     def _text(self, messages: Sequence[Message], **options: Any) -> str:
         return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
@@ -179,5 +196,15 @@ def _after_marker(text: str) -> str:
     return after
 
 
+def _control_tokens(tokenizer: TurnTokenizer) -> set[str]:
+    """Texts that are tokens by themselves and mean something to a template or a model."""
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    # Some vocabularies add words and runs of blanks, which text may hold.
+    signs = {token for token in added if len(token) > 1 and re.search(r"[^\w\s]", token)}
+    return signs | set(tokenizer.all_special_tokens)
+
+
 def _broken_up(match: re.Match[str]) -> str:
-    return f"{match[0][0]} {match[0][1:]}"
+    token = match[0]
+    # One character cannot be broken up.
+    return f"{token[0]} {token[1:]}" if len(token) > 1 else " "

@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from forebay.slots import time_limit
+
 Result = TypeVar("Result")
 
 
@@ -53,25 +55,28 @@ class Interruptible:
         if self._is_paused:
             call.close()
             raise Interrupted
-        task = asyncio.create_task(call)
-        self._running.add(task)
-        limit = asyncio.timeout(limit_s)
+        # Made within its limit, whose clock it may stop.
+        task: asyncio.Task[Result] | None = None
+        limit: asyncio.Timeout | None = None
         try:
-            async with limit:
+            async with time_limit(limit_s) as limit:
+                task = asyncio.create_task(call)
+                self._running.add(task)
                 return await task
         except asyncio.CancelledError:
             if task in self._interrupted and not is_cancelled():
                 raise Interrupted from None
             raise
         except TimeoutError as error:
-            if limit.expired():
+            if limit is not None and limit.expired():
                 raise TimeoutError(f"{what} did not answer within {limit_s:g} s") from None
             raise RuntimeError(f"{what}: TimeoutError: {error}") from error
         except Exception as error:
             raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
         finally:
-            self._running.discard(task)
-            self._interrupted.discard(task)
+            if task is not None:
+                self._running.discard(task)
+                self._interrupted.discard(task)
 
 
 def is_cancelled() -> bool:

@@ -17,8 +17,10 @@ in any process: in the middle of a turn from its tokens, after a turn with the e
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
+import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -30,11 +32,13 @@ from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.counts import TURNS_KEY
 from forebay.agents.cutting import cut_unanswered
 from forebay.agents.environment import Environment, Memory
-from forebay.agents.environment_table import build_environment
+from forebay.agents.environment_table import build_environment, environment_class
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.interruption import Interrupted, Interruptible
-from forebay.agents.single_turn import PromptRenderer
+from forebay.agents.single_turn import PromptRenderer, offered_tools
 from forebay.types import Message, RolloutState, SampleParams, Status
+
+logger = logging.getLogger(__name__)
 
 EPISODE_KEY = "episode"
 """Key in ``extra_fields``: `EpisodeRecord` as a dict."""
@@ -53,6 +57,8 @@ class EpisodeRecord:
     """The environment's."""
     turn_start: int = 0
     """Where in ``response_ids`` the model's latest turn begins."""
+    is_cut: bool = False
+    """That turn ended by a limit, not by the model."""
     awaits_reply: bool = False
     """The turn is finished and the environment has not replied to it."""
     rewards: list[float] = field(default_factory=list)
@@ -71,8 +77,8 @@ class MultiTurnAgentLoop(AgentLoop):
 
     Invariants: tokens the model wrote are never changed; the environment's have mask 0, logprob 0 and the
     model step of the token before them; ``sample_params.max_tokens`` bounds the model's tokens over all
-    turns; ``response`` is the text of the model's latest turn. Without a judger the reward is the sum of the
-    environment's.
+    turns; ``response`` is the text of the model's latest turn; ``finish_reason`` is ``length`` where a limit
+    ended the episode or the last turn. Without a judger the reward is the sum of the environment's.
 
     >>> loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=64),
     ...                           environment=Guess(), max_turns=5)
@@ -88,9 +94,10 @@ class MultiTurnAgentLoop(AgentLoop):
         environment: an `Environment`; in a run file its name, or a table with ``name`` and ``arguments``.
         max_turns: of the model; the environment still replies to the last.
         max_turn_tokens: a turn is cut after so many tokens, and the environment reads what there is.
-        max_context: tokens of prompt, turns and replies together; None: what the engine allows. Set it to
-            what the trainer packs (``train.token_budget``) where that is less.
-        environment_timeout_s: for one reply; when it passes, the rollout is FAILED.
+        max_context: tokens of prompt, turns and replies together; None: what the engine allows. In a run it
+            is also what the trainer packs (``train.token_budget``), unless a smaller one is set.
+        environment_timeout_s: for one reply, without what it waits for a sandbox; when it passes, the rollout
+            is FAILED. To resume a rollout may take as long as its replies together.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:
@@ -125,6 +132,14 @@ class MultiTurnAgentLoop(AgentLoop):
         self._prompts = PromptRenderer(tokenizer)
         self._increments = IncrementRenderer(tokenizer, roles=self.environment.roles)
         self._calls = Interruptible()
+
+    @classmethod
+    def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """Those of the environment."""
+        environment = arguments["environment"]
+        source = environment if isinstance(environment, Environment) else environment_class(environment)
+        tools = getattr(source, "prompt_tools", None)
+        return None if tools is None else list(tools)
 
     async def generate_group(
         self, states: list[RolloutState], *, enable_partial_rollout: bool = False
@@ -165,7 +180,9 @@ class MultiTurnAgentLoop(AgentLoop):
             if len(state.response_ids) and EPISODE_KEY in state.extra_fields:
                 record = EpisodeRecord(**copy.deepcopy(state.extra_fields[EPISODE_KEY]))
                 memory = copy.deepcopy(record.memory)
-                await self._call(self.environment.resume(state, memory), state)
+                # It may replay all of them.
+                replies = 1 + state.extra_fields.get(TURNS_KEY, 0)
+                await self._call(self.environment.resume(state, memory), state, replies)
             else:
                 record = await self._begin(state)
             try:
@@ -173,7 +190,19 @@ class MultiTurnAgentLoop(AgentLoop):
             finally:
                 state.extra_fields[EPISODE_KEY] = asdict(record)
         finally:
-            await self.environment.close(state)
+            try:
+                async with asyncio.timeout(self.environment_timeout_s) as limit:
+                    await self.environment.close(state)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                # The episode is what it is; what may be left open is for people to look at.
+                logger.error(
+                    "%s did not close rollout %s within %g s",
+                    self._name,
+                    state.rollout_id,
+                    self.environment_timeout_s,
+                )
 
     async def _begin(self, state: RolloutState) -> EpisodeRecord:
         """A new episode; what an earlier try left behind is forgotten."""
@@ -181,9 +210,15 @@ class MultiTurnAgentLoop(AgentLoop):
             state.extra_fields.pop(key, None)
         memory = await self._call(self.environment.reset(state), state)
         if len(state.prompt_ids) == 0:
-            state.prompt_ids = self._prompts.render(state.message, state.tools)
+            offered = offered_tools(state.tools, state.tool_choice)
+            state.prompt_ids = self._prompts.render(state.message, offered)
         if len(state.tokens) == 0:
             state.tokens = state.prompt_ids
+        if self.max_context is not None and len(state.tokens) >= self.max_context:
+            raise ValueError(
+                f"the prompt of rollout {state.rollout_id!r} has {len(state.tokens)} tokens and leaves no "
+                f"room for an answer within max_context = {self.max_context}; shorten it or raise the limit"
+            )
         state.extra_fields[CONVERSATION_KEY] = []
         state.extra_fields[TURNS_KEY] = 0
         return EpisodeRecord(memory, turn_start=len(state.response_ids))
@@ -212,24 +247,26 @@ class MultiTurnAgentLoop(AgentLoop):
         finally:
             state.sample_params = whole
         turn_ids = state.response_ids[record.turn_start :].tolist()
-        state.response = str(self.tokenizer.decode(turn_ids, skip_special_tokens=True))
+        if turn_ids:
+            state.response = str(self.tokenizer.decode(turn_ids, skip_special_tokens=True))
         if state.status is not Status.COMPLETED:
             return
         num_used = num_earlier + len(turn_ids)
+        record.is_cut = state.finish_reason == "length"
         if turn_ids:
             state.extra_fields[TURNS_KEY] += 1
-            self._note(state, {"role": "assistant", "content": self._read(turn_ids)})
-        if state.finish_reason != "length" or turn_limit <= num_used < whole.max_tokens:
+            self._note(state, {"role": "assistant", "content": self._read(turn_ids, record)})
+        if not record.is_cut or turn_limit <= num_used < whole.max_tokens:
             record.awaits_reply = True
             # Until the environment has replied, nobody may take this rollout for a finished one.
             state.status = Status.INIT
         else:
             self._end(state, record, "max_tokens" if num_used >= whole.max_tokens else "context")
 
-    def _read(self, turn_ids: list[int]) -> str:
+    def _read(self, turn_ids: list[int], record: EpisodeRecord) -> str:
         """What the environment, and whoever looks at the conversation, reads of a turn."""
         special = self.environment.reads_special_tokens
-        if special and turn_ids[-1] in self.tokenizer.all_special_ids:
+        if special and not record.is_cut and turn_ids[-1] in self.tokenizer.all_special_ids:
             # The end of the turn, not a part of it.
             turn_ids = turn_ids[:-1]
         return str(self.tokenizer.decode(turn_ids, skip_special_tokens=not special))
@@ -237,7 +274,7 @@ class MultiTurnAgentLoop(AgentLoop):
     async def _reply(self, state: RolloutState, record: EpisodeRecord) -> None:
         turn_ids = state.response_ids[record.turn_start :].tolist()
         memory = copy.deepcopy(record.memory)
-        reply = await self._call(self.environment.step(state, memory, self._read(turn_ids)), state)
+        reply = await self._call(self.environment.step(state, memory, self._read(turn_ids, record)), state)
         record.memory = memory
         if reply.reward is not None:
             record.rewards.append(float(reply.reward))
@@ -257,7 +294,7 @@ class MultiTurnAgentLoop(AgentLoop):
                 f"{self._name} was neither done nor had anything to say after turn "
                 f"{state.extra_fields[TURNS_KEY]}; return Reply(text) or Reply(done=True)"
             )
-        ids = self._increments.render(turn_ids, messages)
+        ids = self._increments.render(turn_ids, messages, is_cut=record.is_cut)
         if self.max_context is not None and len(state.tokens) + len(ids) >= self.max_context:
             self._end(state, record, "context")
             return
@@ -268,19 +305,23 @@ class MultiTurnAgentLoop(AgentLoop):
     def _end(self, state: RolloutState, record: EpisodeRecord, by: str) -> None:
         record.ended_by = by
         cut_unanswered(state)
+        conversation = state.extra_fields[CONVERSATION_KEY]
+        while conversation and conversation[-1]["role"] != "assistant":
+            conversation.pop()
         state.status = Status.COMPLETED
-        state.finish_reason = "stop" if by == "environment" else "length"
-        if self.judger is None and record.rewards:
+        state.finish_reason = "stop" if by == "environment" and not record.is_cut else "length"
+        if self.judger is None and self.environment.gives_rewards:
             state.reward = {"score": float(sum(record.rewards))}
 
-    async def _call(self, call: Any, state: RolloutState) -> Any:
+    async def _call(self, call: Any, state: RolloutState, num_replies: int = 1) -> Any:
         """Wait for the environment, so that a pause ends it and a stall names it."""
+        limit_s = None if self.environment_timeout_s is None else self.environment_timeout_s * num_replies
         what = f"{self._name}, turn {state.extra_fields.get(TURNS_KEY, 0)}"
         with self.activities.span(
             TOOL, state.rollout_id, task=state.task_name, group=state.group_id
         ) as activity:
             activity.note = what
-            return await self._calls.run(call, what, self.environment_timeout_s)
+            return await self._calls.run(call, what, limit_s)
 
     @property
     def _name(self) -> str:

@@ -20,21 +20,21 @@ import inspect
 import json
 import os
 import signal
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.chat_session import RECORD_KEY, ChatSession
+from forebay.agents.chat_session import ChatSession
 from forebay.agents.endpoint import MODEL, ChatEndpoint
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.tool_calls import Parser
+from forebay.agents.trajectory import RECORD_KEY
 from forebay.agents.turn_reader import choose_reader
 from forebay.config import import_object
 from forebay.sandbox.processes import until_exit
+from forebay.slots import start_thread
 from forebay.types import Message, RolloutState, SampleParams, Status
 
 PROGRAM_TIMEOUT_S = 600.0
@@ -61,8 +61,8 @@ class ProgramSession:
     messages: list[Message]
     """The prompt of the task."""
     task: dict[str, Any]
-    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example), ``tools`` and
-    ``rollout_id``."""
+    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example), ``tools``,
+    ``tool_choice`` and ``rollout_id``."""
     api_key: str = "unused"
     model: str = MODEL
 
@@ -88,9 +88,12 @@ class ProgramAgentLoop(AgentLoop):
         timeout_s: for one run of the program; None: no limit.
         max_turn_tokens: of one turn; None: what is left of the budget. Requests at the same time wait until
             others do not need the tokens that they may use, so a program that asks several should set it.
+        max_context: tokens of one trajectory, prompt and all; None: what the engine allows. In a run it is
+            what the trainer packs (``train.token_budget``), unless a smaller one is set.
         parser: how the model writes tool calls (see `forebay.agents.tool_calls`); None: as its chat template
             shows. Where nothing shows it, requests with tools are refused.
         host, port, allow_remote: of the endpoint; see `ChatEndpoint`.
+        name: of the program, for messages; None: its own.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:
@@ -108,23 +111,27 @@ class ProgramAgentLoop(AgentLoop):
         program: Program | str | Sequence[str],
         timeout_s: float | None = PROGRAM_TIMEOUT_S,
         max_turn_tokens: int | None = None,
+        max_context: int | None = None,
         parser: str | Parser | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         allow_remote: bool = False,
+        name: str | None = None,
         activities: Activities | None = None,
     ) -> None:
         super().__init__(rollout_controller, judger, activities=activities)
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
-        if max_turn_tokens is not None and max_turn_tokens < 1:
-            raise ValueError(f"max_turn_tokens must be at least 1 or None, got {max_turn_tokens}")
+        for limit, value in (("max_turn_tokens", max_turn_tokens), ("max_context", max_context)):
+            if value is not None and value < 1:
+                raise ValueError(f"{limit} must be at least 1 or None, got {value}")
         self.tokenizer = tokenizer
-        self.max_turn_tokens = max_turn_tokens
+        self.max_turn_tokens, self.max_context = max_turn_tokens, max_context
         self.sample_params = sample_params
         self.timeout_s = timeout_s
         self._program = _as_function(program)
-        self._name = program if isinstance(program, str) else getattr(program, "__name__", str(program))
+        own_name = program if isinstance(program, str) else getattr(program, "__name__", str(program))
+        self._name = f"program {own_name}" if name is None else name
         self._endpoint = ChatEndpoint(host=host, port=port, allow_remote=allow_remote)
         self._increments = IncrementRenderer(tokenizer)
         self._reader = choose_reader(tokenizer, parser)
@@ -141,6 +148,7 @@ class ProgramAgentLoop(AgentLoop):
             self._increments,
             self._reader,
             max_turn_tokens=self.max_turn_tokens,
+            max_context=self.max_context,
         )
         self._sessions.add(session)
         try:
@@ -169,6 +177,7 @@ class ProgramAgentLoop(AgentLoop):
             [dict(message) for message in state.message],
             {
                 "tools": state.tools,
+                "tool_choice": state.tool_choice,
                 "task_name": state.task_name,
                 "data_source": state.data_source,
                 "reward_model": state.reward_model,
@@ -178,7 +187,7 @@ class ProgramAgentLoop(AgentLoop):
         with self.activities.span(
             TOOL, state.rollout_id, task=state.task_name, group=state.group_id
         ) as activity:
-            activity.note = f"program {self._name}"
+            activity.note = self._name
             program = asyncio.create_task(_awaited(self._program(given)))
             ended = asyncio.create_task(session.ended.wait())
             try:
@@ -186,7 +195,7 @@ class ProgramAgentLoop(AgentLoop):
                     await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
             except TimeoutError:
                 raise TimeoutError(
-                    f"program {self._name} took longer than {self.timeout_s:g} s, after "
+                    f"{self._name} took longer than {self.timeout_s:g} s, after "
                     f"{session.num_requests} requests"
                 ) from None
             finally:
@@ -199,7 +208,7 @@ class ProgramAgentLoop(AgentLoop):
         if (error := program.exception()) is not None:
             if session.is_exhausted:
                 return None
-            raise RuntimeError(f"program {self._name}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"{self._name}: {type(error).__name__}: {error}") from error
         return program.result()
 
     def _finish(self, session: ChatSession, result: Any) -> list[RolloutState]:
@@ -211,15 +220,13 @@ class ProgramAgentLoop(AgentLoop):
         try:
             trajectories = session.finished()
         except RuntimeError as error:
-            raise RuntimeError(f"program {self._name}: {error}") from None
+            raise RuntimeError(f"{self._name}: {error}") from None
         if not len(first.response_ids):
             raise RuntimeError(
-                f"program {self._name} ended without one answer of the model, after {session.num_requests} "
-                f"requests"
+                f"{self._name} ended without one answer of the model, after {session.num_requests} requests"
             )
         for state in trajectories:
             state.status = Status.COMPLETED
-            state.finish_reason = "length" if session.is_exhausted else "stop"
         first.extra_fields["num_requests"] = session.num_requests
         if self.judger is None and result is not None:
             first.reward = self._reward(result)
@@ -231,7 +238,7 @@ class ProgramAgentLoop(AgentLoop):
             reward["score"] = float(reward["score"])
         except (KeyError, TypeError, ValueError):
             raise ValueError(
-                f"program {self._name} must return a number, or a mapping with a number as score; it "
+                f"{self._name} must return a number, or a mapping with a number as score; it "
                 f"returned {result!r}"[:_TAIL_CHARACTERS]
             ) from None
         return reward
@@ -252,27 +259,9 @@ def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSes
     if inspect.iscoroutinefunction(program):
         return program
     plain: Any = program
-    return lambda session: _in_thread(plain, session)
-
-
-async def _in_thread(function: Callable[[ProgramSession], Any], session: ProgramSession) -> Any:
-    """Run `function` in a thread of its own, which cannot be stopped: once the session has ended, its next
-    request fails."""
-    result: Future[Any] = Future()
-    result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result.set_result(function(session))
-        # Also what would end the thread and leave the rollout waiting (SystemExit).
-        except BaseException as error:
-            result.set_exception(
-                error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-            )
-
-    # Not one of a pool: programs wait for the model, and all threads of a pool could do so at once.
-    threading.Thread(target=run, name="agent program", daemon=True).start()
-    return await asyncio.wrap_future(result)
+    # A thread of its own, not one of a pool: programs wait for the model, and all of a pool could do so at
+    # once. It cannot be stopped: once the session has ended, its next request fails.
+    return lambda session: asyncio.wrap_future(start_thread(plain, session))
 
 
 async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
@@ -315,7 +304,7 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
     if process.returncode:
         said = errors.result().strip()[-_TAIL_CHARACTERS:]
         raise RuntimeError(f"it ended with code {process.returncode}: {said or '(it said nothing)'}")
-    with contextlib.suppress(ValueError, IndexError):
+    with contextlib.suppress(ValueError, IndexError, RecursionError):
         return json.loads(output.result().strip().splitlines()[-1])
     return None
 

@@ -28,8 +28,9 @@ NOT_RIGHT = "That is not right. Try again."
 class SecondChances(Environment):
     """Has every turn judged, and gives the model further tries.
 
-    Invariants: the reward is the best score of any try, times `discount` for every try before it; a judger
-    that fails, fails the rollout.
+    Invariants: the rewards of an episode add up to the best score of any try, times `discount` for every try
+    before it (a negative score is not discounted), however the episode ends; a judger that fails, fails the
+    rollout.
 
     >>> environment = SecondChances(judge={"name": "reasoning_gym"}, num_tries=3, discount=0.8)
 
@@ -63,7 +64,7 @@ class SecondChances(Environment):
 
     async def reset(self, state: RolloutState) -> Memory:
         """No try so far."""
-        return {"num_tries": 0, "best": 0.0}
+        return {"num_tries": 0, "best": None}
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
         """Judge the try.
@@ -77,11 +78,15 @@ class SecondChances(Environment):
         if judged.reward is None:
             raise RuntimeError(judged.error_msg or "the judger gave no verdict")
         score = float(judged.reward["score"])
-        memory["best"] = max(memory["best"], score * self._discount ** memory["num_tries"])
+        worth = score * self._discount ** memory["num_tries"] if score > 0 else score
+        best = memory["best"]
+        # The gain, try by try: the episode may end by a limit before the last one.
+        gain = worth if best is None else max(worth - best, 0.0)
+        memory["best"] = worth if best is None else max(best, worth)
         memory["num_tries"] += 1
         if score >= SOLVED_SCORE or memory["num_tries"] == self._num_tries:
-            return Reply(done=True, reward=memory["best"])
-        return Reply(self._says)
+            return Reply(done=True, reward=gain)
+        return Reply(self._says, reward=gain)
 
     async def shut_down(self) -> None:
         """Close the judger."""

@@ -19,6 +19,9 @@ from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.types import IntArray, Message, RolloutState, SampleParams
 
+NO_TOOLS = "none"
+"""A rollout's ``tool_choice`` with which its prompt tells of no tools."""
+
 
 class ChatTokenizer(Protocol):
     """What is needed of a tokenizer; those of transformers have it."""
@@ -57,6 +60,13 @@ def render_prompt(
         message, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     return np.asarray(ids, dtype=np.int32)
+
+
+def offered_tools(
+    tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]] | None:
+    """Those of `tools` that a prompt tells of."""
+    return None if tool_choice == NO_TOOLS else tools
 
 
 class PromptRenderer:
@@ -125,7 +135,8 @@ class SingleTurnAgentLoop(AgentLoop):
             ValueError: the prompt is longer than `max_prompt_tokens`.
         """
         if len(state.prompt_ids) == 0:
-            state.prompt_ids = self._prompts.render(state.message, state.tools)
+            offered = offered_tools(state.tools, state.tool_choice)
+            state.prompt_ids = self._prompts.render(state.message, offered)
         if len(state.tokens) == 0:
             state.tokens = state.prompt_ids
         self._check_length(state)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,12 @@ Parser = Callable[[str], list[ToolCall]]
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
 _TOOL_CALLS = "[TOOL_CALLS]"
+_ARGUMENTS = ("arguments", "parameters")
 _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
 _decoder = json.JSONDecoder()
+
+MAX_DEPTH = 50
+"""Of a call's arguments; more than any tool takes, and less than what breaks those that print or copy it."""
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
@@ -54,13 +58,16 @@ def parse_hermes(text: str) -> list[ToolCall]:
 
 
 def parse_llama3(text: str) -> list[ToolCall]:
-    """Calls that are the whole turn, one after the other, separated by blanks or semicolons."""
+    """Calls that are the whole turn, one after the other, separated by blanks or semicolons.
+
+    Without the tag, JSON with a name but no arguments is an answer.
+    """
     body = text.strip()
-    tagged = body.startswith(_PYTHON_TAG)
-    body = body.removeprefix(_PYTHON_TAG).strip()
-    if not (tagged or (body.startswith("{") and '"name"' in body)):
-        return []
-    return list(_read_sequence(body, separators="; \n\t\r"))
+    if body.startswith(_PYTHON_TAG):
+        return _read_sequence(body.removeprefix(_PYTHON_TAG).strip())
+    if body.startswith("{") and '"name"' in body and any(f'"{key}"' in body for key in _ARGUMENTS):
+        return _read_sequence(body, needs_arguments=True)
+    return []
 
 
 def parse_mistral(text: str) -> list[ToolCall]:
@@ -72,7 +79,7 @@ def parse_mistral(text: str) -> list[ToolCall]:
     if not body.startswith("["):
         return _read_named(body.replace(_TOOL_CALLS, " "))
     try:
-        calls, _ = _decoder.raw_decode(body)
+        calls, _ = _decode(body)
     except ValueError as error:
         return [_malformed(body, error)]
     return [_from_json(call) for call in calls]
@@ -105,10 +112,12 @@ def parse_by(tokenizer: Any) -> Parser:
 
     def parse(text: str) -> list[ToolCall]:
         try:
-            message = tokenizer.parse_response(text, prefix="")
-        except (ValueError, KeyError, TypeError) as error:
+            calls = tokenizer.parse_response(text, prefix="").get("tool_calls") or []
+            _check_depth(calls)
+            return [_from_json(call.get("function", call)) for call in calls]
+        # A template is somebody's program, and a model may write what its author never thought of.
+        except Exception as error:
             return [_malformed(text, error)]
-        return [_from_json(call.get("function", call)) for call in message.get("tool_calls") or []]
 
     return parse
 
@@ -164,15 +173,18 @@ def _dialect_of(tokenizer: TurnTokenizer) -> str:
     )
 
 
-def _read_sequence(body: str, separators: str) -> Iterator[ToolCall]:
+def _read_sequence(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
+    calls: list[ToolCall] = []
     while body:
         try:
-            value, end = _decoder.raw_decode(body)
+            value, end = _decode(body)
         except ValueError as error:
-            yield _malformed(body, error)
-            return
-        yield _from_json(value)
-        body = body[end:].lstrip(separators)
+            return [*calls, _malformed(body, error)]
+        if needs_arguments and not (isinstance(value, dict) and any(key in value for key in _ARGUMENTS)):
+            return []
+        calls.append(_from_json(value))
+        body = body[end:].lstrip("; \n\t\r")
+    return calls
 
 
 def _read_named(body: str) -> list[ToolCall]:
@@ -180,30 +192,72 @@ def _read_named(body: str) -> list[ToolCall]:
     position = 0
     while match := _NAMED_CALL.search(body, position):
         try:
-            arguments, position = _decoder.raw_decode(body, match.end())
+            arguments, position = _decode(body, match.end())
         except ValueError as error:
             return [*calls, _malformed(body[match.start() :], error)]
         calls.append(ToolCall(match[1], arguments))
     return calls or [_malformed(body, "no call")]
 
 
+def _decode(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at `start`, and where it ends.
+
+    Raises:
+        ValueError: there is none, or it is nested too deeply.
+    """
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    _check_depth(value)
+    return value, end
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for parent in level
+            if isinstance(parent, dict | list)
+            for part in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    if level:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _decode_all(text: str) -> Any:
+    """The JSON value that is all of `text`.
+
+    Raises:
+        ValueError: it is not one, or nested too deeply.
+    """
+    text = text.strip()
+    value, end = _decode(text)
+    if end < len(text):
+        raise ValueError(f"Extra data after character {end}")
+    return value
+
+
 def _read_json(body: str) -> ToolCall:
     try:
-        return _from_json(json.loads(body))
+        return _from_json(_decode_all(body))
     except ValueError as error:
         return _malformed(body, error)
 
 
 def _from_json(value: Any) -> ToolCall:
     """A call from its JSON form; `arguments` (Llama: ``parameters``) may be JSON text themselves."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+    name = value.get("name") if isinstance(value, dict) else None
+    # Halves of surrogate pairs, which JSON can hold, are not printable, and no text of a prompt.
+    if not isinstance(name, str) or not name.isprintable():
         return _malformed(json.dumps(value), 'it needs "name" and "arguments"')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = _as_mapping(arguments)
     if not isinstance(arguments, dict | str):
         return _malformed(json.dumps(value), "the arguments are not an object")
-    return ToolCall(value["name"], arguments)
+    return ToolCall(name, arguments)
 
 
 def _from_match(match: re.Match[str]) -> ToolCall:
@@ -213,7 +267,7 @@ def _from_match(match: re.Match[str]) -> ToolCall:
 
 def _as_mapping(text: str) -> dict[str, Any] | str:
     try:
-        value = json.loads(text)
+        value = _decode_all(text)
     except ValueError:
         return text
     return value if isinstance(value, dict) else text

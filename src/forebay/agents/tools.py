@@ -14,6 +14,8 @@ Turns, budgets and pauses are those of `forebay.agents.multi_turn`; this is its 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,8 +25,11 @@ from forebay.agents.counts import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.environment import Environment, Memory, Reply
 from forebay.agents.increments import CALL_ID, TurnTokenizer
 from forebay.agents.multi_turn import MultiTurnAgentLoop
+from forebay.agents.single_turn import NO_TOOLS
 from forebay.agents.tool_calls import Parser, ToolCall, choose_parser
-from forebay.tools import Tool, ToolError, build_tool
+from forebay.slots import time_limit
+from forebay.tools import Tool, ToolError, build_tool, schema_of
+from forebay.tools.contract import Schema
 from forebay.types import Message, RolloutState, SampleParams
 
 TOOL_TIMEOUT_S = 10.0
@@ -39,7 +44,7 @@ class ToolEnvironment(Environment):
     Args:
         tools: what may be called, by name.
         parse: finds the calls in a turn.
-        tool_timeout_s: for each call; None: no limit.
+        tool_timeout_s: for each call, from when it has its thread or sandbox; None: no limit.
         max_result_characters: longer results are cut, and say so.
         result_role: of the messages that carry results.
         result_format: of their text, with ``{result}`` in it.
@@ -49,6 +54,7 @@ class ToolEnvironment(Environment):
     """
 
     reads_special_tokens = True
+    gives_rewards = False
 
     def __init__(
         self,
@@ -74,15 +80,30 @@ class ToolEnvironment(Environment):
         self._max_characters = max_result_characters
 
     async def reset(self, state: RolloutState) -> Memory:
-        """Tell the prompt of the tools, unless the data says which."""
+        """Tell the prompt of the tools, unless the data says which.
+
+        Raises:
+            ValueError: the data names a tool that is not here, or a tool choice that cannot be enforced.
+        """
         if state.tools is None:
             state.tools = [tool.schema for tool in self.tools.values()]
+        named = [(schema.get("function") or {}).get("name") for schema in state.tools]
+        if unknown := [name for name in named if name not in self.tools]:
+            raise ValueError(
+                f"the data offers tools that the agent does not have: {unknown}; it has "
+                f"{', '.join(self.tools)}"
+            )
+        if state.tool_choice not in (None, "auto", NO_TOOLS):
+            raise ValueError(
+                f"tool_choice {state.tool_choice!r} cannot be enforced on what the model writes; use 'auto', "
+                f"or 'none' to offer no tools"
+            )
         state.extra_fields[TOOL_CALLS_KEY] = state.extra_fields[TOOL_ERRORS_KEY] = 0
         return {}
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
         """The results of the calls in `text`, in their order."""
-        calls = self._parse(text)
+        calls = [] if state.tool_choice == NO_TOOLS else self._parse(text)
         if not calls:
             return Reply(done=True)
         try:
@@ -92,26 +113,23 @@ class ToolEnvironment(Environment):
             # One broken tool is enough, and says more than that there were errors.
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
+        made = [_as_api(number, call) for number, call in enumerate(calls)]
+        state.tool_calls = [*(state.tool_calls or ()), *made]
         state.extra_fields[TOOL_CALLS_KEY] += len(calls)
         state.extra_fields[TOOL_ERRORS_KEY] += sum(not ok for ok, _ in results)
-        return Reply(
-            [
-                self._message(number, call, text)
-                for number, (call, (_, text)) in enumerate(zip(calls, results, strict=True))
-            ]
-        )
+        return Reply([self._message(call, text) for call, (_, text) in zip(made, results, strict=True)])
 
     async def _result_of(self, call: ToolCall) -> tuple[bool, str]:
         """Whether there is a result, and what the model reads."""
-        limit = asyncio.timeout(self._timeout_s)
+        limit: asyncio.Timeout | None = None
         try:
             tool, arguments = self._find(call)
-            async with limit:
+            async with time_limit(self._timeout_s) as limit:
                 result = await tool.call(arguments)
         except ToolError as error:
             return False, self._cut(f"Error: {error}")
         except TimeoutError:
-            if not limit.expired():
+            if limit is None or not limit.expired():
                 raise
             return False, f"Error: no result within {self._timeout_s:g} s"
         return True, self._cut(result)
@@ -130,28 +148,53 @@ class ToolEnvironment(Environment):
         tool = self.tools[name]
         if isinstance(call.arguments, dict):
             return tool, call.arguments
-        parameters = list(tool.schema["function"]["parameters"]["properties"])
+        parameters = list((tool.schema["function"].get("parameters") or {}).get("properties") or ())
         if len(parameters) != 1:
             raise ToolError(f"{name} takes an object with {', '.join(parameters) or 'nothing'}")
         return tool, {parameters[0]: call.arguments}
 
     async def shut_down(self) -> None:
-        """Close the tools that can be closed."""
+        """Close the tools that can be closed, all of them.
+
+        Raises:
+            ExceptionGroup: some could not be closed.
+        """
+        errors: list[Exception] = []
         for tool in self.tools.values():
             close = getattr(tool, "close", None)
-            if close is not None:
-                close()
+            try:
+                closing = None if close is None else close()
+                if inspect.isawaitable(closing):
+                    await closing
+            # Tools are user code, and the others are to be closed too.
+            except Exception as error:
+                error.add_note(f"tool {tool.name!r}")
+                errors.append(error)
+        if errors:
+            raise ExceptionGroup("tools could not be closed", errors)
 
-    def _message(self, number: int, call: ToolCall, text: str) -> Message:
+    def _message(self, call: dict[str, Any], text: str) -> Message:
         role, text = self.roles[0], self._format.replace("{result}", text)
         if role != "tool":
             return {"role": role, "content": text}
-        # Templates insist on nine characters; the number makes the calls of a turn differ.
-        return {"role": role, "name": call.name, "tool_call_id": f"{CALL_ID[:5]}{number:04}", "content": text}
+        return {"role": role, "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}
 
     def _cut(self, text: str) -> str:
+        # Half a surrogate pair, which JSON can hold, is nothing that a tokenizer takes.
+        text = text.encode(errors="backslashreplace").decode()
         left = len(text) - self._max_characters
         return text if left <= 0 else f"{text[: self._max_characters]}... ({left} characters left out)"
+
+
+def _as_api(number: int, call: ToolCall) -> dict[str, Any]:
+    """`call` as the chat API writes it; of one that cannot be read only the id."""
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
+    return {
+        # Templates insist on nine characters; the number makes the calls of a turn differ.
+        "id": f"{CALL_ID[:5]}{number:04}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 class ToolAgentLoop(AgentLoop):
@@ -159,7 +202,8 @@ class ToolAgentLoop(AgentLoop):
 
     Invariants: as for `MultiTurnAgentLoop`, whose turns these are. The calls of one turn run at the same
     time and their results come in the order of the calls. What goes wrong with a call is a result that the
-    model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors.
+    model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors, and
+    ``tool_calls`` are those of all turns. A rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
 
     >>> loop = ToolAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=256),
     ...                      tools=["calculator", {"name": "search", "arguments": {"corpus": "docs"}}])
@@ -174,7 +218,7 @@ class ToolAgentLoop(AgentLoop):
         max_turns: of the model; the tools called in the last are still run.
         max_turn_tokens: a turn is cut after so many tokens.
         max_context: tokens of prompt, turns and results together; None: what the engine allows.
-        tool_timeout_s: for each call; None: no limit.
+        tool_timeout_s: for each call, from when it has its thread or sandbox; None: no limit.
         max_result_characters: longer results are cut.
         result_role: of the messages that carry results; ``user`` where the template does not know ``tool``.
         result_format: of their text, for example ``Result: {result}``.
@@ -225,6 +269,11 @@ class ToolAgentLoop(AgentLoop):
             environment_timeout_s=None,
             activities=self.activities,
         )
+
+    @classmethod
+    def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[Schema] | None:
+        """The schemas of the tools."""
+        return [schema_of(tool) for tool in arguments["tools"]]
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Produce, or go on with, one rollout in place."""

@@ -38,10 +38,13 @@ class TurnReader:
                 f"how its model writes calls; set the agent's argument parser"
             )
 
-    def read(self, turn_ids: Sequence[int], tools: Schemas | None, num_calls: int = 0) -> Message:
+    def read(
+        self, turn_ids: Sequence[int], tools: Schemas | None, num_calls: int = 0, *, is_cut: bool = False
+    ) -> Message:
         """The message; ``tool_calls`` as the chat API has them, their arguments as objects.
 
-        `num_calls` is how many calls the conversation has so far, for ids that are not used twice.
+        `num_calls` is how many calls the conversation has so far, for ids that are not used twice. A turn
+        that `is_cut` by a limit lacks its end.
         """
         return {"role": "assistant", "content": self._text(turn_ids)}
 
@@ -71,10 +74,12 @@ class ToolTurnReader(TurnReader):
             if not isinstance(tool, dict) or not isinstance((tool.get("function") or {}).get("name"), str):
                 raise RequestError(f"a tool has no function with a name: {str(tool)[:200]}")
 
-    def read(self, turn_ids: Sequence[int], tools: Schemas | None, num_calls: int = 0) -> Message:
+    def read(
+        self, turn_ids: Sequence[int], tools: Schemas | None, num_calls: int = 0, *, is_cut: bool = False
+    ) -> Message:
         """As `TurnReader.read`; without `tools` all is text."""
         ids = list(turn_ids)
-        if ids and ids[-1] in self._tokenizer.all_special_ids:
+        if ids and not is_cut and ids[-1] in self._tokenizer.all_special_ids:
             # The end of the turn, not a part of it.
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
@@ -109,7 +114,7 @@ def _as_api(call: ToolCall, tools: Schemas, number: int) -> dict[str, Any]:
     name = next(iter(schemas)) if call.name is None else call.name
     arguments: Any = call.arguments
     if isinstance(arguments, str):
-        parameters = schemas.get(name, {}).get("parameters", {}).get("properties", {})
+        parameters = (schemas.get(name, {}).get("parameters") or {}).get("properties") or {}
         if len(parameters) == 1:
             arguments = {next(iter(parameters)): arguments}
     return {

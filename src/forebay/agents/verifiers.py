@@ -25,6 +25,7 @@ from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.increments import TurnTokenizer
 from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
 from forebay.config import ConfigError
+from forebay.slots import start_thread
 from forebay.types import Message, RolloutState, SampleParams
 
 TASK_KEY = "verifiers_task"
@@ -135,6 +136,8 @@ class VerifiersAgentLoop(AgentLoop):
         sample_params: for rollouts that bring none.
         env: the library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ...
         timeout_s: for one episode; None: no limit.
+        max_context: tokens of one trajectory, prompt and all; None: what the engine allows. In a run it is
+            what the trainer packs (``train.token_budget``), unless a smaller one is set.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:
@@ -150,6 +153,7 @@ class VerifiersAgentLoop(AgentLoop):
         sample_params: SampleParams,
         env: Mapping[str, Any],
         timeout_s: float | None = PROGRAM_TIMEOUT_S,
+        max_context: int | None = None,
         activities: Activities | None = None,
     ) -> None:
         super().__init__(rollout_controller, judger, activities=activities)
@@ -165,6 +169,8 @@ class VerifiersAgentLoop(AgentLoop):
             sample_params=sample_params,
             program=self._play,
             timeout_s=timeout_s,
+            max_context=max_context,
+            name=f"environment {env['taskset']['id']}",
             activities=self.activities,
         )
 
@@ -190,7 +196,9 @@ class VerifiersAgentLoop(AgentLoop):
         """An environment that serves; a worn one is closed with the last of its episodes."""
         async with self._opening:
             if self._server is None or self._server.is_worn:
-                server = _Server(open_environment(self._env))
+                # It imports packages and reads data.
+                env = await asyncio.wrap_future(start_thread(open_environment, self._env))
+                server = _Server(env)
                 await server.opened.enter_async_context(server.env.serving())
                 self._server = server
             server = self._server

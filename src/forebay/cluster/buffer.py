@@ -21,13 +21,15 @@ import gc
 import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
 from forebay.replay import RemoteReplayBuffer, ReplayBuffer, ShardedReplayBuffer, serve
 from forebay.replay.server_address import Address
 from forebay.replay.server_command import IN_MEMORY, POLICIES, ServeOptions, open_buffer
+from forebay.replay.server_memory import keep_freed_memory
 
 DEFAULT_NAME = "forebay_buffer"
 MAX_CALLS = 10_000
@@ -37,13 +39,6 @@ LOOPBACK = "127.0.0.1"
 
 Place = tuple[str, str]
 """An address and the token for it."""
-
-
-def _import_ray() -> Any:
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise ImportError('forebay.cluster needs Ray; run: pip install "forebay[ray]"') from error
 
 
 class BufferActor:
@@ -81,10 +76,11 @@ class BufferActor:
         return self._place
 
     async def _open(self) -> Place:
-        host = self._host or _node_address(_import_ray())
+        host = self._host or _node_address(import_ray())
         # What Ray has loaded stays: the garbage collector need not visit it with every many groups that come.
         gc.collect()
         gc.freeze()
+        keep_freed_memory()
         self._buffer = await open_buffer(self._options)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._buffer.close)
@@ -121,7 +117,7 @@ def start_buffer(
     ``actor_options={"lifetime": "detached"}`` keeps it until `stop_buffer`.
 
     Args:
-        name: by which `connect_buffer` finds it.
+        name: by which `connect_buffer` finds it, from other programs on the same cluster too.
         num_shards: processes that share the work; see `ShardedReplayBuffer`.
         store: "memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which survive the
             actor's process. Shards have a file each: ``buffer-0.db``, ``buffer-1.db``, ...
@@ -136,7 +132,7 @@ def start_buffer(
     Raises:
         ValueError: there is an actor of that name, or the options contradict each other.
     """
-    ray = _import_ray()
+    ray = import_ray()
     if num_shards < 1:
         raise ValueError(f"num_shards must be at least 1, got {num_shards}")
     if policy not in POLICIES:
@@ -145,7 +141,7 @@ def start_buffer(
         raise ValueError(f"give max_live or limit, not both; got {max_live} and {limit}")
     placed: dict[str, Any] = {"num_cpus": 0} | dict(actor_options or {})
     if _is_file(store):
-        placed.setdefault("scheduling_strategy", _on_this_node(ray))
+        placed.setdefault("scheduling_strategy", on_this_node(ray))
     placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
     # The same one after a restart. It also keeps out those who reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
@@ -159,7 +155,7 @@ def start_buffer(
             max_live=max_live,
             keep_consumed=keep_consumed,
         )
-        actor = ray.remote(BufferActor).options(name=_shard_name(name, shard), **placed)
+        actor = ray.remote(BufferActor).options(name=_shard_name(name, shard), namespace=NAMESPACE, **placed)
         handles.append(actor.remote(options, token, host, num_shards))
     return handles
 
@@ -189,12 +185,6 @@ def _node_address(ray: Any) -> str:
     return addresses[here] if len(addresses) > 1 else LOOPBACK
 
 
-def _on_this_node(ray: Any) -> Any:
-    strategies = import_module("ray.util.scheduling_strategies")
-    node = ray.get_runtime_context().get_node_id()
-    return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-
-
 async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer | ShardedReplayBuffer:
     """A client of the buffer `name`, for one event loop; it finds the actors again after a restart.
 
@@ -202,12 +192,12 @@ async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer | Shard
         ValueError: there is no actor of that name.
         ConnectionLost: it cannot be reached.
     """
-    ray = _import_ray()
-    num_shards, policy = await ray.get_actor(name).layout.remote()
+    ray = import_ray()
+    num_shards, policy = await ray.get_actor(name, NAMESPACE).layout.remote()
     async with AsyncExitStack() as stack:
         shards = []
         for shard in range(num_shards):
-            connecting = _connect(ray.get_actor(_shard_name(name, shard)))
+            connecting = _connect(ray.get_actor(_shard_name(name, shard), NAMESPACE))
             shards.append(await stack.enter_async_context(await connecting))
         # From here on they are whoever's asked.
         stack.pop_all()
@@ -215,12 +205,14 @@ async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer | Shard
 
 
 async def _connect(actor: Any) -> RemoteReplayBuffer:
-    async def locate() -> tuple[Address, str]:
-        # Ray answers when the actor runs: a call during a restart waits for its end.
-        address, token = await actor.place.remote()
-        return Address.parse(address), token
+    return await RemoteReplayBuffer.connect_through(partial(locate, actor))
 
-    return await RemoteReplayBuffer.connect_through(locate)
+
+async def locate(actor: Any) -> tuple[Address, str]:
+    """Where the buffer of `actor` is served now, and the token for it."""
+    # Ray answers when the actor runs: a call during a restart waits for its end.
+    address, token = await actor.place.remote()
+    return Address.parse(address), token
 
 
 async def stop_buffer(name: str = DEFAULT_NAME) -> None:
@@ -229,9 +221,9 @@ async def stop_buffer(name: str = DEFAULT_NAME) -> None:
     Raises:
         ValueError: there is no actor of that name.
     """
-    ray = _import_ray()
-    num_shards, _ = await ray.get_actor(name).layout.remote()
+    ray = import_ray()
+    num_shards, _ = await ray.get_actor(name, NAMESPACE).layout.remote()
     for shard in range(num_shards):
-        actor = ray.get_actor(_shard_name(name, shard))
+        actor = ray.get_actor(_shard_name(name, shard), NAMESPACE)
         await actor.close.remote()
         ray.kill(actor)

@@ -10,7 +10,7 @@
 
 A call to an actor costs about a millisecond at each end, however little it carries, and a train step has
 hundreds of requests. The stream belongs to its call: if the actor's process ends, every item without an
-answer raises `ActorLost`, and none is asked for again by itself.
+answer raises `ActorLost`, and none is asked for again by itself. An item that fails there fails alone.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 from forebay.cluster.library import import_ray, why
+from forebay.cluster.supervisor import NotBuilt
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -32,6 +33,10 @@ a group and its requests (task start, gather, agent loop) takes one or two."""
 
 class ActorLost(RuntimeError):
     """The actor's process has ended, or cannot be reached."""
+
+
+class ItemFailed(RuntimeError):
+    """What a call raised, in words: the class itself may not be known, or not travel, to the caller."""
 
 
 class BatchedCalls(Generic[ItemT, ResultT]):
@@ -55,6 +60,7 @@ class BatchedCalls(Generic[ItemT, ResultT]):
 
         Raises:
             ActorLost: the actor ended first.
+            ItemFailed: its call raised an error.
         """
         future: asyncio.Future[ResultT] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
@@ -82,14 +88,19 @@ class BatchedCalls(Generic[ItemT, ResultT]):
             self._start(self._receive(batch))
 
     async def _receive(self, batch: Sequence[tuple[ItemT, asyncio.Future[ResultT]]]) -> None:
+        exceptions = import_ray().exceptions
         error: Exception = ActorLost("the actor ended the stream before its time")
         try:
             async for ref in self._stream([item for item, _ in batch]):
                 for number, result in await ref:
                     future = batch[number][1]
-                    if not future.done():
+                    if future.done():
+                        continue
+                    if isinstance(result, ItemFailed):
+                        future.set_exception(result)
+                    else:
                         future.set_result(result)
-        except import_ray().exceptions.RayActorError as lost:
+        except (exceptions.RayActorError, exceptions.ObjectLostError, NotBuilt) as lost:
             error = ActorLost(why(lost))
         # Whatever else the actor raised is an error of the call, and those who wait get it.
         except Exception as other:
@@ -102,8 +113,11 @@ class BatchedCalls(Generic[ItemT, ResultT]):
 
 async def as_they_end(
     calls: Sequence[Coroutine[Any, Any, ResultT]],
-) -> AsyncIterator[list[tuple[int, ResultT]]]:
-    """The actor's side: run `calls` together; their results, numbered, those that end together together."""
+) -> AsyncIterator[list[tuple[int, ResultT | ItemFailed]]]:
+    """The actor's side: run `calls` together; their results, numbered, those that end together together.
+
+    One that raises has an `ItemFailed` for a result; the others go on.
+    """
     ended: list[int] = []
     news = asyncio.Event()
 
@@ -123,8 +137,15 @@ async def as_they_end(
             news.clear()
             batch, ended[:] = ended[:], []
             num_left -= len(batch)
-            yield [(number, tasks[number].result()) for number in batch]
+            yield [(number, _result_of(tasks[number])) for number in batch]
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _result_of(task: asyncio.Task[ResultT]) -> ResultT | ItemFailed:
+    if task.cancelled():
+        return ItemFailed("cancelled")
+    error = task.exception()
+    return task.result() if error is None else ItemFailed(f"{type(error).__name__}: {error}")

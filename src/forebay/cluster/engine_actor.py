@@ -5,6 +5,8 @@
     start --> engines built, not serving --load_weights--> serving --> generate(requests): a stream of answers
                      | a request now is answered "lost": it would get the weights of the run's beginning
     live: does not end    serving: ends with the first weights
+    failure: ends if every engine is lost for good, as a server that does not come back; then the run ends
+             this process, and another one builds engines anew
 
 It wraps whatever the run file's ``[engine]`` names; several engines of one factory stand in for each other.
 """
@@ -16,12 +18,13 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from forebay.cluster.calls import as_they_end
+from forebay.cluster.calls import ItemFailed, as_they_end
 from forebay.cluster.library import find_modules_in
+from forebay.cluster.supervisor import NotBuilt
 from forebay.cluster.weights import PlainWeight, to_tensors
-from forebay.engines.base import Completion, EngineHealth, GenerateRequest
+from forebay.config import Component, ConfigError
+from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import EnginePool
 from forebay.runs.config import RunConfig
 
@@ -62,9 +65,11 @@ class EngineActor:
 
     def __init__(self) -> None:
         self._sleeps = False
-        self._pool: EnginePool | None = None
+        self._built: EnginePool | None = None
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
+        self._lost_because = ""
+        self._is_lost = asyncio.Event()
         self._asleep = False
         self._at_work: dict[str, set[str]] = {}
         """The ids of running requests, by caller."""
@@ -76,9 +81,9 @@ class EngineActor:
             ConfigError: they cannot run the model.
         """
         async with self._building:
-            if self._pool is None:
+            if self._built is None:
                 find_modules_in(spec.search_path)
-                self._pool = await asyncio.to_thread(_build, spec)
+                self._built = await asyncio.to_thread(_build, spec)
                 self._sleeps = spec.sleeps
                 if spec.serves_at_once:
                     self._serving.set()
@@ -88,20 +93,25 @@ class EngineActor:
         """Never returns: whoever waits for it learns of this process's end."""
         await asyncio.Event().wait()
 
+    async def failure(self) -> str:
+        """Return why, once every engine is lost for good."""
+        await self._is_lost.wait()
+        return self._lost_because
+
     async def serving(self) -> None:
         """Return once there are weights to generate with."""
         await self._serving.wait()
 
     async def generate(
         self, requests: Sequence[GenerateRequest], caller: str
-    ) -> AsyncIterator[list[tuple[int, Completion | ValueError]]]:
+    ) -> AsyncIterator[list[tuple[int, Completion | ValueError | ItemFailed]]]:
         """The completions of `requests` as they end; a `ValueError` for one that can never run."""
         calls = [self._generate(request, caller) for request in requests]
         async for results in as_they_end(calls):
             yield results
 
     async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
-        if self._pool is None or not self._serving.is_set():
+        if self._built is None or not self._serving.is_set():
             return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
         at_work = self._at_work.setdefault(caller, set())
         at_work.add(request.request_id)
@@ -109,23 +119,24 @@ class EngineActor:
             return await self._pool.generate(request)
         except ValueError as error:
             return error
+        except EngineLost as error:
+            self._lose(error)
+            return Completion(finish_reason="error", error_msg=str(error), lost=True)
         finally:
             at_work.discard(request.request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests."""
-        assert self._pool is not None
         for engine in self._pool.engines:
             await engine.abort(request_ids)
 
     async def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended."""
-        if request_ids := list(self._at_work.pop(caller, ())):
+        if (request_ids := list(self._at_work.pop(caller, ()))) and self._built is not None:
             await self.abort(request_ids)
 
     async def pause(self) -> None:
         """End every request and take no new one; asleep, the weights leave the device."""
-        assert self._pool is not None
         await self._pool.pause()
         if self._sleeps and not self._asleep:
             self._asleep = True
@@ -133,26 +144,30 @@ class EngineActor:
 
     async def resume(self) -> None:
         """Take requests again."""
-        assert self._pool is not None
         if self._asleep:
             await self._each("wake")
             self._asleep = False
         await self._pool.resume()
 
     async def load_weights(self, weights: Sequence[PlainWeight], model_step: int) -> None:
-        """Take over these weights, and serve."""
-        assert self._pool is not None
-        await self._pool.load_weights(to_tensors(weights), model_step)
+        """Take over these weights, and serve.
+
+        Raises:
+            EngineLost: no engine is left.
+        """
+        try:
+            await self._pool.load_weights(to_tensors(weights), model_step)
+        except EngineLost as error:
+            self._lose(error)
+            raise
         self._serving.set()
 
     async def num_made(self, caller: str) -> dict[str, int]:
         """How many tokens each running request of `caller` has by now."""
-        assert self._pool is not None
         return {name: self._pool.num_made(name) for name in self._at_work.get(caller, ())}
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
-        assert self._pool is not None
         parts = await self._pool.health()
         return EngineHealth(
             ok=self._serving.is_set() and all(part.ok for part in parts),
@@ -164,15 +179,29 @@ class EngineActor:
 
     async def close(self) -> None:
         """Free the engines, and end what they started."""
-        if self._pool is not None:
-            await self._pool.close()
+        if self._built is not None:
+            await self._built.close()
+
+    @property
+    def _pool(self) -> EnginePool:
+        """The engines.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        if self._built is None:
+            raise NotBuilt("the engine has not been built in this process")
+        return self._built
+
+    def _lose(self, error: EngineLost) -> None:
+        """Serve no more: who waits for this engine waits for another process."""
+        self._serving.clear()
+        self._lost_because = str(error)
+        self._is_lost.set()
 
     async def _each(self, method: str) -> None:
-        """Call `method` of every engine that has it: freeing a device's memory is not every engine's."""
-        assert self._pool is not None
         for engine in self._pool.engines:
-            if (change := getattr(engine, method, None)) is not None:
-                await change()
+            await getattr(engine, method)()
 
 
 def _build(spec: EngineSpec) -> EnginePool:
@@ -183,14 +212,25 @@ def _build(spec: EngineSpec) -> EnginePool:
 
     config = spec.config
     torch.set_num_threads(config.threads)
-    arguments: dict[str, Any] = dict(config.engine.arguments)
-    if config.engine.name == "transformers" and spec.device != "cpu":
-        arguments.setdefault("device", spec.device)
-    engine = config.engine.model_copy(update={"arguments": arguments})
     engines = build_run_engines(
-        config.model_copy(update={"engine": engine}),
+        config.model_copy(update={"engine": engine_on(spec.device, config.engine)}),
         spec.model_folder,
         load_tokenizer(spec.model_folder),
         scratch=config.folder / "engines" / str(spec.number),
     )
+    for built in engines:
+        if spec.sleeps and not (hasattr(built, "sleep") and hasattr(built, "wake")):
+            raise ConfigError(
+                f"engine {config.engine.name!r} cannot give its GPU to the trainer between steps: it has no "
+                f"sleep and wake ({type(built).__name__}); use engine 'transformers', give it a GPU of its "
+                f"own with produce.mode = 'separate', or shares with gpus_per_engine and gpus_per_trainer"
+            )
     return EnginePool(engines)
+
+
+def engine_on(device: str, engine: Component) -> Component:
+    """`engine` on the device that Ray gave, if it computes in this process or a child, and names none."""
+    inner = engine.arguments.get("engine", "transformers") if engine.name == "process" else engine.name
+    if inner != "transformers" or device == "cpu":
+        return engine
+    return engine.model_copy(update={"arguments": {"device": device, **engine.arguments}})

@@ -13,21 +13,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forebay.cluster.calls import ActorLost, BatchedCalls
 from forebay.cluster.engine_actor import EngineFacts, EngineSpec
 from forebay.cluster.library import import_ray, why
-from forebay.cluster.supervisor import START_LIMIT_S, Supervisor
+from forebay.cluster.supervisor import START_LIMIT_S, TELL_LIMIT_S, NotBuilt, Supervisor
 from forebay.cluster.weights import Published
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.pool import LOAD_LIMIT_S, MAX_RETRIES
 from forebay.runs.placement import PartLost
 from forebay.stalls import StallError, answered
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class RayEngine:
@@ -40,7 +44,8 @@ class RayEngine:
     """
 
     def __init__(self, actor: Any, max_context_tokens: int, *, caller: str) -> None:
-        self._actor = actor
+        self.actor = actor
+        """Ray's handle."""
         self._caller = caller
         self._max_context_tokens = max_context_tokens
         self._model_step = 0
@@ -66,7 +71,7 @@ class RayEngine:
         Raises:
             EngineLost: it does not come.
         """
-        waiting = self._actor.serving.options(max_task_retries=-1).remote()
+        waiting = self.actor.serving.options(max_task_retries=-1).remote()
         try:
             await answered(waiting, "an engine was waited for", START_LIMIT_S)
         except (import_ray().exceptions.RayError, StallError) as error:
@@ -79,7 +84,7 @@ class RayEngine:
         except ActorLost as error:
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
         except asyncio.CancelledError:
-            self._actor.abort.remote([request.request_id])
+            self.actor.abort.remote([request.request_id])
             raise
         finally:
             self._num_made.pop(request.request_id, None)
@@ -91,7 +96,7 @@ class RayEngine:
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``."""
-        await self._actor.abort.remote(list(request_ids))
+        await self.actor.abort.remote(list(request_ids))
 
     async def pause(self) -> None:
         """Nothing: see the class."""
@@ -105,7 +110,7 @@ class RayEngine:
     async def look(self) -> None:
         """Bring `num_made` up to date, as far as the engine answers."""
         try:
-            self._num_made = await self._actor.num_made.remote(self._caller)
+            self._num_made = await self.actor.num_made.remote(self._caller)
         except import_ray().exceptions.RayError:
             self._num_made = {}
 
@@ -116,7 +121,7 @@ class RayEngine:
     async def health(self) -> EngineHealth:
         """See `forebay.engines.base`."""
         try:
-            health: EngineHealth = await self._actor.health.remote()
+            health: EngineHealth = await self.actor.health.remote()
         except import_ray().exceptions.RayError as error:
             raise EngineLost(why(error)) from error
         return health
@@ -133,18 +138,34 @@ class PlacedEngine:
     """What the run's own process has of an engine elsewhere: says what the engine is to do, and keeps it up.
 
     Invariant: an engine that serves has the weights given last, and is paused if the last call was `pause`.
-    A call while its process is being started again returns at once: it is told when it is there.
+    A call while its process is being started again returns at once: it is told when it is there. So does one
+    to an engine that is gone for good, which is nobody's loss while others are left (`none_is_left`).
 
     >>> engine = PlacedEngine(spec, actor, facts)
     >>> await engine.load_weights(Published(ref, model_step=3), 3)
     """
 
-    def __init__(self, spec: EngineSpec, actor: Any, facts: EngineFacts) -> None:
-        self.facts = facts
-        self._spec = spec
-        self.supervisor = Supervisor(f"engine {spec.number}", actor, self._set_up)
+    def __init__(
+        self,
+        spec: EngineSpec,
+        actor: Any,
+        facts: EngineFacts,
+        *,
+        on_restart: Callable[[str, str], None] = lambda part, reason: None,
+    ) -> None:
+        """`on_restart` is told the name of the engine, and why it was started again."""
+        self.spec = spec
+        self.actor = actor
+        self._facts = facts
+        self.supervisor = Supervisor(
+            f"engine {spec.number}",
+            actor,
+            self._set_up,
+            pid=facts.pid,
+            on_restart=on_restart,
+            failure=self._failure,
+        )
         self._requests = RayEngine(actor, facts.max_context_tokens, caller="the run")
-        self._actor = actor
         self._weights: Published | None = None
         self._is_paused = False
 
@@ -156,11 +177,27 @@ class PlacedEngine:
     @property
     def max_context_tokens(self) -> int:
         """The most tokens, prompt and response together, one request may reach."""
-        return self.facts.max_context_tokens
+        return self._facts.max_context_tokens
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """See `forebay.engines.base`; rollouts come from the workers, this is for probes."""
-        return await self._requests.generate(request)
+        """See `forebay.engines.base`; rollouts come from the workers, this is for probes.
+
+        If the engine is lost meanwhile it is waited for, and asked again; one that does not come back, or is
+        lost again and again, gives a completion that says ``lost``.
+        """
+        self.supervisor.watch()
+        for num_lost in range(MAX_RETRIES + 1):
+            try:
+                await self.supervisor.until_up()
+            except PartLost as error:
+                return Completion(finish_reason="error", error_msg=str(error), lost=True)
+            incarnation = self.supervisor.incarnation
+            completion = await self._requests.generate(request)
+            if completion.lost:
+                self.supervisor.suspect(incarnation, EngineLost(completion.error_msg))
+            if not completion.lost or num_lost == MAX_RETRIES:
+                break
+        return completion
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """See `forebay.engines.base`."""
@@ -192,41 +229,58 @@ class PlacedEngine:
             return EngineHealth(
                 ok=False, num_running=0, num_waiting=0, model_step=self.model_step, detail="starting again"
             )
-        health: EngineHealth = await self._actor.health.remote()
+        health: EngineHealth = await self.actor.health.remote()
         return health
 
     def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended; needs no answer."""
         if self.supervisor.is_up:
-            self._actor.forget.remote(caller)
+            self.actor.forget.remote(caller)
 
     async def close(self) -> None:
         """Free the engine; its process stays."""
         await self.supervisor.stop()
         if self.supervisor.is_up:
-            await self._actor.close.remote()
+            await self.actor.close.remote()
+
+    async def _failure(self) -> str:
+        reason: str = await self.actor.failure.remote()
+        return reason
 
     async def _tell(self, method: str, *arguments: Any) -> None:
         self.supervisor.watch()
-        if self.supervisor.gone is not None:
-            raise self.supervisor.gone
         if not self.supervisor.is_up:
             return
         incarnation = self.supervisor.incarnation
+        limit_s = LOAD_LIMIT_S if method == "load_weights" else TELL_LIMIT_S
         try:
-            await getattr(self._actor, method).remote(*arguments)
-        except import_ray().exceptions.RayActorError as error:
+            call = getattr(self.actor, method).remote(*arguments)
+            await answered(call, f"{self.supervisor.name} was asked to {method}", limit_s)
+        except (EngineLost, StallError) as error:
+            self.supervisor.suspect(incarnation, error, has_to_end=True)
+        except (import_ray().exceptions.RayActorError, NotBuilt) as error:
             self.supervisor.suspect(incarnation, error)
         except import_ray().exceptions.ObjectLostError as error:
             raise PartLost(f"the weights of step {self.model_step} are lost: {why(error)}") from error
 
-    async def _set_up(self) -> None:
+    async def _set_up(self) -> int:
         """A new process: built, paused or not, and last with weights, with which it begins to serve."""
-        actor = self._actor
-        self.facts = await actor.start.options(max_task_retries=-1).remote(self._spec)
+        actor = self.actor
+        self._facts = await actor.start.options(max_task_retries=-1).remote(self.spec)
         told = None
         while told != (wanted := (self._is_paused, self._weights)):
             told = wanted
             await (actor.pause if self._is_paused else actor.resume).remote()
-            if self._weights is not None:
-                await actor.load_weights.remote(self._weights.ref, self._weights.model_step)
+            if (weights := self._weights) is not None:
+                try:
+                    await actor.load_weights.remote(weights.ref, weights.model_step)
+                except import_ray().exceptions.ObjectLostError as error:
+                    # As before the first ones: it begins to serve with the next.
+                    logger.warning("the weights of step %d are lost: %s", weights.model_step, why(error))
+        return self._facts.pid
+
+
+def none_is_left(engines: Sequence[PlacedEngine]) -> PartLost | None:
+    """Why there is no engine any more; None: one is there, or coming back."""
+    gone = [engine.supervisor.gone for engine in engines]
+    return None if None in gone else gone[0]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forebay.cluster.library import connect, why
+from forebay.cluster.library import Given, connect, on_this_node, why
 from forebay.environments.messages import Answering, WorkerDied, WorkerSpec
 
 
@@ -34,7 +34,7 @@ class RayWorkers:
 
     def __init__(self) -> None:
         """Raises ConfigError if Ray is not installed, or cannot be joined."""
-        self._ray = connect(None, num_cpus=1).ray
+        self._ray = connect(Given.find(None), num_cpus=1).ray
 
     async def run(self, spec: WorkerSpec, hub: Answering) -> None:
         """See `WorkerMode`."""
@@ -47,9 +47,6 @@ class RayWorkers:
             self._ray.kill(actor)
 
     def _start(self) -> Any:
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        here = NodeAffinitySchedulingStrategy(self._ray.get_runtime_context().get_node_id(), soft=False)
         # No CPU is reserved: how many workers there are is the recipe's to say, and none must wait for ever.
-        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": here}
+        options = {"num_cpus": 0, "max_restarts": 0, "scheduling_strategy": on_this_node(self._ray)}
         return self._ray.remote(_Actor).options(**options).remote()

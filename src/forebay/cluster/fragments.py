@@ -14,21 +14,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import Any
 
+from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
 from forebay.fragments import FragmentBatch, FragmentMetadata, Lease, ReplayBufferActor
 
 DEFAULT_NAME = "replay_buffer"
 MAX_CALLS = 10_000
 """Under way at a time. A waiting fetch or a held-back writer is a call too: few would stand still."""
-
-
-def _import_ray() -> Any:
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise ImportError("forebay.cluster needs Ray; run: pip install ray") from error
 
 
 def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayBufferClient:
@@ -37,9 +30,15 @@ def start_replay_buffer(*, name: str = DEFAULT_NAME, **settings: Any) -> ReplayB
     Raises:
         ValueError: there is an actor of that name.
     """
-    ray = _import_ray()
+    ray = import_ray()
     actor = ray.remote(ReplayBufferActor).options(
-        name=name, max_restarts=-1, max_concurrency=MAX_CALLS, num_cpus=0
+        name=name,
+        namespace=NAMESPACE,
+        max_restarts=-1,
+        max_concurrency=MAX_CALLS,
+        num_cpus=0,
+        # Where its folder is: made anew on another node it would find nothing.
+        scheduling_strategy=on_this_node(ray),
     )
     return ReplayBufferClient(actor.remote(**settings))
 
@@ -50,7 +49,7 @@ def connect_replay_buffer(name: str = DEFAULT_NAME) -> ReplayBufferClient:
     Raises:
         ValueError: there is none.
     """
-    return ReplayBufferClient(_import_ray().get_actor(name))
+    return ReplayBufferClient(import_ray().get_actor(name, NAMESPACE))
 
 
 class ReplayBufferClient:
@@ -73,7 +72,7 @@ class ReplayBufferClient:
         try:
             return await ref
         except asyncio.CancelledError:
-            _import_ray().cancel(ref)
+            import_ray().cancel(ref)
             raise
 
     async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:
@@ -137,4 +136,4 @@ class ReplayBufferClient:
     async def close(self) -> None:
         """See `ReplayBufferActor.close`; the actor's process ends too."""
         await self._call("close")
-        _import_ray().kill(self.actor)
+        import_ray().kill(self.actor)

@@ -2,8 +2,8 @@
 
 ::
 
-    connect(address) --> joined: somebody else's cluster, or this process is on one already --> left alone
-                     '-> started: one of this machine's own, on the loopback interface ---close--> ended
+    connect(given) --> joined: somebody else's cluster, or this process is on one already --> left alone
+                   '-> started: one of this machine's own, on the loopback interface ---close--> ended
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,12 @@ from importlib import import_module
 from typing import Any
 
 from forebay.config import ConfigError
+
+NAMESPACE = "forebay"
+"""Of every named actor. Without one each program has its own, and finds no other's actors by name."""
+
+LOOK_LIMIT_S = 5.0
+"""For a cluster's head to take a connection; Ray itself tries for minutes."""
 
 
 def import_ray() -> Any:
@@ -29,7 +36,7 @@ def import_ray() -> Any:
     try:
         return import_module("ray")
     except ImportError as error:
-        raise ConfigError('cluster "ray" needs Ray; run: pip install "forebay[ray]"') from error
+        raise ConfigError('Ray is not installed; run: pip install "forebay[ray]"') from error
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,56 @@ class Connection:
             self.ray.shutdown()
 
 
-def connect(address: str | None, *, num_cpus: int) -> Connection:
-    """Join the cluster at `address`, or at ``RAY_ADDRESS``; else start one with `num_cpus` logical CPUs.
+@dataclass(frozen=True)
+class Given:
+    """The address of a running cluster.
+
+    >>> Given.find("10.0.0.1:6379")
+    Given(address='10.0.0.1:6379', name='cluster.arguments.address')
+    """
+
+    address: str
+    name: str
+    """Of the setting that it comes from."""
+
+    @classmethod
+    def find(cls, address: str | None) -> Given | None:
+        """`address`, else that of ``RAY_ADDRESS``; None: there is none, and a cluster is to be started.
+
+        Raises:
+            ConfigError: it cannot be one.
+        """
+        name = "cluster.arguments.address" if address else "RAY_ADDRESS"
+        value = address or os.environ.get("RAY_ADDRESS")
+        if not value or value == "local":
+            return None
+        host, _, port = str(value).rpartition(":")
+        if value != "auto" and ("://" in str(value) or not host or not port.isdigit()):
+            raise ConfigError(
+                f"{name} must be 'auto' or host:port of a running cluster's head, as '10.0.0.1:6379', got "
+                f"{value!r} (a client's ray:// will not do: the run is to be on the cluster itself)"
+            )
+        return cls(value, name)
+
+    def check(self) -> None:
+        """Find out whether anybody listens there; "auto" is Ray's to find.
+
+        Raises:
+            ConfigError: nobody does.
+        """
+        if self.address == "auto":
+            return
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), LOOK_LIMIT_S).close()
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"{self.name} = {self.address!r}: no Ray cluster answers there: {error}"
+            ) from error
+
+
+def connect(given: Given | None, *, num_cpus: int) -> Connection:
+    """Join the cluster that is `given`; else start one with `num_cpus` logical CPUs.
 
     In a process that is on a cluster already, that one is used.
 
@@ -62,14 +117,14 @@ def connect(address: str | None, *, num_cpus: int) -> Connection:
     if ray.is_initialized():
         return Connection(ray, is_ours=False)
     _hush()
-    address = address or os.environ.get("RAY_ADDRESS")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if address is not None:
+    if given is not None:
+        given.check()
         try:
-            ray.init(address=address, **quiet)
+            ray.init(address=given.address, **quiet)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"cluster.arguments.address = {address!r}: cannot join this Ray cluster: {error}"
+                f"{given.name} = {given.address!r}: cannot join this cluster: {error}"
             ) from error
         return Connection(ray, is_ours=True)
     ray.init(
@@ -98,8 +153,34 @@ def find_modules_in(paths: Sequence[str]) -> None:
     sys.path += [path for path in paths if path not in sys.path]
 
 
+def on_this_node(ray: Any) -> Any:
+    """For an actor's ``scheduling_strategy``: nowhere but where this process is."""
+    strategies = import_module("ray.util.scheduling_strategies")
+    node = ray.get_runtime_context().get_node_id()
+    return strategies.NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What was raised in the other process, where `error` is what Ray carries it in; else `error` itself."""
+    carrier = import_ray().exceptions.RayTaskError
+    while isinstance(error, carrier) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return error
+
+
+def trace_of(error: BaseException) -> str:
+    """The trace of the process that raised what `error` carries; empty if it carries nothing."""
+    return "" if cause_of(error) is error else _COLOUR.sub("", str(error))
+
+
+_COLOUR = re.compile(r"\x1b\[\d+m")
+
+
 def why(error: BaseException) -> str:
-    """What Ray says in a few words: most of it is advice and addresses."""
+    """What happened in a few words; of what Ray itself says, most is advice and addresses."""
+    cause = cause_of(error)
+    if cause is not error:
+        return f"{type(cause).__name__}: {cause}"
     text = str(error).strip() or type(error).__name__
     if type(error).__name__ == "ActorUnavailableError":
         return "its process has ended, or cannot be reached"

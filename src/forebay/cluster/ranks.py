@@ -10,12 +10,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import math
 import os
 import socket
+import struct
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from forebay.cluster.library import find_modules_in, import_ray, why
+from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
+from forebay.cluster.supervisor import START_LIMIT_S
 from forebay.train.rank_worker import RankWorker
 from forebay.train.ranks import EXPECTED, GRACE_S, RankError
 
@@ -52,6 +57,9 @@ class RankActor:
         import torch
 
         find_modules_in(search_path)
+        # A machine's own name may lead to its loopback, where other machines' ranks find nobody.
+        if (name := _interface_of(import_ray().util.get_node_ip_address())) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         torch.set_num_threads(threads)
         self._worker = RankWorker(rank, num_ranks, meeting, device=device)
         return os.getpid()
@@ -88,7 +96,7 @@ class RayRanks:
             actor.join.remote(rank, len(actors), meeting, device, threads=threads, search_path=search_path)
             for rank, actor in enumerate(actors)
         ]
-        ranks.pids = tuple(ranks._collect("join", joining))
+        ranks.pids = tuple(ranks._collect("join", joining, limit_s=START_LIMIT_S))
         return ranks
 
     @property
@@ -119,29 +127,55 @@ class RayRanks:
         for actor in self._actors:
             import_ray().kill(actor)
 
-    def _collect(self, method: str, refs: list[Any]) -> list[Any]:
+    def _collect(self, method: str, refs: list[Any], *, limit_s: float = math.inf) -> list[Any]:
+        """Every rank's result, due within `limit_s`, and within `GRACE_S` of another's failure."""
         ray = import_ray()
         results: dict[int, Any] = {}
         failed: dict[int, Exception] = {}
-        waiting, limit_s = list(refs), None
+        waiting, deadline_s = list(refs), time.monotonic() + limit_s
         while waiting:
-            ready, waiting = ray.wait(waiting, timeout=limit_s)
+            left_s = max(0.0, deadline_s - time.monotonic())
+            ready, waiting = ray.wait(waiting, timeout=None if math.isinf(left_s) else left_s)
             if not ready:
                 break
             rank = refs.index(ready[0])
             try:
                 results[rank] = ray.get(ready[0])
             except ray.exceptions.RayError as error:
-                failed[rank], limit_s = error, GRACE_S
-        if not failed:
+                if not failed:
+                    deadline_s = min(deadline_s, time.monotonic() + GRACE_S)
+                failed[rank] = error
+        if len(results) == len(refs):
             return [results[rank] for rank in range(len(refs))]
-        causes = [getattr(error, "cause", error) for error in failed.values()]
+        causes = [cause_of(error) for error in failed.values()]
         agreed = len(failed) == len(refs) and len({type(cause) for cause in causes}) == 1
         if agreed and type(causes[0]).__name__ in EXPECTED:
             raise causes[0]
         self.close()
+        if not failed:
+            silent = [rank for rank in range(len(refs)) if rank not in results]
+            raise RankError(f"ranks {silent} of {len(refs)} gave no answer to {method} within {limit_s:g} s")
         first = min(failed)
-        raise RankError(f"rank {first} of {len(refs)} failed in {method}: {why(failed[first])}")
+        said = f"{why(failed[first])}\n{trace_of(failed[first])}".rstrip()
+        raise RankError(f"rank {first} of {len(refs)} failed in {method}: {said}")
+
+
+def _interface_of(address: str) -> str | None:
+    """The name of this machine's network interface that has this IPv4 address; None: not found."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            try:
+                packed = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                # It has no such address.
+                continue
+            if socket.inet_ntoa(packed[20:24]) == address:
+                return name
+    return None
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux: the IPv4 address of an interface, which is in bytes 20 to 24 of the answer."""
 
 
 def _are_same(arguments: Sequence[Sequence[Any]]) -> bool:

@@ -6,7 +6,8 @@
                                |       --start--> trainer, engines, rollout workers, all at the same time
        controller, agent_loop, trainer, buffer
                                |
-       a run loses its trainer --> open, start: an empty buffer, a new trainer; engines and workers stay
+       a run loses its trainer --> open, start: an empty buffer, a new trainer, and others in place of engines
+                               |                and workers that are gone for good; the rest stays
                                |
                             close: actors ended, room given back, Ray left as it was found
 """
@@ -18,19 +19,29 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from forebay.activity import Activities
+from forebay.cluster.arguments import (
+    check_address,
+    check_buffer,
+    check_count,
+    check_positive,
+    check_servers,
+    check_share,
+)
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
-from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.library import Connection, connect, import_ray, why
+from forebay.cluster.engines import PlacedEngine, none_is_left
+from forebay.cluster.library import Connection, Given, connect, import_ray, why
 from forebay.cluster.placed_buffer import PlacedBuffer
 from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.ranks import RankActor
+from forebay.cluster.restarts import Listener, Restarts
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
-from forebay.cluster.supervisor import START_LIMIT_S
+from forebay.cluster.starting import all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError
@@ -69,8 +80,10 @@ class RayCluster:
         gpus_per_trainer: likewise; of a trainer on several ranks, for each rank.
         address: of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started.
         buffer: "actor": in a process of its own, on an SQLite file; "driver": in the run's own process.
+        buffer_shards: processes, with a file each, that share the work of the buffer "actor".
         placement_timeout_s: how long to wait for room.
-        max_restarts: how often the run may lose its trainer without a finished train step in between.
+        max_restarts: how often the run may go back to a checkpoint, because it lost its trainer or another
+            part that only helps, without a finished train step in between.
 
     Raises:
         ConfigError: Ray is missing, or an argument does not fit.
@@ -87,33 +100,29 @@ class RayCluster:
         gpus_per_trainer: float = 0,
         address: str | None = None,
         buffer: str = "actor",
+        buffer_shards: int = 1,
         placement_timeout_s: float = 60.0,
         max_restarts: int = 3,
     ) -> None:
         import_ray()
-        _check_count("num_engines", num_engines, 1)
-        _check_count("num_workers", num_workers, 1)
-        _check_count("max_restarts", max_restarts, 0)
-        _check_share("gpus_per_engine", gpus_per_engine)
-        _check_share("gpus_per_trainer", gpus_per_trainer)
-        if buffer not in ("actor", "driver"):
-            raise ConfigError(f"cluster.arguments.buffer must be 'actor' or 'driver', got {buffer!r}")
-        if buffer == "actor" and config.record:
-            raise ConfigError(
-                "record = true notes what the buffer does, which has to be in this process for that: set "
-                "cluster.arguments.buffer to 'driver'"
-            )
-        if cpus is not None and not cpus > 0:
-            raise ConfigError(f"cluster.arguments.cpus must be positive, got {cpus!r}")
+        check_count("num_engines", num_engines, 1)
+        check_count("num_workers", num_workers, 1)
+        check_count("max_restarts", max_restarts, 0)
+        check_count("buffer_shards", buffer_shards, 1)
+        check_share("gpus_per_engine", gpus_per_engine)
+        check_share("gpus_per_trainer", gpus_per_trainer)
+        check_positive("placement_timeout_s", placement_timeout_s)
+        check_positive("cpus", 1 if cpus is None else cpus)
+        check_address(address)
+        check_buffer(buffer, config)
+        check_servers(num_engines, config)
         colocated = config.produce.mode == "colocated"
         shares_gpu = colocated and gpus_per_trainer == gpus_per_engine == 1 == config.train.ranks
         self.max_restarts = max_restarts
-        self.num_trainer_restarts = 0
         self._config = config.model_copy(update={"output": config.output.resolve()})
-        self._address = address
+        self._given = Given.find(address)
         self._placement_timeout_s = placement_timeout_s
-        joins = address is not None or "RAY_ADDRESS" in os.environ
-        self._may_grow = joins
+        joins = self._given is not None
         self._plan = plan_parts(
             num_engines,
             num_workers,
@@ -126,9 +135,9 @@ class RayCluster:
         self._sleeps = shares_gpu
         self._trains = True
         self._has_buffer_actor = buffer == "actor"
+        self._num_buffer_shards = buffer_shards
         self._buffer: PlacedBuffer | None = None
-        self._num_buffer_restarts = 0
-        """Of earlier buffers."""
+        self._restarts = Restarts()
         self._connection: Connection | None = None
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
@@ -147,6 +156,15 @@ class RayCluster:
     def on_retry(self, on_retry: Callable[[str | None, str | int | None, str], None]) -> None:
         self._workers.on_retry = on_retry
 
+    @property
+    def on_restart(self) -> Listener | None:
+        """Told that a part was started again: its name, why. None: kept until somebody listens."""
+        return self._restarts.listener
+
+    @on_restart.setter
+    def on_restart(self, on_restart: Listener | None) -> None:
+        self._restarts.listener = on_restart
+
     async def open(self, *, trains: bool = True) -> None:
         """Have room for every part, and an empty buffer.
 
@@ -155,29 +173,31 @@ class RayCluster:
         """
         self._trains = trains
         if self._reservation is None:
-            self._reserve(self._plan if trains else self._plan.without_trainer())
+            await self._reserve(self._plan if trains else self._plan.without_trainer())
         if self._buffer is not None:
-            self._num_buffer_restarts += self._buffer.num_restarts
             await self._buffer.close()
             self._buffer = None
         if trains and self._has_buffer_actor:
             replay = self._config.replay
             self._buffer = await PlacedBuffer.start(
                 self._config.folder,
+                on_restart=self._restarts.note,
+                num_shards=self._num_buffer_shards,
                 policy="staleness" if self._config.produce.is_async else "fifo",
                 limit=replay.limit,
                 keep_consumed=replay.keep_consumed,
             )
 
-    def _reserve(self, plan: Plan) -> None:
+    async def _reserve(self, plan: Plan) -> None:
         num_cpus = max(math.ceil(plan.num_cpus), os.cpu_count() or 1)
-        self._connection = connect(self._address, num_cpus=num_cpus)
+        self._connection = connect(self._given, num_cpus=num_cpus)
         try:
-            self._reservation = Reservation.make(
+            self._reservation = await asyncio.to_thread(
+                Reservation.make,
                 self._connection.ray,
                 plan.bundles,
                 timeout_s=self._placement_timeout_s,
-                may_grow=self._may_grow,
+                may_grow=self._given is not None,
             )
         except BaseException:
             self._end()
@@ -187,54 +207,105 @@ class RayCluster:
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays, except the trainer, which begins anew.
 
+        Engines and workers that are gone for good are replaced.
+
         Raises:
             ConfigError: a part cannot be built.
-            PartLost: an engine or a worker is gone for good.
+            PartLost: one that was built before cannot be built again.
         """
         model_folder = model_folder.resolve()
         if not self._engines:
             self._start_all(model_folder)
-        elif self._trains:
-            self._check_none_is_gone()
-            self._start_trainer_again(model_folder)
-
-    def _check_none_is_gone(self) -> None:
-        supervisors = [*(e.supervisor for e in self._engines), *(w.supervisor for w in self._workers.all)]
-        for supervisor in supervisors:
-            if supervisor.gone is not None:
-                raise supervisor.gone
+            return
+        try:
+            self._replace_gone_engines()
+            self._replace_gone_workers()
+            if self._trains:
+                self._start_trainer_again(model_folder)
+        except ConfigError as error:
+            # It was built before, so it is no fault of the run file.
+            raise PartLost(f"a part did not come back: {error}") from error
 
     def _start_all(self, model_folder: Path) -> None:
-        ray, plan = import_ray(), self._plan
         trainer = self._create_trainer(model_folder) if self._trains else None
-        engines = self._create_engines(plan.engines, model_folder, serve_at_once=not self._trains)
-        workers = [self._actor(RolloutWorker, room) for room in plan.workers]
+        engines = self._create_engines(self._plan.engines, model_folder, serve_at_once=not self._trains)
+        workers = [self._actor(RolloutWorker, room) for room in self._plan.workers]
         for worker in workers:
             worker.prepare.remote(model_folder)
-        facts = _all_started(
-            ray, {f"engine {spec.number}": actor.start.remote(spec) for spec, actor in engines}
-        )
-        self._engines = [PlacedEngine(spec, actor, facts[f"engine {spec.number}"]) for spec, actor in engines]
+        self._engines = self._started_engines(engines)
         context = min(engine.max_context_tokens for engine in self._engines)
-        handles = tuple(actor for _, actor in engines)
         specs = [
             WorkerSpec(
                 config=self._config,
                 model_folder=model_folder,
-                name=f"worker {i}",
+                name=f"worker {number}",
                 search_path=tuple(sys.path),
-                engines=handles,
+                engines=self._handles(number),
                 max_context_tokens=context,
             )
-            for i in range(len(workers))
+            for number in range(len(workers))
         ]
-        placed = list(zip(specs, workers, strict=True))
-        facts = _all_started(ray, {spec.name: actor.start.remote(spec) for spec, actor in placed})
-        self._workers = Workers([self._placed(spec, actor, facts[spec.name]) for spec, actor in placed])
+        self._workers.all = self._started_workers(list(zip(specs, workers, strict=True)))
         if trainer is not None:
-            self._trainer = RayTrainer(
-                self._trainer_actor, _all_started(ray, {"trainer": trainer})["trainer"]
-            )
+            self._trainer = RayTrainer(self._trainer_actor, all_started({"trainer": trainer})["trainer"])
+
+    def _started_engines(self, placed: Sequence[tuple[EngineSpec, Any]]) -> list[PlacedEngine]:
+        facts = self._started({f"engine {pair[0].number}": pair for pair in placed})
+        return [
+            PlacedEngine(spec, actor, facts[f"engine {spec.number}"], on_restart=self._restarts.note)
+            for spec, actor in placed
+        ]
+
+    def _started_workers(self, placed: Sequence[tuple[WorkerSpec, Any]]) -> list[PlacedWorker]:
+        pids = self._started({pair[0].name: pair for pair in placed})
+        return [self._placed(spec, actor, pids[spec.name]) for spec, actor in placed]
+
+    def _started(self, placed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
+        """What new actors say to their specs, by name; all are ended if one cannot be built."""
+        try:
+            return all_started({name: actor.start.remote(spec) for name, (spec, actor) in placed.items()})
+        except ConfigError:
+            for _, actor in placed.values():
+                self._kill(actor)
+            raise
+
+    def _handles(self, number: int) -> tuple[Any, ...]:
+        """The engines as worker `number` has them: each worker begins with another one."""
+        first = number % len(self._engines)
+        return tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
+
+    def _replace_gone_engines(self) -> None:
+        gone = [engine for engine in self._engines if engine.supervisor.gone is not None]
+        for engine in gone:
+            self._kill(engine.actor)
+        rooms = [self._plan.engines[engine.spec.number] for engine in gone]
+        placed = [
+            (engine.spec, self._actor(EngineActor, room)) for engine, room in zip(gone, rooms, strict=True)
+        ]
+        for engine in self._started_engines(placed):
+            number = engine.spec.number
+            self._restarts.note(f"engine {number}", str(self._engines[number].supervisor.gone))
+            self._engines[number] = engine
+
+    def _replace_gone_workers(self) -> None:
+        """Also have the others use the engines of now."""
+        workers, following = self._workers.all, {}
+        placed = []
+        for number, worker in enumerate(workers):
+            before, worker.spec = worker.spec, replace(worker.spec, engines=self._handles(number))
+            if worker.supervisor.gone is not None:
+                self._kill(worker.actor)
+                placed.append((worker.spec, self._actor(RolloutWorker, self._plan.workers[number])))
+            elif worker.spec != before:
+                again = worker.actor.start.options(max_task_retries=-1)
+                following[worker.spec.name] = again.remote(worker.spec)
+        replacements = {worker.spec.name: worker for worker in self._started_workers(placed)}
+        all_started(following)
+        for number, worker in enumerate(workers):
+            if worker.spec.name in replacements:
+                self._restarts.note(worker.spec.name, str(worker.supervisor.gone))
+                workers[number] = replacements[worker.spec.name]
+                workers[number].take_over(worker)
 
     def _create_engines(
         self, rooms: Sequence[Room], model_folder: Path, *, serve_at_once: bool
@@ -247,7 +318,8 @@ class RayCluster:
                 search_path=tuple(sys.path),
                 device=_device(room),
                 serves_at_once=serve_at_once,
-                sleeps=self._sleeps,
+                # The first is the one that shares.
+                sleeps=self._sleeps and number == 0,
             )
             for number, room in enumerate(rooms)
         ]
@@ -258,7 +330,7 @@ class RayCluster:
             for engine in self._engines:
                 engine.forget(spec.name)
 
-        return PlacedWorker(spec, actor, pid, on_end=forget)
+        return PlacedWorker(spec, actor, pid, on_end=forget, on_restart=self._restarts.note)
 
     def _actor(self, kind: type[Any], room: Room, *, restarts: bool = True) -> Any:
         assert self._reservation is not None
@@ -266,6 +338,11 @@ class RayCluster:
         options = {**self._reservation.options(room), **limits}
         self._actors.append(import_ray().remote(kind).options(**options).remote())
         return self._actors[-1]
+
+    def _kill(self, actor: Any) -> None:
+        if actor in self._actors:
+            self._actors.remove(actor)
+            import_ray().kill(actor)
 
     def _create_trainer(self, model_folder: Path) -> Any:
         room, rank_rooms = self._plan.trainer, self._plan.ranks
@@ -281,17 +358,13 @@ class RayCluster:
         return self._trainer_actor.start.remote(spec)
 
     def _start_trainer_again(self, model_folder: Path) -> None:
-        ray = import_ray()
         for actor in (self._trainer_actor, *self._ranks):
-            self._actors.remove(actor)
-            ray.kill(actor)
-        self.num_trainer_restarts += 1
-        starting = {"trainer": self._create_trainer(model_folder)}
-        try:
-            self._trainer = RayTrainer(self._trainer_actor, _all_started(ray, starting)["trainer"])
-        except ConfigError as error:
-            # It was built before, so it is no fault of the run file.
-            raise PartLost(f"the trainer did not come back: {error}") from error
+            self._kill(actor)
+        reason = "" if self._trainer is None else self._trainer.lost_because
+        self._trainer = None
+        pids = all_started({"trainer": self._create_trainer(model_folder)})["trainer"]
+        self._trainer = RayTrainer(self._trainer_actor, pids)
+        self._restarts.note("trainer", reason or "the run goes back to a checkpoint")
 
     def controller(self) -> RolloutController:
         """What pauses and continues the engines and gives them weights."""
@@ -312,24 +385,27 @@ class RayCluster:
         return build() if self._buffer is None else cast("ReplayBuffer", self._buffer.client)
 
     def counts(self) -> dict[str, float]:
-        """Restarts by part, and groups that were generated again, so far."""
+        """Restarts by part, and groups and requests that were generated again, so far."""
+        kinds = ("trainer", "engine", "worker", "buffer")
         return {
-            "cluster/trainer_restarts": float(self.num_trainer_restarts),
-            "cluster/engine_restarts": float(sum(e.supervisor.num_restarts for e in self._engines)),
-            "cluster/worker_restarts": float(sum(w.supervisor.num_restarts for w in self._workers.all)),
-            "cluster/buffer_restarts": float(
-                self._num_buffer_restarts + (self._buffer.num_restarts if self._buffer is not None else 0)
-            ),
+            **{f"cluster/{kind}_restarts": float(self._restarts.counts[kind]) for kind in kinds},
             "cluster/groups_retried": float(self._workers.num_retries),
+            "cluster/requests_retried": float(self._workers.count_retries()),
         }
+
+    def none_is_left(self) -> str:
+        """Why nothing can be generated any more until `start` replaces what is gone; empty if it can."""
+        if not self._engines:
+            return ""
+        return str(none_is_left(self._engines) or self._workers.none_is_left() or "")
 
     def pids(self) -> dict[str, int]:
         """The process of every part, by its name."""
         return {
             **(self._trainer.pids if self._trainer is not None else {}),
-            **{engine.supervisor.name: engine.facts.pid for engine in self._engines},
-            **{worker.supervisor.name: worker.pid for worker in self._workers.all},
-            **({"buffer": self._buffer.pid()} if self._buffer is not None else {}),
+            **{engine.supervisor.name: engine.supervisor.pid for engine in self._engines},
+            **{worker.supervisor.name: worker.supervisor.pid for worker in self._workers.all},
+            **(self._buffer.pids() if self._buffer is not None else {}),
         }
 
     async def close(self) -> None:
@@ -357,40 +433,6 @@ class RayCluster:
         self._connection.close()
         self._connection = self._reservation = None
         self._actors, self._engines, self._workers = [], [], Workers([])
-
-
-def _all_started(ray: Any, starting: dict[str, Any]) -> dict[str, Any]:
-    """What every part says once it is built, by name.
-
-    Raises:
-        ConfigError: one of them cannot be built, or takes too long.
-    """
-    _, waiting = ray.wait(list(starting.values()), num_returns=len(starting), timeout=START_LIMIT_S)
-    facts = {}
-    for name, ref in starting.items():
-        if ref in waiting:
-            raise ConfigError(f"cluster: {name} was not there after {START_LIMIT_S:g} s")
-        try:
-            facts[name] = ray.get(ref)
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, ConfigError):
-                raise error.cause from None
-            raise ConfigError(f"cluster: {name} cannot be built: {error}") from error
-        except ray.exceptions.RayError as error:
-            raise ConfigError(f"cluster: {name} ended as it was started: {why(error)}") from error
-    return facts
-
-
-def _check_count(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ConfigError(f"cluster.arguments.{name} must be a number from {least} up, got {value!r}")
-
-
-def _check_share(name: str, value: Any) -> None:
-    if not isinstance(value, int | float) or value < 0 or (value > 1 and value != int(value)):
-        raise ConfigError(
-            f"cluster.arguments.{name} must be a share of a GPU or a whole number of GPUs, got {value!r}"
-        )
 
 
 def _device(room: Room) -> str:

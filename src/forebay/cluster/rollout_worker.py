@@ -21,9 +21,10 @@ from typing import Any
 
 from forebay.activity import Activities
 from forebay.agents import AgentLoop
-from forebay.cluster.calls import as_they_end
+from forebay.cluster.calls import ItemFailed, as_they_end
 from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import find_modules_in
+from forebay.cluster.supervisor import NotBuilt
 from forebay.engines import RolloutController
 from forebay.runs.config import RunConfig
 from forebay.runs.task_loops import build_task_loop
@@ -43,7 +44,7 @@ class WorkerSpec:
     search_path: tuple[str, ...]
     """Where the run's own process finds its modules."""
     engines: tuple[Any, ...]
-    """Ray's handles of `EngineActor`s."""
+    """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
     max_context_tokens: int
     """Of every engine."""
 
@@ -60,19 +61,14 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """What a job raised: not the error itself, whose class the run's process may not have."""
-
-    message: str
-
-
-@dataclass(frozen=True)
 class Report:
     """How far a worker is."""
 
     notes: Mapping[str, str]
     """By rollout or group that something is done to: what, for how long, how far."""
     num_tokens_made: int
+    num_retries: int = 0
+    """Requests that went to another engine, or to the same again, because one was lost."""
 
 
 class RolloutWorker:
@@ -85,8 +81,9 @@ class RolloutWorker:
     def __init__(self) -> None:
         self._activities = Activities()
         self._tokenizer: Any = None
-        self._engines: list[RayEngine] = []
-        self._controller: RolloutController
+        self._engines: dict[Any, RayEngine] = {}
+        """By Ray's handle."""
+        self._built: RolloutController | None = None
         self._loops: dict[LoopName, AgentLoop] = {}
         self._jobs: dict[int, asyncio.Task[Any]] = {}
 
@@ -98,32 +95,50 @@ class RolloutWorker:
     async def start(self, spec: WorkerSpec) -> int:
         """Build the agent loops, if this process has not yet; its process id.
 
+        Called again it takes over the engines, of which some may have been replaced.
+
         Raises:
             ConfigError: an agent or a judger cannot be built here.
         """
-        if not self._loops:
+        if self._built is None:
             find_modules_in(spec.search_path)
             await self.prepare(spec.model_folder)
+        if tuple(self._engines) != spec.engines:
+            self._engines = {
+                actor: self._engines.get(actor) or RayEngine(actor, spec.max_context_tokens, caller=spec.name)
+                for actor in spec.engines
+            }
+            if self._built is not None:
+                self._built.engines = list(self._engines.values())
+        if self._built is None:
             self._build(spec)
         return os.getpid()
 
     def _build(self, spec: WorkerSpec) -> None:
-        self._engines = [
-            RayEngine(actor, spec.max_context_tokens, caller=spec.name) for actor in spec.engines
-        ]
-        self._controller = RolloutController(self._engines, seed=spec.config.seed)
+        controller = RolloutController(list(self._engines.values()), seed=spec.config.seed)
         self._loops = {
             (task.name, held_out): build_task_loop(
                 spec.config,
                 task,
                 held_out=held_out,
-                controller=self._controller,
+                controller=controller,
                 tokenizer=self._tokenizer,
                 activities=self._activities,
             )
             for task in spec.config.tasks
             for held_out in (False, True)
         }
+        self._built = controller
+
+    def _ready(self) -> RolloutController:
+        """What the agent loops generate with.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        if self._built is None:
+            raise NotBuilt("the agent loops have not been built in this process")
+        return self._built
 
     async def live(self) -> None:
         """Never returns: whoever waits for it learns of this process's end."""
@@ -131,12 +146,17 @@ class RolloutWorker:
 
     async def generate(
         self, jobs: Sequence[Job]
-    ) -> AsyncIterator[list[tuple[int, list[RolloutState] | Failure]]]:
-        """The groups of `jobs` as they are done."""
+    ) -> AsyncIterator[list[tuple[int, list[RolloutState] | ItemFailed]]]:
+        """The groups of `jobs` as they are done.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        self._ready()
         async for results in as_they_end([self._generate(job) for job in jobs]):
             yield results
 
-    async def _generate(self, job: Job) -> list[RolloutState] | Failure:
+    async def _generate(self, job: Job) -> list[RolloutState]:
         work = asyncio.ensure_future(
             self._loops[job.loop].generate_group(
                 job.states, enable_partial_rollout=job.enable_partial_rollout
@@ -148,10 +168,7 @@ class RolloutWorker:
         except asyncio.CancelledError:
             # Nobody waits for it any more; if it was this call that was cancelled, the work ends too.
             work.cancel()
-            return Failure("cancelled")
-        # Agent loops are user code: what they raise fails their group, as in one process.
-        except Exception as error:
-            return Failure(f"{type(error).__name__}: {error}")
+            raise
         finally:
             del self._jobs[job.number]
 
@@ -162,12 +179,13 @@ class RolloutWorker:
 
     async def pause(self) -> None:
         """Have what is running end as ABORTED; the engines are paused by the run."""
+        self._ready()
         for loop in self._loops.values():
             await loop.pause()
 
     async def resume(self) -> None:
         """Go on."""
-        await self._controller.continue_generation()
+        await self._ready().continue_generation()
 
     async def close(self) -> None:
         """Free what agents and judgers hold."""
@@ -176,13 +194,14 @@ class RolloutWorker:
 
     async def report(self) -> Report:
         """What is being done, and how far it is."""
-        await asyncio.gather(*(engine.look() for engine in self._engines))
+        controller = self._ready()
+        await asyncio.gather(*(engine.look() for engine in self._engines.values()))
         notes = {}
         for activity in self._activities.in_flight():
-            known = self._controller.describe(activity)
+            known = controller.describe(activity)
             age_s = self._activities.age_s(activity)
             notes[str(activity.name)] = f"{known + ', ' if known else ''}{activity.stage} for {age_s:.0f} s"
-        return Report(notes, self._controller.count_tokens_made())
+        return Report(notes, controller.count_tokens_made(), int(controller.counts()["retries"]))
 
 
 def _load_tokenizer(model_folder: Path) -> Any:

@@ -3,9 +3,9 @@
 ::
 
     up --process ends--> Ray starts it again --> set_up() --> up, one more restart
-                                 | it does not come, or raises
-                                 v
-                               gone: everybody who needs it gets a PartLost
+        '-it lives, but cannot work: killed   | it does not come, or raises
+                                              v
+                                            gone: everybody who needs it gets a PartLost
 
     consumes: ends of the process    waits for: `live`, a call that does not end as long as the process lives
     woken by: Ray, or by who got no answer    produces: a process that is set up, and a count
@@ -27,16 +27,24 @@ logger = logging.getLogger(__name__)
 START_LIMIT_S = 600.0
 """For a process to come back: minutes are usual where a large model is loaded."""
 
+TELL_LIMIT_S = 45.0
+"""For a pause or a resume: less than the run's controller gives before it ends the run."""
+
 MAX_FAILED_STARTS = 5
 """Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""
+
+
+class NotBuilt(RuntimeError):
+    """The actor's process is a new one, which nobody has set up yet."""
 
 
 class Supervisor:
     """Watches one actor, which has the methods `live` and those that `set_up` calls.
 
-    Invariants: while `is_up`, the process is set up; a process that ended is counted once; `gone` is final.
+    Invariants: while `is_up`, the process is set up; a process that ended is counted once, one that could
+    only not be reached never; `gone` is final.
 
-    >>> supervisor = Supervisor("engine 0", actor, set_up)
+    >>> supervisor = Supervisor("engine 0", actor, set_up, pid=facts.pid)
     >>> supervisor.watch()                                     # in the event loop, once it was set up
     >>> await supervisor.until_up()
     """
@@ -45,27 +53,33 @@ class Supervisor:
         self,
         name: str,
         actor: Any,
-        set_up: Callable[[], Awaitable[None]],
+        set_up: Callable[[], Awaitable[int]],
         *,
+        pid: int,
         on_end: Callable[[], None] = lambda: None,
+        on_restart: Callable[[str, str], None] = lambda part, reason: None,
+        failure: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
-        """`on_end` is told when the process has ended, before it is set up again."""
+        """`set_up` gives the id of the process, `on_end` is told before it that the last one has ended.
+
+        `on_restart` is told of each new process that is set up: the name, and why. `failure` gives the reason
+        why a process that lives cannot do its work any more, if it comes to that: it is ended then.
+        """
         self.name = name
         self.actor = actor
+        self.pid = pid
         self.is_up = True
-        self.num_restarts = 0
+        self.incarnation = 0
+        """Grows each time it is set up again."""
         self.gone: PartLost | None = None
         self._set_up = set_up
-        self._on_end = on_end
+        self._on_end, self._on_restart = on_end, on_restart
+        self._failure = failure
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._suspicion = asyncio.Event()
         self._suspected_because = ""
-
-    @property
-    def incarnation(self) -> int:
-        """Which process it is, counted from 0."""
-        return self.num_restarts
+        self._has_to_end = False
 
     def watch(self) -> None:
         """Begin; a second call does nothing."""
@@ -78,10 +92,13 @@ class Supervisor:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def suspect(self, incarnation: int, error: Exception) -> None:
-        """That process did not answer, because of `error`: it is not up until it is known to be."""
+    def suspect(self, incarnation: int, error: Exception, *, has_to_end: bool = False) -> None:
+        """That process did not answer, because of `error`: it is not up until it is known to be.
+
+        One that lives all the same `has_to_end` where it would not answer the next call either.
+        """
         if incarnation == self.incarnation and self.is_up and self.gone is None:
-            self.is_up = False
+            self.is_up, self._has_to_end = False, has_to_end
             self._suspected_because = why(error)
             self._suspicion.set()
 
@@ -103,34 +120,62 @@ class Supervisor:
             self._on_end()
             logger.warning("%s ended (%s); it is started again", self.name, cause)
             try:
-                await answered(self._revive(), f"{self.name} was started again", START_LIMIT_S)
-                self.num_restarts += 1
-                self.is_up = True
+                pid = await answered(self._revive(), f"{self.name} was started again", START_LIMIT_S)
+                self._came_back(pid, cause)
             # Whatever went wrong, nobody may wait for it any longer; the error is told to those who do.
             except Exception as error:
                 self.gone = PartLost(f"{self.name} is lost ({cause}) and did not come back: {why(error)}")
                 logger.error("%s", self.gone)
+                # So that who waits for it elsewhere learns of it too.
+                import_ray().kill(self.actor)
             self._suspicion.clear()
             self._wake()
 
     async def _end_of_process(self) -> str:
+        """Return why, once it has ended, or is suspected to have."""
         living = asyncio.ensure_future(_until_it_ends(self.actor))
-        suspicion = asyncio.ensure_future(self._suspicion.wait())
+        waiting: list[asyncio.Future[Any]] = [living, asyncio.ensure_future(self._suspicion.wait())]
+        if self._failure is not None:
+            waiting.append(asyncio.ensure_future(self._note_failure(self._failure)))
         try:
-            await asyncio.wait([living, suspicion], return_when=asyncio.FIRST_COMPLETED)
-            return living.result() if living.done() else self._suspected_because
+            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            if living.done():
+                return living.result()
+            if self._has_to_end:
+                import_ray().kill(self.actor, no_restart=False)
+                # Until then a call would reach the process that is to end.
+                await living
+            return self._suspected_because
         finally:
-            living.cancel()
-            suspicion.cancel()
-            await asyncio.gather(living, suspicion, return_exceptions=True)
+            self._has_to_end = False
+            for future in waiting:
+                future.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
 
-    async def _revive(self) -> None:
+    async def _note_failure(self, failure: Callable[[], Awaitable[str]]) -> None:
+        incarnation = self.incarnation
+        try:
+            self.suspect(incarnation, RuntimeError(await failure()), has_to_end=True)
+        except import_ray().exceptions.RayError as error:
+            self.suspect(incarnation, error)
+
+    async def _revive(self) -> int:
         for attempt in range(1, MAX_FAILED_STARTS + 1):
             try:
                 return await self._set_up()
-            except import_ray().exceptions.RayActorError as error:
+            except (import_ray().exceptions.RayActorError, NotBuilt) as error:
                 if attempt == MAX_FAILED_STARTS or not _comes_back(error):
                     raise
+        raise AssertionError("the last attempt returns or raises")
+
+    def _came_back(self, pid: int, cause: str) -> None:
+        is_another = pid != self.pid
+        self.pid, self.is_up = pid, True
+        self.incarnation += 1
+        if is_another:
+            self._on_restart(self.name, cause)
+        else:
+            logger.warning("%s could not be reached for a while; it is the same process as before", self.name)
 
     def _wake(self) -> None:
         self._news.set()
@@ -147,4 +192,4 @@ async def _until_it_ends(actor: Any) -> str:
 
 def _comes_back(error: Exception) -> bool:
     """Whether Ray goes on starting it: an actor whose constructor raised is not."""
-    return isinstance(error, import_ray().exceptions.ActorUnavailableError)
+    return isinstance(error, import_ray().exceptions.ActorUnavailableError | NotBuilt)

@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from forebay.cluster.library import find_modules_in, import_ray, why
+from forebay.cluster.library import cause_of, find_modules_in, import_ray, why
 from forebay.cluster.weights import PlainWeight, Published, to_plain
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
-from forebay.train.ranks import RankError
+from forebay.train.ranks import EXPECTED, RankError
 from forebay.types import FloatArray, RolloutState
 
 if TYPE_CHECKING:
@@ -147,6 +147,8 @@ class RayTrainer:
     def __init__(self, actor: Any, pids: Sequence[int]) -> None:
         self.pids = {"trainer": pids[0], **{f"rank {rank}": pid for rank, pid in enumerate(pids[1:])}}
         """Processes, by part."""
+        self.lost_because = ""
+        """Why its process ended, once a call has found that."""
         self._actor = actor
         self._model_step = 0
 
@@ -206,7 +208,7 @@ class RayTrainer:
             # The weights themselves stay where they are.
             step = await step_ref
         except import_ray().exceptions.RayError as error:
-            raise _lost(error) from error
+            raise self._error(error) from error
         await rollout_controller.update_weights(Published(weights_ref, step), step)
 
     def save(self, path: Path | str) -> None:
@@ -233,14 +235,19 @@ class RayTrainer:
         ray = import_ray()
         try:
             return ray.get(getattr(self._actor, method).remote(*arguments))
-        except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, RankError):
-                raise PartLost(f"a rank of the trainer is lost: {why(error.cause)}") from error.cause
-            # Its own error, without the trace of the process that it comes from.
-            raise error.cause from None
         except ray.exceptions.RayError as error:
-            raise _lost(error) from error
+            raised = self._error(error)
+            # What speaks of the batch or the settings needs no trace of the process that found it.
+            raise raised from None if isinstance(raised, _EXPECTED) else error
+
+    def _error(self, error: Exception) -> BaseException:
+        """What to raise: what was raised there, or that nothing can be any more."""
+        cause = cause_of(error)
+        if not isinstance(cause, RankError | import_ray().exceptions.RayError):
+            return cause
+        who = "a rank of the trainer" if isinstance(cause, RankError) else "the trainer"
+        self.lost_because = str(cause) if isinstance(cause, RankError) else why(error)
+        return PartLost(f"{who} is lost: {self.lost_because}")
 
 
-def _lost(error: Exception) -> PartLost:
-    return PartLost(f"the trainer is lost: {why(error)}")
+_EXPECTED = tuple(EXPECTED.values())

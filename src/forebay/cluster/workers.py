@@ -20,16 +20,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from forebay.activity import GENERATE, Activities, Activity
-from forebay.cluster.calls import ActorLost, BatchedCalls
-from forebay.cluster.engines import PlacedEngine
+from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed
+from forebay.cluster.engines import PlacedEngine, none_is_left
 from forebay.cluster.library import import_ray
-from forebay.cluster.rollout_worker import Failure, Job, LoopName, Report, WorkerSpec
-from forebay.cluster.supervisor import Supervisor
+from forebay.cluster.rollout_worker import Job, LoopName, Report, WorkerSpec
+from forebay.cluster.supervisor import TELL_LIMIT_S, NotBuilt, Supervisor
 from forebay.cluster.weights import Published
 from forebay.engines import RolloutController
 from forebay.engines.pool import LOAD_LIMIT_S
 from forebay.runs.placement import PartLost
-from forebay.stalls import answered
+from forebay.stalls import StallError, answered
 from forebay.types import RolloutState, Status, reset_rollout_response
 
 logger = logging.getLogger(__name__)
@@ -52,16 +52,28 @@ class Paused(RuntimeError):
 class PlacedWorker:
     """One rollout worker elsewhere."""
 
-    def __init__(self, spec: WorkerSpec, actor: Any, pid: int, *, on_end: Callable[[], None]) -> None:
-        self.pid = pid
-        self._spec = spec
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        actor: Any,
+        pid: int,
+        *,
+        on_end: Callable[[], None] = lambda: None,
+        on_restart: Callable[[str, str], None] = lambda part, reason: None,
+    ) -> None:
+        """`on_end`, `on_restart`: see `Supervisor`."""
+        self.spec = spec
+        """May be replaced: the next process that is set up follows it."""
+        self.actor = actor
         self.num_in_flight = 0
-        self.num_tokens_before = 0
-        """Made by its earlier processes."""
         self.report = Report({}, 0)
-        self.supervisor = Supervisor(spec.name, actor, self._set_up, on_end=on_end)
-        self._actor = actor
-        self._calls: BatchedCalls[Job, list[RolloutState] | Failure] = BatchedCalls(
+        self._before = Report({}, 0)
+        """What its earlier processes had done."""
+        self._is_paused = False
+        self.supervisor = Supervisor(
+            spec.name, actor, self._set_up, pid=pid, on_end=on_end, on_restart=on_restart
+        )
+        self._calls: BatchedCalls[Job, list[RolloutState]] = BatchedCalls(
             actor.generate.options(num_returns="streaming").remote
         )
 
@@ -75,44 +87,80 @@ class PlacedWorker:
         incarnation = self.supervisor.incarnation
         self.num_in_flight += 1
         try:
-            group = await self._calls.ask(job)
+            return await self._calls.ask(job)
         except ActorLost as error:
             self.supervisor.suspect(incarnation, error)
             raise
+        except ItemFailed as error:
+            # Agent loops are user code: what they raise fails their group, as in one process.
+            raise GroupFailed(str(error)) from error
         except asyncio.CancelledError:
-            self._actor.cancel.remote(job.number)
+            self.actor.cancel.remote(job.number)
             raise
         finally:
             self.num_in_flight -= 1
-        if isinstance(group, Failure):
-            raise GroupFailed(group.message)
-        return group
+
+    async def pause(self) -> None:
+        """Have what is running end as ABORTED; a process that is started again learns of it then."""
+        self._is_paused = True
+        await self.tell("pause")
+
+    async def resume(self) -> None:
+        """Go on; likewise."""
+        self._is_paused = False
+        await self.tell("resume")
 
     async def tell(self, method: str) -> None:
-        """Call a method without a result; a worker that is not there has nothing to be told."""
-        if self.supervisor.is_up:
-            incarnation = self.supervisor.incarnation
-            try:
-                await getattr(self._actor, method).remote()
-            except import_ray().exceptions.RayActorError as error:
-                self.supervisor.suspect(incarnation, error)
+        """Call a method without a result; a worker that is not there has nothing to be told.
+
+        One that does not answer in time, perhaps because a judger blocks it, is ended: its groups are
+        generated again.
+        """
+        if not self.supervisor.is_up:
+            return
+        name, incarnation = self.supervisor.name, self.supervisor.incarnation
+        try:
+            await answered(
+                getattr(self.actor, method).remote(), f"{name} was asked to {method}", TELL_LIMIT_S
+            )
+        except StallError as error:
+            self.supervisor.suspect(incarnation, error, has_to_end=True)
+        except (import_ray().exceptions.RayActorError, NotBuilt) as error:
+            self.supervisor.suspect(incarnation, error)
 
     async def look(self) -> None:
         """Bring `report` up to date, as far as the worker answers."""
         if self.supervisor.is_up:
             try:
-                self.report = await self._actor.report.remote()
+                self.report = await self.actor.report.remote()
             except import_ray().exceptions.RayError:
                 logger.debug("%s gave no report", self.supervisor.name)
 
     @property
     def num_tokens_made(self) -> int:
         """As of the last report; it never falls."""
-        return self.num_tokens_before + self.report.num_tokens_made
+        return self._before.num_tokens_made + self.report.num_tokens_made
 
-    async def _set_up(self) -> None:
-        self.num_tokens_before, self.report = self.num_tokens_made, Report({}, 0)
-        self.pid = await self._actor.start.options(max_task_retries=-1).remote(self._spec)
+    @property
+    def num_retries(self) -> int:
+        """Of requests, because an engine was lost; as of the last report."""
+        return self._before.num_retries + self.report.num_retries
+
+    def take_over(self, gone: PlacedWorker) -> None:
+        """Go on counting where the one that this replaces ended."""
+        self._before = Report({}, gone.num_tokens_made, gone.num_retries)
+
+    async def _set_up(self) -> int:
+        """A new process: built, with the engines of now, and paused or not."""
+        told = None
+        while told != (wanted := (self.spec, self._is_paused)):
+            told = wanted
+            pid: int = await self.actor.start.options(max_task_retries=-1).remote(self.spec)
+            if pid != self.supervisor.pid:
+                self._before = Report({}, self.num_tokens_made, self.num_retries)
+                self.report = Report({}, 0)
+            await (self.actor.pause if self._is_paused else self.actor.resume).remote()
+        return pid
 
 
 class Workers:
@@ -124,7 +172,8 @@ class Workers:
     """
 
     def __init__(self, workers: Sequence[PlacedWorker]) -> None:
-        self.all = workers
+        self.all = list(workers)
+        """One that is gone for good may be replaced."""
         self.num_retries = 0
         """Groups that were generated again because their worker had ended."""
         self.on_retry: Callable[[str | None, str | int | None, str], None] = lambda task, group, reason: None
@@ -165,17 +214,13 @@ class Workers:
         """Have what is running end as ABORTED, and what waits for a worker too."""
         self._is_paused = True
         self._pause_began.set()
-        await self._tell("pause")
+        await asyncio.gather(*(worker.pause() for worker in self.all))
 
     async def resume(self) -> None:
         """Go on."""
         self._is_paused = False
         self._pause_began.clear()
-        await self._tell("resume")
-
-    async def _tell(self, method: str) -> None:
-        """Call a method of every worker that is up."""
-        await asyncio.gather(*(worker.tell(method) for worker in self.all))
+        await asyncio.gather(*(worker.resume() for worker in self.all))
 
     def note_of(self, name: str) -> str:
         """What is known of the rollout or group `name`; a report may be a second old."""
@@ -187,6 +232,16 @@ class Workers:
         self._look()
         return sum(worker.num_tokens_made for worker in self.all)
 
+    def count_retries(self) -> int:
+        """Requests that were made again because an engine was lost, as of the last report."""
+        self._look()
+        return sum(worker.num_retries for worker in self.all)
+
+    def none_is_left(self) -> PartLost | None:
+        """Why there is no worker any more; None: one is there, or coming back."""
+        gone = [worker.supervisor.gone for worker in self.all]
+        return None if None in gone else gone[0]
+
     async def close(self) -> None:
         """Watch no more."""
         if self._looking is not None:
@@ -194,7 +249,7 @@ class Workers:
             await asyncio.gather(self._looking, return_exceptions=True)
         for worker in self.all:
             await worker.supervisor.stop()
-        await self._tell("close")
+        await asyncio.gather(*(worker.tell("close") for worker in self.all))
 
     async def _least_busy(self) -> PlacedWorker:
         while True:
@@ -223,12 +278,9 @@ async def _first_up(supervisors: Sequence[Supervisor]) -> None:
     Raises:
         PartLost: all are gone.
     """
-    waiting = [s.until_up() for s in supervisors if s.gone is None]
-    if not waiting:
-        gone = supervisors[0].gone
-        assert gone is not None
-        raise gone
-    await _first_of(*waiting)
+    left = [supervisor for supervisor in supervisors if supervisor.gone is None]
+    # Of none, the first says why.
+    await _first_of(*(supervisor.until_up() for supervisor in left or supervisors[:1]))
 
 
 async def _first_of(*awaitables: Awaitable[Any]) -> None:
@@ -321,12 +373,14 @@ class ClusterController(RolloutController):
 
         Raises:
             StallError: an engine did not take them within ten minutes.
-            PartLost: an engine is lost for good.
+            PartLost: all engines are lost for good.
         """
         assert isinstance(weights, Published)
         what = f"the engines were asked to load the weights of step {model_step}"
         loading = [engine.load_weights(weights, model_step) for engine in self.engines]  # type: ignore[arg-type]
         await answered(asyncio.gather(*loading), what, LOAD_LIMIT_S)
+        if (lost := none_is_left(self.engines)) is not None:  # type: ignore[arg-type]
+            raise lost
 
     async def pause_generation(self) -> None:
         """End what runs as aborted, at the engines and in the workers."""

@@ -28,6 +28,7 @@ Contract:
   made of the earlier tokens. So a rollout may hold tokens of several model steps, each with the log
   probability that it was drawn with. (An aborted request that is continued later is computed anew, all of it
   by the weights of then.)
+* An engine that `takes_adapters` has one method more: see `TakesAdapters`.
 * The same request (ids, parameters, seed) over the same weights draws the same random numbers, whatever runs
   beside it. The numbers are counted over the whole rollout: a continuation goes on where the earlier calls
   stopped, so that an interrupted rollout draws what an uninterrupted one would have. An engine that can only
@@ -36,9 +37,9 @@ Contract:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -160,5 +161,29 @@ class Remote(Protocol):
 
         Raises:
             EngineLost: it does not come; the message says what was tried.
+        """
+        ...
+
+
+class TakesAdapters(Protocol):
+    """What an engine has besides `Engine` if it keeps its starting weights and puts LoRA adapters on them."""
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether it does; an engine without this property does not."""
+        ...
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """As `Engine.load_weights`, with the weights that the starting weights and these adapters make.
+
+        The starting weights are those that the engine began with, or was last given whole. `adapters` and
+        `config` are what peft writes to ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+        Raises:
+            BaseDiffersError: `config` names other starting weights (`forebay.models.starting_weights`).
+            AdaptersRefusedError: adapters of a kind that the engine cannot use exactly.
+            ValueError: they do not fit the model. In all three cases nothing has changed.
         """
         ...

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.activity import Activity
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
@@ -98,8 +98,13 @@ class RolloutController:
 
     @property
     def model_step(self) -> int:
-        """The oldest step of the weights that any engine makes its next token with."""
+        """The oldest step of the weights that any engine makes its next token with; of those that are up."""
         return self._pool.model_step
+
+    @property
+    def engines_up(self) -> dict[int, Engine]:
+        """Those that take rollouts now, by their place in `engines`: none is starting, lost or given up."""
+        return self._pool.up
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Continue ``state.tokens`` (the prompt, if empty) in place within the remaining budget; return it.
@@ -159,7 +164,7 @@ class RolloutController:
         """End what runs and waits as aborted, and take nothing new until `continue_generation`.
 
         Raises:
-            StallError: an engine did not answer within a minute; the others are paused.
+            StallError: an engine of this process did not answer within a minute; the others are paused.
         """
         await self._pool.pause()
 
@@ -167,20 +172,38 @@ class RolloutController:
         """Take rollouts again.
 
         Raises:
-            StallError: an engine did not answer within a minute.
+            StallError: an engine of this process did not answer within a minute.
         """
         await self._pool.resume()
 
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         """Give every engine the weights after train step `model_step`.
 
-        An engine that is lost meanwhile takes them over when it comes back.
+        An engine that is lost meanwhile, or refuses them, takes them over when it comes back.
 
         Raises:
-            StallError: an engine did not take them within ten minutes.
+            StallError: an engine of this process did not take them within ten minutes.
             EngineLost: all engines are lost for good.
+            ConfigError: the weights cannot be written to where servers read them.
         """
         await self._pool.load_weights(weights, model_step)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether `update_adapters` may be called: all engines keep their starting weights."""
+        return self._pool.takes_adapters
+
+    async def update_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """Give every engine the LoRA adapters after train step `model_step`, for its starting weights.
+
+        Raises:
+            BaseDiffersError: an engine has others (`config` says which are meant), until `update_weights`.
+            AdaptersRefusedError: an engine cannot use such adapters; give it all weights.
+            StallError, EngineLost: as for `update_weights`.
+        """
+        await self._pool.load_adapters(adapters, model_step, config=config)
 
     async def health(self) -> EngineHealth:
         """All engines together: ok if all are, sums of requests, the oldest model step.
@@ -193,7 +216,7 @@ class RolloutController:
             ok=all(part.ok for part in parts),
             num_running=sum(part.num_running for part in parts),
             num_waiting=sum(part.num_waiting for part in parts),
-            model_step=min(part.model_step for part in parts),
+            model_step=self.model_step,
             detail="; ".join(f"engine {i}: {part.detail}" for i, part in enumerate(parts) if part.detail),
         )
 

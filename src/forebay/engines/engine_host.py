@@ -27,6 +27,7 @@ from forebay.engines.base import Engine, GenerateRequest
 from forebay.engines.build import EngineSurroundings, build_engines
 from forebay.framing import framed, read_frame
 from forebay.models import ModelConfig, load_tokenizer
+from forebay.models.starting_weights import AdaptersRefusedError
 from forebay.types import SampleParams
 
 PROGRESS_EVERY_S = 0.5
@@ -50,7 +51,11 @@ class EngineHost:
 
     async def serve(self) -> None:
         """Serve until the parent closes the connection or is gone."""
-        hello = {"max_context_tokens": self._engine.max_context_tokens, "model_step": self._engine.model_step}
+        hello = {
+            "max_context_tokens": self._engine.max_context_tokens,
+            "model_step": self._engine.model_step,
+            "takes_adapters": getattr(self._engine, "takes_adapters", False),
+        }
         self._write(hello)
         while (frame := await read_frame(self._reader)) is not None:
             number, method, argument = msgspec.msgpack.decode(frame)
@@ -64,8 +69,8 @@ class EngineHost:
         # It goes to whoever called.
         except Exception as raised:
             text = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
-            kind = "ValueError" if isinstance(raised, ValueError) else type(raised).__name__
-            result, error = None, (kind, text)
+            is_plain = isinstance(raised, ValueError) and not isinstance(raised, AdaptersRefusedError)
+            result, error = None, ("ValueError" if is_plain else type(raised).__name__, text)
         self._write((number, result, error))
 
     async def _call(self, method: str, argument: Any) -> Any:

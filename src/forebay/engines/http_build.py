@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 from forebay.config import ConfigError
 from forebay.engines.base import Engine
@@ -51,6 +53,8 @@ class HTTPSettings:
     """Where weights are handed over; None: in the run's folder. In ``/dev/shm``: through memory."""
     start_limit_s: float = START_LIMIT_S
     """Seconds that a server may take to start, or to come back."""
+    api_key_env: str | None = None
+    """The environment variable that holds the servers' API key; None sends none."""
 
     def __post_init__(self) -> None:
         if bool(self.urls) == (self.servers > 0):
@@ -60,6 +64,8 @@ class HTTPSettings:
             )
         if self.start_limit_s <= 0:
             raise ConfigError(f"start_limit_s must be positive, got {self.start_limit_s}")
+        for url in self.urls:
+            _check_address(url)
         far = [url for url in self.urls if not _is_loopback(url)]
         if far and self.weights_folder is None:
             raise ConfigError(
@@ -86,6 +92,7 @@ def http_engines(
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm" and not _has_gpu() and (shared := shared_weights(model_folder)):
         served = write_untied(model_folder, scratch / "model", shared)
+    key = _api_key(settings.api_key_env)
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
     files = WeightFiles(folder.resolve(), served, written_out=shared)
     common: dict[str, Any] = {
@@ -93,11 +100,12 @@ def http_engines(
         "dialect": dialect,
         "tokenizer": tokenizer,
         "start_limit_s": settings.start_limit_s,
+        "api_key": key,
     }
     if settings.urls:
         engines: list[Engine] = []
         for url in settings.urls:
-            model, context = _ask(url.rstrip("/"), max_context_tokens)
+            model, context = _ask(url.rstrip("/"), max_context_tokens, key)
             engines.append(HTTPEngine(url.rstrip("/"), model=model, max_context_tokens=context, **common))
         return engines
     context = max_context_tokens or _own_context(model_folder)
@@ -136,12 +144,27 @@ def _local_server(
     )
 
 
-def _ask(url: str, wanted: int | None) -> tuple[str, int]:
+def _api_key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    if key := os.environ.get(variable, "").strip():
+        return key
+    raise ConfigError(f"api_key_env: the environment variable {variable} is not set")
+
+
+def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
     """The name of the model that the server at `url` serves, and the context to use."""
+    request = Request(f"{url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
     try:
-        with urlopen(f"{url}/v1/models", timeout=_ASK_LIMIT_S) as answer:
+        # Without a proxy, as everything that is asked later.
+        with build_opener(ProxyHandler({})).open(request, timeout=_ASK_LIMIT_S) as answer:
             model = json.load(answer)["data"][0]
         name, context = str(model["id"]), int(model["max_model_len"])
+    except HTTPError as error:
+        # It holds the connection.
+        error.close()
+        hint = ": wrong or missing key, see api_key_env" if error.code in (401, 403) else ""
+        raise ConfigError(f"the server at {url!r} answered {error.code} {error.reason}{hint}") from error
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(f"no server to use at {url!r}: {type(error).__name__}: {error}") from error
     if wanted is not None and wanted > context:
@@ -160,14 +183,23 @@ def _own_context(model_folder: Path) -> int:
     return int(context)
 
 
-def _is_loopback(url: str) -> bool:
+def _check_address(url: str) -> None:
     parts = urlsplit(url)
+    if "@" in parts.netloc:
+        raise ConfigError(
+            f"urls holds a user name or password for {parts.hostname!r}, which would be in every log; put a "
+            f"key into an environment variable and name it in api_key_env"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'")
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
     try:
-        return ipaddress.ip_address(parts.hostname).is_loopback
+        return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return parts.hostname == "localhost"
+        return host == "localhost"
 
 
 def _has_gpu() -> bool:

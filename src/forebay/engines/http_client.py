@@ -3,7 +3,7 @@
 ::
 
     request() --> an idle connection, or a new one --> status, headers --> body in pieces
-                                     ^-- kept, if the body was read to its end; else closed
+                                     ^-- kept for a second, if the body was read to its end; else closed
 
 General clients cost milliseconds a request once hundreds run at once (benchmarks/http_engine.py): time taken
 from the trainer. This one does what inference servers need: JSON in, a body in chunks out. It follows no
@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections import defaultdict, deque
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -72,7 +72,8 @@ class Response:
         """
         with _as_http_errors():
             if self.headers.get("transfer-encoding", "").lower() == "chunked":
-                while size := int(await self._reader.readline(), 16):
+                # What may follow a semicolon says nothing that is needed.
+                while size := int((await self._reader.readuntil(b"\r\n")).partition(b";")[0], 16):
                     yield (await self._reader.readexactly(size + 2))[:-2]
                 await self._reader.readuntil(b"\r\n")
             elif "content-length" in self.headers:
@@ -99,12 +100,17 @@ class Response:
 class Client:
     """Sends requests, as many at once as it is asked to; for one event loop.
 
-    >>> client = Client()
+    >>> client = Client({"authorization": "Bearer secret"})
     >>> asyncio.run(client.close())
     """
 
-    def __init__(self) -> None:
-        self._idle: dict[_Origin, list[tuple[_Connection, float]]] = defaultdict(list)
+    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+        """`headers` are sent with every request."""
+        self._headers = [f"{name}: {value}" for name, value in (headers or {}).items()]
+        self._idle: dict[_Origin, deque[tuple[_Connection, float]]] = defaultdict(deque)
+        """With the time since when; the latest last."""
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._ssl: ssl.SSLContext | None = None
 
     @contextlib.asynccontextmanager
     async def request(self, method: str, url: str, body: bytes | None = None) -> AsyncIterator[Response]:
@@ -117,7 +123,7 @@ class Client:
         secure = parts.scheme == "https"
         origin = _Origin(parts.hostname or "", parts.port or (443 if secure else 80), secure)
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        lines = [f"{method} {target} HTTP/1.1", f"host: {parts.netloc}"]
+        lines = [f"{method} {target} HTTP/1.1", f"host: {parts.netloc}", *self._headers]
         if body is not None:
             lines += ["content-type: application/json", f"content-length: {len(body)}"]
         connection, kept = await self._connect(origin), False
@@ -130,13 +136,16 @@ class Client:
             kept = response.can_reuse
         finally:
             if kept:
-                self._idle[origin].append((connection, asyncio.get_running_loop().time()))
+                self._keep(origin, connection)
             else:
                 # Not `close`, which would wait for what is still to be sent: nobody wants the answer.
                 connection.writer.transport.abort()
 
     async def close(self) -> None:
         """Close the idle connections."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+            self._sweeping = None
         for connections in self._idle.values():
             for connection, _ in connections:
                 connection.writer.close()
@@ -152,13 +161,16 @@ class Client:
             if now_s - since_s < KEPT_FOR_S and not connection.reader.at_eof():
                 return connection
             connection.writer.transport.abort()
+        if origin.secure and self._ssl is None:
+            # Once: it reads all certificates of the machine.
+            self._ssl = ssl.create_default_context()
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 return _Connection(
                     *await asyncio.open_connection(
                         origin.host,
                         origin.port,
-                        ssl=ssl.create_default_context() if origin.secure else None,
+                        ssl=self._ssl if origin.secure else None,
                         limit=_LINE_LIMIT_BYTES,
                     )
                 )
@@ -166,6 +178,23 @@ class Client:
             raise HTTPError(f"no connection within {CONNECT_LIMIT_S:g} s") from None
         except OSError as error:
             raise HTTPError(f"no connection: {error}") from error
+
+    def _keep(self, origin: _Origin, connection: _Connection) -> None:
+        loop = asyncio.get_running_loop()
+        self._idle[origin].append((connection, loop.time()))
+        if self._sweeping is None:
+            self._sweeping = loop.call_later(KEPT_FOR_S, self._sweep)
+
+    def _sweep(self) -> None:
+        """Close what has been idle for too long; again later, if there is more."""
+        loop = asyncio.get_running_loop()
+        self._sweeping = None
+        for idle in self._idle.values():
+            while idle and loop.time() - idle[0][1] >= KEPT_FOR_S:
+                connection, _ = idle.popleft()
+                connection.writer.transport.abort()
+        if any(self._idle.values()):
+            self._sweeping = loop.call_later(KEPT_FOR_S, self._sweep)
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Response:

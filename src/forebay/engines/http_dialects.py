@@ -36,6 +36,8 @@ class Call(NamedTuple):
     path: str
     body: Mapping[str, Any] | None = None
     params: Mapping[str, str] = {}
+    tries: int = 1
+    """How often to ask while the answer is that it could not be done just now."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,13 @@ class Dialect(ABC):
     name: str
     generate_path: str
     health: Call
+    """Whether there is a server; answered while it is paused, too."""
+    ready: Call
+    """Whether a server that was just started has come to its end of starting."""
+    alive: Call
+    """Answered by the process that runs the model, between two steps: not by one that stands still."""
+    models = Call("GET", "/v1/models")
+    """What it serves, and how many tokens of it."""
     version: Call
     pause: tuple[Call, ...]
     """End all requests as aborted, and run none until `release`."""
@@ -69,8 +78,8 @@ class Dialect(ABC):
     """How to draw one token to see whether the server answers as it should."""
     probe_is_certain: bool
     """Whether that token has probability 1 if the server reports the distribution that it draws from."""
-    environment: ClassVar[Mapping[str, str]]
-    """Variables for a server that is started here."""
+    environment: ClassVar[Mapping[str, str | None]]
+    """Variables for a server that is started here; None: not to be inherited."""
     help: str
     """What a server needs to be started with, for errors."""
 
@@ -114,15 +123,19 @@ class VLLM(Dialect):
 
     name = "vllm"
     generate_path = "/v1/completions"
-    health = Call("GET", "/health")
+    # Of its own process only: it is fine while the model's hangs.
+    health = ready = Call("GET", "/health")
+    alive = Call("GET", "/is_paused")
     version = Call("GET", "/weight_info")
     pause = (Call("POST", "/pause", params={"mode": "abort"}),)
     release = (Call("POST", "/resume"),)
     # Not top-k of 1: of tokens that are equally likely it would keep all.
     probe = SampleParams(max_tokens=1, top_p=1e-6)
     probe_is_certain = True
-    environment: ClassVar[Mapping[str, str]] = {
+    environment: ClassVar[Mapping[str, str | None]] = {
         "VLLM_SERVER_DEV_MODE": "1",
+        # Of some other server; this one is on the loopback interface.
+        "VLLM_API_KEY": None,
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -180,7 +193,8 @@ class VLLM(Dialect):
         """See `Dialect`."""
         return (
             Call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            Call("POST", "/reset_prefix_cache"),
+            # It fails while blocks are held, and those of aborted requests may be for a moment.
+            Call("POST", "/reset_prefix_cache", tries=5),
             Call("POST", "/update_weight_version", {"new_version": version}),
         )
 
@@ -208,14 +222,23 @@ class SGLang(Dialect):
 
     name = "sglang"
     generate_path = "/generate"
-    health = Call("GET", "/health")
-    version = Call("GET", "/get_model_info")
+    # "/health" makes a token, unless it is told not to, and so fails while the server is paused.
+    health = version = Call("GET", "/get_model_info")
+    ready = Call("GET", "/health")
+    alive = Call("GET", "/get_server_info")
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
     release = (Call("POST", "/continue_generation", {}),)
     probe = SampleParams(max_tokens=1)
     probe_is_certain = False
-    environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1"}
-    help = "SGLang must be 0.5.6 or newer"
+    environment: ClassVar[Mapping[str, str | None]] = {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }
+    help = (
+        "SGLang must be 0.5.6 or newer; start it with the environment variable "
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, or what else asks for its health takes it for dead "
+        "while it is paused"
+    )
 
     def check(self, request: GenerateRequest) -> None:
         """See `Dialect`."""
@@ -229,7 +252,7 @@ class SGLang(Dialect):
     def body(
         self, request: GenerateRequest, model: str, max_tokens: int, tokens_per_piece: int
     ) -> dict[str, Any]:
-        """See `Dialect`; how many tokens a piece has is an option of the server (``--stream-interval``)."""
+        """See `Dialect`. Each event may repeat all log probabilities so far, so few events cost less."""
         params = request.params
         seed = request_seed(request.seed, request.num_earlier) & ((1 << SGLANG_SEED_BITS) - 1)
         return {
@@ -248,6 +271,7 @@ class SGLang(Dialect):
                 "stop_token_ids": list(params.stop_token_ids),
                 "skip_special_tokens": False,
                 "no_stop_trim": True,
+                "stream_interval": tokens_per_piece,
             },
             "return_logprob": True,
             "logprob_start_len": -1,

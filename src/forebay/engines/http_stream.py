@@ -83,6 +83,16 @@ class Stream:
         """What is done in here reads one answer, made by the weights of `step`; a cut ends it."""
         self._leg_start, self._step = len(self.ids), step
         self._stopping = self._goes_on = self.leg_has_ended = False
+        async with self._until_cut():
+            yield
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Wait for `event` or for a cut, whichever comes first."""
+        async with self._until_cut():
+            await event.wait()
+
+    @asynccontextmanager
+    async def _until_cut(self) -> AsyncIterator[None]:
         self._reading = asyncio.timeout(None)
         try:
             async with self._reading:

@@ -6,10 +6,11 @@
         | cut: abort, time limit, pause, server lost        the tokens of all pieces read so far
 
     load_weights(step): files.write -> interrupt what runs -> load the folder -> release -> go on
-    bring_up():  start or wait for the server -> check what it answers -> load the current weights
+    bring_up():  start or wait for the server -> load the current weights -> release -> check what it answers
 
     _watch    consumes: nothing               waits for: the clock, the end of the server's process
-              woken by: the first request     produces: the loss of all that runs, when the server is gone
+              woken by: the first request     produces: the loss of all that runs, when the server is gone or
+                                                        stands still
 
 It starts no process by itself (`forebay.engines.servers` does) and knows no server's names for things
 (`forebay.engines.http_dialects` does). One controller per server: pausing it pauses everybody's requests.
@@ -23,14 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.http_check import check_context, check_probe, probe_request
 from forebay.engines.http_dialects import VLLM, BadAnswer, Dialect, ErrorEvent
-from forebay.engines.http_link import Refused, ServerFailed, ServerLink
+from forebay.engines.http_link import Busy, Refused, ServerFailed, ServerLink
 from forebay.engines.http_stream import Stream
 from forebay.engines.servers import START_LIMIT_S, LocalServer
 from forebay.engines.stopping import StopTexts
@@ -44,14 +44,18 @@ TOKENS_PER_PIECE = 16
 
 _HEALTH_EVERY_S = 10.0
 """Seconds between two questions while something runs: a machine that vanished closes no connection."""
+_SILENCE_S = 60.0
+"""Without a token, after which the model's own process is asked: it may hang in a healthy server."""
 _ASK_EVERY_S = 1.0
 """Seconds between two questions whether a server is back that others start."""
+_TRY_AGAIN_S = 10.0
+"""Between two tries to use such a server: it cannot be started anew."""
+_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
+"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
 _END_LIMIT_S = 5.0
 """For requests to end after the server was paused; then their connections are closed."""
 _START_TRIES = 3
 """Failures in a row to bring a server back, after which it is given up."""
-_CERTAIN = -1e-3
-"""Log probability of what is certain, but for rounding."""
 
 
 class HTTPEngine:
@@ -78,14 +82,19 @@ class HTTPEngine:
         tokenizer: Any = None,
         model_step: int = 0,
         start_limit_s: float = START_LIMIT_S,
+        api_key: str | None = None,
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
         `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
-        may be away.
+        may be away, and how long one may take to be ready for use. `api_key` goes with every request.
         """
         self._server = server if isinstance(server, LocalServer) else None
-        self._link = ServerLink(dialect or VLLM(), lambda: server if isinstance(server, str) else server.url)
+        self._link = ServerLink(
+            dialect or VLLM(),
+            lambda: server if isinstance(server, str) else server.url,
+            {} if api_key is None else {"authorization": f"Bearer {api_key}"},
+        )
         self._dialect = self._link.dialect
         self._model = model
         self._max_context_tokens = max_context_tokens
@@ -96,6 +105,8 @@ class HTTPEngine:
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
         self._watching: asyncio.Task[None] | None = None
+        self._heard_s = 0.0
+        """When a token came, or reading began."""
         self._num_reading = 0
         self._quiet = asyncio.Event()
         """Set while no answer is being read."""
@@ -106,6 +117,8 @@ class HTTPEngine:
         self._away = "it has not been brought up"
         """Why there is no server; empty while there is one."""
         self._was_up = False
+        self._half_loaded = False
+        """Whether the server may have part of new weights under the name of the old ones."""
         self._paused = False
         self._closed = False
 
@@ -137,8 +150,10 @@ class HTTPEngine:
         try:
             while not stream.has_ended:
                 # It is closed while weights change.
-                await self._open.wait()
-                await self._go_on(stream)
+                if self._open.is_set():
+                    await self._go_on(stream)
+                else:
+                    await stream.until(self._open)
         finally:
             stream.close()
             del self._streams[stream]
@@ -167,7 +182,7 @@ class HTTPEngine:
             EngineLost: the server does not answer.
         """
         self._paused = True
-        async with self._control:
+        async with self._controlling():
             await self._stop_all(goes_on=False)
 
     async def resume(self) -> None:
@@ -176,7 +191,7 @@ class HTTPEngine:
         Raises:
             EngineLost: the server does not answer.
         """
-        async with self._control:
+        async with self._controlling():
             await self._link.do(self._dialect.release)
             self._paused = False
 
@@ -186,21 +201,21 @@ class HTTPEngine:
         Running requests wait meanwhile and go on over the new weights.
 
         Raises:
-            EngineLost: the server is away, or went away; it loads the folder when it is brought up.
-            RuntimeError: the server refuses the weights, or the engine is closed.
+            EngineLost: the server is away, went away or refuses them; it loads the folder when it is brought
+                up.
+            ConfigError: they cannot be written; the server keeps what it has.
+            RuntimeError: the engine is closed.
         """
         if self._closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         written = await self._files.write(weights, model_step)
-        async with self._control:
+        async with self._controlling():
             try:
                 if self._away:
                     raise EngineLost(f"{self}: {self._away}")
                 await self._load(written)
-            except (EngineLost, ServerFailed) as error:
-                # Half loaded or not at all, it must not make tokens; the next ones will be made by these
-                # weights, or newer ones.
-                self._lose(str(error))
+            except BaseException:
+                # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
                 self._model_step = model_step
                 raise
 
@@ -217,16 +232,20 @@ class HTTPEngine:
         )
 
     async def close(self) -> None:
-        """End everything; stop the server if it was started here."""
+        """End everything; stop the server if it was started here, else leave it unpaused."""
         if self._closed:
             return
         self._closed = True
         for stream in self._streams:
             stream.cut("abort")
         await self._quiet.wait()
-        await self._link.close()
         if self._server is not None:
             await self._server.stop()
+        elif self._was_up:
+            with contextlib.suppress(EngineLost, TimeoutError):
+                async with asyncio.timeout(_END_LIMIT_S):
+                    await self._link.do(self._dialect.release)
+        await self._link.close()
         self._files.num_users -= 1
         if not self._files.num_users:
             self._files.close()
@@ -234,23 +253,30 @@ class HTTPEngine:
     async def bring_up(self) -> None:
         """Return once the server answers as it should and has the current weights.
 
-        A server of this machine that is down, or does not answer, is started anew; for another one this
-        waits until it is there. One that never was up gets one try: it is set up wrongly.
+        A server of this machine that is down, or does not answer, or cannot be used, is started anew; for
+        another one this waits until it is there. One that never was up gets one try: it is set up wrongly;
+        so is one that refuses what it is asked right after its start.
 
         Raises:
             EngineLost: it could not be started, did not come back, or is not set up as it must be.
         """
         failures: list[str] = []
-        while len(failures) < (_START_TRIES if self._was_up else 1):
+        num_tries = _START_TRIES if self._was_up else 1
+        while len(failures) < num_tries:
+            if failures and self._server is None:
+                await asyncio.sleep(_TRY_AGAIN_S)
+            is_new = False
             try:
-                await self._reach()
-                async with self._control:
-                    await self._prepare()
-                    self._away, self._was_up = "", True
+                is_new = await self._reach()
+                await self._prepare_in_time()
                 return
-            except (EngineLost, ServerFailed, Refused, BadAnswer) as error:
+            except (EngineLost, Refused, BadAnswer) as error:
                 self._lose(str(error))
                 failures.append(str(error))
+                if self._server is not None:
+                    await self._server.stop()
+                    if is_new and isinstance(error, ServerFailed):
+                        break
         what = "; ".join(dict.fromkeys(failures))
         where = "" if self._server is None else f" (its log: {self._server.log})"
         raise EngineLost(f"given up after {len(failures)} tries: {what}{where}")
@@ -286,17 +312,31 @@ class HTTPEngine:
                 await self._read(stream)
         except Refused as error:
             stream.end("error", str(error))
-        except (EngineLost, ServerFailed, BadAnswer) as error:
+        except (EngineLost, BadAnswer) as error:
             stream.end("error", str(error), lost=True)
         finally:
             self._end_reading()
 
     async def _read(self, stream: Stream) -> None:
-        request = stream.rest()
+        """One leg of it. A server that is busy is asked again; it has done nothing yet."""
+        loop = asyncio.get_running_loop()
+        until_s, delay_s = loop.time() + _BUSY_LIMIT_S, _BUSY_FIRST_S
+        while True:
+            try:
+                return await self._read_answer(stream)
+            except Busy as busy:
+                if loop.time() > until_s:
+                    raise
+                await asyncio.sleep(max(delay_s, busy.after_s))
+                delay_s = min(2 * delay_s, _BUSY_MOST_S)
+
+    async def _read_answer(self, stream: Stream) -> None:
+        request, loop = stream.rest(), asyncio.get_running_loop()
         max_tokens = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
         body = self._dialect.body(request, self._model, max_tokens, TOKENS_PER_PIECE)
         async with contextlib.aclosing(self._link.events(body)) as events:
             async for event in events:
+                self._heard_s = loop.time()
                 stream.add(self._dialect.read(event, stream.num_in_leg))
                 if stream.found_stop_text:
                     return
@@ -307,6 +347,7 @@ class HTTPEngine:
         self._num_reading += 1
         self._quiet.clear()
         if self._watching is None:
+            self._heard_s = asyncio.get_running_loop().time()
             self._watching = asyncio.create_task(self._watch())
 
     def _end_reading(self) -> None:
@@ -316,6 +357,16 @@ class HTTPEngine:
             if self._watching is not None:
                 self._watching.cancel()
                 self._watching = None
+
+    @contextlib.asynccontextmanager
+    async def _controlling(self) -> AsyncIterator[None]:
+        """One control at a time; the server is lost if it fails or is cancelled: nobody knows what it did."""
+        async with self._control:
+            try:
+                yield
+            except BaseException as error:
+                self._lose(str(error) or "what it was asked for was cancelled")
+                raise
 
     async def _stop_all(self, *, goes_on: bool) -> None:
         """Let the server abort all that runs, and return when all that was made has been read."""
@@ -335,20 +386,30 @@ class HTTPEngine:
         await self._quiet.wait()
 
     def _lose(self, why: str) -> None:
-        self._away = why
+        self._away = why.removeprefix(f"{self}: ")
         for stream in self._streams:
-            stream.cut("error", f"{self}: {why}", lost=True)
+            stream.cut("error", f"{self}: {self._away}", lost=True)
 
     async def _watch(self) -> None:
         """While something runs; see the module docstring."""
         ended = asyncio.create_task(self._process_ended())
         try:
-            await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
-            while not ended.done() and await self._link.is_healthy():
+            why = ""
+            while not why:
                 await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
-            self._lose(ended.result() if ended.done() else "it does not answer any more")
+                why = ended.result() if ended.done() else await self._what_is_wrong()
+            self._lose(why)
         finally:
             ended.cancel()
+
+    async def _what_is_wrong(self) -> str:
+        """Nothing (empty), or why the server must be taken for lost."""
+        if not await self._link.is_healthy():
+            return "it does not answer any more"
+        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        if silent_s > _SILENCE_S and not await self._link.is_alive():
+            return f"it stands still: no token for {silent_s:.0f} s, and its model does not answer"
+        return ""
 
     async def _process_ended(self) -> str:
         """How the server's process ended, once it has; of another's server nothing is known."""
@@ -360,65 +421,77 @@ class HTTPEngine:
 
     # The server
 
-    async def _reach(self) -> None:
-        """Return once the server answers.
+    async def _reach(self) -> bool:
+        """Return once the server answers; whether it was started for that.
 
         Raises:
             EngineLost: it does not.
         """
         if self._server is not None:
-            if not (self._server.is_running and await self._link.is_healthy()):
-                self._lose(self._away or "it does not answer")
-                await self._server.start(self._link.is_healthy)
-            return
+            if self._server.is_running and await self._answers():
+                return False
+            self._lose(self._away or "it does not answer")
+            await self._server.start(self._link.is_ready)
+            return True
         loop = asyncio.get_running_loop()
         until_s = loop.time() + self._start_limit_s
-        while not await self._link.is_healthy():
+        while not await self._answers():
             if loop.time() > until_s:
-                raise EngineLost(f"{self}: no server there for {self._start_limit_s:.0f} s")
+                raise EngineLost(f"{self}: no server there that answers, for {self._start_limit_s:.0f} s")
             # Another's server has no event for being back.
             await asyncio.sleep(_ASK_EVERY_S)
+        return False
+
+    async def _answers(self) -> bool:
+        return await self._link.is_healthy() and await self._link.is_alive()
+
+    async def _prepare_in_time(self) -> None:
+        limit = asyncio.timeout(self._start_limit_s)
+        try:
+            async with limit, self._controlling():
+                await self._prepare()
+                # Others may have started theirs anew, in another way.
+                if self._server is None or not self._was_up:
+                    await check_context(self._link, self._model, self._max_context_tokens)
+                    await self._probe()
+                self._away, self._was_up = "", True
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineLost(
+                f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s"
+            ) from None
 
     async def _prepare(self) -> None:
-        """Check what the server answers, if that is not known; load the current weights if it lacks them."""
-        await self._link.do(self._dialect.release)
+        """Load the current weights if the server lacks them; then let it make tokens."""
         # Whoever brings it up pauses it again if need be; a stale pause would outlast the loading below.
         self._paused = False
-        if not self._was_up:
-            await self._probe()
-        if (written := self._files.current) is not None:
-            answer = await self._link.do([self._dialect.version])
-            if self._dialect.version_of(answer) != written.version:
-                await self._load(written)
+        if (written := await self._files.latest()) is not None:
+            version = self._dialect.version_of(await self._link.do([self._dialect.version]))
+            if self._half_loaded or version != written.version:
+                return await self._load(written)
             self._model_step = written.model_step
+        await self._link.do(self._dialect.release)
 
     async def _probe(self) -> None:
-        dialect = self._dialect
-        request = GenerateRequest(
-            request_id="probe", input_ids=np.zeros(1, np.int32), params=dialect.probe, max_tokens=1, seed=0
-        )
-        stream = Stream(request)
+        stream = Stream(probe_request(self._dialect))
         try:
             await self._read(stream)
         except ErrorEvent:
             raise
         except (Refused, BadAnswer) as error:
-            raise ServerFailed(f"{error}; {dialect.help}") from error
-        logprobs = stream.completion().logprobs
-        if len(logprobs) != 1:
-            raise ServerFailed(f"{self} made {len(logprobs)} tokens where 1 was asked for; {dialect.help}")
-        if dialect.probe_is_certain and not logprobs[0] > _CERTAIN:
-            raise ServerFailed(
-                f"{self} does not report the log probabilities of what it draws from (a certain token has "
-                f"{logprobs[0]:.3f}, not 0); {dialect.help}"
-            )
+            raise ServerFailed(f"{error}; {self._dialect.help}") from error
+        check_probe(self._link, stream.completion())
 
     async def _load(self, written: WrittenWeights) -> None:
         """Let the server take over weights; what runs is interrupted and goes on afterwards."""
         self._open.clear()
         try:
             await self._stop_all(goes_on=True)
-            await self._link.do(self._dialect.load(str(written.folder), written.version))
+            self._half_loaded = True
+            # As long as whoever asked for it waits: minutes, where a model is large.
+            await self._link.do(self._dialect.load(str(written.folder), written.version), takes_long=True)
+            self._half_loaded = False
             self._model_step = written.model_step
             if not self._paused:
                 await self._link.do(self._dialect.release)

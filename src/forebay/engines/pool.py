@@ -19,13 +19,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
-from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest, Remote
+from forebay.engines.base import (
+    Completion,
+    Engine,
+    EngineHealth,
+    EngineLost,
+    GenerateRequest,
+    Remote,
+    TakesAdapters,
+)
 from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
 
 if TYPE_CHECKING:
@@ -40,6 +48,9 @@ LOAD_LIMIT_S = 600.0
 
 MAX_RETRIES = 3
 """Engines that one call may lose before it fails: a request that brings down every server must end."""
+
+_BRING_UP_TRIES = 3
+"""For an engine that comes up, but then does not follow the others: each try limits itself."""
 
 _MAX_SESSIONS = 65_536
 """Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
@@ -124,6 +135,8 @@ class EnginePool:
         self._max_retries = max_retries
         self._engine_of_session: dict[str, int] = {}
         self._calls: dict[str, _Call] = {}
+        self._given_step: int | None = None
+        """Of the weights that the engines should have."""
         self._paused = False
         self._closed = False
         self._news = asyncio.Event()
@@ -148,8 +161,19 @@ class EnginePool:
 
     @property
     def model_step(self) -> int:
-        """The oldest step of the weights that any engine makes its next token with."""
-        return min(member.engine.model_step for member in self._members)
+        """The oldest step of the weights that any engine makes its next token with.
+
+        Those that are away make none, and take over the latest weights when they come back.
+        """
+        up = [member.engine.model_step for member in self._members if member.is_up]
+        if not up and self._given_step is not None:
+            return self._given_step
+        return min(up or [member.engine.model_step for member in self._members])
+
+    @property
+    def up(self) -> dict[int, Engine]:
+        """Those that take requests now, by their place in `engines`."""
+        return {member.number: member.engine for member in self._members if member.is_up}
 
     @property
     def max_context_tokens(self) -> int:
@@ -194,8 +218,10 @@ class EnginePool:
     async def pause(self) -> None:
         """End what runs and waits as aborted, and take nothing new until `resume`.
 
+        A remote engine that does not do so within a minute is lost, which is no error.
+
         Raises:
-            StallError: an engine did not answer within a minute; the others are paused.
+            StallError: an engine of this process did not answer within a minute; the others are paused.
         """
         self._paused = True
         self._wake()
@@ -204,8 +230,10 @@ class EnginePool:
     async def resume(self) -> None:
         """Take requests again.
 
+        A remote engine that does not do so within a minute is lost, which is no error.
+
         Raises:
-            StallError: an engine did not answer within a minute.
+            StallError: an engine of this process did not answer within a minute; the others go on.
         """
         self._paused = False
         await self._ask_all("resume", self._follow_pause)
@@ -213,18 +241,42 @@ class EnginePool:
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
 
-        Those that are lost take them over when they come back.
+        Those that are lost take them over when they come back. A remote one that refuses them is lost, too:
+        brought up again, it may take them.
 
         Raises:
-            StallError: an engine did not take them within ten minutes.
+            StallError: an engine of this process did not take them within ten minutes.
             EngineLost: no engine is left.
+            ConfigError: they cannot be written to where the engines read them.
         """
         shared = list(weights)
+        await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether all engines do."""
+        return all(getattr(member.engine, "takes_adapters", False) for member in self._members)
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """As `load_weights`, with adapters on the engines' starting weights; for engines that take them.
+
+        Raises:
+            AdaptersRefusedError: an engine cannot use them; others may have done so.
+            StallError, EngineLost: as for `load_weights`.
+        """
+        shared = list(adapters)
+
+        def load(member: _Member) -> Awaitable[None]:
+            return cast("TakesAdapters", member.engine).load_adapters(shared, model_step, config=config)
+
+        await self._load(model_step, load)
+
+    async def _load(self, model_step: int, load: Callable[[_Member], Awaitable[None]]) -> None:
+        self._given_step = model_step
         await self._ask_all(
-            f"load the weights of step {model_step}",
-            lambda member: member.engine.load_weights(shared, model_step),
-            LOAD_LIMIT_S,
-            also_lost=True,
+            f"load the weights of step {model_step}", load, among=self._not_gone(), limit_s=LOAD_LIMIT_S
         )
         await self._until_one_is_up()
 
@@ -261,7 +313,9 @@ class EnginePool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         try:
-            await self._ask_all("close", lambda member: member.engine.close(), LOAD_LIMIT_S, also_lost=True)
+            await self._ask_all(
+                "close", lambda member: member.engine.close(), among=self._members, limit_s=LOAD_LIMIT_S
+            )
         except StallError:
             # The end of a run: there is nobody left whom an error would help.
             logger.exception("an engine was not closed")
@@ -315,10 +369,10 @@ class EnginePool:
 
     async def _bring_up(self, member: _Member, *, again: bool) -> None:
         try:
-            await cast("Remote", member.engine).bring_up()
-            member.paused = False
-            while member.paused is not self._paused:
-                await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
+            for num_left in reversed(range(_BRING_UP_TRIES)):
+                await cast("Remote", member.engine).bring_up()
+                if await self._follows(member, again=num_left > 0):
+                    break
             member.is_up = True
             if again:
                 self.num_restarts += 1
@@ -330,6 +384,19 @@ class EnginePool:
         finally:
             member.bringing_up = None
             self._wake()
+
+    async def _follows(self, member: _Member, *, again: bool) -> bool:
+        """Whether an engine that came up rests if the others do; raises instead of False unless `again`."""
+        member.paused = False
+        try:
+            while member.paused is not self._paused:
+                await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
+        except (EngineLost, StallError) as error:
+            if not again:
+                raise
+            logger.warning("%s is brought up once more: %s", member, error)
+            return False
+        return True
 
     async def _follow_pause(self, member: _Member) -> None:
         member.paused = self._paused
@@ -351,6 +418,9 @@ class EnginePool:
             raise EngineLost(f"no engine is left: {why}")
         await self._news.wait()
 
+    def _not_gone(self) -> list[_Member]:
+        return [member for member in self._members if not member.gone]
+
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
@@ -359,11 +429,12 @@ class EnginePool:
         self,
         what: str,
         ask: Callable[[_Member], Awaitable[T]],
-        limit_s: float = ANSWER_LIMIT_S,
         *,
-        also_lost: bool = False,
+        among: Sequence[_Member] | None = None,
+        limit_s: float = ANSWER_LIMIT_S,
     ) -> list[tuple[_Member, T]]:
-        """What every engine that is up answers; the error of the first that gives none, once all others have.
+        """What every engine that is up, or `among` these, answers; the error of the first that gives none,
+        once all others have.
 
         A remote one that fails to answer is lost instead.
         """
@@ -373,7 +444,7 @@ class EnginePool:
             # Called only here: cancelled before it has begun, nothing is left that was never awaited.
             return await answered(ask(member), f"{member} was asked to {what}", limit_s)
 
-        members = [member for member in self._members if member.is_up or (also_lost and not member.gone)]
+        members = [member for member in self._members if member.is_up] if among is None else among
         answers = await asyncio.gather(*map(asked, members), return_exceptions=True)
         good: list[tuple[_Member, T]] = []
         failed: BaseException | None = None

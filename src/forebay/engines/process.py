@@ -6,7 +6,8 @@
       generate, abort, pause, ...  --(number, method, arguments)--------------->  the real engine
                                    <-(number, result or error)------------------
       num_made                     <-(progress of what runs), twice a second----
-      load_weights --> WeightHandOver --(send_weights: where they are)--------->  WeightInbox --> engine
+      load_weights,    WeightHandOver --(send_weights: where they are)--------->  WeightInbox --> engine
+      load_adapters -->
 
       woken by: an answer, or the end of the child, which ends every call with `EngineLost`
 
@@ -25,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from forebay.config import Component
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.framing import LENGTH, framed, read_frame
 from forebay.models import ModelConfig
+from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +51,10 @@ START_LIMIT_S = 600.0
 """For loading a model: minutes are usual where it is large."""
 _CHILD_CODE = "from forebay.engines.engine_host import main; main()"
 _LOG_TAIL_BYTES = 2000
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ValueError, AdaptersRefusedError, BaseDiffersError)
+}
+"""Those that a call of the child raises as what they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +84,7 @@ class ProcessEngine:
 
     Invariants: the child's engine keeps the contract and so does this one; a child that ends fails what it
     had with ``lost`` at once, and `bring_up` starts another one, which gets the weights of the last hand-over
-    before it gets requests.
+    (the adapters of the last one, on the starting weights) before it gets requests.
 
     >>> recipe = EngineRecipe(model_folder=folder, model=ModelConfig(source=str(folder)),
     ...                       engine=Component(name="transformers"))                # doctest: +SKIP
@@ -110,6 +116,7 @@ class ProcessEngine:
         self._closed = False
         self._model_step = 0
         self._max_context_tokens = 0
+        self._takes_adapters = False
         self._starting: _Child | None = _Child(recipe, log)
         self._child: _Child | None = None
         hand_over.join(self)
@@ -126,6 +133,7 @@ class ProcessEngine:
     def _note_ready(self, hello: dict[str, Any]) -> None:
         self._child, self._starting = self._starting, None
         self._max_context_tokens, self._model_step = hello["max_context_tokens"], hello["model_step"]
+        self._takes_adapters = hello["takes_adapters"]
 
     @property
     def model_step(self) -> int:
@@ -198,6 +206,18 @@ class ProcessEngine:
         # The object names the hand-over, so a list must stay itself.
         given = weights if isinstance(weights, list) else list(weights)
         await self._hand_over.load(self, given, model_step)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the child's engine does."""
+        return self._takes_adapters
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """As `load_weights`, with adapters on the starting weights; see `TakesAdapters`."""
+        given = adapters if isinstance(adapters, list) else list(adapters)
+        await self._hand_over.load(self, given, model_step, adapters=config)
 
     async def send_weights(self, message: dict[str, Any]) -> None:
         """Tell the child where weights are; returns once it uses them."""
@@ -301,7 +321,7 @@ class ProcessEngine:
             if error is None:
                 future.set_result(result)
             else:
-                future.set_exception((ValueError if error[0] == "ValueError" else RuntimeError)(error[1]))
+                future.set_exception(_ERRORS.get(error[0], RuntimeError)(error[1]))
 
     def _lose(self, why: str) -> None:
         """End all calls: the child is gone."""

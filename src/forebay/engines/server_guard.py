@@ -25,9 +25,10 @@ GRACE_S = 10.0
 
 def main(command: list[str]) -> int:
     """Run `command` to its end; return its exit code."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     ending = threading.Event()
+    # First: without it the signal would end this process and leave the child.
     signal.signal(signal.SIGTERM, lambda *_: ending.set())
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     threading.Thread(target=_wait_for_input_to_close, args=(ending,), daemon=True).start()
     threading.Thread(target=_end, args=(child, ending), daemon=True).start()
     code = child.wait()

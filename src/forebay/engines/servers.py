@@ -53,10 +53,12 @@ class LocalServer:
         command: Callable[[int], Sequence[str]],
         *,
         log: Path,
-        environment: Mapping[str, str] | None = None,
+        environment: Mapping[str, str | None] | None = None,
         start_limit_s: float = START_LIMIT_S,
     ) -> None:
-        """`command` makes the command line for a port; `environment` is added to this process's own."""
+        """`command` makes the command line for a port; `environment` is added to this process's own, less
+        what is None there.
+        """
         self._command = command
         self.log = log
         """Its output; appended to by every start."""
@@ -90,7 +92,7 @@ class LocalServer:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self._environment},
+                env=self._whole_environment(),
                 # Ctrl-C in a terminal is for the run, which still needs its servers to finish.
                 start_new_session=True,
             )
@@ -142,6 +144,10 @@ class LocalServer:
         finally:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 await process.stdin.wait_closed()
+
+    def _whole_environment(self) -> dict[str, str]:
+        merged = {**os.environ, **self._environment}
+        return {name: value for name, value in merged.items() if value is not None}
 
     def log_tail(self) -> str:
         """The last lines of its log."""

@@ -22,18 +22,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from forebay.engines.adapters import AdaptedWeights
 from forebay.engines.base import Completion, EngineHealth, GenerateRequest
 from forebay.engines.batch import DecodeBatch, Ended, Row
 from forebay.engines.build import DEFAULT_MAX_BATCH
 from forebay.engines.compatibility import check_config, probe
 from forebay.engines.weights import copy_weights
+from forebay.models.starting_weights import AdaptersRefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class TransformersEngine:
         *,
         max_batch: int = DEFAULT_MAX_BATCH,
         prefill_tokens: int = 8192,
+        takes_adapters: bool = True,
         max_context_tokens: int | None = None,
         model_step: int = 0,
         device: str = "cpu",
@@ -69,7 +72,8 @@ class TransformersEngine:
 
         Without a `tokenizer` requests cannot have stop texts. `max_context_tokens` left out is the model's
         own limit. `max_batch` requests decode together, the rest wait; `prefill_tokens`, padding included, is
-        what one prefill pass may hold, and a longer prompt goes alone.
+        what one prefill pass may hold, and a longer prompt goes alone. With LoRA, an engine that
+        `takes_adapters` keeps a second copy of the adapted weights; one that does not is given merged ones.
 
         Raises:
             ValueError: the model is not a decoder with plain attention, the context is over its limit, or
@@ -93,6 +97,7 @@ class TransformersEngine:
             tokenizer=tokenizer,
         )
         probe(self._batch)
+        self._adapted = AdaptedWeights(self._model) if takes_adapters else None
         self._model_step = model_step
         self._waiting: dict[Row, asyncio.Future[Completion]] = {}
         self._running: dict[Row, asyncio.Future[Completion]] = {}
@@ -177,6 +182,26 @@ class TransformersEngine:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         await self._in_thread(self._load, weights, model_step)
 
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether `load_adapters` may be called."""
+        return self._adapted is not None
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """Merge these adapters into the starting weights between two forward passes, as `load_weights` does.
+
+        Raises:
+            BaseDiffersError, AdaptersRefusedError, ValueError: see `TakesAdapters`; nothing has changed.
+            RuntimeError: the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no adapters (those of step {model_step})")
+        if self._adapted is None:
+            raise AdaptersRefusedError("the engine was built to take no adapters")
+        await self._in_thread(self._load_adapters, self._adapted, adapters, config, model_step)
+
     async def sleep(self) -> None:
         """Give the device to somebody else: weights to the CPU, caches freed. `pause` comes first."""
         assert self._paused, "an engine that generates cannot sleep; pause it first"
@@ -205,6 +230,7 @@ class TransformersEngine:
         await self._in_thread(self._release)
         self._thread.shutdown()
         del self._batch, self._model
+        self._adapted = None
 
     # The event loop's side
 
@@ -343,10 +369,24 @@ class TransformersEngine:
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         copy_weights(self._model, weights)
+        if self._adapted is not None:
+            self._adapted.full_load()
+        self._model_step = model_step
+
+    def _load_adapters(
+        self,
+        adapted: AdaptedWeights,
+        adapters: Iterable[tuple[str, torch.Tensor]],
+        config: Mapping[str, Any],
+        model_step: int,
+    ) -> None:
+        adapted.load(adapters, config)
         self._model_step = model_step
 
     def _move(self, device: str) -> None:
         self._model.to(device)
+        if self._adapted is not None:
+            self._adapted.to(device)
         if torch.device(self._device).type == "cuda":
             torch.cuda.empty_cache()
 

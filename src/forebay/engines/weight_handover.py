@@ -11,6 +11,9 @@
               --message: group, layout----> --bytes------------> own buffer -------+
          <------------------------------------------------------ answered when they are in use
 
+With LoRA, adapters travel in the same way; the message then has their config too, and the inbox calls
+``engine.load_adapters``, which puts them on the engine's starting weights.
+
 An engine takes weights over only when all of them have arrived, so one that dies in between, or a sender that
 does, leaves the others with whole weights. The messages are plain data; which way they travel (a socket, a
 Ray call) is the member's affair.
@@ -22,12 +25,12 @@ import asyncio
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 
-from forebay.engines.base import EngineLost
+from forebay.engines.base import EngineLost, TakesAdapters
 from forebay.engines.broadcast import Broadcaster, Receiver
 from forebay.engines.weight_layout import WeightsCorruptError, from_message, layout_of
 
@@ -58,12 +61,19 @@ class WeightHandOver(Protocol):
         """Forget `member`; it was closed or is gone."""
         ...
 
-    async def load(self, member: Member, weights: Weights, model_step: int) -> None:
-        """Return once `member` uses `weights`. Calls with the same object share one hand-over."""
+    async def load(
+        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
+    ) -> None:
+        """Return once `member` uses `weights`. Calls with the same object share one hand-over.
+
+        With `adapters`, the config of LoRA adapters, `weights` are these, for the member's starting weights.
+        """
         ...
 
     async def again(self, member: Member) -> None:
-        """Give a member that lost them the weights of the last hand-over, if there was one.
+        """Give a member that began anew the weights of the last hand-over, if there was one.
+
+        Where these were adapters, it gets the whole weights of an earlier hand-over before them.
 
         Raises:
             EngineLost: they are not kept.
@@ -81,7 +91,7 @@ class SharedMemoryHandOver:
     Invariants: whatever the number of engines, there is one copy, which is written once a hand-over. Memory
     that an engine may still read is not written again: a hand-over that begins meanwhile gets memory of its
     own, so that an engine that hangs holds nobody up. It goes when the last process that has it ends, however
-    that ends, and here with the last member.
+    that ends, and here with the last member. Adapters have memory of their own beside the whole weights.
 
     >>> hand_over = SharedMemoryHandOver(checksum=True)
     >>> hand_over.close()
@@ -90,7 +100,9 @@ class SharedMemoryHandOver:
     def __init__(self, *, checksum: bool = False) -> None:
         """`checksum`: engines compare a CRC-32 of every parameter before they take it."""
         self._checksum = checksum
-        self._written: _Written | None = None
+        self._whole: _Written | None = None
+        self._adapters: _Written | None = None
+        """What was given since then, if that were adapters."""
         self._num_members = 0
 
     def join(self, member: Member) -> None:
@@ -103,28 +115,45 @@ class SharedMemoryHandOver:
         if self._num_members == 0:
             self.close()
 
-    async def load(self, member: Member, weights: Weights, model_step: int) -> None:
+    async def load(
+        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
+    ) -> None:
         """Return once `member` uses `weights`, which are written at the first call with them."""
-        if self._written is None or self._written.weights is not weights:
-            earlier, self._written = self._written, _Written(weights, model_step)
-            self._written.message = asyncio.ensure_future(self._write(self._written, earlier))
-        written = self._written
+        written = self._latest(weights, model_step, adapters)
         assert written.message is not None
         written.num_readers += 1
         message = await asyncio.shield(written.message)
         try:
-            await member.send_weights({**message, "model_step": model_step})
-        except (EngineLost, ValueError):
+            await member.send_weights({**message, "model_step": model_step, "adapters": adapters})
+        except (EngineLost, ValueError) as error:
             # It is gone, or has refused them: either way it does not read.
             written.num_readers -= 1
+            if self._adapters is written and isinstance(error, ValueError):
+                # An engine that begins anew would refuse them too.
+                self._adapters = None
             raise
         # Whoever was given up, or failed otherwise, may still be at it: then it counts for ever.
         written.num_readers -= 1
 
     async def again(self, member: Member) -> None:
         """Have `member` read the memory once more."""
-        if self._written is not None:
-            await self.load(member, self._written.weights, self._written.model_step)
+        if (whole := self._whole) is not None:
+            await self.load(member, whole.weights, whole.model_step)
+        if (written := self._adapters) is not None:
+            await self.load(member, written.weights, written.model_step, adapters=written.adapters)
+
+    def _latest(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> _Written:
+        """`weights` on their way to the memory, which has others until now or these already."""
+        earlier = self._whole if adapters is None else self._adapters
+        if earlier is not None and earlier.weights is weights:
+            return earlier
+        written = _Written(weights, model_step, adapters)
+        written.message = asyncio.ensure_future(self._write(written, earlier))
+        if adapters is None:
+            self._whole, self._adapters = written, None
+        else:
+            self._adapters = written
+        return written
 
     async def _write(self, written: _Written, earlier: _Written | None) -> dict[str, Any]:
         free: _MemoryFile | None = None
@@ -149,9 +178,10 @@ class SharedMemoryHandOver:
 
     def close(self) -> None:
         """Let go of the memory; an engine that has mapped it may still read it."""
-        if self._written is not None and self._written.file is not None:
-            self._written.file.close()
-        self._written = None
+        for written in (self._whole, self._adapters):
+            if written is not None and written.file is not None:
+                written.file.close()
+        self._whole = self._adapters = None
 
 
 class BroadcastHandOver:
@@ -192,11 +222,14 @@ class BroadcastHandOver:
         if not self._members:
             self.close()
 
-    async def load(self, member: Member, weights: Weights, model_step: int) -> None:
+    async def load(
+        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
+    ) -> None:
         """Return once `member` uses `weights`, which the first call with them sends to all members."""
         if self._sent is None or self._sent[0] is not weights:
             earlier = self._sent[1] if self._sent else None
-            self._sent = weights, asyncio.ensure_future(self._send(weights, model_step, earlier))
+            told = {"model_step": model_step, "adapters": adapters}
+            self._sent = weights, asyncio.ensure_future(self._send(weights, told, earlier))
         errors = await asyncio.shield(self._sent[1])
         if id(member) not in errors:
             raise EngineLost("it was not there when the weights were broadcast")
@@ -213,13 +246,13 @@ class BroadcastHandOver:
             raise EngineLost("its weights were broadcast and are not kept: it waits for the next hand-over")
 
     async def _send(
-        self, weights: Weights, model_step: int, earlier: asyncio.Future[Any] | None
+        self, weights: Weights, told: Mapping[str, Any], earlier: asyncio.Future[Any] | None
     ) -> dict[int, BaseException | None]:
         if earlier is not None:
             await asyncio.wait([earlier])
         errors: dict[int, BaseException | None] = {}
         while members := [member for member in self._members if member.is_up and id(member) not in errors]:
-            *answers, sent = await self._broadcast(members, weights, model_step)
+            *answers, sent = await self._broadcast(members, weights, told)
             if sent is not None or any(answers):
                 self._broadcaster.forget_group()
             lost = {id(m): a for m, a in zip(members, answers, strict=True) if isinstance(a, EngineLost)}
@@ -229,7 +262,7 @@ class BroadcastHandOver:
         return errors
 
     async def _broadcast(
-        self, members: list[Member], weights: Weights, model_step: int
+        self, members: list[Member], weights: Weights, told: Mapping[str, Any]
     ) -> list[BaseException | None]:
         """What became of it at each member, and here."""
         if members != self._group_members:
@@ -238,9 +271,9 @@ class BroadcastHandOver:
         group = self._broadcaster.group(len(members))
         layout = layout_of(weights)
         message = {
+            **told,
             "kind": "broadcast",
             "layout": layout.to_message(),
-            "model_step": model_step,
             "checksum": self._checksum,
         }
         sending = asyncio.ensure_future(
@@ -280,7 +313,7 @@ class WeightInbox:
 
         Raises:
             WeightsCorruptError: they are not those that were sent; the engine keeps what it has.
-            ValueError: they are not those of the engine's model.
+            ValueError: they are not those of the engine's model, or adapters that it refuses.
         """
         layout = from_message(message["layout"])
         # One that the sender has given up may still be at it, and must not end after a later one.
@@ -292,7 +325,11 @@ class WeightInbox:
                 data, checksums = await asyncio.to_thread(self._receiver.receive, layout, message)
             if checksums is not None:
                 await asyncio.to_thread(layout.check, data.cpu(), checksums)
-            await self._engine.load_weights(layout.views(data), message["model_step"])
+            weights, step, adapters = layout.views(data), message["model_step"], message["adapters"]
+            if adapters is None:
+                await self._engine.load_weights(weights, step)
+            else:
+                await cast("TakesAdapters", self._engine).load_adapters(weights, step, config=adapters)
 
     def _map(self, path: str, inode: int, num_bytes: int) -> torch.Tensor:
         # Not by the path: it has the number of a descriptor, which the next file may get again.
@@ -310,8 +347,8 @@ class _TakesWeights(Protocol):
 class _Written:
     """Weights in shared memory, or on the way there."""
 
-    def __init__(self, weights: Weights, model_step: int) -> None:
-        self.weights, self.model_step = weights, model_step
+    def __init__(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> None:
+        self.weights, self.model_step, self.adapters = weights, model_step, adapters
         self.message: asyncio.Future[dict[str, Any]] | None = None
         self.file: _MemoryFile | None = None
         self.num_readers = 0

@@ -20,11 +20,11 @@ from forebay.inspection.source import (
     ALL_STATUSES,
     BufferSource,
     Digest,
-    SnapshotSource,
     SqlSource,
     find_snapshot,
     hide_password,
     is_sql,
+    open_folder,
     open_sql,
 )
 from forebay.inspection.views import (
@@ -47,7 +47,8 @@ from forebay.replay.analysis import JOINED_SCHEMA
 from forebay.replay.payload import damage_named
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
 from forebay.replay.query import show_value
-from forebay.replay.snapshot import Snapshot, open_snapshot, read_snapshot, write_snapshot
+from forebay.replay.resharding import read_shards
+from forebay.replay.snapshot import Snapshot, write_snapshot
 from forebay.replay.storage import StorageItem
 
 
@@ -60,9 +61,8 @@ async def _opened(path: str) -> AsyncIterator[BufferSource]:
         finally:
             source.storage.close()
     else:
-        folder = find_snapshot(Path(path))
-        with open_snapshot(folder) as tables:
-            yield SnapshotSource(folder, tables)
+        with open_folder(find_snapshot(Path(path))) as opened:
+            yield opened
 
 
 async def inspect_buffer(path: str, console: Console) -> None:
@@ -220,7 +220,7 @@ def _read_all(source: str, policy: str | None) -> Snapshot:
     if not is_sql(source):
         if policy is not None:
             raise ValueError(f"a snapshot keeps the policy it was taken with; leave out --policy {policy}")
-        return read_snapshot(find_snapshot(Path(source)))
+        return read_shards(find_snapshot(Path(source)))
     chosen = FIFOReplayPolicy.__name__ if policy is None else policy
     known = [name for name, kind in vars(policies).items() if _is_policy(kind)]
     if chosen not in known:
@@ -290,8 +290,8 @@ async def _check_checkpoint(folder: Path, console: Console) -> None:
         return
     if near is None or not near.is_same_moment:
         return
-    with open_snapshot(buffer) as tables:
-        rows = await SnapshotSource(buffer, tables).storage.get({}, rows_only=True)
+    with open_folder(buffer) as source:
+        rows = await source.storage.get({}, rows_only=True)
     live = Counter(row.task_name for row in rows)
     console.print(section(f"newest checkpoint ({buffer.parents[1].name})", _verdict(near, live)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -20,6 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from forebay.agents.transcript import conversation_of, facts_of
 from forebay.inspection.source import Digest
 from forebay.ledger import Balance, Comparison
 from forebay.replay import StorageItem
@@ -29,6 +30,8 @@ from forebay.types import UNLABELLED, RolloutState, Status
 MAX_HISTOGRAM_LINES = 20
 """More values than this share lines, so that the histogram stays on one screen."""
 BAR_WIDTH = 40
+MAX_RESULT_CHARACTERS = 2000
+"""Of a tool's result: a screen of it."""
 
 _UNITS = {"num_tokens": "tokens", "latency_s": "seconds", "score": "first score"}
 
@@ -188,25 +191,58 @@ def group_view(row: StorageItem, group: Sequence[RolloutState]) -> Group:
     shown = table("", "", left=2)
     for name, value in facts:
         shown.add_row(Text(name, "dim"), value if isinstance(value, Text) else plain(value))
-    prompt = [
-        line
-        for turn in group[0].message
-        for line in (Text(str(turn.get("role", "?")), "bold cyan"), plain(_content(turn.get("content"))))
-    ]
-    return Group(shown, section("prompt", *prompt), *(_rollout_view(state) for state in group))
+    prompt = group[0].message
+    return Group(
+        shown,
+        section("prompt", *_messages(prompt)),
+        *(_rollout_view(state, None if state.message == prompt else state.message) for state in group),
+    )
 
 
-def _rollout_view(state: RolloutState) -> Group:
-    score = (state.reward or {}).get("score")
-    title = f"{state.rollout_id}: {state.status.value}, score {'-' if score is None else score}"
+def _messages(messages: Iterable[object]) -> Iterator[RenderableType]:
+    """Each message's role and what it says; what others than the model say only as far as it is not long."""
+    for message in messages:
+        if not isinstance(message, Mapping):
+            yield plain(_content(message))
+            continue
+        role = str(message.get("role", "?"))
+        named = f" {message['name']}" if message.get("name") else ""
+        yield _styled(f"{role}{named}", "bold cyan")
+        content = _content(message.get("content") or "")
+        if role == "tool" and len(content) > MAX_RESULT_CHARACTERS:
+            left = len(content) - MAX_RESULT_CHARACTERS
+            content = f"{content[:MAX_RESULT_CHARACTERS]}... ({left} characters left out)"
+        if content:
+            yield plain(content)
+        if message.get("tool_calls"):
+            yield Text("calls ", "dim") + plain(_content(message["tool_calls"]))
+
+
+def _rollout_view(state: RolloutState, own_prompt: Sequence[object] | None) -> Group:
+    reward = state.reward if isinstance(state.reward, Mapping) else {}
+    title = f"{state.rollout_id}: {state.status.value}, score {reward.get('score', '-')}"
     parts: list[RenderableType] = [Text(), Rule(plain(title), align="left", characters="-", style="dim")]
-    facts = f"{number(len(state.response_ids))} tokens, finish reason {state.finish_reason or '-'}"
-    parts += [plain(state.response), Text(facts, "dim"), Text(version_spans(state), "dim")]
+    if own_prompt is not None:
+        parts.append(section("prompt", *_messages(own_prompt)))
+    if conversation := conversation_of(state):
+        parts.append(section("conversation", *_messages(conversation)))
+    if not conversation or (conversation[-1].get("role") != "assistant" and state.response):
+        # All there is, or what an interrupted rollout has of its next turn.
+        parts.append(plain(state.response))
+    facts = [f"{number(len(state.response_ids))} tokens", f"finish reason {state.finish_reason or '-'}"]
+    facts += [f"{name} {_content(value)}" for name, value in facts_of(state).items()]
+    parts += [_styled(", ".join(facts), "dim"), Text(version_spans(state), "dim")]
     if state.reward is not None:
         parts.append(Text("reward ", "dim") + plain(_content(state.reward)))
     if state.error_msg:
         parts.append(Text("error ", "red") + plain(state.error_msg))
     return Group(*parts)
+
+
+def _styled(text: str, style: str) -> Text:
+    shown = plain(text)
+    shown.stylize(style)
+    return shown
 
 
 def version_spans(state: RolloutState) -> str:
@@ -280,4 +316,10 @@ def _signed(value: float) -> str:
 
 def _content(value: object) -> str:
     """A message's content or a reward: text as it is, anything else as close to JSON as it comes."""
-    return value if isinstance(value, str) else json.dumps(value, default=repr, ensure_ascii=False)
+    if isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, default=repr, ensure_ascii=False)
+    # Keys that JSON does not have, and values that hold themselves.
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)

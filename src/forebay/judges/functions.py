@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 from forebay.judges.base import DEFAULT_TIMEOUT_S, JudgeError, Judger, Verdict, judge_together
-from forebay.judges.threads import JudgeThreads
+from forebay.slots import CallThreads
 from forebay.types import RolloutState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -64,7 +64,7 @@ class FunctionJudger(Judger):
         self._arguments = arguments or {}
         own_name: str = getattr(function, "__name__", type(function).__name__)
         self._name = own_name if name is None else name
-        self._threads = JudgeThreads(timeout_s=timeout_s, num_threads=num_threads)
+        self._threads = CallThreads(timeout_s=timeout_s, num_threads=num_threads, result="verdict")
 
     @property
     def name(self) -> str:

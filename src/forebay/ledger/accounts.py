@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.ledger.journal import Journal, read_events
+from forebay.ledger.journal import RESTARTED, Journal, read_events
 from forebay.ledger.lives import (
     ADMITTED,
     DROPPED,
@@ -155,6 +155,16 @@ class Ledger:
         # Written first: a line that no file takes must not be in the books alone.
         self._write(line)
         self._enter(line)
+
+    def note_restart(self, part: str, reason: str) -> None:
+        """Put into the file that a process of the run was started again; no group's account changes.
+
+        Raises:
+            OSError: the file takes no more.
+        """
+        if self._journal is not None:
+            line = {"event": RESTARTED, "time_s": self._clock(), "part": part, "reason": reason}
+            self._journal.write(line)
 
     def has_seen(self, group_id: GroupId, task_name: str) -> bool:
         """Whether anything came of the group: it has an event other than ``admitted``."""

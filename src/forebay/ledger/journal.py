@@ -8,6 +8,11 @@ Events are numbered from 1. A run that goes back to a checkpoint goes on from th
 **a line takes the place of every line before it with the same or a higher number**. What is left, in order,
 is what happened. A ``rewound`` line (``to_event``) marks each such place for human readers. A last line
 that a dying process did not finish stands for nothing.
+
+    {"event": "restarted", "time_s": 1.7e9, "part": "engine 0", "reason": "its process has ended"}
+
+A line like this is about a process, not a group. It has no number: going back to a checkpoint does not undo
+it, and it is no event of the account.
 """
 
 from __future__ import annotations
@@ -18,6 +23,9 @@ from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+RESTARTED = "restarted"
+_APART = f'{{"event": "{RESTARTED}"'.encode()
 
 _NUMBER = re.compile(rb'\{"number": (\d+),')
 
@@ -81,7 +89,7 @@ def _lines_that_stand(path: Path) -> array[int]:
     with path.open("rb") as file:
         for place, line in enumerate(file):
             found = _NUMBER.match(line)
-            if not line.endswith(b"}\n"):
+            if line.startswith(_APART) or not line.endswith(b"}\n"):
                 continue
             if found is None:
                 raise ValueError(f"{str(path)!r} line {place + 1} is not a ledger's: {line[:60]!r}")

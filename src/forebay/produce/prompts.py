@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from forebay.agents.single_turn import ChatTokenizer, render_prompt
+from forebay.agents.single_turn import ChatTokenizer, offered_tools, render_prompt
 from forebay.config import ConfigError, StrictModel
 from forebay.produce.sequences import LazySequence, shuffled
 from forebay.produce.sources import open_source
@@ -43,6 +43,9 @@ class Prompt:
     reward_model: dict[str, Any] | None = None
     data_source: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    """None: those of the agent."""
+    tool_choice: str | dict[str, Any] | None = None
+    """As in the chat API: ``"none"`` offers no tools."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The row's other columns; they become the rollouts' ``extra_fields``."""
 
@@ -130,10 +133,13 @@ def check_prompt_lengths(
     tokenizer: ChatTokenizer,
     limit_tokens: int,
     policy: Literal["error", "drop"] = "error",
+    *,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Sequence[Prompt]:
     """`prompts`, all of which are at most `limit_tokens` long as the model sees them.
 
-    Renders every prompt (some 0.2 ms each). With "drop", longer ones are left out and their number logged.
+    `tools` are told to it where a prompt has none of its own. Renders every prompt (some 0.2 ms each). With
+    "drop", longer ones are left out and their number logged.
 
     Raises:
         ConfigError: a prompt is too long and the policy is "error", or all are too long.
@@ -141,7 +147,8 @@ def check_prompt_lengths(
     kept: list[int] = []
     for index in range(len(prompts)):
         prompt = prompts[index]
-        num_tokens = len(render_prompt(tokenizer, prompt.message, prompt.tools))
+        offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
+        num_tokens = len(render_prompt(tokenizer, prompt.message, offered))
         if num_tokens <= limit_tokens:
             kept.append(index)
         elif policy == "error":
@@ -189,6 +196,7 @@ def _make_prompt(row: Any, config: DataConfig, place: str) -> Prompt:
         data_source=rest.pop("data_source", None)
         or (config.source if isinstance(config.source, str) else None),
         tools=_read_tools(rest.pop("tools", None), place),
+        tool_choice=_read_tool_choice(rest.pop("tool_choice", None), place),
         extra=rest,
     )
 
@@ -228,6 +236,17 @@ def _read_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
             raise ConfigError(f"{place}: column 'tools' is not valid JSON: {error}") from None
     if value is not None and not isinstance(value, list):
         raise ConfigError(f"{place}: column 'tools' must hold a list of tool schemas, got {value!r}")
+    return value or None
+
+
+def _read_tool_choice(value: Any, place: str) -> str | dict[str, Any] | None:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{place}: column 'tool_choice' is not valid JSON: {error}") from None
+    if value is not None and not isinstance(value, str | dict):
+        raise ConfigError(f"{place}: column 'tool_choice' must hold a text or an object, got {value!r}")
     return value or None
 
 

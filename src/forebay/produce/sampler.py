@@ -217,6 +217,7 @@ class Sampler:
                 session_id=group_id,
                 task_name=self.task_name,
                 tools=prompt.tools,
+                tool_choice=prompt.tool_choice,
                 sample_params=self.sample_params,
                 data_source=prompt.data_source,
                 reward_model=prompt.reward_model,

@@ -1,8 +1,8 @@
 """The store as a policy sees it while a batch is taken: for a train step, what is removed becomes ARCHIVED.
 
 A policy removes what it returns, by `take` or by `delete`, and need not know for what. Handed this view of
-the store, the same policy archives. The view remembers what was removed, so that a batch that is cancelled
-or fails half way is given back.
+the store, the same policy archives. The view remembers what was removed and what was put, so that a batch
+that is cancelled or fails half way is given back, and groups of which only some could be put are taken out.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ class ArchivingStorage(StorageBackend):
         self._train_step = train_step
         self.taken: list[StorageItem] = []
         """What was removed through this view, as it was."""
+        self.added: list[int] = []
+        """The uids of what was put through it."""
 
     async def give_back(self) -> None:
         """Undo what was done through this view; rows that were not archived come back as the newest."""
+        if self.added:
+            await self._storage.delete(self.added)
         if self._train_step is not None:
             await self._storage.update([copy_row(row, item=None) for row in self.taken])
         else:
@@ -39,7 +43,9 @@ class ArchivingStorage(StorageBackend):
 
     async def put(self, item: StorageItem) -> int:
         """As the store."""
-        return await self._storage.put(item)
+        uid = await self._storage.put(item)
+        self.added.append(uid)
+        return uid
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False

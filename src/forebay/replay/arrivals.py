@@ -9,7 +9,8 @@ Labelling is done where the rollouts were made; ageing where the train step is k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Iterable, Sequence
 
 from forebay.replay.groups import HeldGroup, StoredGroup, as_stored
 from forebay.replay.storage import StorageItem
@@ -22,11 +23,49 @@ from forebay.types import (
     update_sample_version,
 )
 
+LABEL_AT_ONCE = 256
+"""Groups labelled between two turns of the event loop; with arrays to make it takes about 10 ms."""
+NEXT_PLACE = -1
+"""As the arrival of a group: after all others."""
+
 
 def check_threshold(task_name: str, threshold: int | None) -> None:
     """ValueError if the stale threshold is not positive; None stands for no threshold."""
     if threshold is not None and threshold <= 0:
         raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
+
+
+def check_arrivals(arrivals: Sequence[int] | None, num_groups: int) -> Sequence[int]:
+    """A place for each group; `NEXT_PLACE` for all without any given.
+
+    Raises:
+        ValueError: there are more or fewer.
+    """
+    if arrivals is None:
+        return [NEXT_PLACE] * num_groups
+    if len(arrivals) != num_groups:
+        raise ValueError(
+            f"arrivals has {len(arrivals)} places for {num_groups} groups; give one for each group that is "
+            f"not empty"
+        )
+    return arrivals
+
+
+async def label_groups(
+    groups: Iterable[Sequence[RolloutState]], model_step: int | None
+) -> list[Sequence[RolloutState]]:
+    """Those that are not empty, labelled by `label_group`; others have their turn in between.
+
+    Raises:
+        ValueError: as there.
+    """
+    labelled: list[Sequence[RolloutState]] = []
+    for group in groups:
+        if group:
+            labelled.append(label_group(group, model_step))
+            if len(labelled) % LABEL_AT_ONCE == 0:
+                await asyncio.sleep(0)
+    return labelled
 
 
 def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequence[RolloutState]:

@@ -33,18 +33,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.replay.archiving import ArchivingStorage, taking
-from forebay.replay.arrivals import arrived_row, check_threshold, label_group
+from forebay.replay.arrivals import arrived_row, check_arrivals, check_threshold, label_groups
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
 from forebay.replay.groups import StoredGroup, as_stored, copy_group, hand_out
 from forebay.replay.locks import SharedLock
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices, plain_value, read_field
-from forebay.replay.saving import load, read, run_to_the_end, state_of, write
+from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
 from forebay.replay.storage import (
     STALEST,
     StorageBackend,
@@ -69,7 +70,7 @@ _CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
 EXPIRE_AT_ONCE = 64
 """Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
 STORE_AT_ONCE = 256
-"""Groups of one call that are labelled and aged between two turns of the event loop; it takes about 10 ms."""
+"""Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""
 COPY_AT_ONCE = 128
 """Groups handed out between two turns of the event loop: copying them takes about 15 ms."""
 
@@ -178,7 +179,7 @@ class ReplayBuffer:
         is taken already, or is below such a one, becomes the next. Groups are then not empty.
 
         Raises:
-            ValueError: as for `put`; nothing is stored.
+            ValueError: as for `put`, or `arrivals` are not as many; nothing is stored.
         """
         _, evicted = await self._store(
             groups, task_name, model_step, current_train_step, stale_threshold, tags, priority, arrivals
@@ -202,7 +203,9 @@ class ReplayBuffer:
         """Put the groups; their rows, and those evicted for them."""
         check_threshold(task_name, stale_threshold)
         tags, priority = check_tags(tags), check_priority(priority)
-        if not (listed := [label_group(group, model_step) for group in groups if group]):
+        listed = [group for group in groups if group]
+        places = check_arrivals(arrivals, len(listed))
+        if not (listed := await label_groups(listed, model_step)):
             return [], []
         async with self._lock.shared():
             step = await self._see_step(task_name, current_train_step)
@@ -212,7 +215,7 @@ class ReplayBuffer:
                 rows[-1].tags, rows[-1].priority = tags, priority
                 if len(rows) % STORE_AT_ONCE == 0:
                     await asyncio.sleep(0)
-            for row, arrival in zip(rows, arrivals or [-1] * len(rows), strict=True):
+            for row, arrival in zip(rows, places, strict=True):
                 row.timestamp_id = arrival
             try:
                 await self.policy.put_many(rows, self.storage, receipt=receipt)
@@ -397,10 +400,9 @@ class ReplayBuffer:
             ValueError: `path` holds something else, or a rollout holds a value that cannot be saved.
         """
         policy = type(self.policy).__name__
-        async with self._save_lock:
+        async with self._save_lock, AsyncExitStack() as stack:
             async with self._lock.alone():
-                # In a thread, because a store on disk reads its content.
-                state = await run_to_the_end(state_of, self.storage)
+                state = await stack.enter_async_context(opened_state(self.storage))
                 content = state | {"policy": policy, "policy_state": self.policy.state_dict()}
                 self._num_saving += 1
             try:

@@ -21,6 +21,8 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import msgspec
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
-from forebay.replay.arrivals import check_threshold, label_group
+from forebay.replay.arrivals import check_arrivals, check_threshold
 from forebay.replay.buffer import Group
 from forebay.replay.client_link import Link, Pieces, new_key
 from forebay.replay.client_rows import RemoteRows
@@ -183,12 +185,12 @@ class RemoteReplayBuffer:
         checked = check_tags(tags), check_priority(priority)
         if not (listed := [group for group in groups if group]):
             return
-        places = None if arrivals is None else list(arrivals)
+        places = None if arrivals is None else list(check_arrivals(arrivals, len(listed)))
         arguments = messages.PutArguments(
             new_key(), task_name, current_train_step, stale_threshold, *checked, places
         )
         # Labelled as they are packed, while the server has the earlier ones.
-        pieces = Pieces(label_group(group, model_step) for group in listed)
+        pieces = Pieces(listed, model_step)
         (outcomes, evicted), _ = await self._call(method, arguments, pieces)
         for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
             for state, value in zip(group, staleness, strict=True):
@@ -210,9 +212,8 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.get`; what did not arrive here is in the buffer again."""
         if batch_size <= 0:
             return []
-        arguments = messages.GetArguments(new_key(), batch_size, task_name, group_status, _checked(tags))
-        _, groups = await self._take("get", arguments)
-        return groups
+        taken = await self._settled(partial(self.begin_get, batch_size, task_name, group_status, tags))
+        return taken[task_name]
 
     async def count(
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
@@ -248,10 +249,8 @@ class RemoteReplayBuffer:
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
         """See `ReplayBuffer.take_batch`; what did not arrive here is in the buffer again."""
-        arguments = messages.TakeArguments(new_key(), dict(task_batch_sizes), group_status, train_step)
-        counts, groups = await self._take("take_batch", arguments)
-        following = iter(groups)
-        return {task: [next(following) for _ in range(number)] for task, number in counts.items()}, counts
+        taken = await self._settled(partial(self.begin_take, task_batch_sizes, group_status, train_step))
+        return taken, {task: len(groups) for task, groups in taken.items()}
 
     async def commit(self, train_step: int) -> None:
         """See `ReplayBuffer.commit`."""
@@ -300,7 +299,7 @@ class RemoteReplayBuffer:
             return await self.wait_for_change(version)
         return int(found)
 
-    async def _ask(self, method: str, arguments: messages.RowsArguments) -> Any:
+    async def _ask(self, method: str, arguments: messages.RowsArguments | messages.TaskArguments) -> Any:
         found, _ = await self._call(method, arguments)
         return found
 
@@ -334,29 +333,55 @@ class RemoteReplayBuffer:
             if isinstance(arguments, messages.PutArguments):
                 arguments.asked_first = first.instance
 
-    async def _take(self, method: str, arguments: Taking) -> tuple[Any, list[Group]]:
-        """Call a method that takes, and settle it: what a cancelled caller does not get goes back."""
+    async def begin_take(
+        self, task_batch_sizes: Mapping[str, int], group_status: Status, train_step: int | None
+    ) -> RemoteTake:
+        """As `take_batch`, but the groups can still be given back; whoever calls it settles the take."""
+        arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
+        return await self._begin("take_batch", arguments)
+
+    async def begin_get(
+        self, batch_size: int, task_name: str, group_status: Status, tags: Mapping[str, TagValue] | None
+    ) -> RemoteTake:
+        """As `get`, but the groups can still be given back; whoever calls it settles the take."""
+        arguments = messages.GetArguments(b"", batch_size, task_name, group_status, _checked(tags))
+        return await self._begin("get", arguments)
+
+    async def _begin(self, method: str, arguments: Taking) -> RemoteTake:
+        """Call a method that takes; again if the connection breaks, because then nothing is taken."""
         while True:
             link = await self._linked()
             arguments.key = new_key()
-            settling = messages.KeyArguments(arguments.key)
+            take = RemoteTake(self, link, arguments.key)
             try:
                 counts, groups = await link.call(method, arguments)
-                if groups:
-                    await self._call("keep", settling)
             except ConnectionLost:
-                if link.lost is None or self._is_closed:
+                if not take.may_be_taken_again:
+                    raise
+                continue
+            except asyncio.CancelledError:
+                # In this moment they belong to nobody.
+                await take.release()
+                raise
+            take.set_groups(counts, groups)
+            return take
+
+    async def _settled(self, begin: Callable[[], Awaitable[RemoteTake]]) -> dict[str, list[Group]]:
+        """Take, and settle it: what a cancelled caller does not get goes back."""
+        while True:
+            take = await begin()
+            try:
+                await take.keep()
+            except ConnectionLost:
+                if not take.may_be_taken_again:
                     raise
                 # They were not kept: they are in the buffer again.
                 continue
             except asyncio.CancelledError:
-                # In this moment they belong to nobody.
-                with suppress(ConnectionLost):
-                    await finish(self._call("release", settling))
+                await take.release()
                 raise
-            if groups:
-                link.post(messages.Done(arguments.key))
-            return counts, groups
+            take.done()
+            return take.groups
 
     async def _linked(self) -> Link:
         """The connection, made anew if it was lost."""
@@ -367,6 +392,59 @@ class RemoteReplayBuffer:
                 await self._link.close()
                 self._link = await Link.open(*await self._locate())
             return self._link
+
+
+class RemoteTake:
+    """Groups that a server has handed over, and that it takes back until `done` is called.
+
+    >>> take = await buffer.begin_take({"math": 64}, Status.COMPLETED, None)
+    >>> await take.keep()     # or: await take.release()
+    >>> take.done()
+    """
+
+    def __init__(self, buffer: RemoteReplayBuffer, link: Link, key: bytes) -> None:
+        self.groups: dict[str, list[Group]] = {}
+        """By task."""
+        self._buffer = buffer
+        self._link = link
+        self._settling = messages.KeyArguments(key)
+        self._is_kept = False
+
+    def set_groups(self, counts: Mapping[str, int], groups: Iterable[Group]) -> None:
+        """What came, by task."""
+        following = iter(groups)
+        self.groups = {task: list(islice(following, number)) for task, number in counts.items()}
+
+    @property
+    def may_be_taken_again(self) -> bool:
+        """Whether `ConnectionLost` says that the connection broke, and another one may be made."""
+        return self._link.lost is not None and not self._buffer._is_closed
+
+    async def keep(self) -> None:
+        """They stay taken, also if this process dies.
+
+        Raises:
+            ConnectionLost: the connection broke; they are in the buffer again.
+        """
+        if any(self.groups.values()):
+            await self._buffer._call("keep", self._settling)
+            self._is_kept = True
+
+    async def release(self) -> None:
+        """Nobody has them; when the connection breaks, what was not kept goes back by itself.
+
+        Raises:
+            ConnectionLost: the connection broke after they were kept; they stay taken.
+        """
+        with suppress(ConnectionLost):
+            await finish(self._buffer._call("release", self._settling))
+        if self._is_kept and self._link.lost is not None:
+            raise ConnectionLost(f"{self._link.lost}; what was taken stays taken")
+
+    def done(self) -> None:
+        """They are with whoever asked; to be called after `keep`."""
+        if self._is_kept:
+            self._link.post(messages.Done(self._settling.key))
 
 
 def _absolute(path: str | Path) -> str:

@@ -19,15 +19,17 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import msgspec
 
 from forebay.cancelling import outlast
 from forebay.replay import server_messages as messages
+from forebay.replay.arrivals import label_group
 from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.server_address import Address, dial, prove
 from forebay.replay.server_channel import Channel, Received
@@ -45,34 +47,36 @@ which costs more than it saves where no core is free; with more, the server is i
 
 
 class Pieces:
-    """Groups to send, packed as they are asked for; they may be asked for again.
+    """Groups to send, labelled and packed as they are asked for; they may be asked for again.
 
-    >>> for piece in Pieces(groups):
+    >>> for piece, is_last in Pieces(groups, model_step=3):
     ...     await channel.send(Piece(number, [packed.size for packed in piece]), piece)
     """
 
-    def __init__(self, groups: Iterable[Sequence[RolloutState]]) -> None:
-        self._left = iter(groups)
+    def __init__(self, groups: Sequence[Sequence[RolloutState]], model_step: int | None) -> None:
+        self._groups = groups
+        self._model_step = model_step
+        self._num_packed = 0
         self._packed: list[list[PackedGroup]] = []
 
-    def __iter__(self) -> Iterator[list[PackedGroup]]:
+    def __iter__(self) -> Iterator[tuple[list[PackedGroup], bool]]:
         at = 0
-        while at < len(self._packed) or self._pack():
-            yield self._packed[at]
+        while at < len(self._packed) or self._num_packed < len(self._groups):
+            if at == len(self._packed):
+                self._packed.append(self._pack())
             at += 1
+            yield self._packed[at - 1], at == len(self._packed) and self._num_packed == len(self._groups)
 
-    def _pack(self) -> bool:
-        """Pack the next piece; False if nothing is left."""
+    def _pack(self) -> list[PackedGroup]:
         piece: list[PackedGroup] = []
         num_bytes = 0
-        for group in self._left:
-            piece.append(pack_group(group))
+        for group in islice(self._groups, self._num_packed, None):
+            piece.append(pack_group(label_group(group, self._model_step)))
             num_bytes += sum(piece[-1].size)
             if num_bytes >= PIECE_BYTES:
                 break
-        if piece:
-            self._packed.append(piece)
-        return bool(piece)
+        self._num_packed += len(piece)
+        return piece
 
 
 @dataclass(slots=True, eq=False)
@@ -236,9 +240,7 @@ class Link:
         finally:
             self._calls.leave(1)
 
-    async def put(
-        self, method: str, arguments: msgspec.Struct, pieces: Iterable[Sequence[PackedGroup]]
-    ) -> Returned:
+    async def put(self, method: str, arguments: msgspec.Struct, pieces: Pieces) -> Returned:
         """Call a method that brings groups, which are sent piece by piece, each as soon as it is there.
 
         Raises:
@@ -251,30 +253,21 @@ class Link:
             async with self._put_turn:
                 number, pending = stack.enter_context(self._numbered())
                 try:
-                    last = await self._send_all_but_last(number, pending, pieces, share)
+                    mail = await self._send(number, method, encoded, pieces, share)
                 except BaseException:
                     self._post(messages.Cancel(number), ())
                     raise
-                mail = (Call(number, method, encoded, [packed.size for packed in last]), last)
-                self._post(*mail)
             await self._answered(number, pending, mail)
             return pending.future.result(), pending.groups
 
-    async def _send_all_but_last(
-        self, number: int, pending: _Pending, pieces: Iterable[Sequence[PackedGroup]], share: _Share
-    ) -> Sequence[PackedGroup]:
-        """Send the pieces that come before the last one, which is returned and goes with the call."""
+    async def _send(
+        self, number: int, method: str, arguments: msgspec.Raw, pieces: Pieces, share: _Share
+    ) -> Mail:
+        """Send the pieces, the last one with the call; what was sent last."""
         num_bytes = 0
-        before: Sequence[PackedGroup] = ()
-        for piece in pieces:
-            if pending.future.done():
-                # The connection is lost.
-                break
-            if before:
-                self._post(messages.Piece(number, [packed.size for packed in before]), before)
-                # So that it is on its way while the next one is packed.
-                await asyncio.sleep(0)
-            size = sum(sum(packed.size) for packed in piece)
+        for piece, is_last in pieces:
+            sizes = [packed.size for packed in piece]
+            size = sum(map(sum, sizes))
             num_bytes += size
             if num_bytes > self._channel.max_frame_bytes:
                 raise ValueError(
@@ -283,8 +276,14 @@ class Link:
                     f"with larger max_frame_bytes"
                 )
             await share.grow(size)
-            before = piece
-        return before
+            if is_last or self.lost is not None:
+                break
+            self._post(messages.Piece(number, sizes), piece)
+            # So that it is on its way while the next one is packed.
+            await asyncio.sleep(0)
+        mail = (Call(number, method, arguments, sizes), piece)
+        self._post(*mail)
+        return mail
 
     async def _answered(self, number: int, pending: _Pending, mail: Mail) -> None:
         try:

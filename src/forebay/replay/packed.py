@@ -25,7 +25,8 @@ from forebay.replay.payload import damage_named
 from forebay.replay.unpacking import check_head, read_head, read_states, unpack_group
 from forebay.types import UNLABELLED, RolloutState, Status, get_group_status
 
-_LABELS = "response_model_steps"
+_LABELS, _MASKS = "response_model_steps", "response_mask"
+_LABEL = ARRAYS[_LABELS]
 _TOKEN_FIELDS = ("logprobs", *CONSTANTS)
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -40,7 +41,7 @@ class PackedPayload(HeldGroup):
     array([7, 8], dtype=int32)
     """
 
-    __slots__ = ("_data", "_head", "_was_sent", "staleness", "steps")
+    __slots__ = ("_data", "_head", "_status", "_was_sent", "staleness", "steps")
 
     def __init__(self, head: bytes, data: NDArray[np.uint8], parsed: Head) -> None:
         self._head = head
@@ -48,14 +49,12 @@ class PackedPayload(HeldGroup):
         self._was_sent = tuple(_spread(parsed.values.get("seq_staleness", [0]), len(parsed.status)))
         self.staleness: Sequence[int] = self._was_sent
         self.steps = _oldest_steps(parsed, data)
+        self._status = _status_of_all(parsed.status)
 
     @property
     def status(self) -> Status:
         """The group's."""
-        statuses = read_head(self._head).status
-        if statuses.count(Status.COMPLETED) == len(statuses):
-            return Status.COMPLETED
-        return get_group_status([RolloutState([], status=status) for status in statuses])
+        return self._status
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -117,41 +116,61 @@ def pack_out(group: Sequence[RolloutState], train_step: int | None, *, copy: boo
     return group.packed()
 
 
+def _status_of_all(statuses: Sequence[Status]) -> Status:
+    if statuses.count(Status.COMPLETED) == len(statuses):
+        return Status.COMPLETED
+    return get_group_status([RolloutState([], status=status) for status in statuses])
+
+
 def _is_filled(head: Head) -> bool:
     """Whether the token fields have one length in each member."""
     counts = head.lengths.get("response_ids")
-    return all(
-        of_all is not None
-        and counts is not None
-        and len(of_all) == len(counts)
-        and all(length in (NOT_SENT, count) for length, count in zip(of_all, counts, strict=True))
+    return counts is not None and all(
+        of_all == counts
+        or (
+            of_all is not None
+            and len(of_all) == len(counts)
+            and all(length in (NOT_SENT, count) for length, count in zip(of_all, counts, strict=True))
+        )
         for of_all in map(head.lengths.get, _TOKEN_FIELDS)
     )
 
 
 def _oldest_steps(head: Head, data: NDArray[np.uint8]) -> tuple[int | None, ...]:
     """The oldest model step of each member; arrays are looked at where the head does not say it."""
-    masks, labels = (_constants_or_arrays(head, data, name) for name in CONSTANTS)
-    counts, lengths = head.lengths["response_ids"], head.lengths[_LABELS]
-    if min(lengths) > 0 and all(isinstance(mask, int) and mask for mask in masks):
-        # All labels lie one after the other: looked at together, in a tenth of the time.
-        start = sum(sum(max(n, 0) for n in head.lengths[name]) for name in ("response_ids", "logprobs"))
-        joined = data[start * 4 : (start + sum(lengths)) * 4].view(ARRAYS[_LABELS])
-        oldest = np.minimum.reduceat(joined, [0, *accumulate(lengths[:-1])]).tolist()
+    lengths, size = head.lengths[_LABELS], len(head.status)
+    if head.lengths[_MASKS].count(NOT_SENT) == size and min(head.constants[_MASKS]) > 0:
+        # Every token is generated, and so the labels of all members are looked at together.
+        if lengths.count(NOT_SENT) == size and min(head.lengths["response_ids"]) > 0:
+            oldest = list(head.constants[_LABELS])
+        elif min(lengths) > 0:
+            start = _start_of(_LABELS, head)
+            joined = data[start : start + sum(lengths) * _LABEL.itemsize].view(_LABEL)
+            oldest = np.minimum.reduceat(joined, [0, *accumulate(lengths[:-1])]).tolist()
+        else:
+            oldest = [UNLABELLED]
         if min(oldest) > UNLABELLED:
             return tuple(oldest)
-    return tuple(map(_oldest_step, counts, masks, labels))
+    each = (_constants_or_arrays(head, data, name) for name in CONSTANTS)
+    return tuple(map(_oldest_step, head.lengths["response_ids"], *each))
+
+
+def _start_of(name: str, head: Head) -> int:
+    """Where the arrays of a field begin."""
+    start = 0
+    for before, dtype in ARRAYS.items():
+        if before == name:
+            break
+        lengths = head.lengths[before]
+        start += (sum(lengths) + lengths.count(NOT_SENT)) * dtype.itemsize
+    return start
 
 
 def _constants_or_arrays(head: Head, data: NDArray[np.uint8], name: str) -> list[int | NDArray[Any]]:
     """For each member the one value that the array has throughout, or the array."""
     if head.lengths[name].count(NOT_SENT) == len(head.status):
         return list(head.constants[name])
-    start = 0
-    for before, dtype in ARRAYS.items():
-        if before == name:
-            break
-        start += sum(max(length, 0) for length in head.lengths[before]) * dtype.itemsize
+    start = _start_of(name, head)
     constants = iter(head.constants.get(name, ()))
     found: list[int | NDArray[Any]] = []
     for length in head.lengths[name]:

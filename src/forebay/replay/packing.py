@@ -4,7 +4,8 @@
 
     group --pack_group--> PackedGroup: head      MessagePack, written and checked by msgspec: `Head`
                                        buffers   response ids of all members, then their logprobs, ...,
-                                                 then masks, then the blobs of `trees`; nothing between them
+                                                 then masks, then the blobs of `trees`; nothing between them;
+                                                 small ones in one copy, large ones where they lie
 
 It is what a group looks like between two processes and, in one piece, in a database (`codec`). What most
 groups have is not written out: a value that all members have, a prompt that is that of the first member, a
@@ -19,11 +20,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
+from itertools import compress, repeat
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -56,6 +57,10 @@ MAX_TOKENS = 1 << 28
 """Of the prompts and `tokens` of a group, 1 GiB: they may be many times what the bytes of a group are."""
 MAX_COPIED_BYTES = 1 << 26
 """Of a value times the members that get a copy of it; likewise."""
+
+MIN_APART_BYTES = 64 << 10
+"""Arrays from this mean size up are sent from where they lie. To hand out many small ones one by one, to
+Python and to the socket, takes longer than to copy them into one piece."""
 
 Buffer = bytes | memoryview
 
@@ -91,6 +96,8 @@ _SCALARS = frozenset({str, int, bool, float, type(None)})
 _SAME_IF_EQUAL = frozenset({str, int, bool})
 """Of one of these kinds, equal values are the same; floats have -0.0 and NaN."""
 _TEXT = frozenset({str})
+_EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for kind in (dict, list)}
+"""What most fields hold that may hold more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +111,7 @@ class PackedGroup:
 
     head: bytes
     buffers: list[Buffer]
-    """The arrays themselves: not to be written to while they are used."""
+    """May be the arrays themselves: not to be written to while they are used."""
     num_bytes: int
     """Of `buffers` together."""
 
@@ -132,12 +139,12 @@ def _pack(group: Sequence[RolloutState], pack_values: Callable[..., None]) -> Pa
     head = Head([state.status for state in group], steps, {}, {}, "", bytearray(), {}, {}, [])
     trees = _Trees(group)
     for name, column in zip(VALUES, zip(*map(_read_values, group), strict=True), strict=True):
-        pack_values(head, trees, name, column)
+        if (kinds := set(map(type, column))) != _NONE:
+            pack_values(head, trees, name, column, kinds)
     head.trees, blobs = trees.text(), trees.blobs
     head.blobs = list(map(len, blobs))
-    buffers = _pack_arrays(group, head)
-    num_bytes = sum(map(_num_bytes, buffers)) + sum(head.blobs)
-    return PackedGroup(_encode(head), [*buffers, *blobs], num_bytes)
+    buffers, num_bytes = _pack_arrays(group, head)
+    return PackedGroup(_encode(head), [*buffers, *blobs], num_bytes + sum(head.blobs))
 
 
 class _Trees:
@@ -157,16 +164,18 @@ class _Trees:
         return json.dumps(self._trees) if self._trees else ""
 
 
-def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any]) -> None:
-    """Put the values of a field, one of each member, where they belong."""
-    kinds = set(map(type, column))
+def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
+    """Put the values of a field, one of each member and of these kinds, where they belong."""
     first = column[0]
-    if kinds == _NONE:
-        return
     if kinds <= _SAME_IF_EQUAL and len(kinds) == 1:
         head.values[name] = [first] if column.count(first) == len(column) else list(column)
     elif kinds <= _SCALARS:
         head.values[name] = list(column)
+    elif len(kinds) == 1 and type(first) in _EMPTY and not any(column):
+        if all(map(is_, column, repeat(first))):
+            head.values[name] = [first]
+        else:
+            head.copied[name] = _EMPTY[type(first)]
     elif not all(map(_is_plain, shown := _once(column))):
         trees.add(name, shown)
     elif len(shown) > 1 and (text := _text_of_all(shown)) is not None:
@@ -175,9 +184,8 @@ def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any]) ->
         head.values[name] = list(shown)
 
 
-def _pack_as_trees(_: Head, trees: _Trees, name: str, column: Sequence[Any]) -> None:
-    if any(value is not None for value in column):
-        trees.add(name, _once(column))
+def _pack_as_trees(_: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
+    trees.add(name, _once(column))
 
 
 def _once(column: Sequence[Any]) -> Sequence[Any]:
@@ -212,8 +220,8 @@ def _text_of_all(column: Sequence[Any]) -> bytes | None:
     return text
 
 
-def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[Buffer]:
-    """Write what there is to say of the arrays into `head`; those that are sent."""
+def _pack_arrays(group: Sequence[RolloutState], head: Head) -> tuple[list[Buffer], int]:
+    """Write what there is to say of the arrays into `head`; those that are sent, and their bytes."""
     arrays = {name: list(map(read, group)) for name, read in _READ_ARRAYS.items()}
     prompts, ids = arrays.pop("prompt_ids"), arrays["response_ids"]
     _check_size(prompts, arrays["tokens"])
@@ -223,12 +231,28 @@ def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[Buffer]:
         head.constants[name] = _find_constants(arrays[name], head.lengths[name], counts)
     head.lengths["tokens"] = _find_whole(arrays["tokens"], prompts, ids)
     head.lengths["prompt_ids"], head.prompts = _pack_prompts(prompts)
-    return [
-        array.data
-        for name in ARRAYS
-        for array, length in zip(arrays[name], head.lengths[name], strict=True)
-        if length > 0
-    ]
+    return _gather_sent(arrays, head.lengths)
+
+
+def _gather_sent(
+    arrays: Mapping[str, Sequence[NDArray[Any]]], lengths: Mapping[str, Sequence[int]]
+) -> tuple[list[Buffer], int]:
+    """The arrays that are sent, in order, and how many bytes they have."""
+    sent: list[NDArray[Any]] = []
+    num_bytes = 0
+    for name, dtype in ARRAYS.items():
+        of_all, num_apart = lengths[name], lengths[name].count(NOT_SENT)
+        if num_apart < len(of_all):
+            sent += arrays[name] if not num_apart else compress(arrays[name], map(NOT_SENT.__lt__, of_all))
+            num_bytes += (sum(of_all) + num_apart) * dtype.itemsize
+    if num_bytes < MIN_APART_BYTES * len(sent):
+        return [_join(sent)] if num_bytes else [], num_bytes
+    return [array.data for array in sent if len(array)], num_bytes
+
+
+def _join(arrays: Iterable[NDArray[Any]]) -> bytes:
+    # The types of numpy do not say that it takes arrays.
+    return b"".join(cast("Iterable[Buffer]", arrays))
 
 
 def _check_size(prompts: Sequence[NDArray[Any]], tokens: Sequence[NDArray[Any]]) -> None:
@@ -239,6 +263,9 @@ def _check_size(prompts: Sequence[NDArray[Any]], tokens: Sequence[NDArray[Any]])
 
 def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: Sequence[int]) -> list[int]:
     """The value of each array that has one throughout, a response long; its length becomes `NOT_SENT`."""
+    if lengths == counts and min(counts) and (value := _constant_of_all(arrays)) is not None:
+        lengths[:] = repeat(NOT_SENT, len(arrays))
+        return [value] * len(arrays)
     constants = []
     for member, (array, count) in enumerate(zip(arrays, counts, strict=True)):
         # Compared as bytes: for the lengths of responses far cheaper than with numpy.
@@ -252,6 +279,15 @@ def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: 
             lengths[member] = NOT_SENT
             constants.append(int(array[0]))
     return constants
+
+
+def _constant_of_all(arrays: Sequence[NDArray[Any]]) -> int | None:
+    """The value that these arrays, none empty, have throughout, if it is one for all of them."""
+    first = arrays[0]
+    if first[0] != first[-1] or first[0] != arrays[-1][-1]:
+        return None
+    data = _join(arrays)
+    return int(first[0]) if data == data[: first.itemsize] * (len(data) // first.itemsize) else None
 
 
 def _find_whole(tokens: Sequence[NDArray[Any]], prompts: Sequence[Any], ids: Sequence[Any]) -> list[int]:
@@ -277,7 +313,3 @@ def _pack_prompts(prompts: Sequence[NDArray[Any]]) -> tuple[list[int], bytearray
             lengths.append(len(prompt))
             parts.append(data)
     return lengths, bytearray().join(parts)
-
-
-def _num_bytes(buffer: Buffer) -> int:
-    return memoryview(buffer).nbytes

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from forebay.replay.archiving import taking
 from forebay.replay.query import QueryLike
 from forebay.replay.storage import ARRIVAL, STALEST, StorageBackend, StorageItem
 
@@ -47,10 +48,14 @@ class ReplayPolicy(ABC):
         *,
         receipt: bytes | None = None,
     ) -> None:
-        """Store `items`, all of them or none; one by one for a policy that has a `put` of its own."""
+        """Store `items`, all of them or none.
+
+        For a policy that has a `put` of its own one by one; if one fails, those before it are taken out.
+        """
         if type(self).put is not ReplayPolicy.put:
-            for item in items:
-                await self.put(item, storage_backend)
+            async with taking(storage_backend, None) as view:
+                for item in items:
+                    await self.put(item, view)
             items = ()
         if items or receipt is not None:
             await storage_backend.put_many(items, receipt=receipt)

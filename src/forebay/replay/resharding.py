@@ -70,7 +70,7 @@ async def restore_shards(
         FileNotFoundError: there is nothing at `path`.
         ValueError: it is no snapshot, or one of another policy or format.
     """
-    folders = await asyncio.to_thread(_find, path)
+    folders = await asyncio.to_thread(find_shards, path)
     if len(folders) == len(resumes):
         await on({number: resume(folders[number]) for number, resume in enumerate(resumes)})
         return
@@ -110,8 +110,13 @@ def _publish(path: Path, generation: str, num_shards: int) -> None:
             shutil.rmtree(path / name)
 
 
-def _find(path: Path) -> list[Path]:
-    """The folder of each shard's snapshot; `path` itself if it is that of a single buffer."""
+def find_shards(path: Path) -> list[Path]:
+    """The folder of each shard's snapshot; `path` itself if it is that of a single buffer.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it does not say which they are.
+    """
     if not path.exists():
         raise FileNotFoundError(f"there is no replay snapshot at {str(path)!r}")
     manifest = path / MANIFEST
@@ -130,58 +135,69 @@ def _find(path: Path) -> list[Path]:
 
 def _reshard(folders: Sequence[Path], target: Path, number: int, policy: str, shard_of: ShardOf) -> None:
     """Write the snapshots of `number` shards, with the content of these."""
-    from forebay.replay.snapshot import read_snapshot, write_snapshot
+    from forebay.replay.snapshot import Snapshot, read_snapshot, write_snapshot
 
     snapshots = [read_snapshot(folder, policy=policy) for folder in folders]
-    steps, counters, evicted = _merge_counters(snapshots)
+    whole = merge_states([snapshot.storage for snapshot in snapshots])
     rows: list[list[StorageItem]] = [[] for _ in range(number)]
-    for row in _renumbered(snapshots):
+    for row in whole["items"]:
         rows[shard_of(row.item)].append(row)
     for shard, items in enumerate(rows):
-        storage = {"version": STATE_VERSION, "items": items, "train_steps": steps, **counters}
         # Which shard counts them makes no difference: they are read as sums.
-        counts = evicted if shard == 0 else {}
-        state = snapshots[0].policy_state
-        write_snapshot(target / str(shard), _snapshot(storage, policy, state, counts))
+        evicted = _sum_evicted(snapshots) if shard == 0 else {}
+        part = Snapshot(whole | {"items": items}, policy, snapshots[0].policy_state, evicted)
+        write_snapshot(target / str(shard), part)
 
 
-def _snapshot(
-    storage: Mapping[str, Any], policy: str, state: Mapping[str, Any], evicted: Mapping[str, int]
-) -> Snapshot:
-    from forebay.replay.snapshot import Snapshot
+def read_shards(path: Path, *, policy: str | None = None) -> Snapshot:
+    """The snapshot at `path` as that of one buffer, whether it is one of shards or not.
 
-    return Snapshot(storage, policy, state, evicted)
+    Raises:
+        FileNotFoundError, ValueError: as `read_snapshot`.
+    """
+    from forebay.replay.snapshot import Snapshot, read_snapshot
+
+    snapshots = [read_snapshot(folder, policy=policy) for folder in find_shards(path)]
+    first = snapshots[0]
+    if len(snapshots) == 1:
+        return first
+    whole = merge_states([snapshot.storage for snapshot in snapshots])
+    return Snapshot(whole, first.policy, first.policy_state, _sum_evicted(snapshots))
 
 
-def _merge_counters(
-    snapshots: Sequence[Snapshot],
-) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Train steps by task, id counters, evictions by task."""
-    steps: dict[str, int] = {}
+def _sum_evicted(snapshots: Sequence[Snapshot]) -> dict[str, int]:
     evicted: Counter[str] = Counter()
     for snapshot in snapshots:
-        for task, step in snapshot.storage["train_steps"].items():
-            steps[task] = max(step, steps.get(task, step))
         evicted.update(snapshot.num_evicted)
-    # Room for the uids of all, and for the arrivals that move up by one where two are the same.
-    rows = sum(len(snapshot.storage["items"]) for snapshot in snapshots)
-    counters = {
-        "next_uid": max(snapshot.storage["next_uid"] for snapshot in snapshots) * len(snapshots),
-        "next_timestamp_id": max(s.storage["next_timestamp_id"] for s in snapshots) + rows,
+    return dict(evicted)
+
+
+def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What one store of all these rows would be (`StorageBackend.state_dict`).
+
+    A row's uid is ``uid there * stores + number of the store``.
+    """
+    steps: dict[str, int] = {}
+    for state in states:
+        for task, step in state["train_steps"].items():
+            steps[task] = max(step, steps.get(task, step))
+    return {
+        "version": STATE_VERSION,
+        "items": _renumbered([state["items"] for state in states]),
+        # Room for the uids of all, and for the arrivals that move up by one where two are the same.
+        "next_uid": max(state["next_uid"] for state in states) * len(states),
+        "next_timestamp_id": max(state["next_timestamp_id"] for state in states)
+        + sum(len(state["items"]) for state in states),
+        "train_steps": steps,
     }
-    return steps, counters, dict(evicted)
 
 
-def _renumbered(snapshots: Sequence[Snapshot]) -> list[StorageItem]:
+def _renumbered(of_stores: Sequence[Sequence[StorageItem]]) -> list[StorageItem]:
     """All rows in order of arrival, under ids that no two of them share."""
-    found = [
-        (row.timestamp_id, number, row)
-        for number, snapshot in enumerate(snapshots)
-        for row in snapshot.storage["items"]
-    ]
+    found = [(row.timestamp_id, number, row) for number, rows in enumerate(of_stores) for row in rows]
     found.sort(key=lambda entry: entry[:2])
     rows, last = [], -1
     for timestamp_id, number, row in found:
         last = max(timestamp_id, last + 1)
-        rows.append(copy_row(row, uid=row.uid * len(snapshots) + number, timestamp_id=last))
+        rows.append(copy_row(row, uid=row.uid * len(of_stores) + number, timestamp_id=last))
     return rows

@@ -2,18 +2,20 @@
 
 ::
 
-    save:    state_of -> (lock released) -> write        resume:    read -> (lock taken) -> load
+    save:    opened_state -> (lock released) -> write        resume:    read -> (lock taken) -> load
 
-The steps are plain functions for a thread, and the thread also imports what they need: loading Arrow for the
-first time takes longer than the event loop may stand still.
+The steps run in threads, which also import what they need: loading Arrow for the first time takes longer than
+the event loop may stand still. A store on disk is read while the snapshot is written, as of the moment at
+which the lock was held: a few groups at a time, so that a save does not need memory for all of them.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 from forebay.cancelling import finish
 from forebay.replay.storage import StorageBackend
@@ -29,9 +31,35 @@ async def run_to_the_end(function: Callable[..., Result], *args: object) -> Resu
     return await finish(asyncio.to_thread(function, *args))
 
 
-def state_of(storage: StorageBackend) -> dict[str, Any]:
-    """What a snapshot keeps of the store, as fields of `Snapshot`."""
-    return {"storage": storage.state_dict(), "num_evicted": dict(storage.num_evicted)}
+@runtime_checkable
+class ReadInPieces(Protocol):
+    """A store whose content need not be in memory at once."""
+
+    def reading_state(self) -> AbstractContextManager[dict[str, Any]]:
+        """As `StorageBackend.state_dict`, for the time of a block."""
+        ...
+
+
+@asynccontextmanager
+async def opened_state(storage: StorageBackend) -> AsyncIterator[dict[str, Any]]:
+    """What a snapshot keeps of the store as it is now, as fields of `Snapshot`, for the time of the block.
+
+    >>> async with opened_state(storage) as state:
+    ...     await run_to_the_end(write, path, state | {"policy": "FIFOReplayPolicy", "policy_state": {}})
+    """
+    stack = ExitStack()
+    try:
+        yield await run_to_the_end(_open_state, storage, stack)
+    finally:
+        await run_to_the_end(stack.close)
+
+
+def _open_state(storage: StorageBackend, stack: ExitStack) -> dict[str, Any]:
+    if isinstance(storage, ReadInPieces):
+        state = stack.enter_context(storage.reading_state())
+    else:
+        state = storage.state_dict()
+    return {"storage": state, "num_evicted": dict(storage.num_evicted)}
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -42,10 +70,10 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, policy: str) -> Snapshot:
-    """The snapshot at `path`; see `read_snapshot`."""
-    from forebay.replay.snapshot import read_snapshot
+    """The snapshot at `path`, also of shards; see `read_snapshot`."""
+    from forebay.replay.resharding import read_shards
 
-    return read_snapshot(path, policy=policy)
+    return read_shards(path, policy=policy)
 
 
 def load(storage: StorageBackend, snapshot: Snapshot) -> None:

@@ -287,6 +287,10 @@ class Served:
         )
         return Result([messages.row_values(row) for row in rows])
 
+    async def get_train_step(self, arguments: messages.TaskArguments) -> Result:
+        """See `StorageBackend.get_train_step`."""
+        return Result(await self.buffer.storage.get_train_step(arguments.task_name))
+
     async def commit(self, arguments: messages.StepArguments) -> Result:
         """See `ReplayBuffer.commit`."""
         await self.buffer.commit(arguments.train_step)
@@ -351,6 +355,7 @@ ARGUMENTS: dict[str, type[Any]] = {
     "count_statuses": messages.CountStatusesArguments,
     "count_rows": messages.RowsArguments,
     "get_rows": messages.RowsArguments,
+    "get_train_step": messages.TaskArguments,
     "commit": messages.StepArguments,
     "restore": messages.StepArguments,
     "refresh_staleness": messages.RefreshArguments,

@@ -23,6 +23,7 @@ from forebay.replay.policies import (
     StalenessReplayPolicy,
 )
 from forebay.replay.server import serve
+from forebay.replay.server_memory import keep_freed_memory
 from forebay.replay.storage import StorageBackend
 
 TOKEN_VARIABLE = "FOREBAY_BUFFER_TOKEN"
@@ -63,6 +64,7 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
         OSError: a file cannot be read or written, or the address is taken.
     """
     stop = _stop_signal()
+    keep_freed_memory()
     buffer = await open_buffer(options)
     try:
         token = read_token(options.token_file)

@@ -30,7 +30,7 @@ import numpy as np
 from forebay.replay.storage import StorageItem
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
@@ -254,6 +254,12 @@ class RowsArguments(_Arguments):
     query: dict[str, Any]
     order: str | None = None
     limit: int | None = None
+
+
+class TaskArguments(_Arguments):
+    """Of `StorageBackend.get_train_step`."""
+
+    task_name: str
 
 
 class StepArguments(_Arguments):

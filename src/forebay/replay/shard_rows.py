@@ -36,6 +36,10 @@ class Rows(Protocol):
         """See `StorageBackend.get`."""
         ...
 
+    async def get_train_step(self, task_name: str) -> int | None:
+        """See `StorageBackend.get_train_step`."""
+        ...
+
 
 class ShardedRows:
     """Looks at the rows of all shards.

@@ -11,9 +11,10 @@ processes may have one of these over the same shards (in the same order).
 
 Order. With one of these, batches have exactly the order of a single buffer: it numbers arrivals by the clock
 (microseconds, never backwards), tells every shard the train step before the first put of it, and merges by
-the rows. With several, arrivals in different shards are as exact as the clocks of their machines; and a group
+the rows. With several, arrivals in different shards are as exact as the clocks of their machines; a group
 that another one takes or puts between the look at the rows and the taking is missed or comes early, as it is
-the first one of its shard. No group is taken twice.
+the first one of its shard; and where puts with different train steps have left the shards with different
+ones, a take tells all of them the newest first. No group is taken twice.
 
 What is atomic. Whatever concerns one group, which is in one shard. `put_groups` is all or none for each
 shard. `commit`, `restore` and `refresh_staleness` do the same when called again.
@@ -21,8 +22,8 @@ shard. `commit`, `restore` and `refresh_staleness` do the same when called again
 A shard that is gone. Every error says which shard. A put of a group that belongs there fails (it is not sent
 elsewhere, or it could be there twice); groups of other shards can be put as before, unless they bring a train
 step that is new, of which every shard must hear. Counts and takes need all shards and fail. A take that
-fails, or is cancelled, half way gives back what it has: for a train step by ``restore(train_step - 1)`` in
-the shards that had given, so take the batch of a train step in one call; else by another put, as the newest.
+fails, or is cancelled, half way gives back what it has, each group with all that its row had
+(`shard_takes`); a shard that cannot take its groups back is named in a note to the error.
 """
 
 from __future__ import annotations
@@ -32,23 +33,25 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.cancelling import finish, outlast
-from forebay.replay.arrivals import check_threshold, label_group
+from forebay.replay.arrivals import check_threshold, label_groups
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import StorageIndices
 from forebay.replay.resharding import restore_shards, save_shards
+from forebay.replay.server_messages import ConnectionLost
 from forebay.replay.shard_rows import Rows, Shard, ShardedRows, merge_rows, split_uids
-from forebay.replay.storage import StorageItem, TagValue, check_priority, check_tags
+from forebay.replay.shard_takes import ShardTake, merge_taken, release_all, take_from
+from forebay.replay.storage import StorageItem, TagValue, check_priority, check_tags, parse_order
 from forebay.types import RolloutState, Status
 
 Result = TypeVar("Result")
 Group = list[RolloutState]
-Given = tuple[int, dict[str, list[Group]]]
-"""The number of a shard, and what was taken there."""
+TrainSteps = Mapping[str, int | None]
+"""By task."""
 
 NO_THRESHOLD = 2**31 - 1
 """Nothing is so stale: a refresh with it only says what the train step is."""
@@ -176,7 +179,7 @@ class ShardedReplayBuffer:
         check_threshold(task_name, stale_threshold)
         check_tags(tags)
         check_priority(priority)
-        listed = [label_group(group, model_step) for group in groups if group]
+        listed = await label_groups(groups, model_step)
         if current_train_step is not None and listed:
             await self._see_step(task_name, current_train_step)
         batches: dict[int, list[Sequence[RolloutState]]] = {}
@@ -209,12 +212,7 @@ class ShardedReplayBuffer:
         async with self._step_turn:
             if self._steps.get(task_name) == train_step:
                 return
-            await self._on_shards(
-                {
-                    number: shard.refresh_staleness({task_name: NO_THRESHOLD}, train_step, [])
-                    for number, shard in enumerate(self.shards)
-                }
-            )
+            await self._tell(range(len(self.shards)), task_name, train_step)
             self._steps[task_name] = train_step
 
     async def get(
@@ -238,7 +236,7 @@ class ShardedReplayBuffer:
         group_status: Status = Status.COMPLETED,
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
-        """See `ReplayBuffer.take_batch`; the batch of a train step is to be taken in one call."""
+        """See `ReplayBuffer.take_batch`."""
         groups = await self._take(task_batch_sizes, group_status, None, train_step)
         return groups, {task: len(taken) for task, taken in groups.items()}
 
@@ -250,48 +248,68 @@ class ShardedReplayBuffer:
         train_step: int | None,
     ) -> dict[str, list[Group]]:
         groups: dict[str, list[Group]] = {task: [] for task in sizes}
-        given: list[Given] = []
+        given: list[tuple[int, ShardTake]] = []
         async with self._taking:
             try:
                 is_done = False
                 while not is_done:
-                    plan = await self._plan(sizes, groups, status, tags)
+                    missing = {task: size - len(groups[task]) for task, size in sizes.items()}
+                    plan = await self._plan(missing, status, tags)
                     round_ = await self._take_planned(plan, status, tags, train_step, given)
-                    for task, numbers in plan.items():
-                        found = {number: iter(taken.get(task, ())) for number, taken in round_}
-                        groups[task] += [group for number in numbers for group in islice(found[number], 1)]
-                    num_taken = sum(len(of_task) for _, taken in round_ for of_task in taken.values())
-                    # Else others were faster, and the next ones are to be found; unless they hold the rest.
-                    is_done = num_taken in (0, sum(map(len, plan.values())))
-            except BaseException:
-                await finish(self._give_back(given, train_step))
+                    if round_ is not None:
+                        num_taken = merge_taken(plan, round_, groups)
+                        # Else others were faster, and the next ones are to be found; unless they hold the
+                        # rest.
+                        is_done = num_taken in (0, sum(map(len, plan.values())))
+            except BaseException as error:
+                await finish(release_all(given, error))
                 raise
+        for _, take in given:
+            take.done()
         return groups
 
     async def _plan(
-        self,
-        sizes: Mapping[str, int],
-        groups: Mapping[str, Sequence[Group]],
-        status: Status,
-        tags: Mapping[str, TagValue] | None,
+        self, missing: Mapping[str, int], status: Status, tags: Mapping[str, TagValue] | None
     ) -> dict[str, list[int]]:
         """For each task: the shards of the groups that are next, in order."""
-        missing = {task: size - len(groups[task]) for task, size in sizes.items() if size > len(groups[task])}
-        ranked = await self._on_shards(
-            {
-                number: _first_rows(shard.storage, missing, status, tags, self.policy.order)
-                for number, shard in enumerate(self.shards)
-            }
-        )
+        sizes = {task: size for task, size in missing.items() if size > 0}
+        order = self.policy.order
+        ask = partial(_first_rows, sizes=sizes, status=status, tags=tags, order=order)
+        ranked = await self._on_all(lambda shard: ask(shard.storage))
+        if await self._align(sizes, [steps for _, steps in ranked]):
+            ranked = await self._on_all(lambda shard: ask(shard.storage))
+        of_shards = [rows for rows, _ in ranked]
         return {
             task: [
-                number
-                for number, _ in merge_rows(
-                    ((number, rows[task]) for number, rows in ranked.items()), self.policy.order
-                )[:size]
+                number for number, _ in merge_rows(enumerate(rows[task] for rows in of_shards), order)[:size]
             ]
-            for task, size in missing.items()
+            for task, size in sizes.items()
         }
+
+    async def _align(self, tasks: Iterable[str], steps: Sequence[TrainSteps]) -> bool:
+        """Whether shards knew different train steps of a task; then all are told the newest.
+
+        So it is after another one over these shards has put with an older step than this one, or a newer.
+        """
+        if not (differing := [task for task in tasks if len({known.get(task) for known in steps}) > 1]):
+            return False
+        # While a step is being told, it is not known everywhere.
+        async with self._step_turn:
+            for task in differing:
+                known = await self._on_all(partial(_train_step, task=task))
+                newest = max((step for step in known if step is not None), default=None)
+                if newest is not None:
+                    behind = [number for number, step in enumerate(known) if step != newest]
+                    await self._tell(behind, task, newest)
+        return True
+
+    async def _tell(self, numbers: Iterable[int], task_name: str, train_step: int) -> None:
+        await self._on_shards(
+            {
+                number: self.shards[number].refresh_staleness({task_name: NO_THRESHOLD}, train_step, [])
+                for number in numbers
+            }
+        )
 
     async def _take_planned(
         self,
@@ -299,38 +317,30 @@ class ShardedReplayBuffer:
         status: Status,
         tags: Mapping[str, TagValue] | None,
         train_step: int | None,
-        given: list[Given],
-    ) -> list[Given]:
-        """Take so many groups of each task from each shard; what came is added to `given`, also on errors."""
+        given: list[tuple[int, ShardTake]],
+    ) -> dict[int, ShardTake] | None:
+        """Take so many groups of each task from each shard; what came is added to `given`, also on errors.
+
+        None if a connection broke before its shard knew that the groups had come: nothing is taken then.
+        """
         sizes: dict[int, Counter[str]] = {}
         for task, numbers in plan.items():
             for number in numbers:
                 sizes.setdefault(number, Counter())[task] += 1
-        round_: list[Given] = []
+        round_: dict[int, ShardTake] = {}
 
         async def take(number: int, counts: Mapping[str, int]) -> None:
-            shard = self.shards[number]
-            if tags is None:
-                taken, _ = await shard.take_batch(counts, group_status=status, train_step=train_step)
-            else:
-                taken = {
-                    task: await shard.get(size, task, status, tags=tags) for task, size in counts.items()
-                }
-            round_.append((number, taken))
-            given.append((number, taken))
+            round_[number] = await take_from(self.shards[number], counts, status, tags, train_step)
+            given.append((number, round_[number]))
 
         await self._on_shards({number: take(number, counts) for number, counts in sizes.items()})
+        try:
+            await self._on_shards({number: taken.keep() for number, taken in round_.items()})
+        except ConnectionLost:
+            given[:] = [pair for pair in given if pair[1] not in round_.values()]
+            await finish(release_all(round_.items()))
+            return None
         return round_
-
-    async def _give_back(self, given: Sequence[Given], train_step: int | None) -> None:
-        if train_step is not None:
-            await self._on_shards(
-                {number: self.shards[number].restore(train_step - 1) for number in dict(given)}
-            )
-            return
-        for number, taken in given:
-            for task, groups in taken.items():
-                await self.shards[number].put_groups(groups, task)
 
     async def count(
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
@@ -451,17 +461,27 @@ class ShardedReplayBuffer:
 
 async def _first_rows(
     rows: Rows,
+    *,
     sizes: Mapping[str, int],
     status: Status,
     tags: Mapping[str, TagValue] | None,
     order: str | None,
-) -> dict[str, list[StorageItem]]:
-    return {
-        task: await rows.get(
-            StorageIndices(task, status, tags).get_key(), order=order, limit=size, rows_only=True
-        )
+) -> tuple[dict[str, list[StorageItem]], TrainSteps]:
+    """By task: the rows that are first, and, where the order depends on it, the train step."""
+    reading = [
+        rows.get(StorageIndices(task, status, tags).get_key(), order=order, limit=size, rows_only=True)
         for task, size in sizes.items()
-    }
+    ]
+    asked = sizes if parse_order(order)[0] == "staleness" else ()
+    # All at once: a shard may be far away.
+    found, steps = await asyncio.gather(
+        asyncio.gather(*reading), asyncio.gather(*map(rows.get_train_step, asked))
+    )
+    return dict(zip(sizes, found, strict=True)), dict(zip(asked, steps, strict=True))
+
+
+async def _train_step(shard: Shard, task: str) -> int | None:
+    return await shard.storage.get_train_step(task)
 
 
 def _named(error: BaseException, number: int, shard: Shard) -> BaseException:

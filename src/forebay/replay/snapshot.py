@@ -34,7 +34,7 @@ import pyarrow as pa
 from forebay.durable import sync
 from forebay.replay.payload import damage_named
 from forebay.replay.snapshot_checks import DATA_FILE, check_manifest, check_table, check_together
-from forebay.replay.storage import STATE_VERSION, StorageItem
+from forebay.replay.storage import STATE_VERSION, StorageItem, copy_row
 from forebay.replay.tables import (
     GROUPS_SCHEMA,
     OPTIONAL_COLUMNS,
@@ -62,7 +62,10 @@ class Snapshot:
     """
 
     storage: Mapping[str, Any]
-    """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`."""
+    """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`.
+
+    To be written, the items may also be something that is walked once and knows its length.
+    """
     policy: str
     """The policy's class name."""
     policy_state: Mapping[str, Any]
@@ -78,8 +81,9 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     _claim(path)
     items, train_steps = snapshot.storage["items"], snapshot.storage["train_steps"]
     # The rollouts first: a value that cannot be stored is found before any file has its final name.
-    rollouts = _write_arrow(path, "rollouts", rollout_batches(items))
-    groups = _write_arrow(path, "groups", group_batches(items, train_steps))
+    rows: list[StorageItem] = []
+    rollouts = _write_arrow(path, "rollouts", rollout_batches(_noting(items, rows)))
+    groups = _write_arrow(path, "groups", group_batches(rows, train_steps))
     manifest = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -90,7 +94,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         "next_timestamp_id": snapshot.storage["next_timestamp_id"],
         "train_steps": dict(train_steps),
         "num_groups": len(items),
-        "num_rollouts": sum(len(item.item) for item in items),
+        "num_rollouts": sum(len(row.item) for row in rows),
         "files": {"groups": groups, "rollouts": rollouts},
     }
     manifest["sha256"] = _digest_of(manifest)
@@ -102,6 +106,13 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     for name in os.listdir(path):
         if name not in current and _is_ours(name):
             (path / name).unlink()
+
+
+def _noting(items: Iterable[StorageItem], rows: list[StorageItem]) -> Iterator[StorageItem]:
+    """The items as they come; `rows` gets them with nothing of their groups but the number of rollouts."""
+    for item in items:
+        rows.append(copy_row(item, item=range(len(item.item))))
+        yield item
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ from forebay.replay.sql_shared import (
     has_receipt,
     keep_receipts,
 )
+from forebay.replay.sql_state import StoredItems
 from forebay.replay.sql_turns import turns_of
 from forebay.replay.sql_worker import Sharing, Worker
 from forebay.replay.storage import STATE_VERSION, Codec, StorageBackend, StorageItem, check_state
@@ -363,22 +364,27 @@ class SQLStorage(StorageBackend):
         """See `StorageBackend.state_dict`; here it reads everything into memory.
 
         It must: the payloads outlive the transaction that read them, and the rows they were read from may be
-        taken before the caller is done. That is as much as a store in memory holds all the time.
+        taken before the caller is done.
         """
+        with self.reading_state() as state:
+            return state | {"items": list(state["items"])}
+
+    @contextmanager
+    def reading_state(self) -> Iterator[dict[str, Any]]:
+        """As `state_dict`, of this moment: payloads are read within the block, as the items are walked."""
         with self._reading() as connection:
             steps = train_steps(connection)
             # As given, and not as stale as now: whoever loads it knows the train steps, too.
             lines = connection.execute(select_rows().order_by(groups.c.timestamp_id))
-            items = list(read_rows(lines, self._codec, {}))
-            attach_payloads(connection, items, self._codec)
+            rows = list(read_rows(lines, self._codec, {}))
             following = next_ids(connection)
-        return {
-            "version": STATE_VERSION,
-            "items": items,
-            "next_uid": following["uid"],
-            "next_timestamp_id": following["timestamp_id"],
-            "train_steps": {name: step for name, step in steps.items() if step is not None},
-        }
+            yield {
+                "version": STATE_VERSION,
+                "items": StoredItems(rows, partial(attach_payloads, connection, codec=self._codec)),
+                "next_uid": following["uid"],
+                "next_timestamp_id": following["timestamp_id"],
+                "train_steps": {name: step for name, step in steps.items() if step is not None},
+            }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `StorageBackend.load_state_dict`."""

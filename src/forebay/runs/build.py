@@ -15,15 +15,17 @@ import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from forebay.activity import Activities
+from forebay.agents import IncrementRenderer, prompt_tools, render_prompt
+from forebay.agents.single_turn import offered_tools
 from forebay.busy import BusyShare
 from forebay.config import ConfigError
 from forebay.engines import RolloutController
@@ -35,6 +37,7 @@ from forebay.produce import (
     AgentLoopManager,
     Prompt,
 )
+from forebay.produce.sequences import LazySequence
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
@@ -47,7 +50,7 @@ from forebay.runs.verify import WeightCheck
 from forebay.tracing import TraceWriter
 from forebay.train import OffPolicyGuard, TrainController, WarmupConfig, supervised_warmup
 from forebay.train.ranks import Ranks
-from forebay.types import RolloutState, Status, get_group_status
+from forebay.types import Message, RolloutState, Status, get_group_status
 
 
 @dataclass(kw_only=True)
@@ -108,21 +111,18 @@ class Run:
         return self.stop.is_set()
 
 
-def build_run(
-    config: RunConfig,
-    folder: Path,
-    display: RunDisplay,
-    *,
-    resume_step: int | None = None,
-    cluster: Cluster | None = None,
-) -> Run:
-    """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
+class Beginning(NamedTuple):
+    """What a run starts from."""
 
-    The heavy ones are on `cluster`, if one is given (`forebay.runs.placement.make_cluster`); it was opened
-    before.
+    model_folder: Path
+    data: list[TaskData]
+
+
+def find_beginning(config: RunConfig, folder: Path, display: RunDisplay) -> Beginning:
+    """The model of the run in `folder`, warmed up if the config says so, and its prompts.
 
     Raises:
-        ConfigError: the model, the data or a setting does not fit; before anything is generated.
+        ConfigError: the model or the data does not fit.
     """
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
@@ -130,9 +130,30 @@ def build_run(
     data = load_data(config)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
+    return Beginning(model_folder, data)
+
+
+def build_run(
+    config: RunConfig,
+    folder: Path,
+    display: RunDisplay,
+    *,
+    resume_step: int | None = None,
+    cluster: Cluster | None = None,
+    beginning: Beginning | None = None,
+) -> Run:
+    """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
+
+    The heavy ones are on `cluster`, if one is given (`forebay.runs.placement.make_cluster`); it was opened
+    before. With a `beginning` it was started with its model, too.
+
+    Raises:
+        ConfigError: the model, the data or a setting does not fit; before anything is generated.
+    """
+    model_folder, data = beginning or find_beginning(config, folder, display)
     display.phase("load")
     tokenizer = load_tokenizer(model_folder)
-    if cluster is not None:
+    if cluster is not None and beginning is None:
         cluster.start(model_folder)
     trainer = build_trainer(config, model_folder, tokenizer) if cluster is None else cluster.trainer()
     # What opens files comes last, so that nothing is left open where something before it does not fit.
@@ -167,6 +188,7 @@ def build_run(
         run.manager.on_group = run.progress
     if cluster is not None:
         cluster.on_retry = partial(_note_retry, run.manager.ledger)
+        cluster.on_restart = run.manager.ledger.note_restart
     display.follow(run.status)
     if config.record:
         run.record = Recorder(folder, run_file=to_toml(config), resumed_from=resume_step)
@@ -236,10 +258,14 @@ def warm_up(
         return target
     display.phase("warm-up")
     model, tokenizer = _load(source, config), load_tokenizer(source)
-    prompts = [part.training for part in data or load_data(config)]
+    prompts = [
+        _with_tools(part.training, prompt_tools(task.agent))
+        for task, part in zip(config.tasks, data or load_data(config), strict=True)
+    ]
+    shown = Demonstrations(tokenizer)
     drawn = _drawn(prompts, settings, config.seed)
-    examples = [example for prompt in drawn for example in _examples(prompt, tokenizer)]
     try:
+        examples = [example for prompt in drawn for example in shown.examples(prompt)]
         losses = supervised_warmup(
             model, examples, settings, pad_token_id=tokenizer.pad_token_id, seed=config.seed
         )
@@ -253,6 +279,17 @@ def warm_up(
     return target
 
 
+def _with_tools(prompts: Sequence[Prompt], tools: list[dict[str, Any]] | None) -> Sequence[Prompt]:
+    """`prompts`, those without tools of their own with `tools`."""
+    if tools is None:
+        return prompts
+
+    def offering(prompt: Prompt) -> Prompt:
+        return prompt if prompt.tools is not None else replace(prompt, tools=tools)
+
+    return LazySequence(lambda index: offering(prompts[index]), range(len(prompts)))
+
+
 def _drawn(data: Sequence[Sequence[Prompt]], settings: WarmupConfig, seed: int) -> list[Prompt]:
     """As many prompts as the warm-up can use, drawn from those of all tasks; making each costs time."""
     places = [(prompts, index) for prompts in data for index in range(len(prompts))]
@@ -260,11 +297,43 @@ def _drawn(data: Sequence[Sequence[Prompt]], settings: WarmupConfig, seed: int) 
     return [places[i][0][places[i][1]] for i in order[: settings.steps * settings.batch_size]]
 
 
-def _examples(prompt: Prompt, tokenizer: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """(what the model reads, what it should write, with the end-of-sequence token), for each of its turns.
+class Demonstrations:
+    """What a warm-up shows: prompts and turns as rollouts have them.
 
     The row's column ``demonstration`` holds the messages after the prompt; without it the answer is the turn.
+
+    >>> [(prompt_ids, turn_ids)] = Demonstrations(tokenizer).examples(Prompt(message=..., reward_model=...))
     """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _increments(self) -> IncrementRenderer:
+        return IncrementRenderer(self._tokenizer, roles=())
+
+    def examples(self, prompt: Prompt) -> Iterator[tuple[list[int], list[int]]]:
+        """(what the model reads, what it should write, the end-of-sequence token too), for each of its turns.
+
+        Raises:
+            ConfigError: there is no answer, or the demonstration is not one.
+            ValueError: the chat template cannot render its replies.
+        """
+        offered = offered_tools(prompt.tools, prompt.tool_choice)
+        seen: list[int] = []
+        turn_ids: list[int] = []
+        for before, text in _turns(prompt):
+            if turn_ids:
+                seen = [*seen, *turn_ids, *self._increments.render(turn_ids, before).tolist()]
+            else:
+                seen = render_prompt(self._tokenizer, [*prompt.message, *before], offered).tolist()
+            text_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            turn_ids = [*text_ids, self._tokenizer.eos_token_id]
+            yield seen, turn_ids
+
+
+def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], str]]:
+    """The turns that `prompt` comes with, each with the messages before it and after the turn before that."""
     answer = (prompt.reward_model or {}).get("ground_truth")
     shown = prompt.extra.get("demonstration")
     if shown is None and answer is None:
@@ -272,14 +341,18 @@ def _examples(prompt: Prompt, tokenizer: Any) -> Iterator[tuple[list[int], list[
             "[warmup] needs an answer for every prompt: set data.answer_column, or give the rows a column "
             "'demonstration' with the messages after the prompt"
         )
-    messages = shown or [{"role": "assistant", "content": str(answer)}]
-    for position, message in enumerate(messages):
-        if message["role"] == "assistant":
-            prompt_ids = tokenizer.apply_chat_template(
-                [*prompt.message, *messages[:position]], add_generation_prompt=True, return_dict=False
+    before: list[Message] = []
+    for place, message in enumerate(shown or [{"role": "assistant", "content": str(answer)}]):
+        if message["role"] != "assistant":
+            before.append(message)
+            continue
+        if (place and not before) or not isinstance(message.get("content"), str):
+            raise ConfigError(
+                f"[warmup]: the assistant's messages of a demonstration need a text, and replies between "
+                f"them; got {str(message)[:200]}"
             )
-            turn_ids = tokenizer.encode(message["content"], add_special_tokens=False)
-            yield prompt_ids, [*turn_ids, tokenizer.eos_token_id]
+        yield before, message["content"]
+        before = []
 
 
 class ProductionProgress:

@@ -22,9 +22,12 @@ import torch
 import transformers
 
 from forebay.config import ConfigError
+from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
+from forebay.produce import ProductionError
+from forebay.replay import ConnectionLost
 from forebay.runs import steps
-from forebay.runs.build import Run, build_run
+from forebay.runs.build import Run, build_run, find_beginning
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
@@ -83,9 +86,15 @@ async def _cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
 async def _built(
     config: RunConfig, display: RunDisplay, cluster: Cluster | None, step: int | None = None
 ) -> Run:
-    if cluster is not None:
-        await cluster.open()
-    return build_run(config, config.folder, display, resume_step=step, cluster=cluster)
+    if cluster is None:
+        return build_run(config, config.folder, display, resume_step=step)
+    display.phase("ray")
+    await cluster.open()
+    beginning = find_beginning(config, config.folder, display)
+    display.phase("ray")
+    # It takes minutes where a model is large, and what is on the cluster already needs the event loop.
+    await asyncio.to_thread(cluster.start, beginning.model_folder)
+    return build_run(config, config.folder, display, resume_step=step, cluster=cluster, beginning=beginning)
 
 
 async def _resumed(
@@ -109,12 +118,23 @@ async def _to_the_end(run: Run) -> Run:
                 run = await _back_to_checkpoint(run, reason)
             await _interruptible(run)
             return run
-        except (PartLost, RankError) as error:
+        except (PartLost, RankError, ConnectionLost, EngineLost, ProductionError) as error:
+            reason = _lost_part(run, error)
             num_lost = 1 if run.train_step > furthest else num_lost + 1
             furthest = max(furthest, run.train_step)
             if num_lost > (MAX_RESTARTS if run.cluster is None else run.cluster.max_restarts):
-                raise PartLost(str(error)) from error
-            reason = str(error)
+                raise PartLost(reason) from error
+
+
+def _lost_part(run: Run, error: Exception) -> str:
+    """Which part's loss ended the run; raises `error` if it was none that going back brings back."""
+    if isinstance(error, PartLost | RankError):
+        return str(error)
+    if run.cluster is not None and isinstance(error, ConnectionLost):
+        return f"the buffer is lost: {error}"
+    if run.cluster is not None and (lost := run.cluster.none_is_left()):
+        return lost
+    raise error
 
 
 async def _interruptible(run: Run) -> None:
@@ -155,7 +175,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
     async with _cluster(config) as cluster:
         if cluster is not None:
             await cluster.open(trains=False)
-            cluster.start(model_folder)
+            await asyncio.to_thread(cluster.start, model_folder)
         rollouts = build_rollouts(config, model_folder, load_data(config), trains=False, cluster=cluster)
         try:
             if not rollouts.eval_sets:

@@ -82,9 +82,11 @@ class Cluster(Protocol):
     """
 
     max_restarts: int
-    """How often a run may lose a part without finishing a train step in between."""
+    """How often a run may go back to a checkpoint without finishing a train step in between."""
     on_retry: Callable[[str | None, str | int | None, str], None]
     """Told that a group is generated again: its task, its id, why."""
+    on_restart: Callable[[str, str], None] | None
+    """Told that a part was started again: its name, why. None: kept until somebody listens."""
 
     async def open(self, *, trains: bool = True) -> None:
         """Have room for every part, and an empty buffer. Without `trains` there is no trainer and no buffer.
@@ -99,6 +101,7 @@ class Cluster(Protocol):
 
         Raises:
             ConfigError: a part cannot be built.
+            PartLost: one that was built before cannot be built again.
         """
         ...
 
@@ -120,6 +123,10 @@ class Cluster(Protocol):
 
     def counts(self) -> dict[str, float]:
         """For a run's metrics: what was lost and made anew so far."""
+        ...
+
+    def none_is_left(self) -> str:
+        """Why nothing can be generated any more until `start` makes anew what is gone; empty if it can."""
         ...
 
     async def close(self) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forebay.activity import Activities
+from forebay.agents import prompt_tools
 from forebay.config import ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.models import load_tokenizer
@@ -37,7 +38,7 @@ from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer
 from forebay.runs.config import FILTERS, RunConfig, TaskConfig
 from forebay.runs.placement import Cluster
 from forebay.runs.record.observers import RecordedReplayBuffer
-from forebay.runs.task_loops import build_task_loop
+from forebay.runs.task_loops import build_task_loop, task_agent
 from forebay.stalls import StallWatch
 from forebay.types import RolloutState
 
@@ -239,19 +240,23 @@ def _checked(
     config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
 ) -> Sequence[Prompt]:
     budget, room = config.train.token_budget, task.sample.max_tokens
+    tools = prompt_tools(task_agent(config, task))
+    own_limit = task.agent.arguments.get("max_context", context)
     if context <= room:
         raise ConfigError(
             f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
             f"{context}; lower it, or raise model.max_context"
         )
     try:
-        prompts = check_prompt_lengths(prompts, tokenizer, context - room, task.overlong_prompts)
+        # An agent's own limit ends an episode early, but a prompt must leave room for something.
+        limit = min(context - room, own_limit - 1)
+        prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
     except ConfigError as error:
         raise ConfigError(f"task {task.name!r}: {error}") from None
     if budget < context:
         # Rendering all prompts again is the price of finding out before the first rollout.
         try:
-            check_prompt_lengths(prompts, tokenizer, budget - room)
+            check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools)
         except ConfigError as error:
             raise ConfigError(
                 f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 
 from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.agents import AgentLoop
+from forebay.agents.transcript import conversation_of, facts_of
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.produce import ProduceBatchResult, ProductionError
@@ -82,11 +83,15 @@ async def sync_weights(run: Run) -> None:
 
 
 async def _verify_weights(run: Run, check: WeightCheck) -> None:
-    differences = []
-    for number, engine in enumerate(run.controller.engines):
-        states = await check.probe(engine, number)
-        differences.append(await compute(run, check.compare, number, states, run.trainer))
-    run.metrics.log(run.train_step, {"sync/logprob_difference": max(differences)})
+    """Check the engines that are up; others take over the weights when they come back, unchecked."""
+    differences: list[float] = []
+    for number, engine in run.controller.engines_up.items():
+        if (states := await check.probe(engine, number)) is not None:
+            differences.append(await compute(run, check.compare, number, states, run.trainer))
+    metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}
+    if differences:
+        metrics["sync/logprob_difference"] = max(differences)
+    run.metrics.log(run.train_step, metrics)
 
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
@@ -301,6 +306,8 @@ def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]
                 "rollout_id": state.rollout_id,
                 "prompt": state.message,
                 "response": state.response,
+                "conversation": conversation_of(state),
+                **facts_of(state),
                 "reward": state.reward,
                 "finish_reason": state.finish_reason,
                 "staleness": state.seq_staleness,
@@ -438,6 +445,9 @@ async def close(run: Run) -> None:
         run.record.close()
     await close_rollouts(run)
     run.metrics.close()
+    if run.cluster is not None:
+        # What restarts from here on is told to the run that goes on, if one does.
+        run.cluster.on_restart = None
     run.manager.ledger.close()
     run.display.close()
     await compute(run, run.trainer.close)

@@ -14,10 +14,25 @@ from dataclasses import replace
 from typing import Any
 
 from forebay.activity import Activities
-from forebay.agents import AgentLoop, build_agent_loop
+from forebay.agents import AgentLoop, build_agent_loop, with_max_context
 from forebay.agents.base import Generator
+from forebay.config import Component, ConfigError
 from forebay.judges import build_judger
 from forebay.runs.config import RunConfig, TaskConfig
+
+
+def task_agent(config: RunConfig, task: TaskConfig) -> Component:
+    """The agent of `task`, limited to what the model reads and the trainer packs, if it can be.
+
+    Raises:
+        ConfigError: the agent is unknown, or its own limit is too high.
+    """
+    packed = config.train.token_budget
+    limit = min(config.model.max_context or packed, packed)
+    try:
+        return with_max_context(task.agent, limit, packed=packed)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
 
 
 def build_task_loop(
@@ -31,6 +46,9 @@ def build_task_loop(
 ) -> AgentLoop:
     """What generates and judges the groups of `task`: those to train on, or the `held_out` ones.
 
+    Rollouts with replies in them stay within ``train.token_budget``, the held-out ones too: both are of the
+    same agent.
+
     Raises:
         ConfigError: the agent or the judger is unknown, or an argument does not fit.
     """
@@ -40,7 +58,7 @@ def build_task_loop(
         judge = judge.model_copy(update={"shuffle_seed": None}) if judge else None
         sample_params = replace(sample_params, temperature=config.evaluate.temperature)
     return build_agent_loop(
-        task.agent,
+        task_agent(config, task),
         rollout_controller=controller,
         judger=build_judger(judge),
         tokenizer=tokenizer,

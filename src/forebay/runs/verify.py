@@ -18,7 +18,7 @@ import asyncio
 
 import numpy as np
 
-from forebay.engines import Engine, GenerateRequest
+from forebay.engines import Engine, EngineLost, GenerateRequest
 from forebay.train import TrainController
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -53,19 +53,24 @@ class WeightCheck:
         )
         self._noise: dict[int, float] = {}
 
-    async def probe(self, engine: Engine, number: int) -> list[RolloutState]:
-        """What `engine` makes of the probe prompts; one that rests is woken for it.
+    async def probe(self, engine: Engine, number: int) -> list[RolloutState] | None:
+        """What `engine` makes of the probe prompts; one that rests is woken for it. None: it was lost.
 
         Raises:
             WeightsDifferError: its tokens are of several model steps, or it makes none.
         """
-        states = await self._generate(engine)
-        if not any(len(state.response_ids) for state in states):
-            await engine.resume()
-            try:
-                states = await self._generate(engine)
-            finally:
-                await engine.pause()
+        try:
+            states = await self._generate(engine)
+            if states is not None and not any(len(state.response_ids) for state in states):
+                await engine.resume()
+                try:
+                    states = await self._generate(engine)
+                finally:
+                    await engine.pause()
+        except EngineLost:
+            return None
+        if states is None:
+            return None
         steps = {int(step) for state in states for step in state.response_model_steps}
         if len(steps) != 1:
             raise WeightsDifferError(
@@ -77,7 +82,7 @@ class WeightCheck:
             )
         return states
 
-    async def _generate(self, engine: Engine) -> list[RolloutState]:
+    async def _generate(self, engine: Engine) -> list[RolloutState] | None:
         params = SampleParams(max_tokens=PROBE_TOKENS)
         completions = await asyncio.gather(
             *(
@@ -93,6 +98,8 @@ class WeightCheck:
                 for i, prompt in enumerate(self._prompts)
             )
         )
+        if any(completion.lost for completion in completions):
+            return None
         return [
             RolloutState(
                 [],

@@ -27,7 +27,7 @@ def in_memory(content: Text) -> Iterator[int]:
     descriptor = os.memfd_create("sandbox")
     try:
         with open(descriptor, "wb", closefd=False) as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            file.write(_as_bytes(content))
         os.lseek(descriptor, 0, os.SEEK_SET)
         # Two processes that write must not overwrite each other.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
@@ -42,13 +42,18 @@ def temporary_folder(files: Mapping[str, Text]) -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="forebay_sandbox_")
     try:
         for name, content in files.items():
-            Path(folder, name).write_bytes(content.encode() if isinstance(content, str) else content)
+            Path(folder, name).write_bytes(_as_bytes(content))
         yield folder
     finally:
         try:
             shutil.rmtree(folder)
         except (OSError, RecursionError) as error:
             logger.warning("a program's folder could not be removed: %s (%s)", folder, error)
+
+
+def _as_bytes(content: Text) -> bytes:
+    # JSON can hold halves of surrogate pairs, and models write JSON: the program gets what is no UTF-8 then.
+    return content.encode(errors="surrogatepass") if isinstance(content, str) else content
 
 
 async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bool) -> bool:

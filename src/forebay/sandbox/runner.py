@@ -41,6 +41,7 @@ from forebay.sandbox.isolation import (
     readable_paths,
 )
 from forebay.sandbox.processes import Text, in_memory, temporary_folder, until_end
+from forebay.slots import not_counted
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Sandbox:
     Invariants: a program starts in an empty folder of its own, without the caller's environment; at most
     `max_concurrent` run at once; when `run` returns or is cancelled, the program and all that it started
     have been killed (under ``LIMITS``, all that did not leave its process group). The clock starts when a
-    program gets its slot.
+    program gets its slot; so does that of a `forebay.slots.time_limit` around it.
 
     >>> sandbox = Sandbox(Limits(wall_s=2.0))
     >>> result = await sandbox.run_python("print(sum(map(int, input().split())))", stdin="1 2")
@@ -148,7 +149,8 @@ class Sandbox:
         for name in files or {}:
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise ValueError(f"files go by plain names, without folders; got {name!r}")
-        level = await self.isolation()
+        with not_counted():
+            level = await self.isolation()
         return await self._run_in(level, command, stdin, files or {})
 
     async def isolation(self) -> Isolation:
@@ -190,7 +192,9 @@ class Sandbox:
     async def _run_in(
         self, level: Isolation, command: Sequence[str], stdin: Text, files: Mapping[str, Text]
     ) -> SandboxResult:
-        async with self._slots:
+        with not_counted():
+            await self._slots.acquire()
+        try:
             with contextlib.ExitStack() as stack:
                 streams = [stack.enter_context(in_memory(content)) for content in (stdin, "", "", "")]
                 process = self._start(level, command, files, streams, stack)
@@ -198,6 +202,8 @@ class Sandbox:
                 start_s = clock()
                 overran = await until_end(process, self.limits.wall_s, tree=level is Isolation.BUBBLEWRAP)
                 return self._result(level, process.returncode, overran, clock() - start_s, *streams[1:])
+        finally:
+            self._slots.release()
 
     def _start(
         self,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
+from forebay.slots import CallThreads, OverrunError, TooManyOverrunsError
 from forebay.tools.calculator import Calculator
 from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
 from forebay.tools.python import Python
@@ -17,12 +18,16 @@ from forebay.tools.search import Search
 TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Python, "search": Search}
 """What a run file may name; besides, ``package.module:Name`` of a function or of a class of tools."""
 
+NUM_THREADS = 16
+"""Of one function: most of them wait for somebody else."""
+
 
 class FunctionTool:
     """A function as a tool: its signature and docstring are what the model is told.
 
-    Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread, which goes on by
-    itself where the call is given up. What is not text becomes JSON. Exceptions become `ToolError`.
+    Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread of its own, at most
+    `num_threads` at a time, which goes on by itself where the call is given up. The time limit of a call
+    starts with its thread. What is not text becomes JSON. Exceptions become `ToolError`.
 
     >>> def weather(city: str) -> str:
     ...     '''Tell the weather.
@@ -37,22 +42,27 @@ class FunctionTool:
     Args:
         function: every parameter has a type and a line under ``Args:``.
         schema: for the prompt; None: made from the function.
+        num_threads: calls of a plain function that run at once.
 
     Raises:
         ValueError: the docstring or the types are not enough for a schema.
     """
 
-    def __init__(self, function: Callable[..., Any], schema: Schema | None = None) -> None:
+    def __init__(
+        self, function: Callable[..., Any], schema: Schema | None = None, *, num_threads: int = NUM_THREADS
+    ) -> None:
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self.schema = _schema_of(function) if schema is None else schema
         self.name: str = self.schema["function"]["name"]
+        self._threads = CallThreads(timeout_s=None, num_threads=num_threads)
 
     async def call(self, arguments: dict[str, Any]) -> str:
         """What the function returns.
 
         Raises:
-            ToolError: the arguments do not fit its signature, or it raised.
+            ToolError: the arguments do not fit its signature, or it raised or took too long.
+            ToolUnavailableError: too many earlier calls hang.
         """
         try:
             inspect.signature(self._function).bind(**arguments)
@@ -62,13 +72,17 @@ class FunctionTool:
             if self._is_async:
                 result = await self._function(**arguments)
             else:
-                result = await asyncio.to_thread(self._function, **arguments)
+                result = await self._threads.run(partial(self._function, **arguments))
+            return result if isinstance(result, str) else json.dumps(result, default=str)
         except (ToolError, ToolUnavailableError):
             raise
+        except TooManyOverrunsError as error:
+            raise ToolUnavailableError(f"{self.name}: {error}") from None
+        except OverrunError as error:
+            raise ToolError(str(error).partition(";")[0]) from None
         # The model's arguments reach code that was not written for them.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
-        return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
 def _schema_of(function: Callable[..., Any]) -> Schema:
@@ -83,6 +97,21 @@ def _schema_of(function: Callable[..., Any]) -> Schema:
             f"and a docstring with a line for each under 'Args:'"
         ) from error
     return schema
+
+
+def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Schema:
+    """The schema of what `build_tool` would make; a class that says its own is not made for it.
+
+    Raises:
+        ConfigError: as `build_tool`.
+    """
+    if isinstance(tool, str | Mapping):
+        named = {"name": tool} if isinstance(tool, str) else tool
+        config = parse_config(Component, named, source="tools")
+        schema = getattr(look_up("tool", config.name, TOOLS), "schema", None)
+        if isinstance(schema, dict):
+            return schema
+    return build_tool(tool).schema
 
 
 def build_tool(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Tool:

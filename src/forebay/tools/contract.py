@@ -27,7 +27,8 @@ class Tool(Protocol):
     """Something that a model may call by name.
 
     Invariants: calls may run at the same time and may be cancelled; one that is interrupted is made again,
-    so a tool with effects outside must bear that.
+    so a tool with effects outside must bear that. The time limit of a call does not count what it spends in
+    `forebay.slots.not_counted`, for tools that wait until it is their turn.
     """
 
     name: str

@@ -16,6 +16,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Search:
             raise ConfigError(f"tool 'search': num_results must be at least 1, got {num_results}")
         self._num_results = num_results
         self._lock = threading.Lock()
+        # Its own: a query is short, and must not wait for what fills asyncio's threads.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
         # Used by one thread at a time, under the lock.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, body, tokenize='porter')")
@@ -81,13 +84,15 @@ class Search:
         words = _WORD.findall(query)[:_MAX_WORDS]
         if not words:
             raise ToolError(f"the query {query!r} has no words")
-        found = await asyncio.to_thread(self._find, " OR ".join(f'"{word}"' for word in words))
+        query = " OR ".join(f'"{word}"' for word in words)
+        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._find, query)
         if not found:
             return "(nothing was found)"
         return "\n".join(f"[{place}] {title}: {text}" for place, (title, text) in enumerate(found, start=1))
 
     def close(self) -> None:
         """Free the index."""
+        self._thread.shutdown()
         with self._lock:
             self._index.close()
 

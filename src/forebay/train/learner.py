@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from forebay.config import look_up
+from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint, lora
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate, to_device
@@ -77,7 +78,9 @@ class Learner:
         self.config = config
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         self.critic = (value_model or Critic.from_policy(model)) if config.uses_critic else None
+        base_fingerprint = None
         if config.lora_rank > 0:
+            base_fingerprint = fingerprint(model.named_parameters())
             alpha = config.lora_alpha or 2.0 * config.lora_rank
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
         self.model = model
@@ -100,8 +103,11 @@ class Learner:
             if self.critic is not None and config.critic_lr is not None
             else None
         )
-        self.adapter_config = lora.adapter_config(model) if lora.is_lora(model) else None
-        """peft's config of the adapters as plain values; None without LoRA."""
+        self.adapter_config = (
+            lora.adapter_config(model) | {BASE_FINGERPRINT: base_fingerprint} if base_fingerprint else None
+        )
+        """peft's config of the adapters as plain values, with what tells their starting weights from others;
+        None without LoRA."""
         self._set_modes()
 
     def _build_optimiser(self, model: nn.Module, lr: float, total_steps: int | None) -> Optimiser:
@@ -315,6 +321,10 @@ class Learner:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, adapters merged, by the names that they have without adapters."""
         return lora.model_weights(self.model)
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights below the adapters, by the same names: those that training began with."""
+        return lora.model_weights(self.model, merged=False)
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapters' weights, by their names in peft's files; none without LoRA."""

@@ -30,7 +30,8 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[
     the training pass must be those of the policy that sampled.
 
     Raises:
-        ValueError: no layer of the model is one of `targets`.
+        ValueError: no layer of the model is one of `targets`, or one that is shares its weight with another
+            layer, which would get the merged weight too.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -39,8 +40,23 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[
     with warnings.catch_warnings():
         # peft asks transformers for attributes under names that newer versions of it deprecate.
         warnings.simplefilter("ignore", FutureWarning)
+        # What it warns of, `_refuse_shared` makes an error.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         adapted: nn.Module = get_peft_model(model, config)
+    _refuse_shared(adapted)
     return adapted
+
+
+def _refuse_shared(adapted: nn.Module) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in without_adapters(adapted).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        if len(shared) > 1 and any(".base_layer." in name for name in shared):
+            plain = " and ".join(name.replace(".base_layer", "") for name in shared)
+            raise ValueError(
+                f"{plain} are one weight, which cannot have an adapter; choose other lora_targets"
+            )
 
 
 def is_lora(model: nn.Module) -> bool:
@@ -60,16 +76,24 @@ def without_adapters(model: Any) -> nn.Module:
     return base
 
 
-def model_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def model_weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and values of all weights as the model without adapters has them, merged one at a time.
 
-    Plain weights are the model's own tensors, not copies. Of a sharded model every rank goes through all of
-    it, and a tensor is valid only until the next one is asked for.
+    With `merged` False, the weights below the adapters. Those without any are the model's own tensors, not
+    copies. Of a sharded model every rank goes through all of it, and a tensor is valid only until the next
+    one is asked for.
     """
     base = without_adapters(model)
     for bucket in buckets(base):
         with gathered(bucket):
-            yield from merged_weights(base)
+            yield from merged_weights(base) if merged else weights_below(base)
+
+
+def weights_below(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `merged_weights`, without the adapters' part: what they were added to."""
+    for name, parameter in base.named_parameters():
+        if not (".lora_" in name or is_sharded(parameter)):
+            yield name.replace(".base_layer.", "."), parameter.detach()
 
 
 def merged_weights(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from forebay.train import checkpoint
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
-from forebay.train.lora import merged_weights, without_adapters
+from forebay.train.lora import merged_weights, weights_below, without_adapters
 from forebay.train.model_parts import from_parts
 from forebay.train.sharding import buckets, gathered, shard
 from forebay.train.shards import from_arrays
@@ -123,13 +123,17 @@ class RankWorker:
         """How many calls of `weights` make up the model."""
         return len(buckets(without_adapters(self.learner.model)))
 
-    def weights(self, bucket: int) -> dict[str, torch.Tensor] | None:
-        """Copies of one bucket's weights, whole, adapters merged, on the CPU; rank 0 alone has them."""
+    def weights(self, bucket: int, merged: bool = True) -> dict[str, torch.Tensor] | None:
+        """Copies of one bucket's weights, whole, on the CPU; rank 0 alone has them.
+
+        Adapters are `merged`, or left out.
+        """
         base = without_adapters(self.learner.model)
         with gathered(buckets(base)[bucket]):
             if self.rank != 0:
                 return None
-            return {name: value.to("cpu", copy=True) for name, value in merged_weights(base)}
+            weights = merged_weights(base) if merged else weights_below(base)
+            return {name: value.to("cpu", copy=True) for name, value in weights}
 
     def adapters(self) -> dict[str, torch.Tensor] | None:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""

@@ -102,8 +102,15 @@ class RankedLearner:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Learner.weights`, but copies, on the CPU: one bucket at a time is gathered and sent."""
+        return self._weights(merged=True)
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As `Learner.base_weights`, but copies, as `weights`."""
+        return self._weights(merged=False)
+
+    def _weights(self, *, merged: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for bucket in range(self._call("num_buckets")[0]):
-            yield from self._call("weights", bucket)[0].items()
+            yield from self._call("weights", bucket, merged)[0].items()
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Learner.adapters`, but copies, on the CPU."""

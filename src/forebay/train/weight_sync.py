@@ -5,6 +5,8 @@
     TrainController.sync_weights --update_weights(weights, model_step)--> WeightReceiver
                       with LoRA, and a receiver that takes adapters:
                                  --update_adapters(adapters, model_step, config=...)--> AdapterReceiver
+                                       BaseDiffersError: --update_weights(starting weights, 0)-->, and again
+                                       AdaptersRefusedError: --update_weights(merged weights, model_step)-->
 
 A rollout controller is a receiver. The receivers are declared here because this package knows no engine.
 """
@@ -12,10 +14,17 @@ A rollout controller is a receiver. The receivers are declared here because this
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+
+from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
+
+logger = logging.getLogger(__name__)
+
+Weights = list[tuple[str, torch.Tensor]]
 
 
 class WeightReceiver(Protocol):
@@ -45,7 +54,12 @@ class AdapterReceiver(Protocol):
         """Generate with these adapters on the starting weights; they are those after train step `model_step`.
 
         Names are those of peft's ``adapter_model.safetensors``, and `config` is its ``adapter_config.json``,
-        so that writing both to a folder gives what engines load. The tensors stay the trainer's.
+        so that writing both to a folder gives what engines load, with one key more: the `BASE_FINGERPRINT`
+        of the starting weights (`forebay.models.starting_weights`). The tensors stay the trainer's.
+
+        Raises:
+            BaseDiffersError: it holds others; it takes them with `update_weights`.
+            AdaptersRefusedError: it cannot use these adapters exactly, and needs merged weights.
         """
         ...
 
@@ -54,10 +68,15 @@ class WeightSource(Protocol):
     """Where the weights come from: a learner."""
 
     adapter_config: dict[str, Any] | None
-    """peft's config of the adapters, as plain values; None if all weights are trained."""
+    """peft's config of the adapters, as plain values, and their `BASE_FINGERPRINT`; None if all weights are
+    trained."""
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """All weights, adapters merged."""
+        ...
+
+    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, without the adapters: those that training began with."""
         ...
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,12 +87,29 @@ class WeightSource(Protocol):
 async def sync_weights(source: WeightSource, receiver: WeightReceiver, model_step: int) -> None:
     """Give `receiver` the adapters, if it takes them, else all weights, and return once they are in use.
 
-    No training step may run meanwhile. Gathering and merging happen in a thread.
+    One that does not hold the starting weights gets them before its first adapters. No training step may run
+    meanwhile. Gathering and merging happen in a thread.
     """
     config = source.adapter_config
     if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:
-        adapters = await asyncio.to_thread(lambda: list(source.adapters()))
+        try:
+            return await _give_adapters(source, receiver, model_step, config)
+        except AdaptersRefusedError as refusal:
+            logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
+    await receiver.update_weights(await _gather(source.weights), model_step)
+
+
+async def _give_adapters(
+    source: WeightSource, receiver: Any, model_step: int, config: Mapping[str, Any]
+) -> None:
+    adapters = await _gather(source.adapters)
+    try:
         await receiver.update_adapters(adapters, model_step, config=config)
-        return
-    weights = await asyncio.to_thread(lambda: list(source.weights()))
-    await receiver.update_weights(weights, model_step)
+    except BaseDiffersError:
+        # They are the weights of step 0: adapters begin as nothing.
+        await receiver.update_weights(await _gather(source.base_weights), 0)
+        await receiver.update_adapters(adapters, model_step, config=config)
+
+
+async def _gather(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Weights:
+    return await asyncio.to_thread(lambda: list(weights()))

@@ -50,7 +50,13 @@ class FakeServer:
         self.token: Callable[[Job], int] | None = None
         self.answers: list[tuple[int, str]] = []
         """Status and body of the next generations, instead of tokens."""
+        self.retry_after = "0"
         self.healthy = True
+        self.hangs = False
+        """As a server whose model's process does: it is healthy, but makes and does nothing."""
+        self.key: str | None = None
+        self.num_failing_resets = 0
+        self.context = CONTEXT
         self.knows_control = True
         self.load_error: str | None = None
         self.stuck: asyncio.Event | None = None
@@ -129,7 +135,11 @@ class FakeServer:
 
     # What the dialects differ in
 
+    dialect: Dialect
+    guarded = "/"
+    """Paths for which it wants a key."""
     generate_path = ""
+    is_ready = True
 
     def job(self, body: dict[str, Any]) -> Job:
         raise NotImplementedError
@@ -187,20 +197,29 @@ class FakeServer:
         text = await reader.readexactly(int(length[1])) if length else b""
         body, parts = json.loads(text) if text else None, urlsplit(target)
         self.calls.append(f"{method} {target}")
+        has_key = self.key is None or f"uthorization: Bearer {self.key}\r\n" in head
+        if not has_key and parts.path.startswith(self.guarded):
+            _write(writer, 401, "who are you?")
+            return True
         if parts.path == self.generate_path:
             return await self._generate(body, reader, writer)
         if self.stuck is not None and parts.path in ("/collective_rpc", "/update_weights_from_disk"):
             await self.stuck.wait()
+        if self.hangs and parts.path not in ("/health", "/v1/models", self.dialect.health.path):
+            await reader.read(1)
+            return False
         status, answer = self._control(parts.path, dict(parse_qsl(parts.query)), body)
         _write(writer, status, json.dumps(answer))
         await writer.drain()
         return True
 
     def _control(self, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        if path in ("/health", self.dialect.health.path) and not self.healthy:
+            return 503, {}
         if path == "/health":
-            return (200 if self.healthy else 503), {}
+            return (200 if self.is_ready else 503), {}
         if path == "/v1/models":
-            return 200, {"data": [{"id": "policy", "max_model_len": CONTEXT}]}
+            return 200, {"data": [{"id": "policy", "max_model_len": self.context}]}
         answer = self.control(path, query, body) if self.knows_control else None
         if answer is None:
             return 404, {"detail": "Not Found"}
@@ -212,12 +231,14 @@ class FakeServer:
         self.bodies.append(body)
         if self.answers:
             status, text = self.answers.pop(0)
-            _write(writer, status, text, kind="text/event-stream" if status == 200 else "application/json")
+            kind = "text/event-stream" if status == 200 else "application/json"
+            _write(writer, status, text, kind=f"{kind}\r\nretry-after: {self.retry_after}")
             await writer.drain()
             return True
         job = self.job(body)
         self.jobs.append(job)
-        if self.auto and self.state == "running":
+        # A probe is not stepped by tests.
+        if (self.auto or job.max_tokens == 1) and self.state == "running" and not self.hangs:
             for _ in range(job.max_tokens):
                 if job.end is None:
                     self._make_one(job)
@@ -252,6 +273,7 @@ def _write(writer: asyncio.StreamWriter, status: int, text: str, kind: str = "ap
 
 class FakeVLLM(FakeServer):
     dialect: Dialect = VLLM()
+    guarded = "/v1"
     generate_path = "/v1/completions"
 
     def job(self, body: dict[str, Any]) -> Job:
@@ -281,7 +303,10 @@ class FakeVLLM(FakeServer):
             assert body["method"] == "reload_weights"
             self._load(body["kwargs"]["weights_path"])
         elif path == "/reset_prefix_cache":
-            return {"success": True}
+            self.num_failing_resets -= 1
+            return {"success": self.num_failing_resets < 0}
+        elif path == "/is_paused":
+            return {"is_paused": self.state == "paused"}
         elif path == "/update_weight_version":
             self.version = body["new_version"]
         elif path == "/weight_info":
@@ -296,9 +321,19 @@ class FakeSGLang(FakeServer):
     generate_path = "/generate"
     incremental = False
 
+    @property
+    def is_ready(self) -> bool:
+        """Its health is one made token, as long as it is not told otherwise."""
+        return self.state == "running"
+
     def job(self, body: dict[str, Any]) -> Job:
         params = body["sampling_params"]
-        return Job(body["input_ids"], params["max_new_tokens"], set(params["stop_token_ids"]), per_piece=1)
+        return Job(
+            body["input_ids"],
+            params["max_new_tokens"],
+            set(params["stop_token_ids"]),
+            params["stream_interval"],
+        )
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
         shown = job.made[start:] if self.incremental else job.made
@@ -326,6 +361,8 @@ class FakeSGLang(FakeServer):
             return {"success": True, "message": ""}
         elif path == "/get_model_info":
             return {"weight_version": self.version}
+        elif path == "/get_server_info":
+            return {"internal_states": []}
         else:
             return None
         return {}

@@ -18,10 +18,11 @@ class Scripted:
 
     def __init__(self, answers: list[bytes]) -> None:
         self.answers, self.requests = answers, []
-        self.num_connections = 0
+        self.num_connections = self.num_open = 0
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
+        self.num_open += 1
         try:
             while self.answers:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -38,6 +39,7 @@ class Scripted:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self.num_open -= 1
             writer.close()
 
 
@@ -109,6 +111,32 @@ async def test_a_connection_that_was_idle_for_long_or_closed_is_not_used(serve, 
     assert script.num_connections == 3
 
 
+async def test_what_has_been_idle_for_long_is_closed(serve, client, monkeypatch):
+    monkeypatch.setattr(http_client, "KEPT_FOR_S", 0.02)
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx"
+    url, script = await serve(*[answer] * 6)
+    await asyncio.gather(*(ask(client, url) for _ in range(3)))
+    assert script.num_open == 3
+    async with asyncio.timeout(10):
+        while script.num_open:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_certificates_are_read_once(monkeypatch):
+    made = []
+
+    async def connect(host, port, *, ssl, **_):
+        made.append(ssl)
+        raise OSError("nobody")
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    client = Client()
+    for _ in range(2):
+        with pytest.raises(HTTPError, match="nobody"):
+            await ask(client, "https://127.0.0.1:1")
+    assert made[0] is made[1] is not None
+
+
 async def test_leaving_an_answer_early_closes_its_connection(serve, client):
     url, script = await serve(CHUNKED + b"3\r\nabc\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
     async with client.request("GET", url) as response:
@@ -123,6 +151,7 @@ async def test_leaving_an_answer_early_closes_its_connection(serve, client):
         (b"", "closed in the middle"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nshort", "closed in the middle"),
         (CHUNKED + b"3\r\nab", "closed in the middle"),
+        (CHUNKED + b"3\r\nabc\r\n", "closed in the middle"),
         (CHUNKED + b"three\r\nabc\r\n", "is not HTTP"),
         (b"hello there\r\n\r\n", "is not HTTP"),
     ],

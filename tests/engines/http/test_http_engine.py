@@ -1,4 +1,4 @@
-"""The engine contract over scripted servers of each kind; `test_real_vllm.py` has the real one."""
+"""The engine contract over scripted servers of each kind; `test_http_real_vllm.py` has the real one."""
 
 from __future__ import annotations
 
@@ -170,10 +170,7 @@ async def test_a_time_limit_counts_from_the_first_token(engine, server, ask):
     await asyncio.sleep(0.1)
     server.make(2)
     overdue, done = await asyncio.gather(*running)
-    assert (overdue.finish_reason, len(overdue.response_ids)) == (
-        "abort",
-        1 if "v1" in server.generate_path else 2,
-    )
+    assert (overdue.finish_reason, len(overdue.response_ids)) == ("abort", 1)
     assert overdue.error_msg == "aborted after its time limit of 0.05 s"
     assert (done.finish_reason, done.error_msg) == ("length", None)
 
@@ -290,9 +287,8 @@ async def test_the_folder_is_a_whole_model_written_once_for_all(tmp_path, server
         await asyncio.gather(*(engine.load_weights(WEIGHTS, step) for engine in engines))
         assert server.loaded[-1] == server.loaded[-2]
         folders.add(server.loaded[-1])
-    there = set((tmp_path / "weights").iterdir())
     assert len(folders) == 4
-    assert there == set(server.loaded[-4:])
+    assert set((tmp_path / "weights").glob("run-*/step_*")) == set(server.loaded[-4:])
     stored = load_file(server.loaded[-1] / "model.safetensors")
     assert {name: value.tolist() for name, value in stored.items()} == {"w": [1, 1], "also_w": [0, 0, 0]}
     for engine in engines:
@@ -300,9 +296,9 @@ async def test_the_folder_is_a_whole_model_written_once_for_all(tmp_path, server
     assert not list((tmp_path / "weights").iterdir())
 
 
-async def test_a_server_that_refuses_weights_ends_the_run_with_its_words(engine, server):
+async def test_a_server_that_refuses_weights_is_lost_and_quoted(engine, server):
     server.load_error = "shape mismatch in lm_head"
-    with pytest.raises(RuntimeError, match="shape mismatch in lm_head"):
+    with pytest.raises(EngineLost, match="shape mismatch in lm_head"):
         await engine.load_weights(WEIGHTS, 1)
     # It may have loaded half of them.
     assert not (await engine.health()).ok
@@ -339,8 +335,7 @@ EVENT = json.dumps(
         (400, "the prompt is odd", False, "answered 400: the prompt is odd"),
         (404, "no such model", False, "answered 404"),
         (500, "engine core died", True, "answered 500: engine core died"),
-        (503, "", True, "answered 503"),
-        (429, "busy", True, "answered 429"),
+        (403, "no", True, r"answered 403 (the API key is wrong or missing: see api_key_env): no"),
         (200, f"data: {EVENT}\n\n", True, "the answer ended early"),
         (200, f'data: {EVENT}\n\ndata: {{"error": "out of memory"}}\n\n', True, "out of memory"),
         (200, f"data: {EVENT}\n\ndata: rubbish\n\n", True, "not an event"),
@@ -427,7 +422,7 @@ async def test_waits_for_a_server_that_others_start(vllm, connect, ask, monkeypa
     await coming
     assert (await engine.health()).ok
     await vllm.kill()
-    with pytest.raises(EngineLost, match="no server there for 0 s"):
+    with pytest.raises(EngineLost, match="no server there that answers, for 0 s"):
         await connect(vllm, start_limit_s=0.02).bring_up()
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forebay.config import Component, ConfigError
-from forebay.engines import EngineSurroundings, build_engines
+from forebay.engines import EngineSurroundings, build_engines, server_guard
 from forebay.engines.base import EngineLost
 from forebay.engines.http_client import Client, HTTPError
 from forebay.engines.http_dialects import VLLM, SGLang
@@ -134,6 +134,30 @@ asyncio.run(main())
     await is_gone(child)
 
 
+def test_a_guard_that_is_ended_while_it_starts_leaves_no_child(monkeypatch):
+    real, started = subprocess.Popen, []
+
+    def signal_first(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGTERM)
+        started.append(real(*arguments, **options))
+        return started[0]
+
+    before = signal.getsignal(signal.SIGTERM)
+    reader, writer = os.pipe()
+    monkeypatch.setattr(server_guard.subprocess, "Popen", signal_first)
+    with os.fdopen(reader) as held_open:
+        monkeypatch.setattr(server_guard.sys, "stdin", held_open)
+        try:
+            # Without a handler this would be the end of the tests; such a one would not be heard here.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            code = server_guard.main([sys.executable, "-c", "import time; time.sleep(600)"])
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            os.close(writer)
+    assert code == 128 + signal.SIGTERM
+    assert not is_alive(started[0].pid)
+
+
 # A server of the real kind as far as an engine can see: the fake one in a process of its own.
 FAKE = """
 import asyncio, sys
@@ -235,7 +259,8 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
     assert [engine.max_context_tokens for engine in engines] == [48, 48]
     for engine in engines:
         await engine.bring_up()
-    await asyncio.gather(*(engine.load_weights([("w", torch.ones(1))], 1) for engine in engines))
+    weights = [("w", torch.ones(1))]
+    await asyncio.gather(*(engine.load_weights(weights, 1) for engine in engines))
     assert len(set(server.loaded)) == 1
     assert server.loaded[0].is_relative_to(tmp_path / "weights")
     assert (server.loaded[0] / "config.json").is_file()
@@ -252,6 +277,8 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
         ({"urls": ["http://127.0.0.1:1"]}, "no server to use at 'http://127.0.0.1:1'"),
         ({"urls": ["http://192.0.2.7:8000"]}, "is on another machine: set weights_folder"),
         ({"urls": ["localhost:8000"]}, "which is no address"),
+        ({"urls": ["http://me:pass@127.0.0.1:1"]}, r"user name or password for '127.0.0.1'.*api_key_env"),
+        ({"servers": 1, "api_key_env": "FOREBAY_NO_SUCH_KEY"}, "FOREBAY_NO_SUCH_KEY is not set"),
         ({"servers": 1, "start_limit_s": 0}, "start_limit_s must be positive, got 0"),
         ({"server": 1}, "did you mean 'servers'"),
     ],
@@ -259,6 +286,23 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
 def test_arguments_that_do_not_fit_are_named(tiny, tmp_path, arguments, message):
     with pytest.raises(ConfigError, match=message):
         build(tiny, tmp_path, **arguments)
+
+
+async def test_the_key_of_running_servers_comes_from_the_environment(
+    tiny, tmp_path, start_fake, ask, monkeypatch
+):
+    server = await start_fake()
+    server.key = "secret"
+    with pytest.raises(ConfigError, match=r"answered 401 .*: wrong or missing key, see api_key_env"):
+        await asyncio.to_thread(build, tiny, tmp_path, urls=[server.url])
+    monkeypatch.setenv("SERVERS_KEY", "secret\n")
+    # What is asked later uses no proxy either.
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", "")
+    [engine] = await asyncio.to_thread(build, tiny, tmp_path, urls=[server.url], api_key_env="SERVERS_KEY")
+    await engine.bring_up()
+    assert (await engine.generate(ask())).finish_reason == "length"
+    await engine.close()
 
 
 async def test_a_server_that_takes_too_little_is_refused(tiny, tmp_path, start_fake):
@@ -293,10 +337,14 @@ def test_command_lines_state_what_the_contract_needs():
     assert other[other.index("--context-length") + 1] == "4096"
 
 
-async def test_options_and_environment_reach_each_server(tiny, tmp_path):
+async def test_options_and_environment_reach_each_server(tiny, tmp_path, monkeypatch):
     script = tmp_path / "python"
-    script.write_text('#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES $VLLM_SERVER_DEV_MODE $*"\nexit 5\n')
+    script.write_text(
+        '#!/bin/sh\necho "$VLLM_API_KEY$CUDA_VISIBLE_DEVICES $VLLM_SERVER_DEV_MODE $*"\nexit 5\n'
+    )
     script.chmod(0o755)
+    # Of other servers; it would lock the run out of its own.
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
     engines = build(
         tiny,
         tmp_path / "scratch",
@@ -310,6 +358,7 @@ async def test_options_and_environment_reach_each_server(tiny, tmp_path):
             await engine.bring_up()
         assert f"{number} 1 -m vllm.entrypoints.openai.api_server" in str(error.value)
         assert f"--seed {number}" in str(error.value)
+        assert "secret" not in str(error.value)
         await engine.close()
 
 

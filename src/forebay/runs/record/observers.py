@@ -5,7 +5,7 @@
     RecordedSampler      admit       group, tries, tokens it brings
     RecordedEngine       generate    request, seed, tokens, weights, finish reason, from when to when
     RecordedJudger       judge       scores or errors, from when to when
-    RecordedReplayBuffer put (with the group), get, take, commit, restore, refresh, priorities
+    RecordedReplayBuffer put (of each group), get, take, commit, restore, refresh, priorities
     steps.fit            train       what the trainer was given
     steps.checkpoint     checkpoint
 
@@ -87,9 +87,9 @@ class RecordedReplayBuffer(ReplayBuffer):
             on_evict=buffer.on_evict,
         )
 
-    async def put(
+    async def put_groups(
         self,
-        items: Sequence[RolloutState],
+        groups: Iterable[Sequence[RolloutState]],
         task_name: str,
         *,
         model_step: int | None = None,
@@ -97,37 +97,53 @@ class RecordedReplayBuffer(ReplayBuffer):
         stale_threshold: int | None = None,
         tags: Mapping[str, TagValue] | None = None,
         priority: float | None = None,
+        arrivals: Sequence[int] | None = None,
     ) -> None:
-        """See `ReplayBuffer.put`."""
+        """See `ReplayBuffer.put_groups`; an event for each group. `put` comes here, too.
+
+        Raises:
+            ValueError: as there, or `arrivals` are given while the buffer is recorded.
+        """
         recorder = self.recorder
+        given: list[StoredGroup] = []
         if recorder is not None:
+            if arrivals is not None:
+                raise ValueError(
+                    "a recorded buffer says itself in which order groups arrive; leave out arrivals"
+                )
             # Before the put: who is cancelled here has not stored anything.
             await recorder.room()
-        # The put labels and ages the rollouts; what it was given is what a replay has to give again.
-        given = _copy(items) if recorder is not None and items else None
+            groups = [group for group in groups if group]
+            # The put labels and ages the rollouts; what it was given is what a replay has to give again.
+            given = list(map(_copy, groups))
         num_evicted = sum(self.num_evicted.values())
-        await super().put(
-            items,
+        await super().put_groups(
+            groups,
             task_name,
             model_step=model_step,
             current_train_step=current_train_step,
             stale_threshold=stale_threshold,
             tags=tags,
             priority=priority,
+            arrivals=arrivals,
         )
-        if recorder is not None and given is not None:
+        if recorder is None:
+            return
+        num_evicted = sum(self.num_evicted.values()) - num_evicted
+        for place, (copied, group) in enumerate(zip(given, groups, strict=True), start=1):
             recorder.note(
                 "put",
-                given,
+                copied,
                 task=task_name,
-                group=given[0].group_id,
-                status=get_group_status(items).value,
+                group=copied[0].group_id,
+                status=get_group_status(group).value,
                 model_step=model_step,
                 train_step=current_train_step,
                 threshold=stale_threshold,
                 tags=None if tags is None else dict(tags),
                 priority=priority,
-                evicted=sum(self.num_evicted.values()) - num_evicted or None,
+                # By all of them together.
+                evicted=num_evicted or None if place == len(given) else None,
             )
 
     async def get(

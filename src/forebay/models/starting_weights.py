@@ -1,0 +1,46 @@
+"""The weights that an adapter lies on top of: telling them from others, and refusing what does not fit them.
+
+::
+
+    trainer   starting weights --fingerprint--> config["base_fingerprint"] --+
+                                                                             +-- equal? adapters alone will do
+    engine    starting weights --fingerprint---------------------------------+   no: BaseDiffersError
+
+Trainers and engines do not know each other, so what both must agree on is here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+BASE_FINGERPRINT = "base_fingerprint"
+"""The key, in the config of adapters on their way to engines, of their starting weights' `fingerprint`."""
+
+
+class AdaptersRefusedError(ValueError):
+    """An engine cannot generate with these adapters exactly, and has changed nothing; give it all weights."""
+
+
+class BaseDiffersError(AdaptersRefusedError):
+    """The engine holds other weights than those below the adapters; with those it could use them."""
+
+
+def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Tells these weights from all others: names, dtypes, shapes and every bit count, their order does not.
+
+    It reads everything: about a second for each GB, plus the way from the device.
+    """
+    import torch
+
+    lines = []
+    for name, tensor in weights:
+        data = tensor.detach().cpu().contiguous()
+        checksum = zlib.crc32(data.reshape(-1).view(torch.uint8).numpy().data) if data.numel() else 0
+        lines.append(f"{name} {data.dtype} {tuple(data.shape)} {checksum:08x}")
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()

@@ -1,0 +1,235 @@
+"""Calls with a time limit whose clock starts when they get what they wait for: a thread, a sandbox.
+
+Not a pool: each blocking call has a daemon thread of its own, and what hangs takes no thread of asyncio's.
+
+::
+
+    time_limit(10 s) -> call -> not_counted(): waits for its slot -> runs, the clock runs with it -> result
+                                   the clock stands still              | the limit passes: TimeoutError
+
+    CallThreads.run(f) -> not_counted(): one of num_threads slots -> own daemon thread -> result
+                             ^                                         | the limit passes: OverrunError
+                             '--- slot freed: f returned, or overran and is counted until it returns
+
+A thread cannot be stopped: a call that overruns is given up, and its thread runs on until it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+ResultT = TypeVar("ResultT")
+
+# A few calls that hang are bad luck; more mean that the function hangs, and each holds a thread and a share
+# of the interpreter's time.
+MAX_OVERRUNNING = 8
+
+
+class OverrunError(RuntimeError):
+    """A function did not return in time."""
+
+
+class TooManyOverrunsError(OverrunError):
+    """The function was not called: too many earlier calls still hang."""
+
+
+class CallClock:
+    """The time that one call may take; it stands still while the call waits for a slot.
+
+    Args:
+        timeout: an entered one, without a deadline.
+        limit_s: how long it may take.
+        outer: of the call that this one is a part of; it stands still with this one.
+    """
+
+    def __init__(self, timeout: asyncio.Timeout, limit_s: float, outer: CallClock | None = None) -> None:
+        self._timeout = timeout
+        self._outer = outer
+        self._left_s = limit_s
+        self._num_waiting = 0
+        self._is_over = False
+        self._go_on()
+
+    @property
+    def left_s(self) -> float:
+        """What is left of the time."""
+        deadline = self._timeout.when()
+        return self._left_s if deadline is None else deadline - asyncio.get_running_loop().time()
+
+    def wait(self) -> None:
+        """Stand still."""
+        if self._outer is not None:
+            self._outer.wait()
+        self._num_waiting += 1
+        if self._num_waiting == 1 and not self._is_done:
+            self._left_s = self.left_s
+            self._timeout.reschedule(None)
+
+    def go_on(self) -> None:
+        """Run, once nothing waits any more: a call may do several things at once."""
+        if self._outer is not None:
+            self._outer.go_on()
+        self._num_waiting -= 1
+        if not self._num_waiting and not self._is_done:
+            self._go_on()
+
+    def end(self) -> None:
+        """The call is over, whatever it left running."""
+        self._is_over = True
+
+    @property
+    def _is_done(self) -> bool:
+        return self._is_over or self._timeout.expired()
+
+    def _go_on(self) -> None:
+        self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)
+
+
+_CLOCK: ContextVar[CallClock | None] = ContextVar("forebay_call_clock", default=None)
+
+
+@contextlib.asynccontextmanager
+async def time_limit(limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
+    """As ``asyncio.timeout(limit_s)``; what a call spends in `not_counted` does not count.
+
+    >>> async with time_limit(10.0) as limit:
+    ...     result = await tool.call(arguments)
+    """
+    async with asyncio.timeout(None) as timeout:
+        if limit_s is None:
+            yield timeout
+            return
+        clock = CallClock(timeout, limit_s, _CLOCK.get())
+        token = _CLOCK.set(clock)
+        try:
+            yield timeout
+        finally:
+            clock.end()
+            _CLOCK.reset(token)
+
+
+@contextlib.contextmanager
+def not_counted() -> Iterator[None]:
+    """Around a wait for a slot: the call's clock stands still. Without a limit it does nothing."""
+    clock = _CLOCK.get()
+    if clock is None:
+        yield
+        return
+    clock.wait()
+    try:
+        yield
+    finally:
+        clock.go_on()
+
+
+def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
+    """``function(*arguments)`` in a daemon thread of its own; those of a pool would be waited for at exit.
+
+    What would end the thread (SystemExit) is a RuntimeError of the future.
+    """
+    call: Future[ResultT] = Future()
+    call.set_running_or_notify_cancel()
+    threading.Thread(target=_run_call, args=(call, function, arguments), daemon=True).start()
+    return call
+
+
+class CallThreads:
+    """Runs functions in daemon threads, at most `num_threads` at a time.
+
+    Invariants: the clock of a call starts when it gets its slot, not while it waits for one; the slot is free
+    when the function has returned or its time has passed, also where the caller was cancelled; so at most
+    ``num_threads + MAX_OVERRUNNING`` threads exist, and none of them keeps the program from ending.
+
+    >>> threads = CallThreads(timeout_s=5.0)
+    >>> verdict = await threads.run(slow_score, state)
+
+    Args:
+        timeout_s: for each call; None: what the `time_limit` around it leaves.
+        num_threads: calls that run at once.
+        result: what is waited for, for messages.
+    """
+
+    def __init__(self, *, timeout_s: float | None, num_threads: int = 4, result: str = "result") -> None:
+        self.timeout_s = timeout_s
+        self._result = result
+        self._slots = asyncio.Semaphore(num_threads)
+        self._overrunning: list[Future[Any]] = []
+        self._held: set[asyncio.Task[Any]] = set()
+
+    async def run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """What ``function(*arguments)`` returns.
+
+        Raises:
+            OverrunError: it took longer than its time.
+            TooManyOverrunsError: too many earlier calls still hang.
+            Exception: whatever the function raises.
+        """
+        with not_counted():
+            await self._slots.acquire()
+        try:
+            self._check_overrunning()
+            clock = _CLOCK.get()
+            limit_s = clock.left_s if self.timeout_s is None and clock is not None else self.timeout_s
+            call = start_thread(function, *arguments)
+        except BaseException:
+            self._slots.release()
+            raise
+        # Its own task: the slot stays taken although the caller may be cancelled.
+        held = asyncio.create_task(self._hold(call, limit_s))
+        self._held.add(held)
+        held.add_done_callback(self._forget)
+        return await asyncio.shield(held)
+
+    async def _hold(self, call: Future[ResultT], limit_s: float | None) -> ResultT:
+        """The result of `call`; the slot is given back with it, or when its time has passed."""
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await asyncio.wrap_future(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise OverrunError(
+                f"no {self._result} within {_seconds(limit_s)} s; its thread cannot be stopped and runs on"
+            ) from None
+        finally:
+            if not call.done():
+                self._overrunning.append(call)
+            self._slots.release()
+
+    def _forget(self, held: asyncio.Task[Any]) -> None:
+        self._held.discard(held)
+        if not held.cancelled():
+            # Retrieved, so that nobody warns of it where the caller was cancelled.
+            held.exception()
+
+    def _check_overrunning(self) -> None:
+        self._overrunning = [call for call in self._overrunning if not call.done()]
+        if len(self._overrunning) >= MAX_OVERRUNNING:
+            raise TooManyOverrunsError(
+                f"not called: {len(self._overrunning)} earlier calls took longer than they may and have not "
+                f"returned; give the function a time limit of its own"
+            )
+
+
+def _seconds(limit_s: float | None) -> str:
+    # What a clock leaves is a little less than the limit that people know.
+    return f"{math.ceil((limit_s or 0.0) * 1000) / 1000:g}"
+
+
+def _run_call(call: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        result = function(*arguments)
+    except Exception as error:
+        call.set_exception(error)
+    # A SystemExit must neither end this thread, leaving the caller waiting, nor reach the event loop.
+    except BaseException as error:
+        call.set_exception(RuntimeError(f"the function raised {type(error).__name__}: {error}"))
+    else:
+        call.set_result(result)

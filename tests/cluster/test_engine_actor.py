@@ -1,0 +1,164 @@
+"""What runs in the process of an engine on a cluster, called here as what it is: a plain class."""
+
+import asyncio
+import os
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_ray_run import run_config
+
+from forebay.cluster.engine_actor import EngineActor, EngineSpec, _build, engine_on
+from forebay.cluster.supervisor import NotBuilt
+from forebay.cluster.weights import to_plain
+from forebay.config import Component, ConfigError
+from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
+from forebay.models import load_model, resolve_model
+from forebay.types import SampleParams
+
+
+class Frail(ScriptedEngine):
+    """A remote engine that is lost over its first request, and then does not come back in this process."""
+
+    def __init__(self, marker):
+        super().__init__(lambda request: [7, 8, 9])
+        self._marker = marker
+        self._is_lost = False
+
+    async def bring_up(self):
+        if self._is_lost:
+            raise EngineLost("the server does not start any more")
+
+    async def generate(self, request):
+        try:
+            os.close(os.open(self._marker, os.O_CREAT | os.O_EXCL))
+            self._is_lost = True
+        except FileExistsError:
+            pass
+        completion = await super().generate(request)
+        if not self._is_lost:
+            return completion
+        return replace(completion, finish_reason="error", error_msg="no answer", lost=True)
+
+
+def frail_engines(surroundings, marker):
+    return [Frail(marker)]
+
+
+def spec_of(config, **changes):
+    return EngineSpec(
+        **{
+            "config": config,
+            "model_folder": resolve_model(config.model, seed=config.seed),
+            "number": 0,
+            "search_path": tuple(sys.path),
+            "device": "cpu",
+            "serves_at_once": False,
+            "sleeps": False,
+            **changes,
+        }
+    )
+
+
+def ask(name, prompt=(3, 4, 5)):
+    ids = np.array(prompt, np.int32)
+    return GenerateRequest(
+        request_id=name, input_ids=ids, params=SampleParams(max_tokens=5), max_tokens=5, seed=0
+    )
+
+
+async def answers(actor, *requests):
+    found = {}
+    async for results in actor.generate(requests, "caller"):
+        found.update(results)
+    return [found[number] for number in range(len(requests))]
+
+
+def frail_config(tmp_path):
+    arguments = {"marker": str(tmp_path / "marker")}
+    return run_config(tmp_path, engine={"name": f"{__name__}:frail_engines", "arguments": arguments})
+
+
+async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path):
+    actor = EngineActor()
+    with pytest.raises(NotBuilt):
+        await actor.pause()
+    await actor.start(spec_of(frail_config(tmp_path)))
+    assert [completion.lost for completion in await answers(actor, ask("early"))] == [True]
+    await actor.load_weights([], 1)
+    lost = await answers(actor, ask("a"), ask("b"))
+    assert [(c.finish_reason, c.lost) for c in lost] == [("error", True)] * 2
+    assert "does not start any more" in await asyncio.wait_for(actor.failure(), 5)
+    # Nobody is to be sent here any more, and new weights do not change that.
+    serving = asyncio.ensure_future(actor.serving())
+    with pytest.raises(EngineLost):
+        await actor.load_weights([], 2)
+    assert not serving.done()
+    serving.cancel()
+    await actor.close()
+
+
+async def test_a_request_that_can_never_run_fails_alone(tmp_path):
+    config = frail_config(tmp_path)
+    (tmp_path / "marker").touch()
+    actor = EngineActor()
+    await actor.start(spec_of(config))
+    await actor.load_weights([], 1)
+    good, bad = await answers(actor, ask("good"), ask("empty", ()))
+    assert good.response_ids.tolist() == [7, 8, 9]
+    assert isinstance(bad, ValueError)
+    await actor.close()
+
+
+async def test_a_running_server_in_the_process(tmp_path, start_fake):
+    server = await start_fake()
+    config = run_config(tmp_path, engine={"name": "vllm", "arguments": {"urls": [server.url]}})
+    actor, spec = EngineActor(), spec_of(config)
+    await actor.start(spec)
+    weights = to_plain(load_model(spec.model_folder, config.model).state_dict().items())
+    await actor.load_weights(weights, 3)
+    (completion,) = await answers(actor, ask("a"))
+    assert completion.response_ids.tolist() == [13] * 5
+    assert set(completion.model_steps) == {3}
+    await actor.pause()
+    (aborted,) = await answers(actor, ask("b"))
+    assert aborted.finish_reason == "abort"
+    await actor.resume()
+    assert (await actor.health()).ok
+    await actor.close()
+    assert (config.folder / "engines" / "0").is_dir()
+
+
+async def test_an_engine_that_sleeps_while_paused_goes_on_as_before(tmp_path):
+    actor = EngineActor()
+    await actor.start(spec_of(run_config(tmp_path), sleeps=True, serves_at_once=True))
+    (before,) = await answers(actor, ask("a"))
+    await actor.pause()
+    await actor.pause()
+    await actor.resume()
+    (after,) = await answers(actor, ask("a"))
+    assert after.response_ids.tolist() == before.response_ids.tolist()
+    await actor.close()
+
+
+def test_who_shares_the_trainers_gpu_has_to_give_it_back(tmp_path):
+    (tmp_path / "marker").touch()
+    with pytest.raises(ConfigError, match=r"cannot give its GPU to the trainer.*no sleep and wake \(Frail\)"):
+        _build(spec_of(frail_config(tmp_path), sleeps=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "device"),
+    [
+        ("transformers", {}, "cuda"),
+        ("process", {"engines": 2}, "cuda"),
+        ("process", {"engine": "package.module:Engine"}, None),
+        ("transformers", {"device": "cuda:1"}, "cuda:1"),
+        ("vllm", {"urls": ["http://127.0.0.1:1"]}, None),
+    ],
+)
+def test_an_engine_of_ours_gets_the_device_that_ray_gave(name, arguments, device):
+    engine = Component(name=name, arguments=arguments)
+    assert engine_on("cuda", engine).arguments.get("device") == device
+    assert engine_on("cpu", engine) == engine

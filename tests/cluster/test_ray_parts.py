@@ -1,0 +1,257 @@
+"""Parts of a run on a real cluster, a few at a time: lost, replaced, blocked, joined and started alone."""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from replay_factory import make_group
+from test_engine_actor import ask, frail_config, spec_of
+from test_ray_run import run_config
+
+from forebay.activity import Activities
+from forebay.cluster import workers
+from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
+from forebay.cluster.calls import ActorLost
+from forebay.cluster.engine_actor import EngineActor
+from forebay.cluster.engines import PlacedEngine, RayEngine
+from forebay.cluster.library import Given
+from forebay.cluster.restarts import Restarts
+from forebay.cluster.starting import all_started
+from forebay.cluster.supervisor import NotBuilt
+from forebay.cluster.weights import Published
+from forebay.cluster.workers import PlacedWorker
+from forebay.config import ConfigError
+from forebay.engines import ScriptedEngine
+from forebay.engines.pool import EnginePool
+from forebay.models import resolve_model
+from forebay.runs.placement import make_cluster
+from forebay.types import RolloutState, SampleParams
+
+pytestmark = pytest.mark.xdist_group("ray")
+
+
+async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_path):
+    config, restarts = frail_config(tmp_path), Restarts()
+    actor = ray.remote(EngineActor).options(max_restarts=-1, max_concurrency=100, num_cpus=0.1).remote()
+    spec = spec_of(config)
+    placed = PlacedEngine(spec, actor, await actor.start.remote(spec), on_restart=restarts.note)
+    weights = ray.put([])
+    await placed.load_weights(Published(weights, 1), 1)
+    pool = EnginePool([RayEngine(actor, 100, caller="worker 0")])
+    completions = await asyncio.gather(pool.generate(ask("a")), pool.generate(ask("b")))
+    # What the lost engine had made of the first one is kept.
+    assert [len(completion.response_ids) for completion in completions] == [3, 3]
+    assert not [completion for completion in completions if completion.lost]
+    assert pool.num_retries == 2
+    assert restarts.counts == {"engine": 1}
+    told = []
+    restarts.listener = lambda *what: told.append(what)
+    assert [(part, "does not start any more" in reason) for part, reason in told] == [("engine 0", True)]
+    await pool.close()
+    await placed.close()
+    ray.kill(actor)
+
+
+def scripted_engines(surroundings):
+    return [ScriptedEngine(lambda request: [7, 8])]
+
+
+def small_config(output, **arguments):
+    return run_config(
+        output,
+        engine=f"{__name__}:scripted_engines",
+        cluster={"name": "ray", "arguments": {"buffer": "driver", **arguments}},
+    )
+
+
+async def generate(cluster):
+    loop = cluster.agent_loop("sorting", held_out=False, activities=Activities())
+    state = RolloutState(
+        [{"role": "user", "content": "c a b"}],
+        rollout_id="a",
+        group_id="g",
+        task_name="sorting",
+        sample_params=SampleParams(max_tokens=2),
+        reward_model={"ground_truth": "a b c"},
+    )
+    (done,) = await asyncio.wait_for(loop.generate_group([state]), 100)
+    return done
+
+
+async def test_what_is_gone_for_good_is_replaced_when_the_run_goes_back(ray, tmp_path):
+    config = small_config(tmp_path, num_engines=2)
+    folder = resolve_model(config.model, seed=config.seed)
+    cluster = make_cluster(config)
+    await cluster.open(trains=False)
+    try:
+        await asyncio.to_thread(cluster.start, folder)
+        controller = cluster.controller()
+        await controller.continue_generation()
+        first, second = controller.engines
+        ray.kill(first.actor)
+        await lost_for_good(first)
+        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
+        # It is missed by nobody.
+        await controller.pause_generation()
+        await controller.continue_generation()
+        assert cluster.none_is_left() == ""
+        await asyncio.to_thread(cluster.start, folder)
+        ray.kill(second.actor)
+        await lost_for_good(second)
+        assert (await generate(cluster)).response_ids.tolist() == [7, 8]
+        assert cluster.counts()["cluster/engine_restarts"] == 1
+        told = []
+        cluster.on_restart = lambda part, reason: told.append((part, reason))
+        assert [(part, "did not come back" in reason) for part, reason in told] == [("engine 0", True)]
+        ray.kill(cluster.controller().engines[0].actor)
+        await lost_for_good(cluster.controller().engines[0])
+        assert "engine 0 is lost" in cluster.none_is_left()
+    finally:
+        await cluster.close()
+
+
+async def lost_for_good(engine):
+    engine.supervisor.watch()
+    while engine.supervisor.gone is None:
+        await asyncio.wait_for(engine.supervisor._news.wait(), 60)
+
+
+async def place_worker(ray, tmp_path, *, blocks):
+    """A worker of a class that needs no module there; and what is told of its restarts."""
+
+    class Blocking:
+        async def start(self, spec):
+            self._marker = Path(spec.marker)
+            return os.getpid()
+
+        async def live(self):
+            await asyncio.Event().wait()
+
+        async def generate(self, jobs):
+            await asyncio.Event().wait()
+            yield
+
+        async def pause(self):
+            # As a judger that blocks the event loop, in the first process.
+            if not self._marker.exists():
+                self._marker.touch()
+                time.sleep(1000)
+
+        async def resume(self):
+            pass
+
+    marker, told = tmp_path / "marker", []
+    if not blocks:
+        marker.touch()
+    actor = ray.remote(Blocking).options(max_restarts=-1, max_concurrency=9, num_cpus=0.1).remote()
+    spec = SimpleNamespace(name="worker 0", marker=str(marker))
+    pid = await actor.start.remote(spec)
+    worker = PlacedWorker(spec, actor, pid, on_restart=lambda *what: told.append(what))
+    worker.supervisor.watch()
+    await asyncio.sleep(0)
+    return worker, told
+
+
+async def test_a_worker_that_does_not_answer_is_ended_and_started_again(ray, tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "TELL_LIMIT_S", 0.5)
+    worker, told = await place_worker(ray, tmp_path, blocks=True)
+    pid, group = worker.supervisor.pid, asyncio.ensure_future(worker.generate(SimpleNamespace(number=0)))
+    await worker.pause()
+    with pytest.raises(ActorLost):
+        await group
+    await asyncio.wait_for(worker.supervisor.until_up(), 60)
+    assert worker.supervisor.pid != pid
+    assert told == [("worker 0", "worker 0 was asked to pause: no answer within 0.5 s")]
+    await worker.supervisor.stop()
+    ray.kill(worker.actor)
+
+
+async def test_a_process_that_was_only_out_of_reach_is_no_restart(ray, tmp_path):
+    worker, told = await place_worker(ray, tmp_path, blocks=False)
+    worker.supervisor.suspect(worker.supervisor.incarnation, NotBuilt("it said so"))
+    assert not worker.supervisor.is_up
+    await asyncio.wait_for(worker.supervisor.until_up(), 60)
+    assert told == []
+    await worker.supervisor.stop()
+    ray.kill(worker.actor)
+
+
+def test_the_first_part_that_cannot_be_built_is_told_at_once(ray):
+    @ray.remote(num_cpus=0.1)
+    def fails():
+        raise ValueError("no such model")
+
+    @ray.remote(num_cpus=0.1)
+    def hangs():
+        time.sleep(1000)
+
+    late = hangs.remote()
+    with pytest.raises(ConfigError, match="engine 0 cannot be built: ValueError: no such model"):
+        all_started({"worker 0": late, "engine 0": fails.remote()})
+    ray.cancel(late, force=True)
+
+
+def main(folder):
+    """A program of its own: a cluster as its environment says, with parts only where it starts one."""
+    joins = Given.find(None) is not None
+    config = small_config(folder)
+    found = {}
+
+    async def use():
+        cluster = make_cluster(config)
+        await cluster.open(trains=False)
+        ray = sys.modules["ray"]
+        found["address"] = ray.get_runtime_context().gcs_address
+        try:
+            if joins:
+                async with await connect_buffer("shared") as buffer:
+                    found["waiting"] = len(buffer)
+            else:
+                cluster.start(resolve_model(config.model, seed=config.seed))
+                await cluster.controller().continue_generation()
+                found["tokens"] = (await generate(cluster)).response_ids.tolist()
+                found["pids"] = list(cluster.pids().values())
+        finally:
+            await cluster.close()
+        found["is_on"] = ray.is_initialized()
+
+    asyncio.run(use())
+    print(json.dumps(found))
+
+
+def run_main(folder, address):
+    environment = {**os.environ, "RAY_ADDRESS": address, "PYTHONPATH": os.pathsep.join(sys.path)}
+    code = f"import {__name__} as tests; tests.main({str(folder)!r})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_program_without_a_cluster_starts_one_and_ends_it(tmp_path):
+    found = run_main(tmp_path, "local")
+    assert found["tokens"] == [7, 8]
+    assert found["is_on"] is False
+    assert found["pids"]
+    assert not [pid for pid in found["pids"] if Path(f"/proc/{pid}").exists()]
+
+
+async def test_a_program_joins_a_cluster_by_its_address_and_leaves_it_there(ray, tmp_path):
+    address = ray.get_runtime_context().gcs_address
+    handles = start_buffer(name="shared")
+    async with await connect_buffer("shared") as buffer:
+        await buffer.put(make_group("a"), "math")
+        found = await asyncio.to_thread(run_main, tmp_path, address)
+    assert found == {"address": address, "waiting": 1, "is_on": False}
+    await stop_buffer("shared")
+    del handles
+    groups = ray.util.placement_group_table().values()
+    assert {group["state"] for group in groups} <= {"REMOVED"}
+    assert ray.get(ray.put(1)) == 1

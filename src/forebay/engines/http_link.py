@@ -44,7 +44,7 @@ class ServerFailed(EngineLost):
     """The server lives, but did not do what it was asked; it may be ill, and well when started anew."""
 
 
-class Busy(ServerFailed):
+class Busy(EngineLost):
     """The server has too much to do for one more request."""
 
     def __init__(self, message: str, after_s: float) -> None:

@@ -126,7 +126,8 @@ class Hub:
             await self._buffer.wait_for_room()
         except BufferClosed:
             self.stop()
-        self._taking.pop(report.worker_uuid, None)
+        finally:
+            self._taking.pop(report.worker_uuid, None)
 
     async def _announce(self, report: Report, fragment_id: str) -> None:
         metadata = FragmentMetadata(
@@ -173,16 +174,24 @@ class Hub:
         consumes: reports / waits for: the next one, its answer / woken by: the socket, `answer` / produces:
         orders; ends with the connection
         """
-        decode: Any = msgspec.msgpack.Decoder(Report).decode
         try:
-            while (frame := await read_frame(reader)) is not None:
-                orders = await self.answer(decode(frame))
+            while (report := await _next_report(reader)) is not None:
+                orders = await self.answer(report)
                 writer.write(framed(msgspec.msgpack.encode(orders)))
                 await writer.drain()
-        except (ConnectionError, ValueError, asyncio.CancelledError):
-            # The worker is gone or talks nonsense: whoever started it sees it end, with its last words.
+        except (ConnectionError, asyncio.CancelledError):
+            # The worker is gone: whoever started it sees it end, with its last words.
             pass
         finally:
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
+
+
+async def _next_report(reader: asyncio.StreamReader) -> Report | None:
+    """None: there are no more, or what came is nonsense; whoever started the worker sees it end."""
+    try:
+        frame = await read_frame(reader)
+        return None if frame is None else msgspec.msgpack.decode(frame, type=Report)
+    except ValueError:
+        return None

@@ -181,9 +181,10 @@ class ShardsSource(BufferSource):
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
         """See `BufferSource.joined`."""
         batches: list[pa.RecordBatch] = []
-        for number, of_shard in self._by_shard([row.uid for row in rows]):
-            there = [copy_row(row, uid=row.uid // len(self._shards)) for row in rows]
-            for batch in await self._shards[number].joined([row for row in there if row.uid in of_shard]):
+        for number, _ in self._by_shard([row.uid for row in rows]):
+            there = [row for row in rows if row.uid % len(self._shards) == number]
+            there = [copy_row(row, uid=row.uid // len(self._shards)) for row in there]
+            for batch in await self._shards[number].joined(there):
                 uids = pc.add(pc.multiply(batch.column("uid"), len(self._shards)), number)
                 batches.append(batch.set_column(batch.schema.get_field_index("uid"), "uid", uids))
         return batches

@@ -27,6 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.cancelling import finish
 from forebay.durable import sync
 from forebay.replay.storage import STATE_VERSION, StorageItem, copy_row
 from forebay.types import RolloutState
@@ -74,9 +75,13 @@ async def restore_shards(
     if len(folders) == len(resumes):
         await on({number: resume(folders[number]) for number, resume in enumerate(resumes)})
         return
-    with tempfile.TemporaryDirectory(prefix=".resharded-", dir=path.parent) as folder:
-        await asyncio.to_thread(_reshard, folders, Path(folder), len(resumes), policy, shard_of)
-        await on({number: resume(Path(folder, str(number))) for number, resume in enumerate(resumes)})
+    temporary = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix=".resharded-", dir=path.parent))
+    try:
+        # A thread cannot be stopped: a cancelled call waits for it before it deletes what it writes.
+        await finish(asyncio.to_thread(_reshard, folders, temporary, len(resumes), policy, shard_of))
+        await on({number: resume(temporary / str(number)) for number, resume in enumerate(resumes)})
+    finally:
+        await finish(asyncio.to_thread(shutil.rmtree, temporary))
 
 
 def _claim(path: Path) -> None:

@@ -233,6 +233,8 @@ def _prepare_sqlite(connection: Any, _: object) -> None:
         "journal_mode=WAL",
         "synchronous=NORMAL",
         f"wal_autocheckpoint={CHECKPOINT_BYTES // PAGE_BYTES}",
+        # While a save reads, the log cannot be cut; it need not keep that size for ever.
+        f"journal_size_limit={CHECKPOINT_BYTES}",
     ):
         connection.execute(f"PRAGMA {pragma}").close()
 

@@ -105,9 +105,16 @@ def load_data(config: RunConfig) -> list[TaskData]:
 
 
 def build_run_engines(
-    config: RunConfig, model_folder: Path, tokenizer: Any, *, scratch: Path | None = None
+    config: RunConfig,
+    model_folder: Path,
+    tokenizer: Any,
+    *,
+    scratch: Path | None = None,
+    lora_rank: int = 0,
 ) -> list[Engine]:
     """The engines of ``[engine]``, for the model in `model_folder`; `scratch` is for their own files.
+
+    `lora_rank` is that of the adapters that they will be given; 0: they will be given all weights.
 
     Raises:
         ConfigError: the model or an argument does not fit.
@@ -118,6 +125,7 @@ def build_run_engines(
         model=model,
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
+        lora_rank=lora_rank,
     )
     try:
         return build_engines(config.engine, surroundings)
@@ -147,7 +155,8 @@ def build_rollouts(
     if cluster is not None:
         controller, buffer = cluster.controller(), cluster.buffer(partial(build_buffer, config))
     else:
-        engines = build_run_engines(config, model_folder, tokenizer)
+        lora_rank = config.train.lora_rank if trains else 0
+        engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
         controller, buffer = RolloutController(engines, seed=config.seed), build_buffer(config)
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
@@ -240,8 +249,9 @@ def _checked(
     config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
 ) -> Sequence[Prompt]:
     budget, room = config.train.token_budget, task.sample.max_tokens
-    tools = prompt_tools(task_agent(config, task))
-    own_limit = task.agent.arguments.get("max_context", context)
+    agent = task_agent(config, task)
+    tools = prompt_tools(agent)
+    own_limit = agent.arguments.get("max_context") or context
     if context <= room:
         raise ConfigError(
             f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "

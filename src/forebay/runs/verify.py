@@ -18,7 +18,7 @@ import asyncio
 
 import numpy as np
 
-from forebay.engines import Engine, EngineLost, GenerateRequest
+from forebay.engines import Completion, Engine, EngineLost, GenerateRequest
 from forebay.train import TrainController
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -84,7 +84,7 @@ class WeightCheck:
 
     async def _generate(self, engine: Engine) -> list[RolloutState] | None:
         params = SampleParams(max_tokens=PROBE_TOKENS)
-        completions = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(
                 engine.generate(
                     GenerateRequest(
@@ -96,8 +96,14 @@ class WeightCheck:
                     )
                 )
                 for i, prompt in enumerate(self._prompts)
-            )
+            ),
+            return_exceptions=True,
         )
+        # All of them have ended: nothing runs on unowned when one raises.
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        completions = [outcome for outcome in outcomes if isinstance(outcome, Completion)]
         if any(completion.lost for completion in completions):
             return None
         return [

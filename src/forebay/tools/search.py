@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.config import ConfigError
+from forebay.slots import not_counted
 from forebay.tools.contract import ToolError, make_schema, only_argument
 
 Document = tuple[str, str]
@@ -60,6 +61,7 @@ class Search:
             raise ConfigError(f"tool 'search': num_results must be at least 1, got {num_results}")
         self._num_results = num_results
         self._lock = threading.Lock()
+        self._turn = asyncio.Semaphore(1)
         # Its own: a query is short, and must not wait for what fills asyncio's threads.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
         # Used by one thread at a time, under the lock.
@@ -85,7 +87,12 @@ class Search:
         if not words:
             raise ToolError(f"the query {query!r} has no words")
         query = " OR ".join(f'"{word}"' for word in words)
-        found = await asyncio.get_running_loop().run_in_executor(self._thread, self._find, query)
+        with not_counted():
+            await self._turn.acquire()
+        try:
+            found = await asyncio.get_running_loop().run_in_executor(self._thread, self._find, query)
+        finally:
+            self._turn.release()
         if not found:
             return "(nothing was found)"
         return "\n".join(f"[{place}] {title}: {text}" for place, (title, text) in enumerate(found, start=1))

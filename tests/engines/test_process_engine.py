@@ -233,6 +233,33 @@ async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
     await here.close()
 
 
+async def test_a_hand_over_that_was_given_up_is_made_good_before_the_next_request(
+    engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [(name, value * 0.5) for name, value in load_model(folder, TINY).named_parameters()]
+    pid = engine.pid
+    loading = asyncio.create_task(engine.load_weights(weights, 8))
+    await asyncio.sleep(0)
+    # Before anything was sent: the child would go on with what it has.
+    loading.cancel()
+    await asyncio.wait([loading])
+    assert engine.model_step == 0
+    await engine.bring_up()
+    assert engine.pid == pid
+    made = await engine.generate(request())
+    assert set(made.model_steps.tolist()) == {engine.model_step} == {8}
+    # One that does not take them over is ended, and the next one has them.
+    monkeypatch.setattr(process, "CATCH_UP_LIMIT_S", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await engine.load_weights([(name, value * 2) for name, value in weights], 9)
+    await engine.bring_up()
+    assert engine.pid != pid
+    assert not Path(f"/proc/{pid}").exists()
+    assert set((await engine.generate(request())).model_steps.tolist()) == {9}
+
+
 async def test_a_cancelled_request_frees_its_place(engine: Any) -> None:
     running = asyncio.create_task(engine.generate(request(max_tokens=400)))
     await asyncio.sleep(0.05)

@@ -140,7 +140,7 @@ class AdaptedWeights:
 
     def _checked(self, adapters: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, _Adapter]:
         """The adapters, by the name of the weight that they change."""
-        scale = _scale(config)
+        scale = scale_of(config)
         factors: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in adapters.items():
             match = _NAME.fullmatch(name)
@@ -168,7 +168,7 @@ class AdaptedWeights:
         return layer
 
 
-def _scale(config: Mapping[str, Any]) -> float:
+def scale_of(config: Mapping[str, Any]) -> float:
     """What the product of the factors is multiplied by: Hu et al. 2021; Kalajdzievski 2023 for rsLoRA.
 
     Raises:

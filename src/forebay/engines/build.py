@@ -26,6 +26,8 @@ class EngineSurroundings:
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""
+    lora_rank: int = 0
+    """Of the adapters that engines may be given in place of all weights; 0: they are given none."""
 
 
 def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
@@ -96,6 +98,7 @@ def _http(kind: str) -> Callable[..., list[Engine]]:
             max_context_tokens=surroundings.model.max_context,
             tokenizer=surroundings.tokenizer,
             scratch=surroundings.scratch,
+            lora_rank=surroundings.lora_rank,
         )
 
     return build

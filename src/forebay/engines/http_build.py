@@ -14,7 +14,7 @@ import ipaddress
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,9 @@ class HTTPSettings:
     """Where weights are handed over; None: in the run's folder. In ``/dev/shm``: through memory."""
     start_limit_s: float = START_LIMIT_S
     """Seconds that a server may take to start, or to come back."""
+    takes_adapters: bool | None = None
+    """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. One that others run
+    must have been started for that."""
     api_key_env: str | None = None
     """The environment variable that holds the servers' API key; None sends none."""
 
@@ -82,25 +85,33 @@ def http_engines(
     max_context_tokens: int | None,
     tokenizer: Any,
     scratch: Path,
+    lora_rank: int = 0,
 ) -> list[Engine]:
     """Engines for the servers that `settings` describe; servers are started when the first is used.
+
+    `lora_rank` is that of the adapters that are trained; 0: there are none.
 
     Raises:
         ConfigError: a server is not there, or serves less than `max_context_tokens`.
     """
+    if not (bool(settings.servers) if settings.takes_adapters is None else settings.takes_adapters):
+        lora_rank = 0
     dialect = DIALECTS[kind]()
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm" and not _has_gpu() and (shared := shared_weights(model_folder)):
         served = write_untied(model_folder, scratch / "model", shared)
     key = _api_key(settings.api_key_env)
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
-    files = WeightFiles(folder.resolve(), served, written_out=shared)
+    files = WeightFiles(
+        folder.resolve(), served, written_out=shared, starting_dtype=dtype if settings.servers else None
+    )
     common: dict[str, Any] = {
         "files": files,
         "dialect": dialect,
         "tokenizer": tokenizer,
         "start_limit_s": settings.start_limit_s,
         "api_key": key,
+        "lora_rank": lora_rank,
     }
     if settings.urls:
         engines: list[Engine] = []
@@ -109,9 +120,15 @@ def http_engines(
             engines.append(HTTPEngine(url.rstrip("/"), model=model, max_context_tokens=context, **common))
         return engines
     context = max_context_tokens or _own_context(model_folder)
+
+    def command(port: int) -> list[str]:
+        return dialect.command(str(served.resolve()), port, context, dtype, lora_rank)
+
+    # What cannot be started is an error now.
+    command(0)
     return [
         HTTPEngine(
-            _local_server(number, settings, dialect, served.resolve(), context, dtype, scratch),
+            _local_server(number, settings, dialect, command, scratch, with_lora=lora_rank > 0),
             model=MODEL_NAME,
             max_context_tokens=context,
             **common,
@@ -124,20 +141,21 @@ def _local_server(
     number: int,
     settings: HTTPSettings,
     dialect: Dialect,
-    model_folder: Path,
-    context: int,
-    dtype: str,
+    command: Callable[[int], list[str]],
     scratch: Path,
+    *,
+    with_lora: bool,
 ) -> LocalServer:
     def numbered(text: str) -> str:
         return str(text).replace("{server}", str(number))
 
     options = [numbered(option) for option in settings.options]
     return LocalServer(
-        lambda port: [settings.python, *dialect.command(str(model_folder), port, context, dtype), *options],
+        lambda port: [settings.python, *command(port), *options],
         log=scratch / f"server_{number}.log",
         environment={
             **dialect.environment,
+            **(dialect.lora_environment if with_lora else {}),
             **{name: numbered(value) for name, value in (settings.environment or {}).items()},
         },
         start_limit_s=settings.start_limit_s,

@@ -3,7 +3,7 @@
 ::
 
     GenerateRequest --body--> POST generate_path --server-sent events--> read --> Piece, Piece, ...
-    pause, hold, release, load(folder), version                      --> Call, Call, ...
+    pause, release, load(folder), load_adapters(folder), version     --> Call, Call, ...
 
 A dialect is a table of paths and two conversions; it sends nothing and keeps nothing.
 
@@ -25,6 +25,12 @@ from forebay.types import SampleParams
 MODEL_NAME = "policy"
 """What servers that a run starts itself call the model."""
 
+ADAPTER_NAME = "policy-adapter"
+"""What vLLM servers call the one adapter that they have."""
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``--max-lora-rank`` may be."""
+
 SGLANG_SEED_BITS = 31
 """SGLang keeps seeds in 32-bit integers."""
 
@@ -38,6 +44,8 @@ class Call(NamedTuple):
     params: Mapping[str, str] = {}
     tries: int = 1
     """How often to ask while the answer is that it could not be done just now."""
+    may_refuse: bool = False
+    """Whether a server that does not do it is none the worse."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +88,12 @@ class Dialect(ABC):
     """Whether that token has probability 1 if the server reports the distribution that it draws from."""
     environment: ClassVar[Mapping[str, str | None]]
     """Variables for a server that is started here; None: not to be inherited."""
+    lora_environment: ClassVar[Mapping[str, str | None]] = {}
+    """Besides, for a server that is to take adapters."""
     help: str
     """What a server needs to be started with, for errors."""
+    lora_help: str
+    """What it needs to be started with to take adapters, for errors."""
 
     @abstractmethod
     def check(self, request: GenerateRequest) -> None:
@@ -89,9 +101,15 @@ class Dialect(ABC):
 
     @abstractmethod
     def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, tokens_per_piece: int
+        self,
+        request: GenerateRequest,
+        model: str,
+        max_tokens: int,
+        tokens_per_piece: int,
+        *,
+        adapters: str | None = None,
     ) -> dict[str, Any]:
-        """The request as JSON; its answer is a stream."""
+        """The request as JSON; its answer is a stream. `adapters`: the version of those to use."""
 
     @abstractmethod
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
@@ -106,12 +124,31 @@ class Dialect(ABC):
         """Take over the weights in `folder` while paused, and forget what the old ones computed."""
 
     @abstractmethod
+    def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
+        """Take over the adapters in `folder` while paused, and forget what the old ones computed.
+
+        The first call is the one that loads them; a server that refuses it is as it was.
+        """
+
+    @abstractmethod
+    def drop_adapters(self, version: str) -> tuple[Call, ...]:
+        """Free what adapters occupy that no request uses any more."""
+
+    @abstractmethod
     def version_of(self, answer: dict[str, Any]) -> str | None:
         """What `version` was answered."""
 
     @abstractmethod
-    def command(self, model_folder: str, port: int, max_context_tokens: int, dtype: str) -> list[str]:
-        """What to run with a Python interpreter to get a server of this kind, on the loopback interface."""
+    def command(
+        self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
+    ) -> list[str]:
+        """What to run with a Python interpreter to get a server of this kind, on the loopback interface.
+
+        `lora_rank` is the rank of the adapters that it is to take; 0: none.
+
+        Raises:
+            ValueError: servers of this kind take none of that rank.
+        """
 
 
 class VLLM(Dialect):
@@ -139,21 +176,33 @@ class VLLM(Dialect):
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    lora_environment: ClassVar[Mapping[str, str | None]] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     help = (
         "vLLM must be started with --logprobs-mode processed_logprobs and the environment variable "
         "VLLM_SERVER_DEV_MODE=1"
+    )
+    lora_help = (
+        "for adapters vLLM must be started with --enable-lora --max-loras 1 --max-lora-rank RANK and the "
+        "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, and know LoRA for all layers that have "
+        "one; else set takes_adapters = false among the engine's arguments"
     )
 
     def check(self, request: GenerateRequest) -> None:
         """All requests fit."""
 
     def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, tokens_per_piece: int
+        self,
+        request: GenerateRequest,
+        model: str,
+        max_tokens: int,
+        tokens_per_piece: int,
+        *,
+        adapters: str | None = None,
     ) -> dict[str, Any]:
         """See `Dialect`."""
         params = request.params
         return {
-            "model": model,
+            "model": model if adapters is None else ADAPTER_NAME,
             "prompt": request.input_ids.tolist(),
             "max_tokens": max_tokens,
             "temperature": params.temperature,
@@ -193,16 +242,32 @@ class VLLM(Dialect):
         """See `Dialect`."""
         return (
             Call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            *self._loaded(version),
+        )
+
+    def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
+        """See `Dialect`. In place: one name for all, which so counts as one in the server's memory."""
+        body = {"lora_name": ADAPTER_NAME, "lora_path": folder, "load_inplace": True}
+        return (Call("POST", "/v1/load_lora_adapter", body, may_refuse=True), *self._loaded(version))
+
+    def _loaded(self, version: str) -> tuple[Call, ...]:
+        return (
             # It fails while blocks are held, and those of aborted requests may be for a moment.
             Call("POST", "/reset_prefix_cache", tries=5),
             Call("POST", "/update_weight_version", {"new_version": version}),
         )
 
+    def drop_adapters(self, version: str) -> tuple[Call, ...]:
+        """Nothing: the next ones take their place."""
+        return ()
+
     def version_of(self, answer: dict[str, Any]) -> str | None:
         """See `Dialect`."""
         return answer.get("weight_version")
 
-    def command(self, model_folder: str, port: int, max_context_tokens: int, dtype: str) -> list[str]:
+    def command(
+        self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
+    ) -> list[str]:
         """See `Dialect`."""
         return [
             *("-m", "vllm.entrypoints.openai.api_server"),
@@ -210,7 +275,17 @@ class VLLM(Dialect):
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--max-model-len", str(max_context_tokens), "--dtype", dtype),
             *("--logprobs-mode", "processed_logprobs"),
+            *(self._lora_options(lora_rank) if lora_rank else ()),
         ]
+
+    def _lora_options(self, rank: int) -> tuple[str, ...]:
+        enough = next((known for known in VLLM_RANKS if known >= rank), None)
+        if enough is None:
+            raise ValueError(
+                f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, got {rank}; lower train.lora_rank, "
+                f"or set takes_adapters = false among the engine's arguments"
+            )
+        return ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(enough))
 
 
 class SGLang(Dialect):
@@ -239,6 +314,10 @@ class SGLang(Dialect):
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=false, or what else asks for its health takes it for dead "
         "while it is paused"
     )
+    lora_help = (
+        "for adapters SGLang must be started with --enable-lora --max-lora-rank RANK --lora-target-modules "
+        "all; else set takes_adapters = false among the engine's arguments"
+    )
 
     def check(self, request: GenerateRequest) -> None:
         """See `Dialect`."""
@@ -250,12 +329,19 @@ class SGLang(Dialect):
             )
 
     def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, tokens_per_piece: int
+        self,
+        request: GenerateRequest,
+        model: str,
+        max_tokens: int,
+        tokens_per_piece: int,
+        *,
+        adapters: str | None = None,
     ) -> dict[str, Any]:
         """See `Dialect`. Each event may repeat all log probabilities so far, so few events cost less."""
         params = request.params
         seed = request_seed(request.seed, request.num_earlier) & ((1 << SGLANG_SEED_BITS) - 1)
         return {
+            **({} if adapters is None else {"lora_path": adapters}),
             "input_ids": request.input_ids.tolist(),
             "sampling_params": {
                 "max_new_tokens": max_tokens,
@@ -308,15 +394,34 @@ class SGLang(Dialect):
             ),
         )
 
+    def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
+        """See `Dialect`. Each has a name of its own, and what is cached belongs to that name."""
+        name = {"new_version": version, "abort_all_requests": False}
+        return (
+            Call("POST", "/load_lora_adapter", {"lora_name": version, "lora_path": folder}, may_refuse=True),
+            Call("POST", "/update_weight_version", name),
+        )
+
+    def drop_adapters(self, version: str) -> tuple[Call, ...]:
+        """See `Dialect`."""
+        return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
+
     def version_of(self, answer: dict[str, Any]) -> str | None:
         """See `Dialect`."""
         return answer.get("weight_version")
 
-    def command(self, model_folder: str, port: int, max_context_tokens: int, dtype: str) -> list[str]:
+    def command(
+        self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
+    ) -> list[str]:
         """See `Dialect`."""
         return [
             *("-m", "sglang.launch_server"),
             *("--model-path", model_folder, "--served-model-name", MODEL_NAME),
             *("--host", "127.0.0.1", "--port", str(port)),
             *("--context-length", str(max_context_tokens), "--dtype", dtype),
+            *(self._lora_options(lora_rank) if lora_rank else ()),
         ]
+
+    def _lora_options(self, rank: int) -> tuple[str, ...]:
+        # Nothing says yet which layers will have one.
+        return ("--enable-lora", "--max-lora-rank", str(rank), "--lora-target-modules", "all")

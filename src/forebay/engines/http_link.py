@@ -54,7 +54,7 @@ class Busy(EngineLost):
 
 
 class Refused(ValueError):
-    """The server finds fault with a request; another server would, too."""
+    """The server finds fault with what it is asked; another server would, too."""
 
 
 class ServerLink:
@@ -105,6 +105,7 @@ class ServerLink:
         Raises:
             EngineLost: it cannot be reached, died of it, or does not answer in time.
             ServerFailed: it lives, but does not do it.
+            Refused: it does not do what it `may_refuse`, and is well.
         """
         answer: Any = None
         for call in calls:
@@ -114,11 +115,13 @@ class ServerLink:
                 if status != _OK or answer.get("success") is not False or not num_left:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
-            if status == _NOT_FOUND:
+            if status == _NOT_FOUND and not call.may_refuse:
                 raise ServerFailed(f"{self} knows no {call.path}; {self.dialect.help}")
             if status != _OK or answer.get("success") is False:
                 problem = f"{self}: {call.path} was answered {status}{_hint(status)}: {_shown(text)}"
-                raise (ServerFailed if await self.is_healthy() else EngineLost)(problem)
+                if not await self.is_healthy():
+                    raise EngineLost(problem)
+                raise (Refused if call.may_refuse and status not in _NO_KEY else ServerFailed)(problem)
         return answer
 
     async def _ask_within(self, call: Call, limit_s: float | None) -> tuple[int, bytes]:

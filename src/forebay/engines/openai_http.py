@@ -5,15 +5,14 @@
     generate() --POST--> server --events--> pieces --> Completion
         | cut: abort, time limit, pause, server lost        the tokens of all pieces read so far
 
-    load_weights(step): files.write -> interrupt what runs -> load the folder -> release -> go on
+    load_weights(step), load_adapters(step):
+                 files.write -> interrupt what runs -> load the folder -> release -> go on
     bring_up():  start or wait for the server -> load the current weights -> release -> check what it answers
 
-    _watch    consumes: nothing               waits for: the clock, the end of the server's process
-              woken by: the first request     produces: the loss of all that runs, when the server is gone or
-                                                        stands still
-
-It starts no process by itself (`forebay.engines.servers` does) and knows no server's names for things
-(`forebay.engines.http_dialects` does). One controller per server: pausing it pauses everybody's requests.
+It starts no process by itself (`forebay.engines.servers` does), knows no server's names for things
+(`forebay.engines.http_dialects` does), nor what a server has (`forebay.engines.server_weights`), and is told
+by `forebay.engines.http_watch` that one is gone. One controller per server: pausing it pauses everybody's
+requests.
 
 While weights change requests wait here, also those that were running: they go on from their tokens when the
 new weights are there. Every token carries the step of the weights that made it: see
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
@@ -32,9 +31,12 @@ from forebay.engines.http_check import check_context, check_probe, probe_request
 from forebay.engines.http_dialects import VLLM, BadAnswer, Dialect, ErrorEvent
 from forebay.engines.http_link import Busy, Refused, ServerFailed, ServerLink
 from forebay.engines.http_stream import Stream
+from forebay.engines.http_watch import Watch
+from forebay.engines.server_weights import ServerWeights
 from forebay.engines.servers import START_LIMIT_S, LocalServer
 from forebay.engines.stopping import StopTexts
 from forebay.engines.weight_files import WeightFiles, WrittenWeights
+from forebay.models.starting_weights import AdaptersRefusedError
 
 if TYPE_CHECKING:
     import torch
@@ -42,10 +44,6 @@ if TYPE_CHECKING:
 TOKENS_PER_PIECE = 16
 """Asked of servers that take it. One event per token costs both sides more than it tells."""
 
-_HEALTH_EVERY_S = 10.0
-"""Seconds between two questions while something runs: a machine that vanished closes no connection."""
-_SILENCE_S = 60.0
-"""Without a token, after which the model's own process is asked: it may hang in a healthy server."""
 _ASK_EVERY_S = 1.0
 """Seconds between two questions whether a server is back that others start."""
 _TRY_AGAIN_S = 10.0
@@ -83,11 +81,13 @@ class HTTPEngine:
         model_step: int = 0,
         start_limit_s: float = START_LIMIT_S,
         api_key: str | None = None,
+        lora_rank: int = 0,
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
         `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
         may be away, and how long one may take to be ready for use. `api_key` goes with every request.
+        `lora_rank` is the highest rank of adapters that the server was started for; 0: none.
         """
         self._server = server if isinstance(server, LocalServer) else None
         self._link = ServerLink(
@@ -101,24 +101,16 @@ class HTTPEngine:
         self._files = files
         files.num_users += 1
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
-        self._model_step = model_step
+        self._weights = ServerWeights(self._link, lora_rank=lora_rank, model_step=model_step)
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
-        self._watching: asyncio.Task[None] | None = None
-        self._heard_s = 0.0
-        """When a token came, or reading began."""
-        self._num_reading = 0
-        self._quiet = asyncio.Event()
-        """Set while no answer is being read."""
-        self._quiet.set()
+        self._watch = Watch(self._link, self._server, self._lose)
         self._control = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
         self._away = "it has not been brought up"
         """Why there is no server; empty while there is one."""
         self._was_up = False
-        self._half_loaded = False
-        """Whether the server may have part of new weights under the name of the old ones."""
         self._paused = False
         self._closed = False
 
@@ -128,7 +120,7 @@ class HTTPEngine:
     @property
     def model_step(self) -> int:
         """The step of the weights that make the next token."""
-        return self._model_step
+        return self._weights.model_step
 
     @property
     def max_context_tokens(self) -> int:
@@ -206,17 +198,48 @@ class HTTPEngine:
             ConfigError: they cannot be written; the server keeps what it has.
             RuntimeError: the engine is closed.
         """
+        await self._take_over(weights, model_step)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the server was started for adapters, and has refused none yet."""
+        return self._weights.takes_adapters
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base.TakesAdapters`.
+
+        The server computes with them beside its weights, so log probabilities are those of merged weights but
+        for rounding.
+
+        Raises:
+            BaseDiffersError: not known to be for the weights that the server has below adapters.
+            AdaptersRefusedError: the server cannot use such adapters; the server goes on as it was.
+            EngineLost, ConfigError, RuntimeError: as for `load_weights`.
+        """
+        self._weights.check(config)
+        await self._take_over(adapters, model_step, config)
+
+    async def _take_over(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        model_step: int,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> None:
         if self._closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
-        written = await self._files.write(weights, model_step)
+        written = await self._files.write(weights, model_step, adapters=adapters)
         async with self._controlling():
             try:
                 if self._away:
                     raise EngineLost(f"{self}: {self._away}")
                 await self._load(written)
+            except AdaptersRefusedError:
+                raise
             except BaseException:
                 # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
-                self._model_step = model_step
+                self._weights.model_step = model_step
                 raise
 
     async def health(self) -> EngineHealth:
@@ -227,7 +250,7 @@ class HTTPEngine:
             ok=ok,
             num_running=num_running,
             num_waiting=len(self._streams) - num_running,
-            model_step=self._model_step,
+            model_step=self.model_step,
             detail="" if ok else self._away or f"{self} does not answer",
         )
 
@@ -238,7 +261,7 @@ class HTTPEngine:
         self._closed = True
         for stream in self._streams:
             stream.cut("abort")
-        await self._quiet.wait()
+        await self._watch.quiet()
         if self._server is not None:
             await self._server.stop()
         elif self._was_up:
@@ -270,7 +293,7 @@ class HTTPEngine:
                 is_new = await self._reach()
                 await self._prepare_in_time()
                 return
-            except (EngineLost, Refused, BadAnswer) as error:
+            except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
                 failures.append(str(error))
                 if self._server is not None:
@@ -306,16 +329,14 @@ class HTTPEngine:
             return stream.end("abort")
         if self._away:
             return stream.end("error", f"{self}: {self._away}", lost=True)
-        self._begin_reading()
-        try:
-            async with stream.leg(step=self._model_step):
-                await self._read(stream)
-        except Refused as error:
-            stream.end("error", str(error))
-        except (EngineLost, BadAnswer) as error:
-            stream.end("error", str(error), lost=True)
-        finally:
-            self._end_reading()
+        with self._watch.reading():
+            try:
+                async with stream.leg(step=self.model_step):
+                    await self._read(stream)
+            except Refused as error:
+                stream.end("error", str(error))
+            except (EngineLost, BadAnswer) as error:
+                stream.end("error", str(error), lost=True)
 
     async def _read(self, stream: Stream) -> None:
         """One leg of it. A server that is busy is asked again; it has done nothing yet."""
@@ -331,32 +352,19 @@ class HTTPEngine:
                 delay_s = min(2 * delay_s, _BUSY_MOST_S)
 
     async def _read_answer(self, stream: Stream) -> None:
-        request, loop = stream.rest(), asyncio.get_running_loop()
+        request = stream.rest()
         max_tokens = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
-        body = self._dialect.body(request, self._model, max_tokens, TOKENS_PER_PIECE)
+        body = self._dialect.body(
+            request, self._model, max_tokens, TOKENS_PER_PIECE, adapters=self._weights.adapters
+        )
         async with contextlib.aclosing(self._link.events(body)) as events:
             async for event in events:
-                self._heard_s = loop.time()
+                self._watch.heard()
                 stream.add(self._dialect.read(event, stream.num_in_leg))
                 if stream.found_stop_text:
                     return
         if not stream.end_leg():
             raise ServerFailed(f"{self}: the answer ended early")
-
-    def _begin_reading(self) -> None:
-        self._num_reading += 1
-        self._quiet.clear()
-        if self._watching is None:
-            self._heard_s = asyncio.get_running_loop().time()
-            self._watching = asyncio.create_task(self._watch())
-
-    def _end_reading(self) -> None:
-        self._num_reading -= 1
-        if not self._num_reading:
-            self._quiet.set()
-            if self._watching is not None:
-                self._watching.cancel()
-                self._watching = None
 
     @contextlib.asynccontextmanager
     async def _controlling(self) -> AsyncIterator[None]:
@@ -364,6 +372,9 @@ class HTTPEngine:
         async with self._control:
             try:
                 yield
+            except AdaptersRefusedError:
+                # It does what it did before.
+                raise
             except BaseException as error:
                 self._lose(str(error) or "what it was asked for was cancelled")
                 raise
@@ -380,44 +391,15 @@ class HTTPEngine:
                 stream.cut_leg()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_END_LIMIT_S):
-                await self._quiet.wait()
+                await self._watch.quiet()
         for stream in streams:
             stream.cut_leg()
-        await self._quiet.wait()
+        await self._watch.quiet()
 
     def _lose(self, why: str) -> None:
         self._away = why.removeprefix(f"{self}: ")
         for stream in self._streams:
             stream.cut("error", f"{self}: {self._away}", lost=True)
-
-    async def _watch(self) -> None:
-        """While something runs; see the module docstring."""
-        ended = asyncio.create_task(self._process_ended())
-        try:
-            why = ""
-            while not why:
-                await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
-                why = ended.result() if ended.done() else await self._what_is_wrong()
-            self._lose(why)
-        finally:
-            ended.cancel()
-
-    async def _what_is_wrong(self) -> str:
-        """Nothing (empty), or why the server must be taken for lost."""
-        if not await self._link.is_healthy():
-            return "it does not answer any more"
-        silent_s = asyncio.get_running_loop().time() - self._heard_s
-        if silent_s > _SILENCE_S and not await self._link.is_alive():
-            return f"it stands still: no token for {silent_s:.0f} s, and its model does not answer"
-        return ""
-
-    async def _process_ended(self) -> str:
-        """How the server's process ended, once it has; of another's server nothing is known."""
-        if self._server is None:
-            await asyncio.Event().wait()
-            raise AssertionError("nobody sets that event")
-        code = await self._server.wait()
-        return f"it ended with exit code {code}; the end of its log:\n{self._server.log_tail()}"
 
     # The server
 
@@ -466,11 +448,9 @@ class HTTPEngine:
         """Load the current weights if the server lacks them; then let it make tokens."""
         # Whoever brings it up pauses it again if need be; a stale pause would outlast the loading below.
         self._paused = False
-        if (written := await self._files.latest()) is not None:
-            version = self._dialect.version_of(await self._link.do([self._dialect.version]))
-            if self._half_loaded or version != written.version:
-                return await self._load(written)
-            self._model_step = written.model_step
+        written = await self._files.latest()
+        if written is not None and not await self._weights.has(written):
+            return await self._load(written)
         await self._link.do(self._dialect.release)
 
     async def _probe(self) -> None:
@@ -488,12 +468,14 @@ class HTTPEngine:
         self._open.clear()
         try:
             await self._stop_all(goes_on=True)
-            self._half_loaded = True
-            # As long as whoever asked for it waits: minutes, where a model is large.
-            await self._link.do(self._dialect.load(str(written.folder), written.version), takes_long=True)
-            self._half_loaded = False
-            self._model_step = written.model_step
+            refusal: AdaptersRefusedError | None = None
+            try:
+                await self._weights.take(written)
+            except AdaptersRefusedError as error:
+                refusal = error
             if not self._paused:
                 await self._link.do(self._dialect.release)
+            if refusal is not None:
+                raise refusal
         finally:
             self._open.set()

@@ -26,7 +26,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,6 +49,8 @@ CLOSE_LIMIT_S = 10.0
 """For an engine to end what it does; then its process is killed."""
 START_LIMIT_S = 600.0
 """For loading a model: minutes are usual where it is large."""
+CATCH_UP_LIMIT_S = 600.0
+"""For a child that lives to take over weights once more; then it is taken for one that hangs."""
 _CHILD_CODE = "from forebay.engines.engine_host import main; main()"
 _LOG_TAIL_BYTES = 2000
 _ERRORS: dict[str, type[Exception]] = {
@@ -117,6 +119,8 @@ class ProcessEngine:
         self._model_step = 0
         self._max_context_tokens = 0
         self._takes_adapters = False
+        self._is_behind = False
+        """Whether the child may lack the weights of the last hand-over."""
         self._starting: _Child | None = _Child(recipe, log)
         self._child: _Child | None = None
         hand_over.join(self)
@@ -205,7 +209,8 @@ class ProcessEngine:
         """Take over these parameters; engines that were given the same list share one hand-over."""
         # The object names the hand-over, so a list must stay itself.
         given = weights if isinstance(weights, list) else list(weights)
-        await self._hand_over.load(self, given, model_step)
+        with self._noting_failure():
+            await self._hand_over.load(self, given, model_step)
 
     @property
     def takes_adapters(self) -> bool:
@@ -217,7 +222,21 @@ class ProcessEngine:
     ) -> None:
         """As `load_weights`, with adapters on the starting weights; see `TakesAdapters`."""
         given = adapters if isinstance(adapters, list) else list(adapters)
-        await self._hand_over.load(self, given, model_step, adapters=config)
+        with self._noting_failure():
+            await self._hand_over.load(self, given, model_step, adapters=config)
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError:
+            # Refused, which changes nothing.
+            raise
+        except BaseException:
+            # Given up, say: a child that lives goes on with the old ones, or gets the new ones any time.
+            self._is_behind = True
+            raise
+        self._is_behind = False
 
     async def send_weights(self, message: dict[str, Any]) -> None:
         """Tell the child where weights are; returns once it uses them."""
@@ -235,14 +254,27 @@ class ProcessEngine:
     async def bring_up(self) -> None:
         """Return once the child serves, with the weights that it was given last; start another if it ended.
 
+        One that hangs is ended, if weights are to be taken over.
+
         Raises:
-            EngineLost: it does not start.
+            EngineLost: it does not start, or does not take them over.
         """
         if self._closed:
             raise EngineLost("the engine is closed")
         if self._child is None:
             await self._start()
+        elif self._is_behind:
+            await self._catch_up()
         await self._ask("health")
+
+    async def _catch_up(self) -> None:
+        try:
+            async with asyncio.timeout(CATCH_UP_LIMIT_S):
+                await self._hand_over.again(self)
+        except TimeoutError:
+            self._lose(f"it did not take over its weights within {CATCH_UP_LIMIT_S:g} s")
+            return await self._start()
+        self._is_behind = False
 
     async def _start(self) -> None:
         if self._starting is None:
@@ -251,6 +283,7 @@ class ProcessEngine:
             hello = await asyncio.to_thread(self._starting.wait_until_ready, self._start_limit_s)
             self._note_ready(hello)
             await self._hand_over.again(self)
+            self._is_behind = False
         except BaseException:
             # Cancelled, or without the weights of now: it must not be taken for one that serves.
             self._lose("it could not be started again")
@@ -312,7 +345,10 @@ class ProcessEngine:
         """consumes: the child's frames; waits for: the next one; woken by: it, or the child's end."""
         while (frame := await read_frame(reader)) is not None:
             self._note(*msgspec.msgpack.decode(frame))
-        self._lose(await asyncio.to_thread(child.cause_of_end))
+        cause = await asyncio.to_thread(child.cause_of_end)
+        # There may be another by now.
+        if self._child is child:
+            self._lose(cause)
 
     def _note(self, number: int | None, result: Any, error: tuple[str, str] | None) -> None:
         if number is None:

@@ -5,6 +5,10 @@
     write(weights, step) --> .writing-... --rename--> run-5f0c21aa/step_000007-1/     a whole model
     write, by another engine at the same time: the same folder                       older ones are deleted
 
+    write(adapters, step, adapters=config): the same, with what peft writes, for the base below them:
+        the last whole weights, which stay; before any, those that the servers began with
+          | not known to have the base fingerprint in `config`: BaseDiffersError
+
     first write --> run-5f0c21aa/lock, held as long as the process lives
                     other run-.../ whose lock nobody holds: left by a run that was killed, deleted
 
@@ -17,24 +21,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forebay.config import ConfigError
+from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
 
 if TYPE_CHECKING:
     import torch
 
 NUM_KEPT = 2
-"""The current weights, and those that a slow server may still be reading."""
+"""The current weights, and those that a slow server may still be reading; of adapters likewise."""
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """What a model folder holds besides weights."""
@@ -50,16 +56,23 @@ class WrittenWeights:
     model_step: int
     folder: Path
     version: str
-    """What servers are told to call them: no other weights, of this run or another, have this name."""
+    """What servers are told to call them: no other weights, of this run or another, have this name.
+
+    That of adapters is that of their base, a plus sign, and more.
+    """
+    base: WrittenWeights | None = None
+    """Of adapters: the whole weights below them. None: these are whole."""
+    is_start: bool = False
+    """Whether servers have them when they start, though nobody has loaded them."""
 
 
 class WeightFiles:
     """The weights that all servers of a run should have, as a model folder.
 
     Invariants: `current` is complete on disk; calls that overlap and have the same weights object and step
-    write once; at most `NUM_KEPT` folders are kept. Several of them may share one folder, also from several
-    processes: each writes into its own part of it, and deletes the parts of processes of this machine that
-    have died.
+    write once; at most `NUM_KEPT` folders are kept, and as many of adapters; what the current adapters lie on
+    is. Several of them may share one folder, also from several processes: each writes into its own part of
+    it, and deletes the parts of processes of this machine that have died.
 
     >>> files = WeightFiles(Path("/dev/shm/run"), model_folder=Path("model"))          # doctest: +SKIP
     >>> (await files.write(model.named_parameters(), 7)).folder                        # doctest: +SKIP
@@ -67,13 +80,19 @@ class WeightFiles:
     """
 
     def __init__(
-        self, folder: Path, model_folder: Path | None = None, *, written_out: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        model_folder: Path | None = None,
+        *,
+        written_out: Mapping[str, str] | None = None,
+        starting_dtype: str | None = None,
     ) -> None:
         """Write into `folder`, which is made with the first weights; config and tokenizer of `model_folder`
         are put beside them, for servers that want a whole model.
 
         `written_out` names weights that are another's under a second name, and are to be written all the
-        same: see `forebay.engines.untied`.
+        same: see `forebay.engines.untied`. `starting_dtype` says that all servers begin with the weights in
+        `model_folder`, held as this (``float32``, say); None: what they begin with is not known.
         """
         self._written_out = dict(written_out or {})
         self._folder = folder
@@ -84,7 +103,17 @@ class WeightFiles:
         self._num_written = 0
         self.num_users = 0
         """Engines that use it; the last one that is closed deletes everything."""
-        self._written: list[WrittenWeights] = []
+        self._start = (
+            None
+            if starting_dtype is None or model_folder is None
+            else WrittenWeights(0, model_folder, f"{self._name}-start", is_start=True)
+        )
+        self._starting_dtype = starting_dtype
+        self._whole: list[WrittenWeights] = []
+        self._adapters: list[WrittenWeights] = []
+        self._current: WrittenWeights | None = None
+        self._fingerprints: dict[str, str] = {}
+        """Of whole weights, by version: it takes a while."""
         self._writing: _Writing | None = None
 
     @property
@@ -95,22 +124,29 @@ class WeightFiles:
     @property
     def current(self) -> WrittenWeights | None:
         """The latest weights; None before the first."""
-        return self._written[-1] if self._written else None
+        return self._current
 
-    async def write(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> WrittenWeights:
+    async def write(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        model_step: int,
+        *,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> WrittenWeights:
         """Write them, unless somebody is just doing so; return when they are `current`.
 
         The tensors are read before it returns. One of two that share their memory (tied weights) is left
-        out, as in a saved model.
+        out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters.
 
         Raises:
             ConfigError: the folder cannot be written to, or there is no room left.
+            BaseDiffersError: these adapters are not known to be for what servers have below adapters.
         """
         earlier = self._writing
         if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
             return await asyncio.shield(earlier.task)
         after = None if earlier is None else earlier.task
-        task = asyncio.create_task(self._write(dict(weights), model_step, after))
+        task = asyncio.create_task(self._write(dict(weights), model_step, adapters, after))
         self._writing = _Writing(weights, model_step, task)
         task.add_done_callback(self._note_written)
         return await asyncio.shield(task)
@@ -129,31 +165,61 @@ class WeightFiles:
             task.exception()
 
     async def _write(
-        self, weights: dict[str, torch.Tensor], model_step: int, after: asyncio.Task[WrittenWeights] | None
+        self,
+        weights: dict[str, torch.Tensor],
+        model_step: int,
+        adapters: Mapping[str, Any] | None,
+        after: asyncio.Task[WrittenWeights] | None,
     ) -> WrittenWeights:
         from safetensors import SafetensorError
 
         if after is not None:
             # In the order they were given, so that the last ones are current.
             await asyncio.wait([after])
+        base = None if adapters is None else await asyncio.to_thread(self._base, adapters)
         self._num_written += 1
         name = f"step_{model_step:06d}-{self._num_written}"
         try:
-            folder = await asyncio.to_thread(self._write_folder, weights, name)
+            folder = await asyncio.to_thread(self._write_folder, weights, name, adapters)
         # A full disk is the latter's.
         except (OSError, SafetensorError) as error:
             raise ConfigError(
                 f"the weights of step {model_step} cannot be written to {str(self._folder)!r}: {error}; make "
                 f"room there, or set the engine's weights_folder to another folder"
             ) from error
-        written = WrittenWeights(model_step, folder, f"{self._name}-{name}")
-        self._written.append(written)
-        outdated, self._written = self._written[:-NUM_KEPT], self._written[-NUM_KEPT:]
-        for old in outdated:
-            await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
-        return written
+        version = f"{self._name}-{name}" if base is None else f"{base.version}+{name}"
+        self._current = WrittenWeights(model_step, folder, version, base)
+        kept = self._whole if base is None else self._adapters
+        kept.append(self._current)
+        while len(kept) > NUM_KEPT:
+            await asyncio.to_thread(shutil.rmtree, kept.pop(0).folder, ignore_errors=True)
+        return self._current
 
-    def _write_folder(self, weights: dict[str, torch.Tensor], name: str) -> Path:
+    def _base(self, config: Mapping[str, Any]) -> WrittenWeights:
+        """The whole weights that these adapters are for."""
+        base = self._whole[-1] if self._whole else self._start
+        if base is None:
+            raise BaseDiffersError(
+                "nobody knows which weights the servers began with; give them the starting weights first"
+            )
+        wanted = config.get(BASE_FINGERPRINT)
+        if wanted is not None and wanted != (found := self._fingerprint(base)):
+            raise BaseDiffersError(
+                f"these adapters are for the starting weights {wanted[:12]}, but the servers hold "
+                f"{found[:12]}; give them those first, or all weights"
+            )
+        return base
+
+    def _fingerprint(self, base: WrittenWeights) -> str:
+        if base.version not in self._fingerprints:
+            dtype = self._starting_dtype if base.is_start else None
+            stored = _stored(base.folder, dtype, leave_out=self._written_out)
+            self._fingerprints[base.version] = fingerprint(stored)
+        return self._fingerprints[base.version]
+
+    def _write_folder(
+        self, weights: dict[str, torch.Tensor], name: str, adapters: Mapping[str, Any] | None
+    ) -> Path:
         from safetensors.torch import save_file
 
         if self._part is None:
@@ -162,11 +228,18 @@ class WeightFiles:
         try:
             # mkdtemp makes it private; a server may run as somebody else.
             unfinished.chmod(0o755)
-            if self._model_folder is not None:
-                _copy_small_files(self._model_folder, unfinished)
-            kept = _without_shared(weights)
-            kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
-            save_file(kept, unfinished / "model.safetensors", metadata={"format": "pt"})
+            kept, file = _without_shared(weights), "adapter_model.safetensors"
+            if adapters is not None:
+                # Servers have no use for our own key, and their peft would warn of it.
+                config = {key: value for key, value in adapters.items() if key != BASE_FINGERPRINT}
+                text = json.dumps(config, indent=2)
+                (unfinished / "adapter_config.json").write_text(text, encoding="utf-8")
+            else:
+                file = "model.safetensors"
+                kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
+                if self._model_folder is not None:
+                    _copy_small_files(self._model_folder, unfinished)
+            save_file(kept, unfinished / file, metadata={"format": "pt"})
             return unfinished.rename(self._part.folder / name)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -176,7 +249,9 @@ class WeightFiles:
         if self._part is not None:
             self._part.close()
             self._part = None
-        self._written.clear()
+        self._whole.clear()
+        self._adapters.clear()
+        self._current = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,3 +310,19 @@ def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     for name, tensor in weights.items():
         kept.setdefault(tensor.data_ptr(), name)
     return {name: weights[name].detach().cpu().contiguous() for name in kept.values()}
+
+
+def _stored(
+    folder: Path, dtype: str | None, *, leave_out: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a model folder, one after another, those of floating point as `dtype`."""
+    import torch
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping.
+                if name not in leave_out:
+                    tensor = file.get_tensor(name)
+                    is_cast = dtype is not None and tensor.is_floating_point()
+                    yield name, tensor.to(getattr(torch, dtype or "")) if is_cast else tensor

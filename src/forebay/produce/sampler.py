@@ -17,6 +17,7 @@ can ask whether a group is already held somewhere and skip it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -85,6 +86,7 @@ class Sampler:
         self.shuffle = shuffle
         self.sample_params = sample_params
         self.already_has = already_has
+        self._asking = asyncio.Lock()
         self._empty_at: dict[Status, int] = {}
         """The version of the buffer at which it held no group of that status."""
         self._epoch: int
@@ -121,17 +123,25 @@ class Sampler:
             raise ValueError(f"this sampler serves task {self.task_name!r}, not {task_name!r}")
         statuses = [group_status] if isinstance(group_status, Status) else group_status or []
         for status in statuses:
-            version: int | None = getattr(self.replay_buffer, "version", None)
-            # Many groups are started between two changes of the buffer, and to find nothing is not cheap.
-            if version is not None and self._empty_at.get(status) == version:
-                continue
-            for group in await self.replay_buffer.get(1, task_name, status):
+            if (group := await self._take(status)) is not None:
                 if status is not Status.ABORTED:
                     _start_over(group)
                 return group
+        return self._next_group()
+
+    async def _take(self, status: Status) -> list[RolloutState] | None:
+        """A group with that status from the buffer, if there is one."""
+        # One asks at a time: many groups are started together, between two changes of the buffer, and to find
+        # nothing is not cheap. Who had to wait then knows the answer, and those groups go on together.
+        async with self._asking:
+            version: int | None = getattr(self.replay_buffer, "version", None)
+            if version is not None and self._empty_at.get(status) == version:
+                return None
+            for group in await self.replay_buffer.get(1, self.task_name, status):
+                return group
             if version is not None:
                 self._empty_at[status] = version
-        return self._next_group()
+            return None
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data and what it is a place in; plain JSON values."""

@@ -24,6 +24,8 @@ from forebay.types import SampleParams
 
 CONTEXT = 64
 LOGPROB = -0.5
+LOADS = ("/collective_rpc", "/update_weights_from_disk", "/load_lora_adapter")
+"""Where weights are loaded."""
 
 
 @dataclass(eq=False)
@@ -39,10 +41,14 @@ class Job:
     end: str | None = None
     events: asyncio.Queue[dict[str, Any] | str | None] = field(default_factory=asyncio.Queue)
     logprob: float = LOGPROB
+    adapter: str | None = None
 
 
 class FakeServer:
-    """A server whose tokens are ``10 + step of its weights`` and are made when the test says so."""
+    """A server whose tokens are ``10 + step of its weights`` and are made when the test says so.
+
+    With adapters they are ``30 + step of the adapters``.
+    """
 
     def __init__(self) -> None:
         self.auto = True
@@ -59,6 +65,9 @@ class FakeServer:
         self.context = CONTEXT
         self.knows_control = True
         self.load_error: str | None = None
+        self.knows_lora = True
+        self.lora_calls = 0
+        """Adapters that it was given, also those that it refused."""
         self.stuck: asyncio.Event | None = None
         """Loading weights takes until this is set."""
         self.processed_logprobs = True
@@ -74,6 +83,8 @@ class FakeServer:
         self.step_of_weights, self.version, self.state = 0, "default", "running"
         self.jobs: list[Job] = []
         self.loaded: list[Path] = []
+        self.adapters: dict[str, int] = {}
+        """Their steps, by name."""
 
     @property
     def url(self) -> str:
@@ -112,7 +123,8 @@ class FakeServer:
                     self._make_one(job)
 
     def _make_one(self, job: Job) -> None:
-        job.made.append(10 + self.step_of_weights if self.token is None else self.token(job))
+        own = 10 + self.step_of_weights if job.adapter is None else 30 + self.adapters[job.adapter]
+        job.made.append(own if self.token is None else self.token(job))
         if job.made[-1] in job.stop_ids:
             self._end(job, "stop")
         elif len(job.made) == job.max_tokens:
@@ -168,9 +180,16 @@ class FakeServer:
         assert self.state == "paused", "weights were loaded while requests ran"
         assert (Path(folder) / "model.safetensors").is_file()
         self.loaded.append(Path(folder))
-        match = re.search(r"step_(\d+)", folder)
-        assert match
-        self.step_of_weights = int(match[1])
+        self.step_of_weights = _step_of(folder)
+
+    def _load_adapters(self, name: str, folder: str) -> None:
+        assert self.state == "paused", "adapters were loaded while requests ran"
+        assert {file.name for file in Path(folder).iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+        self.loaded.append(Path(folder))
+        self.adapters[name] = _step_of(folder)
 
     # HTTP
 
@@ -203,7 +222,7 @@ class FakeServer:
             return True
         if parts.path == self.generate_path:
             return await self._generate(body, reader, writer)
-        if self.stuck is not None and parts.path in ("/collective_rpc", "/update_weights_from_disk"):
+        if self.stuck is not None and parts.path.endswith(LOADS):
             await self.stuck.wait()
         if self.hangs and parts.path not in ("/health", "/v1/models", self.dialect.health.path):
             await reader.read(1)
@@ -236,6 +255,9 @@ class FakeServer:
             await writer.drain()
             return True
         job = self.job(body)
+        if job.adapter is not None and job.adapter not in self.adapters:
+            _write(writer, 404, f"The model {job.adapter!r} does not exist")
+            return True
         self.jobs.append(job)
         # A probe is not stepped by tests.
         if (self.auto or job.max_tokens == 1) and self.state == "running" and not self.hangs:
@@ -264,6 +286,12 @@ class FakeServer:
                 self.jobs.remove(job)
 
 
+def _step_of(folder: str) -> int:
+    match = re.search(r"step_(\d+)", folder)
+    assert match
+    return int(match[1])
+
+
 def _write(writer: asyncio.StreamWriter, status: int, text: str, kind: str = "application/json") -> None:
     data = text.encode()
     writer.write(
@@ -284,6 +312,7 @@ class FakeVLLM(FakeServer):
             set(body["stop_token_ids"]),
             body["stream_interval"],
             logprob=0.0 if certain else LOGPROB,
+            adapter=None if body["model"] == "policy" else body["model"],
         )
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
@@ -302,6 +331,12 @@ class FakeVLLM(FakeServer):
                 return {"error": self.load_error}
             assert body["method"] == "reload_weights"
             self._load(body["kwargs"]["weights_path"])
+        elif path == "/v1/load_lora_adapter":
+            self.lora_calls += 1
+            if not self.knows_lora:
+                return None
+            assert body["load_inplace"]
+            self._load_adapters(body["lora_name"], body["lora_path"])
         elif path == "/reset_prefix_cache":
             self.num_failing_resets -= 1
             return {"success": self.num_failing_resets < 0}
@@ -333,6 +368,7 @@ class FakeSGLang(FakeServer):
             params["max_new_tokens"],
             set(params["stop_token_ids"]),
             params["stream_interval"],
+            adapter=body.get("lora_path"),
         )
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
@@ -359,6 +395,19 @@ class FakeSGLang(FakeServer):
             self._load(body["model_path"])
             self.version = body["weight_version"]
             return {"success": True, "message": ""}
+        elif path == "/load_lora_adapter":
+            self.lora_calls += 1
+            if not self.knows_lora or body["lora_name"] in self.adapters:
+                return {"success": False, "error_message": "not enabled, or loaded already"}
+            self._load_adapters(body["lora_name"], body["lora_path"])
+            return {"success": True}
+        elif path == "/unload_lora_adapter":
+            assert self.state == "paused"
+            return {"success": self.adapters.pop(body["lora_name"], None) is not None}
+        elif path == "/update_weight_version":
+            assert body["abort_all_requests"] is False
+            self.version = body["new_version"]
+            return {"success": True}
         elif path == "/get_model_info":
             return {"weight_version": self.version}
         elif path == "/get_server_info":

@@ -354,7 +354,7 @@ async def test_whose_fault_an_error_is(vllm, connect, ask, status, text, lost, m
 
 
 async def test_a_server_that_stops_answering_loses_what_runs(engine, server, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.openai_http._HEALTH_EVERY_S", 0.02)
+    monkeypatch.setattr("forebay.engines.http_watch._HEALTH_EVERY_S", 0.02)
     server.auto = False
     running = asyncio.create_task(engine.generate(ask()))
     await server.has_jobs(1)

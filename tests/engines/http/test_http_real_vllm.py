@@ -22,7 +22,10 @@ from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.sampling import Sampling, draw
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
+from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.models.tiny import write_tiny
+from forebay.train.lora import adapter_config, adapter_weights, add_lora, model_weights
+from forebay.train.weight_sync import sync_weights
 from forebay.types import RolloutState, SampleParams, Status
 
 PYTHON = os.environ.get("FOREBAY_VLLM_PYTHON")
@@ -99,10 +102,7 @@ def trainer(folder: Path) -> Trainer:
     return Trainer(folder)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def controller(
-    folder: Path, trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[RolloutController]:
+def controller_for(folder: Path, scratch: Path, lora_rank: int = 0) -> RolloutController:
     arguments = {
         "servers": 1,
         "python": PYTHON,
@@ -113,9 +113,17 @@ async def controller(
         model_folder=folder,
         model=ModelConfig(source=str(folder)),
         tokenizer=load_tokenizer(folder),
-        scratch=tmp_path_factory.mktemp("scratch"),
+        scratch=scratch,
+        lora_rank=lora_rank,
     )
-    controller = RolloutController(build_engines(Component(name="vllm", arguments=arguments), surroundings))
+    return RolloutController(build_engines(Component(name="vllm", arguments=arguments), surroundings))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def controller(
+    folder: Path, trainer: Trainer, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[RolloutController]:
+    controller = controller_for(folder, tmp_path_factory.mktemp("scratch"))
     # Returns when the server is up.
     await controller.update_weights(list(trainer.model.named_parameters()), 0)
     yield controller
@@ -241,3 +249,80 @@ async def test_a_killed_server_loses_no_rollout_and_comes_back_with_the_current_
     assert counts["engine_restarts"] == 1
     # Those that were complete by then needed none.
     assert 1 <= counts["retries"] <= 4
+
+
+class AdapterTrainer(Trainer):
+    """The same with adapters: what changes is these, and what is compared is the merged model."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        super().__init__(folder)
+        base_fingerprint = fingerprint(self.model.named_parameters())
+        self._adapted = add_lora(load_model(folder), rank=rank, alpha=2 * rank, targets="all-linear")
+        self.adapter_config = adapter_config(self._adapted) | {BASE_FINGERPRINT: base_fingerprint}
+
+    def step_adapters(self) -> None:
+        self.step += 1
+        with torch.no_grad():
+            for _, weight in adapter_weights(self._adapted):
+                weight.copy_(torch.randn_like(weight) * 0.1)
+        self.versions[self.step] = {name: value.clone() for name, value in self.weights()}
+        self._restore(self.step)
+
+    def adapters(self) -> Any:
+        return ((name, weight.detach()) for name, weight in adapter_weights(self._adapted))
+
+    def weights(self) -> Any:
+        return model_weights(self._adapted)
+
+    def base_weights(self) -> Any:
+        return model_weights(self._adapted, merged=False)
+
+
+async def test_adapters_alone_give_what_merged_weights_would_have_given(folder, tmp_path):
+    trainer = AdapterTrainer(folder, rank=5)
+    controller = controller_for(folder, tmp_path, lora_rank=5)
+    [engine] = controller.engines
+    weights = tmp_path / "weights"
+    assert controller.takes_adapters
+
+    async def sync() -> None:
+        trainer.step_adapters()
+        await sync_weights(trainer, controller, trainer.step)
+
+    async def makes_what_merged_weights_make(name: str) -> None:
+        state = await controller.generate_sample(rollout(name, temperature=0.0))
+        assert state.status is Status.COMPLETED, state.error_msg
+        assert set(state.response_model_steps.tolist()) == {trainer.step}
+        expected = trainer.logprobs(PROMPT, state.response_ids.tolist(), trainer.step, temperature=0)
+        np.testing.assert_allclose(state.logprobs, expected, atol=1e-4)
+        other = trainer.logprobs(PROMPT, state.response_ids.tolist(), trainer.step - 1, temperature=0)
+        assert np.abs(state.logprobs - other).max() > 0.01
+        asked = await engine._link.do([engine._dialect.version])
+        assert engine._dialect.version_of(asked) == engine._files.current.version
+
+    try:
+        for name in ("first", "second"):
+            await sync()
+            await makes_what_merged_weights_make(name)
+        # What runs goes on under the new ones.
+        running = [
+            asyncio.create_task(controller.generate_sample(rollout(f"flight {i}", LONG, temperature=0.0)))
+            for i in range(3)
+        ]
+        await started(controller, 60)
+        await sync()
+        for state in await asyncio.gather(*running):
+            check(trainer, state, temperature=0.0)
+        assert not list(weights.rglob("model.safetensors"))
+        # Another base: it is handed over first, and the adapters lie on it.
+        await controller.update_weights(list(trainer.weights()), trainer.step)
+        await sync()
+        await makes_what_merged_weights_make("on the base again")
+        # Started anew, it has the base and the adapters.
+        await engine._server.stop()
+        trainer.step_adapters()
+        await sync_weights(trainer, controller, trainer.step)
+        await makes_what_merged_weights_make("after a restart")
+        assert controller.counts()["engine_restarts"] == 1
+    finally:
+        await controller.close()

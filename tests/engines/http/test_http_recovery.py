@@ -38,7 +38,7 @@ def hurry(monkeypatch) -> None:
     for name, seconds in {
         "openai_http._TRY_AGAIN_S": 0.01,
         "openai_http._ASK_EVERY_S": 0.01,
-        "openai_http._HEALTH_EVERY_S": 0.01,
+        "http_watch._HEALTH_EVERY_S": 0.01,
         "openai_http._BUSY_FIRST_S": 0.01,
         "http_link._TRY_AGAIN_S": 0.01,
         "http_link.CONTROL_LIMIT_S": 0.2,
@@ -61,7 +61,7 @@ def rollout(name: str, max_tokens: int = 40) -> RolloutState:
 
 
 async def test_a_healthy_server_whose_model_hangs_is_lost(server, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.openai_http._SILENCE_S", 0.05)
+    monkeypatch.setattr("forebay.engines.http_watch._SILENCE_S", 0.05)
     engine = connect(server)
     await engine.bring_up()
     server.auto = False

@@ -12,7 +12,8 @@ groups have is not written out: a value that all members have, a prompt that is 
 mask and model steps of one value throughout, ``tokens`` that are the prompt and the response. Prompts are in
 the head, so that a group whose response is wiped later does not keep the buffer of its tokens in memory.
 
-Values that MessagePack gives back as they are, type for type, are in `Head.values`. All others (arrays,
+Values that MessagePack gives back as they are, type for type, are in `Head.values`, and what every run has
+beside them in `Head.sample_params`. All others (arrays,
 tuples, bytes, integers over 64 bits, ...) are the trees of `forebay.replay.payload`, as in a snapshot.
 """
 
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 
 from forebay.replay.groups import StoredGroup
 from forebay.replay.payload import MAX_DEPTH, Encoder
-from forebay.types import ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, Status
+from forebay.types import ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, SampleParams, Status
 
 assert sys.byteorder == "little", "arrays are stored as they lie in memory, which must be little-endian"
 
@@ -86,6 +87,8 @@ class Head(msgspec.Struct, forbid_unknown_fields=True):
     """The one value of each mask and each model steps array; of those that are `NOT_SENT`, in order."""
     blobs: list[int]
     """Bytes of each blob of the trees."""
+    sample_params: list[SampleParams] = []
+    """One of each member, or one that all share; empty if they are elsewhere."""
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -95,7 +98,8 @@ _NONE = {type(None)}
 _SCALARS = frozenset({str, int, bool, float, type(None)})
 _SAME_IF_EQUAL = frozenset({str, int, bool})
 """Of one of these kinds, equal values are the same; floats have -0.0 and NaN."""
-_TEXT = frozenset({str})
+_TEXT, _INTS, _FLOATS = frozenset({str}), frozenset({int}), frozenset({float})
+_PARAMS = {SampleParams}
 _EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for kind in (dict, list)}
 """What most fields hold that may hold more."""
 
@@ -171,6 +175,8 @@ def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any], ki
         head.values[name] = [first] if column.count(first) == len(column) else list(column)
     elif kinds <= _SCALARS:
         head.values[name] = list(column)
+    elif kinds == _PARAMS and name == "sample_params" and all(map(_is_exact, shown := _once(column))):
+        head.sample_params = list(shown)
     elif len(kinds) == 1 and type(first) in _EMPTY and not any(column):
         if all(map(is_, column, repeat(first))):
             head.values[name] = [first]
@@ -186,6 +192,16 @@ def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any], ki
 
 def _pack_as_trees(_: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
     trees.add(name, _once(column))
+
+
+def _is_exact(params: SampleParams) -> bool:
+    """Whether the head gives `params` back as they are, type for type: it makes floats of integers."""
+    return (
+        _FLOATS.issuperset((type(params.temperature), type(params.top_p)))
+        and _INTS.issuperset(map(type, (params.max_tokens, params.top_k, params.seed or 0)))
+        and _TEXT.issuperset(map(type, params.stop))
+        and _INTS.issuperset(map(type, params.stop_token_ids))
+    )
 
 
 def _once(column: Sequence[Any]) -> Sequence[Any]:

@@ -111,7 +111,7 @@ _VALUE_NAMES = frozenset(VALUES)
 def _check_values(head: Head, size: int) -> None:
     if unknown := (head.values.keys() | head.copied.keys()) - _VALUE_NAMES:
         raise ValueError(f"a rollout has no {', '.join(sorted(unknown))}")
-    for name, column in head.values.items():
+    for name, column in (*head.values.items(), ("sample_params", head.sample_params or [None])):
         if len(column) not in (1, size):
             raise ValueError(f"there are {len(column)} values of {name} for {size} rollouts")
     for text in head.copied.values():
@@ -138,6 +138,8 @@ def _read_values(head: Head, decoder: Decoder) -> dict[str, Sequence[Any]]:
         columns[name] = _spread(name, column, size)
     for name, text in head.copied.items():
         columns[name] = _copies(bytes(text), size)
+    if head.sample_params:
+        columns["sample_params"] = _spread("sample_params", head.sample_params, size)
     if head.trees:
         for name, trees in json.loads(head.trees).items():
             columns[name] = _spread(name, list(map(decoder.decode, trees)), size)

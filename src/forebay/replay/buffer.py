@@ -260,15 +260,18 @@ class ReplayBuffer:
         self, task_names: Iterable[str], statuses: Iterable[Status]
     ) -> dict[str, dict[Status, int]]:
         """The number of groups for every task and status asked for."""
-        statuses = tuple(statuses)
+        tasks, statuses = tuple(task_names), tuple(statuses)
+        cells = [(task, status) for task in tasks for status in statuses]
+        queries = [StorageIndices(task, status).get_key() for task, status in cells]
         async with self._lock.alone():
-            return {
-                task: {
-                    status: await self.policy.count(StorageIndices(task, status).get_key(), self.storage)
-                    for status in statuses
-                }
-                for task in task_names
-            }
+            if type(self.policy).count is ReplayPolicy.count:
+                numbers = await self.storage.count_many(queries)
+            else:
+                numbers = [await self.policy.count(query, self.storage) for query in queries]
+        counts: dict[str, dict[Status, int]] = {task: {} for task in tasks}
+        for (task, status), number in zip(cells, numbers, strict=True):
+            counts[task][status] = number
+        return counts
 
     async def is_ready(
         self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED

@@ -204,11 +204,16 @@ class SQLStorage(StorageBackend):
 
     async def count(self, query: QueryLike) -> int:
         """See `StorageBackend.count`."""
-        parsed = parse_query(query)
+        [number] = await self.count_many([query])
+        return number
 
-        def work() -> int:
+    async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
+        """See `StorageBackend.count_many`; all at one moment."""
+        parsed = list(map(parse_query, queries))
+
+        def work() -> list[int]:
             with self._reading() as connection:
-                return count_rows(connection, parsed, self._codec)
+                return [count_rows(connection, query, self._codec) for query in parsed]
 
         return await self._worker.call(work)
 

@@ -170,6 +170,10 @@ class StorageBackend(ABC):
     async def count(self, query: QueryLike) -> int:
         """How many rows match."""
 
+    async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
+        """How many rows match each of the queries; a store that knows no better counts them one by one."""
+        return [await self.count(query) for query in queries]
+
     @abstractmethod
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.cluster.buffer import locate
 from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
@@ -292,6 +293,37 @@ def test_restarts_without_a_listener_are_told_to_the_next_one():
     assert restarts.counts == {"engine": 2, "trainer": 1}
 
 
+def test_books_that_cannot_be_written_are_no_error_of_the_part_that_is_back(caplog):
+    def full(part, reason):
+        raise OSError("no space left")
+
+    restarts = Restarts()
+    restarts.note("engine 0", "first")
+    restarts.listener = full
+    restarts.note("engine 0", "second")
+    assert restarts.counts == {"engine": 2}
+    assert caplog.text.count("could not be noted") == 2
+
+
+class Place:
+    """Ray's handle of a buffer actor that answers with `error`."""
+
+    def __init__(self, error):
+        self.place, self._error = self, error
+
+    async def remote(self):
+        raise self._error
+
+
+async def test_a_buffer_that_is_gone_for_good_is_a_lost_connection():
+    exceptions = pytest.importorskip("ray").exceptions
+    with pytest.raises(ConnectionLost):
+        await locate(Place(exceptions.ActorDiedError()))
+    # What the actor itself says is not.
+    with pytest.raises(exceptions.RayTaskError):
+        await locate(Place(carried(ValueError("no such store"))))
+
+
 def test_the_network_interface_of_an_address():
     assert _interface_of("127.0.0.1") == "lo"
     assert _interface_of("203.0.113.7") is None
@@ -304,7 +336,7 @@ def test_which_errors_lead_back_to_a_checkpoint():
     assert _lost_part(run(), PartLost("the trainer is lost")) == "the trainer is lost"
     assert _lost_part(run(), ConnectionLost("gone")) == "the buffer is lost: gone"
     failed = ProductionError("no group could be generated")
-    assert _lost_part(run("engine 0 is lost"), failed) == "engine 0 is lost"
+    assert _lost_part(run("engine 0 is lost"), failed) == f"engine 0 is lost ({failed})"
     for where in (run(), SimpleNamespace(cluster=None)):
         with pytest.raises(ProductionError):
             _lost_part(where, failed)

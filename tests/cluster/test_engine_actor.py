@@ -99,6 +99,29 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
     await actor.close()
 
 
+ABORTED = []
+
+
+class Aborting(ScriptedEngine):
+    async def abort(self, request_ids):
+        ABORTED.append(list(request_ids))
+        if len(ABORTED) == 1:
+            raise EngineLost("no answer")
+
+
+def two_engines(surroundings):
+    return [Aborting(lambda request: [7]) for _ in range(2)]
+
+
+async def test_a_lost_engine_keeps_no_abort_from_the_others(tmp_path):
+    ABORTED.clear()
+    actor = EngineActor()
+    await actor.start(spec_of(run_config(tmp_path, engine=f"{__name__}:two_engines")))
+    await actor.abort(["a", "b"])
+    assert ABORTED == [["a", "b"], ["a", "b"]]
+    await actor.close()
+
+
 async def test_a_request_that_can_never_run_fails_alone(tmp_path):
     config = frail_config(tmp_path)
     (tmp_path / "marker").touch()

@@ -120,6 +120,6 @@ async def test_fifty_kills_of_random_parts(ray, tmp_path, monkeypatch):
     assert noted == Counter({kind: int(count) for kind, count in restarts.items() if count})
     for kind in ("engine", "worker"):
         assert restarts[kind] == killer.kills[kind]
-    # A run that goes back for another part's sake makes both anew as well, without counting their ends.
+    # A trainer that gives no answer as the run goes back is made anew as well; so is any buffer, uncounted.
     assert restarts["trainer"] >= killer.kills["trainer"]
     assert restarts["buffer"] <= killer.kills["buffer"]

@@ -180,6 +180,31 @@ def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch)
     }
 
 
+def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp_path, monkeypatch):
+    losses, pids, counts, report = {}, set(), {}, steps.report
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        losses.setdefault(train_step, []).append(metrics["train/loss"])
+        pids.add(run.trainer.pids["trainer"])
+        counts.update(run.cluster.counts())
+        if train_step == 3 and len(losses[3]) == 1:
+            for engine in run.controller.engines:
+                ray.kill(engine.actor)
+
+    monkeypatch.setattr(steps, "report", reported)
+    cluster = {"name": "ray", "arguments": {"buffer": "driver"}}
+    config = run_config(tmp_path, steps=4, cluster=cluster)
+    asyncio.run(launch(config))
+    check_books(config.folder, num_steps=4)
+    assert len(pids) == 1
+    assert counts["cluster/trainer_restarts"] == 0
+    assert counts["cluster/engine_restarts"] == 1
+    # From the checkpoint of step 2 it has done step 3 as before.
+    first, again = losses[3]
+    assert again == pytest.approx(first, rel=1e-4, abs=1e-7)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

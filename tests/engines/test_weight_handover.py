@@ -140,6 +140,20 @@ async def test_refused_adapters_are_not_given_to_an_engine_that_begins_anew() ->
     hand_over.close()
 
 
+async def test_an_engine_that_begins_anew_and_refuses_what_others_have_is_lost() -> None:
+    hand_over = SharedMemoryHandOver()
+    engine, differs, begun_anew = Engine(), Engine(), Engine()
+    adapters = some_weights(1)[:2]
+    await hand_over.load(engine, adapters, 1, adapters={"r": 1})
+    differs.refuses = True
+    with pytest.raises(EngineLost, match="adapters of step 1: of another kind"):
+        await hand_over.again(differs)
+    # They are kept for those that can use them.
+    await hand_over.again(begun_anew)
+    assert has_adapters(begun_anew, adapters, {"r": 1})
+    hand_over.close()
+
+
 async def test_a_lost_engine_does_not_cost_the_others_theirs() -> None:
     hand_over = SharedMemoryHandOver()
     engines = [Engine(), Engine()]

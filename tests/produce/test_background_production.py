@@ -17,9 +17,10 @@ from forebay.produce import (
     SyncProduceStrategyConfig,
     TaskRunner,
 )
+from forebay.produce.background import pause_seconds
 from forebay.produce.batch_wait import START_GRACE_S
 from forebay.produce.starvation import HELD_UP_S, HUNGRY_BATCHES
-from forebay.replay import AsyncReplayBufferConfig
+from forebay.replay import AsyncReplayBufferConfig, ConnectionLost
 from forebay.stalls import StallError, StallWatch
 from forebay.types import RolloutState, Status
 
@@ -500,6 +501,41 @@ def test_storing_that_fails_during_a_pause_is_an_error_of_production():
         await stop(world, producing)
 
     virtual_time.run(main())
+
+
+def test_a_buffer_that_is_lost_ends_production_as_what_it_is():
+    async def main():
+        world = World().build()
+
+        async def put(*_, **__):
+            raise ConnectionLost("the buffer's process is gone")
+
+        world.buffer.put = put
+        producing = asyncio.create_task(world.manager.produce_loop(2))
+        with pytest.raises(ConnectionLost, match="process is gone"):
+            await world.manager.get_batch(2, 1)
+        with pytest.raises(ConnectionLost, match="process is gone"):
+            await producing
+        # Nor may a checkpoint be saved without what could not be stored.
+        with pytest.raises(ConnectionLost, match="process is gone"):
+            await world.manager.pause_produce()
+        with pytest.raises(ConnectionLost, match="process is gone"):
+            await world.manager.produce_batch(2, 1, 0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+
+
+def test_of_several_errors_that_of_the_buffer_is_told():
+    lost, failed = ConnectionLost("gone"), ProductionError("too many failed")
+    for errors in ([failed, lost], [OSError("no"), lost]):
+        with pytest.raises(ConnectionLost):
+            pause_seconds({str(number): error for number, error in enumerate(errors)})
+    with pytest.raises(ProductionError, match="too many"):
+        pause_seconds({"a": 1.0, "b": OSError("no"), "c": failed})
+    with pytest.raises(ProductionError, match="'b' could not be paused: OSError: no"):
+        pause_seconds({"a": 1.0, "b": OSError("no")})
+    assert pause_seconds({"a": 1.0}) == {"a": 1.0}
 
 
 def test_a_producer_that_cannot_help_is_an_error_and_not_a_hang():

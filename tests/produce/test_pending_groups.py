@@ -7,6 +7,7 @@ import pytest
 from forebay import virtual_time
 from forebay.produce.budget import ProductionError
 from forebay.produce.pending import CANCEL_REPEAT_S, GIVE_UP_AFTER_S, Ended, PendingGroups
+from forebay.replay import ConnectionLost
 from forebay.types import RolloutState, Status
 
 
@@ -224,6 +225,25 @@ def test_what_escapes_from_taking_or_storing_is_raised_once():
         with pytest.raises(ProductionError, match="OSError: no space") as caught:
             bench.pending.raise_error()
         assert isinstance(caught.value.__cause__, OSError)
+        bench.pending.raise_error()
+
+    virtual_time.run(main())
+
+
+def test_a_lost_buffer_is_told_as_it_is_and_before_other_errors():
+    async def main():
+        bench = Bench(lambda index: 1.0 + index)
+        errors = {0: OSError("no disk"), 1: ConnectionLost("gone"), 2: OSError("no disk")}
+
+        async def store(group, ended):
+            raise errors[group[0].group_id]
+
+        bench.store = store
+        bench.start(3)
+        while len(bench.pending):
+            await bench.pending.wait(bench.pending.version)
+        with pytest.raises(ConnectionLost, match="gone"):
+            bench.pending.raise_error()
         bench.pending.raise_error()
 
     virtual_time.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from test_colocated_run import config
 from forebay.engines import TransformersEngine
 from forebay.metrics import read_jsonl
 from forebay.models import load_model
+from forebay.models.starting_weights import BaseDiffersError
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
 from forebay.runs.verify import LEAST_LIMIT
+from forebay.train.weight_sync import sync_weights
 
 GIVEN: list[tuple[str, int, int]] = []
 """What the run's engine was given: what, of which step, how many bytes."""
@@ -95,3 +98,35 @@ def test_engines_in_processes_are_given_adapters_too(tmp_path: Path) -> None:
     run = lora_run(tmp_path, engine={"name": "process", "arguments": {"checksum": True}})
     asyncio.run(launch(run))
     assert max(differences(run)) < LEAST_LIMIT
+
+
+class Holding:
+    """Takes adapters, but holds other weights than those below them; `model_step` says whose it uses."""
+
+    takes_adapters = True
+
+    def __init__(self, model_step: int) -> None:
+        self.model_step = model_step
+        self.given: list[tuple[str, int]] = []
+
+    async def update_weights(self, weights: Any, model_step: int) -> None:
+        self.given.append((weights[0][0], model_step))
+
+    async def update_adapters(self, adapters: Any, model_step: int, *, config: Any) -> None:
+        if "base" not in dict(self.given):
+            raise BaseDiffersError("others")
+        self.given.append((adapters[0][0], model_step))
+
+
+async def test_engines_with_trained_weights_do_not_fall_back_to_those_of_the_beginning() -> None:
+    def named(name: str) -> Any:
+        return lambda: iter([(name, torch.zeros(1))])
+
+    source: Any = SimpleNamespace(
+        adapter_config={}, weights=named("merged"), base_weights=named("base"), adapters=named("adapters")
+    )
+    begun, trained = Holding(0), Holding(3)
+    for receiver in (begun, trained):
+        await sync_weights(source, receiver, 4)
+    assert begun.given == [("base", 0), ("adapters", 4)]
+    assert trained.given == [("merged", 4)]

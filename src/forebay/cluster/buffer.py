@@ -25,8 +25,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
-from forebay.replay import RemoteReplayBuffer, ReplayBuffer, ShardedReplayBuffer, serve
+from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
+from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, ShardedReplayBuffer, serve
 from forebay.replay.server_address import Address
 from forebay.replay.server_command import IN_MEMORY, POLICIES, ServeOptions, open_buffer
 from forebay.replay.server_memory import keep_freed_memory
@@ -209,9 +209,21 @@ async def _connect(actor: Any) -> RemoteReplayBuffer:
 
 
 async def locate(actor: Any) -> tuple[Address, str]:
-    """Where the buffer of `actor` is served now, and the token for it."""
-    # Ray answers when the actor runs: a call during a restart waits for its end.
-    address, token = await actor.place.remote()
+    """Where the buffer of `actor` is served now, and the token for it.
+
+    Raises:
+        ConnectionLost: the actor has ended for good, or cannot be reached.
+        OSError, ValueError: its store cannot be opened.
+    """
+    exceptions = import_ray().exceptions
+    try:
+        # Ray answers when the actor runs: a call during a restart waits for its end.
+        address, token = await actor.place.remote()
+    except exceptions.RayTaskError:
+        # There is an actor, and that is what it says.
+        raise
+    except exceptions.RayError as error:
+        raise ConnectionLost(why(error)) from error
     return Address.parse(address), token
 
 

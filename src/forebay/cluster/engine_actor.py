@@ -14,6 +14,7 @@ It wraps whatever the run file's ``[engine]`` names; several engines of one fact
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from forebay.config import Component, ConfigError
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import EnginePool
 from forebay.runs.config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -126,9 +129,11 @@ class EngineActor:
             at_work.discard(request.request_id)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests."""
-        for engine in self._pool.engines:
-            await engine.abort(request_ids)
+        """End these requests; at an engine that is lost they have ended."""
+        engines = self._pool.engines
+        ended = await asyncio.gather(*(e.abort(request_ids) for e in engines), return_exceptions=True)
+        for error in filter(None, ended):
+            logger.debug("an engine was asked to abort: %s", error)
 
     async def forget(self, caller: str) -> None:
         """End the requests of a caller whose process has ended."""

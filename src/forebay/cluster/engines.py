@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOLD_LOAD_LIMIT_S = LOAD_LIMIT_S + 60.0
+"""For taking weights over, their way here included: longer than the pool in the engine's process gives one
+engine, so that it is that engine which is lost, and not the process with all of them."""
+
 
 class RayEngine:
     """The engine behind an `EngineActor`, for the rollouts of one process; it can be lost and come back.
@@ -224,12 +228,21 @@ class PlacedEngine:
         await self._tell("load_weights", weights.ref, model_step)
 
     async def health(self) -> EngineHealth:
-        """See `forebay.engines.base`."""
+        """See `forebay.engines.base`.
+
+        Raises:
+            EngineLost: its process ended over the question.
+        """
         if not self.supervisor.is_up:
+            gone = self.supervisor.gone
+            detail = "starting again" if gone is None else str(gone)
             return EngineHealth(
-                ok=False, num_running=0, num_waiting=0, model_step=self.model_step, detail="starting again"
+                ok=False, num_running=0, num_waiting=0, model_step=self.model_step, detail=detail
             )
-        health: EngineHealth = await self.actor.health.remote()
+        try:
+            health: EngineHealth = await self.actor.health.remote()
+        except import_ray().exceptions.RayError as error:
+            raise EngineLost(why(error)) from error
         return health
 
     def forget(self, caller: str) -> None:
@@ -252,7 +265,7 @@ class PlacedEngine:
         if not self.supervisor.is_up:
             return
         incarnation = self.supervisor.incarnation
-        limit_s = LOAD_LIMIT_S if method == "load_weights" else TELL_LIMIT_S
+        limit_s = TOLD_LOAD_LIMIT_S if method == "load_weights" else TELL_LIMIT_S
         try:
             call = getattr(self.actor, method).remote(*arguments)
             await answered(call, f"{self.supervisor.name} was asked to {method}", limit_s)
@@ -266,7 +279,7 @@ class PlacedEngine:
     async def _set_up(self) -> int:
         """A new process: built, paused or not, and last with weights, with which it begins to serve."""
         actor = self.actor
-        self._facts = await actor.start.options(max_task_retries=-1).remote(self.spec)
+        self._facts = await actor.start.remote(self.spec)
         told = None
         while told != (wanted := (self._is_paused, self._weights)):
             told = wanted

@@ -6,8 +6,8 @@
                                |       --start--> trainer, engines, rollout workers, all at the same time
        controller, agent_loop, trainer, buffer
                                |
-       a run loses its trainer --> open, start: an empty buffer, a new trainer, and others in place of engines
-                               |                and workers that are gone for good; the rest stays
+       a run loses a part  --> open, start: an empty buffer, and others in place of a lost trainer and of
+                               |            engines and workers that are gone for good; the rest stays
                                |
                             close: actors ended, room given back, Ray left as it was found
 """
@@ -49,7 +49,7 @@ from forebay.engines import RolloutController
 from forebay.replay import ReplayBuffer
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
-from forebay.stalls import StallError, answered
+from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +205,9 @@ class RayCluster:
         self._plan = plan
 
     def start(self, model_folder: Path) -> None:
-        """Have every part running; what runs already stays, except the trainer, which begins anew.
+        """Have every part running; what runs already stays.
 
-        Engines and workers that are gone for good are replaced.
+        A trainer that was lost, and engines and workers that are gone for good, are replaced.
 
         Raises:
             ConfigError: a part cannot be built.
@@ -221,7 +221,7 @@ class RayCluster:
             self._replace_gone_engines()
             self._replace_gone_workers()
             if self._trains:
-                self._start_trainer_again(model_folder)
+                self._replace_lost_trainer(model_folder)
         except ConfigError as error:
             # It was built before, so it is no fault of the run file.
             raise PartLost(f"a part did not come back: {error}") from error
@@ -232,7 +232,8 @@ class RayCluster:
         workers = [self._actor(RolloutWorker, room) for room in self._plan.workers]
         for worker in workers:
             worker.prepare.remote(model_folder)
-        self._engines = self._started_engines(engines)
+        also = {} if trainer is None else {"trainer": trainer}
+        self._engines = self._started_engines(engines, also)
         context = min(engine.max_context_tokens for engine in self._engines)
         specs = [
             WorkerSpec(
@@ -247,10 +248,12 @@ class RayCluster:
         ]
         self._workers.all = self._started_workers(list(zip(specs, workers, strict=True)))
         if trainer is not None:
-            self._trainer = RayTrainer(self._trainer_actor, all_started({"trainer": trainer})["trainer"])
+            self._trainer = RayTrainer(self._trainer_actor, all_started(also)["trainer"])
 
-    def _started_engines(self, placed: Sequence[tuple[EngineSpec, Any]]) -> list[PlacedEngine]:
-        facts = self._started({f"engine {pair[0].number}": pair for pair in placed})
+    def _started_engines(
+        self, placed: Sequence[tuple[EngineSpec, Any]], also: Mapping[str, Any] | None = None
+    ) -> list[PlacedEngine]:
+        facts = self._started({f"engine {pair[0].number}": pair for pair in placed}, also)
         return [
             PlacedEngine(spec, actor, facts[f"engine {spec.number}"], on_restart=self._restarts.note)
             for spec, actor in placed
@@ -260,10 +263,16 @@ class RayCluster:
         pids = self._started({pair[0].name: pair for pair in placed})
         return [self._placed(spec, actor, pids[spec.name]) for spec, actor in placed]
 
-    def _started(self, placed: Mapping[str, tuple[Any, Any]]) -> dict[str, Any]:
-        """What new actors say to their specs, by name; all are ended if one cannot be built."""
+    def _started(
+        self, placed: Mapping[str, tuple[Any, Any]], also: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """What new actors say to their specs, by name; all are ended if one cannot be built.
+
+        `also` has references that are waited for with them, so that the first failure of all shows at once.
+        """
+        starting = {name: actor.start.remote(spec) for name, (spec, actor) in placed.items()}
         try:
-            return all_started({name: actor.start.remote(spec) for name, (spec, actor) in placed.items()})
+            return all_started({**starting, **(also or {})})
         except ConfigError:
             for _, actor in placed.values():
                 self._kill(actor)
@@ -297,15 +306,17 @@ class RayCluster:
                 self._kill(worker.actor)
                 placed.append((worker.spec, self._actor(RolloutWorker, self._plan.workers[number])))
             elif worker.spec != before:
+                # Whenever its process is there: it may just be starting again, which its supervisor sees to.
                 again = worker.actor.start.options(max_task_retries=-1)
                 following[worker.spec.name] = again.remote(worker.spec)
         replacements = {worker.spec.name: worker for worker in self._started_workers(placed)}
-        all_started(following)
+        # At once: they have the room of those that they replace, whatever becomes of the others.
         for number, worker in enumerate(workers):
             if worker.spec.name in replacements:
                 self._restarts.note(worker.spec.name, str(worker.supervisor.gone))
                 workers[number] = replacements[worker.spec.name]
                 workers[number].take_over(worker)
+        all_started(following)
 
     def _create_engines(
         self, rooms: Sequence[Room], model_folder: Path, *, serve_at_once: bool
@@ -357,14 +368,21 @@ class RayCluster:
         )
         return self._trainer_actor.start.remote(spec)
 
-    def _start_trainer_again(self, model_folder: Path) -> None:
-        for actor in (self._trainer_actor, *self._ranks):
+    def _replace_lost_trainer(self, model_folder: Path) -> None:
+        actors = (self._trainer_actor, *self._ranks)
+        reason = "it was not built the last time"
+        if self._trainer is not None:
+            reason = self._trainer.lost_because or _silence_of(actors)
+        # One that is well goes back with the run, which has it resume from a checkpoint; before the first of
+        # these it has trained nothing.
+        if not reason:
+            return
+        for actor in actors:
             self._kill(actor)
-        reason = "" if self._trainer is None else self._trainer.lost_because
         self._trainer = None
         pids = all_started({"trainer": self._create_trainer(model_folder)})["trainer"]
         self._trainer = RayTrainer(self._trainer_actor, pids)
-        self._restarts.note("trainer", reason or "the run goes back to a checkpoint")
+        self._restarts.note("trainer", reason)
 
     def controller(self) -> RolloutController:
         """What pauses and continues the engines and gives them weights."""
@@ -375,7 +393,7 @@ class RayCluster:
         return RayAgentLoop(self._workers, (task_name, held_out), activities)
 
     def trainer(self) -> RayTrainer:
-        """The trainer, as its constructor made it."""
+        """The trainer: as its constructor made it, or for a run that resumes."""
         assert self._trainer is not None, "started without a trainer"
         return self._trainer
 
@@ -433,6 +451,16 @@ class RayCluster:
         self._connection.close()
         self._connection = self._reservation = None
         self._actors, self._engines, self._workers = [], [], Workers([])
+
+
+def _silence_of(actors: Sequence[Any]) -> str:
+    """Why one of them gives no answer; empty if all do."""
+    ray = import_ray()
+    try:
+        ray.get([actor.__ray_ready__.remote() for actor in actors], timeout=ANSWER_LIMIT_S)
+    except ray.exceptions.RayError as error:
+        return why(error)
+    return ""
 
 
 def _device(room: Room) -> str:

@@ -8,8 +8,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
 
 Listener = Callable[[str, str], None]
 """Takes the name of a part, and why it was started again."""
@@ -18,7 +21,8 @@ Listener = Callable[[str, str], None]
 class Restarts:
     """The restarts of a cluster.
 
-    Invariant: each is counted once, and told once if anybody ever listens; in order.
+    Invariants: each is counted once, and told once if anybody ever listens; in order. What a listener raises
+    is logged: books that cannot be written are no reason to give up a part that is back.
 
     >>> restarts = Restarts()
     >>> restarts.note("engine 0", "its process has ended")
@@ -43,7 +47,7 @@ class Restarts:
         if listener is not None:
             untold, self._untold = self._untold, []
             for part, reason in untold:
-                listener(part, reason)
+                _tell(listener, part, reason)
 
     def note(self, part: str, reason: str) -> None:
         """`part` is there again, after it was lost because of `reason`."""
@@ -51,4 +55,12 @@ class Restarts:
         if self._listener is None:
             self._untold.append((part, reason))
         else:
-            self._listener(part, reason)
+            _tell(self._listener, part, reason)
+
+
+def _tell(listener: Listener, part: str, reason: str) -> None:
+    try:
+        listener(part, reason)
+    # Whatever it is: see the class.
+    except Exception:
+        logger.exception("the restart of %s (%s) could not be noted", part, reason)

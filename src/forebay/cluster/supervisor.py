@@ -14,21 +14,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from forebay.cluster.library import import_ray, why
+from forebay.engines import EngineLost
 from forebay.runs.placement import PartLost
-from forebay.stalls import answered
+from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
 
 START_LIMIT_S = 600.0
 """For a process to come back: minutes are usual where a large model is loaded."""
 
-TELL_LIMIT_S = 45.0
-"""For a pause or a resume: less than the run's controller gives before it ends the run."""
+TELL_LIMIT_S = ANSWER_LIMIT_S + 10.0
+"""For a pause or a resume: more than the pool in an engine's process gives each of its engines, so that it
+can go on without one; less than the run gives its controller before it ends."""
 
 MAX_FAILED_STARTS = 5
 """Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""
@@ -124,6 +127,7 @@ class Supervisor:
                 self._came_back(pid, cause)
             # Whatever went wrong, nobody may wait for it any longer; the error is told to those who do.
             except Exception as error:
+                self.is_up = False
                 self.gone = PartLost(f"{self.name} is lost ({cause}) and did not come back: {why(error)}")
                 logger.error("%s", self.gone)
                 # So that who waits for it elsewhere learns of it too.
@@ -160,13 +164,29 @@ class Supervisor:
             self.suspect(incarnation, error)
 
     async def _revive(self) -> int:
-        for attempt in range(1, MAX_FAILED_STARTS + 1):
+        for num_left in reversed(range(MAX_FAILED_STARTS)):
+            # Asked until Ray has made the process anew, so that only what fails in it is a failed start; it
+            # raises if Ray does so no more, as where the actor's constructor did.
+            await self.actor.__ray_ready__.options(max_task_retries=-1).remote()
             try:
                 return await self._set_up()
-            except (import_ray().exceptions.RayActorError, NotBuilt) as error:
-                if attempt == MAX_FAILED_STARTS or not _comes_back(error):
+            except (import_ray().exceptions.RayActorError, NotBuilt, EngineLost, StallError) as error:
+                if not num_left:
                     raise
+                logger.warning("%s could not be set up, and is tried again: %s", self.name, why(error))
+                if isinstance(error, EngineLost | StallError):
+                    # It lives, and would fail again.
+                    await self._end_process()
         raise AssertionError("the last attempt returns or raises")
+
+    async def _end_process(self) -> None:
+        """End the process and return once it has ended; Ray makes another one."""
+        living = self.actor.live.remote()
+        with contextlib.suppress(import_ray().exceptions.RayError):
+            # Once this is answered, the call before it waits in the process that is to end, not in the next.
+            await self.actor.__ray_ready__.remote()
+            import_ray().kill(self.actor, no_restart=False)
+            await living
 
     def _came_back(self, pid: int, cause: str) -> None:
         is_another = pid != self.pid
@@ -188,8 +208,3 @@ async def _until_it_ends(actor: Any) -> str:
     except import_ray().exceptions.RayError as error:
         return why(error)
     return "it was told to end"
-
-
-def _comes_back(error: Exception) -> bool:
-    """Whether Ray goes on starting it: an actor whose constructor raised is not."""
-    return isinstance(error, import_ray().exceptions.ActorUnavailableError | NotBuilt)

@@ -26,8 +26,7 @@ from forebay.cluster.library import import_ray
 from forebay.cluster.rollout_worker import Job, LoopName, Report, WorkerSpec
 from forebay.cluster.supervisor import TELL_LIMIT_S, NotBuilt, Supervisor
 from forebay.cluster.weights import Published
-from forebay.engines import RolloutController
-from forebay.engines.pool import LOAD_LIMIT_S
+from forebay.engines import Engine, RolloutController
 from forebay.runs.placement import PartLost
 from forebay.stalls import StallError, answered
 from forebay.types import RolloutState, Status, reset_rollout_response
@@ -155,7 +154,7 @@ class PlacedWorker:
         told = None
         while told != (wanted := (self.spec, self._is_paused)):
             told = wanted
-            pid: int = await self.actor.start.options(max_task_retries=-1).remote(self.spec)
+            pid: int = await self.actor.start.remote(self.spec)
             if pid != self.supervisor.pid:
                 self._before = Report({}, self.num_tokens_made, self.num_retries)
                 self.report = Report({}, 0)
@@ -278,9 +277,13 @@ async def _first_up(supervisors: Sequence[Supervisor]) -> None:
     Raises:
         PartLost: all are gone.
     """
-    left = [supervisor for supervisor in supervisors if supervisor.gone is None]
-    # Of none, the first says why.
-    await _first_of(*(supervisor.until_up() for supervisor in left or supervisors[:1]))
+    while left := [supervisor for supervisor in supervisors if supervisor.gone is None]:
+        # One that is given up meanwhile is nobody's loss while another may come back.
+        with contextlib.suppress(PartLost):
+            return await _first_of(*(supervisor.until_up() for supervisor in left))
+    lost = supervisors[0].gone
+    assert lost is not None
+    raise lost
 
 
 async def _first_of(*awaitables: Awaitable[Any]) -> None:
@@ -368,28 +371,33 @@ class ClusterController(RolloutController):
         super().__init__(engines)  # type: ignore[arg-type]  # they take weights as `Published`
         self._workers = workers
 
+    @property
+    def engines_up(self) -> dict[int, Engine]:
+        """Those that serve now, by their place in `engines`: none is starting again, or gone for good."""
+        engines = enumerate(self.engines)
+        return {number: engine for number, engine in engines if engine.supervisor.is_up}  # type: ignore[attr-defined]
+
     async def update_weights(self, weights: Any, model_step: int) -> None:
         """Have every engine use `weights`, which are `Published`; one that is starting again gets them then.
 
+        An engine that does not take them in time is ended, and gets them when it is there again.
+
         Raises:
-            StallError: an engine did not take them within ten minutes.
             PartLost: all engines are lost for good.
         """
         assert isinstance(weights, Published)
-        what = f"the engines were asked to load the weights of step {model_step}"
-        loading = [engine.load_weights(weights, model_step) for engine in self.engines]  # type: ignore[arg-type]
-        await answered(asyncio.gather(*loading), what, LOAD_LIMIT_S)
+        await asyncio.gather(*(engine.load_weights(weights, model_step) for engine in self.engines))  # type: ignore[arg-type]
         if (lost := none_is_left(self.engines)) is not None:  # type: ignore[arg-type]
             raise lost
 
     async def pause_generation(self) -> None:
         """End what runs as aborted, at the engines and in the workers."""
-        await asyncio.gather(super().pause_generation(), self._workers.pause())
+        # Not by way of the pool, whose limit is shorter than what an engine elsewhere has.
+        await asyncio.gather(*(engine.pause() for engine in self.engines), self._workers.pause())
 
     async def continue_generation(self) -> None:
         """Take rollouts again."""
-        await self._workers.resume()
-        await super().continue_generation()
+        await asyncio.gather(*(engine.resume() for engine in self.engines), self._workers.resume())
 
     def describe(self, activity: Activity) -> str:
         """What its worker does to the rollout that `activity` is named after, and how far it is."""

@@ -33,6 +33,7 @@ import torch
 from forebay.engines.base import EngineLost, TakesAdapters
 from forebay.engines.broadcast import Broadcaster, Receiver
 from forebay.engines.weight_layout import WeightsCorruptError, from_message, layout_of
+from forebay.models.starting_weights import AdaptersRefusedError
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
@@ -76,7 +77,7 @@ class WeightHandOver(Protocol):
         Where these were adapters, it gets the whole weights of an earlier hand-over before them.
 
         Raises:
-            EngineLost: they are not kept.
+            EngineLost: they are not kept, or are adapters that the member refuses now.
         """
         ...
 
@@ -120,27 +121,45 @@ class SharedMemoryHandOver:
     ) -> None:
         """Return once `member` uses `weights`, which are written at the first call with them."""
         written = self._latest(weights, model_step, adapters)
+        try:
+            await self._give(member, written)
+        except ValueError:
+            if self._adapters is written:
+                # An engine that begins anew would refuse them too.
+                self._adapters = None
+            raise
+
+    async def again(self, member: Member) -> None:
+        """Have `member` read the memory once more.
+
+        Raises:
+            EngineLost: it refuses the adapters that it, or others, have taken before.
+        """
+        if (whole := self._whole) is not None:
+            await self._give(member, whole)
+        if (written := self._adapters) is not None:
+            try:
+                await self._give(member, written)
+            except AdaptersRefusedError as error:
+                # The others have them still, and the run does not hear of it: this one cannot take part.
+                raise EngineLost(
+                    f"it cannot use the adapters of step {written.model_step}: {error}"
+                ) from error
+
+    async def _give(self, member: Member, written: _Written) -> None:
         assert written.message is not None
         written.num_readers += 1
         message = await asyncio.shield(written.message)
         try:
-            await member.send_weights({**message, "model_step": model_step, "adapters": adapters})
-        except (EngineLost, ValueError) as error:
+            await member.send_weights(
+                {**message, "model_step": written.model_step, "adapters": written.adapters}
+            )
+        except (EngineLost, ValueError):
             # It is gone, or has refused them: either way it does not read.
             written.num_readers -= 1
-            if self._adapters is written and isinstance(error, ValueError):
-                # An engine that begins anew would refuse them too.
-                self._adapters = None
             raise
         # Whoever was given up, or failed otherwise, may still be at it: then it counts for ever.
         written.num_readers -= 1
-
-    async def again(self, member: Member) -> None:
-        """Have `member` read the memory once more."""
-        if (whole := self._whole) is not None:
-            await self.load(member, whole.weights, whole.model_step)
-        if (written := self._adapters) is not None:
-            await self.load(member, written.weights, written.model_step, adapters=written.adapters)
 
     def _latest(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> _Written:
         """`weights` on their way to the memory, which has others until now or these already."""

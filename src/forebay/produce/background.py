@@ -19,7 +19,7 @@ The producer neither takes batches nor ages groups: `forebay.produce.manager` do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from forebay.produce.budget import ProductionError
@@ -27,6 +27,7 @@ from forebay.produce.context import ProduceContext, default_should_continue_fn
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy
 from forebay.produce.tasks import TaskRunner
+from forebay.replay import ConnectionLost
 from forebay.replay.changes import Changes
 from forebay.stalls import ANSWER_LIMIT_S, answered
 
@@ -89,6 +90,7 @@ async def produce_tasks(
     """One call of every task's strategy, all at once; the first that raises ends the others.
 
     Raises:
+        ConnectionLost: the buffer is lost.
         ProductionError: production cannot go on.
     """
     try:
@@ -101,9 +103,18 @@ async def produce_tasks(
             }
     except BaseExceptionGroup as errors:
         # One of the tasks ended the others: its reason is the one to show.
-        reasons = [error for error in errors.exceptions if isinstance(error, ProductionError)]
-        raise (reasons or errors.exceptions)[0] from None
+        reason = _reason_among(errors.exceptions)
+        raise reason from reason.__cause__
     return {name: call.result() for name, call in calls.items()}
+
+
+def _reason_among(errors: Sequence[BaseException]) -> BaseException:
+    """A lost buffer, which fails others and may be brought back; else why production cannot go on."""
+    for kind in (ConnectionLost, ProductionError):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    return errors[0]
 
 
 async def collect_tasks(
@@ -118,20 +129,19 @@ def pause_seconds(results: Mapping[str, float | BaseException]) -> dict[str, flo
     """The seconds of `collect_tasks` by task.
 
     Raises:
+        ConnectionLost: the buffer is lost.
         ProductionError: a task could not be paused; the first of them.
     """
-    seconds: dict[str, float] = {}
-    for name, result in results.items():
-        if isinstance(result, ProductionError) or (
-            isinstance(result, BaseException) and not isinstance(result, Exception)
-        ):
-            raise result
-        if isinstance(result, Exception):
-            raise ProductionError(
-                f"task {name!r} could not be paused: {type(result).__name__}: {result}"
-            ) from result
-        seconds[name] = result
-    return seconds
+    errors = {name: result for name, result in results.items() if isinstance(result, BaseException)}
+    if errors:
+        reason = _reason_among(list(errors.values()))
+        if isinstance(reason, ProductionError | ConnectionLost) or not isinstance(reason, Exception):
+            raise reason
+        name = next(name for name, error in errors.items() if error is reason)
+        raise ProductionError(
+            f"task {name!r} could not be paused: {type(reason).__name__}: {reason}"
+        ) from reason
+    return {name: result for name, result in results.items() if not isinstance(result, BaseException)}
 
 
 class BackgroundProducer:
@@ -205,7 +215,7 @@ class BackgroundProducer:
 
         Raises:
             RuntimeError: it is running already.
-            ProductionError: production cannot go on.
+            ConnectionLost, ProductionError: production cannot go on.
         """
         if self.is_running:
             raise RuntimeError("produce_loop is running already; start it once")
@@ -301,6 +311,7 @@ class BackgroundProducer:
 
         Raises:
             StallError: a strategy or the controller does not answer; what was in flight is stored.
+            ConnectionLost: the buffer is lost, or was when `run` ended.
             ProductionError: groups could not be stored, or their agents did not stop.
         """
         async with self._switching:
@@ -312,7 +323,11 @@ class BackgroundProducer:
                 await answered(self._end_of_round(), f"tasks {list(self._contexts)} were asked to pause")
             if self._controller is not None:
                 await pause_generation(self._controller)
-        return pause_seconds(results)
+        seconds = pause_seconds(results)
+        if isinstance(self.failure, ConnectionLost):
+            # What could not be stored is missing: nobody must save the rest as if it were all.
+            raise ConnectionLost(str(self.failure)) from self.failure
+        return seconds
 
     async def _end_of_round(self) -> None:
         while self.is_in_round:

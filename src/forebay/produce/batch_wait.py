@@ -4,7 +4,7 @@
 
     every put, every change of the producer's state --> whole?  yes --> take it
                                                           |  no, and the producer ...
-           works, or is paused  (wait on) <---------------+--> has ended --> ProductionError
+           works, or is paused  (wait on) <---------------+--> has ended --> ProductionError, ConnectionLost
                                                           +--> was never started, and nobody else puts
                                                           |    groups, for a while: ProductionError
                                                           +--> has weights that are too old
@@ -25,7 +25,7 @@ from forebay.produce.budget import ProductionError
 from forebay.produce.starvation import HeldUpBatch
 from forebay.produce.tasks import TaskRunner, count_pending
 from forebay.produce.waiting import relayed
-from forebay.replay import ReplayBuffer
+from forebay.replay import ConnectionLost, ReplayBuffer
 from forebay.types import Status
 
 START_GRACE_S = 10.0
@@ -63,6 +63,7 @@ class BatchWait:
         produces: nothing.
 
         Raises:
+            ConnectionLost: the buffer is lost, for this process or for the producer.
             ProductionError: there will be no batch.
         """
         producer, buffer, news = self._producer, self._buffer, asyncio.Event()
@@ -118,8 +119,10 @@ class BatchWait:
             )
 
     async def _raise_end(self, sizes: Mapping[str, int], train_step: int) -> None:
-        counters = await self._describe(sizes, train_step)
         failure = self._producer.failure
+        if isinstance(failure, ConnectionLost) and not self._producer.is_shut_down:
+            raise ConnectionLost(str(failure)) from failure
+        counters = await self._describe(sizes, train_step)
         if failure is not None and not self._producer.is_shut_down:
             reason = str(failure) or type(failure).__name__
             raise ProductionError(f"production has failed: {reason}; {counters}") from failure

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 
 from forebay.activity import loop_time
 from forebay.produce.budget import ProductionError
+from forebay.replay import ConnectionLost
 from forebay.replay.changes import Changes
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.types import RolloutState, Status
@@ -131,10 +132,11 @@ class PendingGroups:
         """Raise what escaped from taking or storing a group; once.
 
         Raises:
+            ConnectionLost: the buffer is lost; whoever can bring it back has to know.
             ProductionError: with the error as its cause.
         """
         error, self._error = self._error, None
-        if isinstance(error, Exception) and not isinstance(error, ProductionError):
+        if isinstance(error, Exception) and not isinstance(error, ProductionError | ConnectionLost):
             raise ProductionError(
                 f"a group could not be taken or stored: {type(error).__name__}: {error}"
             ) from error
@@ -216,8 +218,9 @@ class PendingGroups:
                 await work.store(group, work.ended)
         # Not only errors: whatever ends this task early has to be seen by who waits for the group.
         except BaseException as error:
-            if not work.is_given_up:
-                self._error = self._error or error
+            # A lost buffer is told before what it has led to.
+            if not work.is_given_up and (self._error is None or isinstance(error, ConnectionLost)):
+                self._error = error
             if isinstance(error, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
                 raise
         finally:

@@ -1,8 +1,7 @@
 """The contract of a replay store, and the two things every store in memory needs.
 
-A store keeps *rows* (light: ids, task, status, age, priority, tags) with one opaque *payload* each. It ranks,
-counts and queries rows; it never looks into a payload and never loads one that was not asked for. It decides
-nothing: labelling, expiry, limits and policies are above it.
+A store keeps *rows* (light: ids, task, status, age, priority, tags) with one opaque *payload* each, which it
+never looks into. It decides nothing: labelling, expiry, limits and policies are above it.
 
 ::
 
@@ -24,12 +23,10 @@ What signatures cannot say:
 * **Order.** Rows come in the order asked for, ties in arrival order. Where several processes put into one
   store, arrival order is that in which the ids were given.
 * **Competing takers.** A row is returned by at most one `take`, `take_first` or `take_drawn`, whoever calls.
-  Between `get` and `take` another taker may have been faster: `take` returns only the rows that are still
-  there and still match. `take_first` ranks and takes in one step and passes over rows that another process
-  is taking at this moment; nobody waits for longer than one call of another takes.
-* **Durability**, for stores that outlive the process: once a method has returned, what it did stays done. A
-  call that the death of the process interrupts has happened wholly or not at all, and so has one that is
-  cancelled; a cancelled `take` has not happened.
+  `take` returns only the rows that are still there and still match. `take_first` ranks and takes in one step
+  and passes over rows that another process is taking; nobody waits longer than one call of another takes.
+* **Durability**, for stores that outlive the process: what a method that returned did stays done. One that
+  a death or a cancellation interrupts happened wholly or not at all; a cancelled `take` did not happen.
 * **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return values.
 * **Unknown uids** are ignored by `take`, `delete` and `update`.
 * ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
@@ -171,7 +168,7 @@ class StorageBackend(ABC):
         """How many rows match."""
 
     async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
-        """How many rows match each of the queries; a store that knows no better counts them one by one."""
+        """How many rows match each of the queries."""
         return [await self.count(query) for query in queries]
 
     @abstractmethod

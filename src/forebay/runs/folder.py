@@ -16,6 +16,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,8 @@ except ImportError:  # not a POSIX system: two runs in one folder are not notice
     fcntl = None  # type: ignore[assignment]
 
 RUN_FILE = "run.toml"
+
+logger = logging.getLogger(__name__)
 
 
 def saved_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -74,18 +78,26 @@ def prune_checkpoints(folder: Path, keep: int) -> None:
 def occupied(folder: Path) -> Iterator[None]:
     """No other process works in the run folder meanwhile; the death of this one frees it.
 
-    The lock is beside the folder, which a new run may replace.
+    The lock is beside the folder, which a new run may replace. It is the process's: two runs of one process
+    do not keep each other out, and the end of the first frees the folder for other processes.
 
     Raises:
         ConfigError: another process does.
     """
+    # Whichever link leads there.
+    folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f".{folder.name}.lock"), "a+", encoding="ascii") as file:
         try:
             # Unlike `flock`, it does not pass to processes that are forked from this one.
             if fcntl is not None:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                # Some network file systems lock nothing; that is no reason not to run there.
+                logger.warning("%r cannot be locked (%s): start no second run in it", str(folder), error)
+                yield
+                return
             file.seek(0)
             raise ConfigError(
                 f"a run is at work in {str(folder)!r} (process {file.read().strip() or 'unknown'}): stop "

@@ -31,7 +31,7 @@ from forebay.runs.build import Run, build_run, find_beginning
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
-from forebay.runs.folder import list_checkpoints, new_folder, write_run_file
+from forebay.runs.folder import list_checkpoints, new_folder, occupied, write_run_file
 from forebay.runs.placement import Cluster, PartLost, make_cluster
 from forebay.runs.rollouts import build_rollouts, load_data
 from forebay.runs.separate import run_separate
@@ -52,10 +52,15 @@ async def launch(
         The accuracy line, if prompts were held out, and whether Ctrl-C or SIGTERM ended the run early.
 
     Raises:
-        ConfigError: something in the config, or the folder, does not fit.
+        ConfigError: something in the config, or the folder, does not fit; another process works in it.
         ProductionError, StallError, FloatingPointError: as `run_colocated` and `run_separate`.
         PartLost: a part of the cluster was lost again and again.
     """
+    with occupied(config.folder):
+        return await _launch(config, resume, overwrite=overwrite)
+
+
+async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) -> tuple[str | None, bool]:
     _silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
@@ -133,7 +138,7 @@ def _lost_part(run: Run, error: Exception) -> str:
     if run.cluster is not None and isinstance(error, ConnectionLost):
         return f"the buffer is lost: {error}"
     if run.cluster is not None and (lost := run.cluster.none_is_left()):
-        return lost
+        return f"{lost} ({error})"
     raise error
 
 
@@ -168,6 +173,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
 
     Raises:
         ConfigError: the run holds out no prompts, or the model does not load.
+        PartLost: no engine or no worker of the cluster is left.
     """
     _silence_progress_bars()
     torch.set_num_threads(config.threads)
@@ -183,6 +189,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
             with RunDisplay() as display, _logs_shown(display):
                 display.start(f"eval {model_folder}", {})
                 groups = await steps.evaluation_groups(rollouts.eval_sets)
+                steps.refuse_failed(groups, cluster)
                 metrics = Evaluator().evaluate(groups)
                 display.evaluation("now", metrics)
                 display.rollouts(groups)

@@ -114,7 +114,10 @@ class Cluster(Protocol):
         ...
 
     def trainer(self) -> Trainer:
-        """The trainer, as its constructor made it."""
+        """The trainer, as its constructor made it.
+
+        After a loss it may be the one of before, for a run that has it `resume` from a checkpoint.
+        """
         ...
 
     def buffer(self, build: Callable[[], ReplayBuffer]) -> ReplayBuffer:

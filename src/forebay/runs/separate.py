@@ -38,7 +38,8 @@ async def run_separate(run: Run) -> None:
         OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
         FloatingPointError: the training diverged; the last finished step is saved where it still exists.
         ConfigError: the trainer refuses a batch; saved likewise.
-        PartLost: the trainer's process on a cluster has ended; its last checkpoint is the last state.
+        PartLost, ConnectionLost: a part on a cluster has ended that a checkpoint brings back; the last one is
+            the last state.
     """
     try:
         await steps.sync_weights(run)

@@ -20,7 +20,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,12 +34,13 @@ from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.folder import prune_checkpoints, publish
 from forebay.runs.pictures import learning_curve
+from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.observers import note_training
 from forebay.runs.rollouts import EvalSet, Rollouts
 from forebay.runs.verify import WeightCheck, WeightsDifferError
 from forebay.stalls import StallError, StallWatch
 from forebay.train import OffPolicyError
-from forebay.types import RolloutState
+from forebay.types import RolloutState, Status
 
 T = TypeVar("T")
 
@@ -211,6 +212,9 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     """Try the held-out prompts with the weights of the latest train step; {} without any.
 
     Nothing else may be generated meanwhile: a background producer is paused first.
+
+    Raises:
+        PartLost: no engine or no worker of the cluster is left.
     """
     if not run.eval_sets:
         return {}
@@ -222,6 +226,7 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
             groups = await evaluation_groups(run.eval_sets, run.manager.stall_watch)
         finally:
             await run.controller.pause_generation()
+    refuse_failed(groups, run.cluster)
     metrics = run.evaluator.evaluate(groups)
     run.evaluations.append({"train_step": run.train_step, **metrics})
     run.metrics.log(run.train_step, metrics)
@@ -249,6 +254,18 @@ async def evaluation_groups(
             for task in tasks:
                 task.add_done_callback(lambda _: stall_watch.progressed())
     return [task.result() for task in tasks]
+
+
+def refuse_failed(groups: Iterable[Iterable[RolloutState]], cluster: Cluster | None) -> None:
+    """Do not take for the model's what failed because there was nobody to generate it.
+
+    Raises:
+        PartLost: rollouts failed, and no engine or no worker is left.
+    """
+    if cluster is None or not (lost := cluster.none_is_left()):
+        return
+    if any(state.status is Status.FAILED for group in groups for state in group):
+        raise PartLost(lost)
 
 
 def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[str, float]) -> None:
@@ -379,7 +396,9 @@ async def rescue(run: Run, error: Exception) -> None:
     between = isinstance(error, FloatingPointError | ConfigError) and (
         run.config.train.optimiser_steps > 1 or run.config.train.uses_critic
     )
-    if run.train_step > 0 and not between:
+    # Groups that failed because nobody was left to generate them must not be in what the run goes back to.
+    is_damaged = run.cluster is not None and run.cluster.none_is_left()
+    if run.train_step > 0 and not between and not is_damaged:
         path = await checkpoint(run)
         run.display.warning(
             f"train step {run.train_step} was the last; saved in {path}, to go on with --resume"

@@ -6,7 +6,8 @@
                       with LoRA, and a receiver that takes adapters:
                                  --update_adapters(adapters, model_step, config=...)--> AdapterReceiver
                                        BaseDiffersError: --update_weights(starting weights, 0)-->, and again
-                                       AdaptersRefusedError: --update_weights(merged weights, model_step)-->
+                                       AdaptersRefusedError, or BaseDiffersError of one that generates with
+                                       trained weights: --update_weights(merged weights, model_step)-->
 
 A rollout controller is a receiver. The receivers are declared here because this package knows no engine.
 """
@@ -87,8 +88,9 @@ class WeightSource(Protocol):
 async def sync_weights(source: WeightSource, receiver: WeightReceiver, model_step: int) -> None:
     """Give `receiver` the adapters, if it takes them, else all weights, and return once they are in use.
 
-    One that does not hold the starting weights gets them before its first adapters. No training step may run
-    meanwhile. Gathering and merging happen in a thread.
+    One that does not hold the starting weights gets them before its first adapters; not if it says, by a
+    `model_step` above 0, that it has trained ones, for what runs there must not fall back to those of step 0.
+    No training step may run meanwhile. Gathering and merging happen in a thread.
     """
     config = source.adapter_config
     if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:
@@ -106,6 +108,8 @@ async def _give_adapters(
     try:
         await receiver.update_adapters(adapters, model_step, config=config)
     except BaseDiffersError:
+        if getattr(receiver, "model_step", 0) > 0:
+            raise
         # They are the weights of step 0: adapters begin as nothing.
         await receiver.update_weights(await _gather(source.base_weights), 0)
         await receiver.update_adapters(adapters, model_step, config=config)

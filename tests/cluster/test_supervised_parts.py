@@ -1,0 +1,272 @@
+"""Parts in other processes as the run sees them: lost, hung, back and gone; none needs a cluster."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from forebay import virtual_time
+from forebay.cluster import supervisor as supervising
+from forebay.cluster.engine_actor import EngineFacts
+from forebay.cluster.engines import PlacedEngine
+from forebay.cluster.supervisor import MAX_FAILED_STARTS, Supervisor
+from forebay.cluster.weights import Published
+from forebay.cluster.workers import ClusterController, Workers, _first_up
+from forebay.engines import EngineHealth, EngineLost
+from forebay.produce.background import continue_generation, pause_generation
+from forebay.runs.placement import PartLost
+
+exceptions = pytest.importorskip("ray").exceptions
+
+
+class Method:
+    """A method of an actor, as Ray's handle has it."""
+
+    def __init__(self, call):
+        self.remote = call
+
+    def options(self, **_):
+        return self
+
+
+class Actor:
+    """Ray's handle of an actor whose process `kill` ends, and that is then another process at once."""
+
+    def __init__(self, **methods):
+        self.pid = 1
+        self.is_dead = False
+        self._end = asyncio.get_running_loop().create_future()
+        self.__ray_ready__ = Method(self._ready)
+        self.live = Method(lambda: asyncio.shield(self._end))
+        for name, call in methods.items():
+            setattr(self, name, Method(call))
+
+    async def _ready(self):
+        if self.is_dead:
+            raise exceptions.ActorDiedError()
+
+    def kill(self, *, no_restart=True):
+        self._end.set_exception(exceptions.ActorDiedError())
+        # Seen, whoever waits for it.
+        self._end.exception()
+        self.is_dead = no_restart
+        self.pid += 1
+        self._end = asyncio.get_running_loop().create_future()
+
+
+@pytest.fixture(autouse=True)
+def kill(monkeypatch):
+    ray = SimpleNamespace(exceptions=exceptions, kill=lambda actor, **how: actor.kill(**how))
+    monkeypatch.setattr(supervising, "import_ray", lambda: ray)
+
+
+def watched(actor, set_up, **told):
+    supervisor = Supervisor("engine 0", actor, set_up, pid=actor.pid, **told)
+    supervisor.watch()
+    return supervisor
+
+
+def test_a_part_that_cannot_work_in_its_new_process_gets_another_one():
+    async def main():
+        actor, told = Actor(), []
+
+        async def set_up():
+            if actor.pid < 4:
+                raise EngineLost("the server does not start")
+            return actor.pid
+
+        supervisor = watched(actor, set_up, on_restart=lambda *what: told.append(what))
+        await asyncio.sleep(1)
+        actor.kill(no_restart=False)
+        await asyncio.sleep(1)
+        assert (supervisor.is_up, supervisor.pid, supervisor.incarnation) == (True, 4, 1)
+        assert [part for part, _ in told] == ["engine 0"]
+        await supervisor.stop()
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize("num_failed", [MAX_FAILED_STARTS - 1, MAX_FAILED_STARTS])
+def test_starts_that_end_with_the_process_are_counted(num_failed):
+    async def main():
+        actor, starts = Actor(), []
+
+        async def set_up():
+            starts.append(actor.pid)
+            if len(starts) <= num_failed:
+                actor.kill(no_restart=False)
+                raise exceptions.ActorDiedError()
+            return actor.pid
+
+        supervisor = watched(actor, set_up)
+        await asyncio.sleep(1)
+        actor.kill(no_restart=False)
+        await asyncio.sleep(1)
+        assert starts == list(range(2, 2 + MAX_FAILED_STARTS))
+        assert supervisor.is_up == (supervisor.gone is None) == (num_failed < MAX_FAILED_STARTS)
+        await supervisor.stop()
+
+    virtual_time.run(main())
+
+
+def test_a_process_that_ray_makes_no_more_is_not_set_up():
+    async def main():
+        actor = Actor()
+
+        async def set_up():
+            raise AssertionError("there is nobody")
+
+        supervisor = watched(actor, set_up)
+        await asyncio.sleep(1)
+        actor.kill()
+        await asyncio.sleep(1)
+        assert "did not come back" in str(supervisor.gone)
+
+    virtual_time.run(main())
+
+
+async def until_up(supervisor):
+    # It has not noticed yet.
+    assert supervisor.is_up
+    while supervisor.is_up:
+        await asyncio.sleep(0)
+    await supervisor.until_up()
+
+
+def test_a_part_that_can_work_nowhere_is_given_up():
+    async def main():
+        actor = Actor()
+
+        async def set_up():
+            raise EngineLost("the server does not start")
+
+        supervisor = watched(actor, set_up)
+        await asyncio.sleep(1)
+        actor.kill(no_restart=False)
+        with pytest.raises(PartLost, match="did not come back: the server does not start"):
+            await until_up(supervisor)
+        assert actor.is_dead
+        # The first end, one for each start but the last, and the last.
+        assert actor.pid == 1 + 1 + MAX_FAILED_STARTS
+        await supervisor.stop()
+
+    virtual_time.run(main())
+
+
+def test_a_part_that_is_gone_is_not_up_whatever_it_was_gone_for():
+    async def main():
+        actor = Actor()
+
+        async def set_up():
+            return actor.pid
+
+        def full(part, reason):
+            raise OSError("no space left")
+
+        supervisor = watched(actor, set_up, on_restart=full)
+        await asyncio.sleep(1)
+        actor.kill(no_restart=False)
+        await asyncio.sleep(1)
+        assert (supervisor.is_up, "no space left" in str(supervisor.gone)) == (False, True)
+
+    virtual_time.run(main())
+
+
+class Reviving:
+    """A supervisor whose part comes back after `up_after_s`, or is given up after `gone_after_s`."""
+
+    def __init__(self, name, *, up_after_s=None, gone_after_s=None):
+        self.gone = None
+        self._name = name
+        self._up_after_s, self._gone_after_s = up_after_s, gone_after_s
+
+    async def until_up(self):
+        await asyncio.sleep(self._up_after_s or self._gone_after_s)
+        if self._up_after_s is None:
+            self.gone = PartLost(f"{self._name} is lost")
+            raise self.gone
+
+
+def test_a_worker_that_is_given_up_is_no_loss_while_another_comes_back():
+    async def main():
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        await _first_up([Reviving("worker 0", gone_after_s=1), Reviving("worker 1", up_after_s=5)])
+        # The other began anew to wait, which is this fake's way.
+        assert loop.time() - started_s == 6
+        with pytest.raises(PartLost, match="worker 0 is lost"):
+            await _first_up([Reviving("worker 0", gone_after_s=1), Reviving("worker 1", gone_after_s=5)])
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+
+
+class EngineProcess(Actor):
+    """An engine's; the first process does not answer `hangs`."""
+
+    def __init__(self, hangs=""):
+        self.hangs = hangs
+        self.calls = []
+        named = ("pause", "resume", "load_weights")
+        super().__init__(
+            **{name: lambda *_, name=name: self._answer(name) for name in named},
+            start=self._start,
+            failure=lambda: asyncio.Event().wait(),
+            health=self._health,
+            generate=None,
+            abort=None,
+        )
+
+    async def _start(self, spec):
+        return EngineFacts(self.pid, 100)
+
+    async def _answer(self, name):
+        self.calls.append((self.pid, name))
+        if self.pid == 1 and name == self.hangs:
+            await asyncio.Event().wait()
+
+    async def _health(self):
+        if self.hangs == "health":
+            raise exceptions.ActorDiedError()
+        return EngineHealth(ok=True, num_running=0, num_waiting=0, model_step=0)
+
+
+def placed(number, **options):
+    return PlacedEngine(SimpleNamespace(number=number), EngineProcess(**options), EngineFacts(1, 100))
+
+
+@pytest.mark.parametrize("hangs", ["pause", "resume", "load_weights"])
+def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
+    async def main():
+        engines = [placed(0, hangs=hangs), placed(1)]
+        controller = ClusterController(engines, Workers([]))
+        await controller.update_weights(Published(None, 1), 1)
+        await pause_generation(controller)
+        await continue_generation(controller)
+        await asyncio.sleep(1)
+        assert [engine.supervisor.pid for engine in engines] == [2, 1]
+        assert controller.engines_up == dict(enumerate(engines))
+        # It was told all that is wanted of it.
+        last = {name for pid, name in engines[0].actor.calls if pid == 2}
+        assert last >= {"load_weights", "resume"}
+        for engine in engines:
+            await engine.supervisor.stop()
+
+    virtual_time.run(main())
+
+
+def test_what_is_told_of_an_engine_that_does_not_serve():
+    async def main():
+        engines = [placed(0), placed(1), placed(2, hangs="health")]
+        controller = ClusterController(engines, Workers([]))
+        engines[0].supervisor.is_up = False
+        assert (await engines[0].health()).detail == "starting again"
+        engines[0].supervisor.gone = PartLost("engine 0 is lost")
+        assert list(controller.engines_up) == [1, 2]
+        with pytest.raises(EngineLost):
+            await engines[2].health()
+        health = await controller.health()
+        assert not health.ok
+        assert health.detail.startswith("engine 0: engine 0 is lost; engine 2: ")
+
+    virtual_time.run(main())

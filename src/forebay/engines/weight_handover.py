@@ -164,7 +164,7 @@ class SharedMemoryHandOver:
     def _latest(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> _Written:
         """`weights` on their way to the memory, which has others until now or these already."""
         earlier = self._whole if adapters is None else self._adapters
-        if earlier is not None and earlier.weights is weights:
+        if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
             return earlier
         written = _Written(weights, model_step, adapters)
         written.message = asyncio.ensure_future(self._write(written, earlier))

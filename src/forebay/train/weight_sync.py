@@ -105,10 +105,12 @@ async def _give_adapters(
     source: WeightSource, receiver: Any, model_step: int, config: Mapping[str, Any]
 ) -> None:
     adapters = await _gather(source.adapters)
+    # Before it is told of new ones.
+    held_step = getattr(receiver, "model_step", 0)
     try:
         await receiver.update_adapters(adapters, model_step, config=config)
     except BaseDiffersError:
-        if getattr(receiver, "model_step", 0) > 0:
+        if held_step > 0:
             raise
         # They are the weights of step 0: adapters begin as nothing.
         await receiver.update_weights(await _gather(source.base_weights), 0)

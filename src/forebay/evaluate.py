@@ -14,9 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forebay.agents.base import TRAJECTORY_OF_KEY
 from forebay.agents.counts import mean_counts
-from forebay.types import RolloutState, Status
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 
 SOLVED_SCORE = 1.0
 """A rollout at or over this score counts as solved, for accuracy and pass@k."""

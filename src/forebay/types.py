@@ -29,6 +29,9 @@ from numpy.typing import NDArray
 UNLABELLED = -1
 """The model step of a token that nobody has labelled yet (real model steps count from 0)."""
 
+TRAJECTORY_OF_KEY = "trajectory_of"
+"""Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
+
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 ByteArray = NDArray[np.uint8]
@@ -80,7 +83,8 @@ class SampleParams:
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end a rollout, besides the model's own end-of-sequence ids."""
     seed: int | None = None
-    """None lets the rollout controller derive one from the run's seed and the rollout's id."""
+    """In place of the run's seed; None: that one. A rollout's id and try are mixed in, so those of one prompt
+    differ all the same."""
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
 

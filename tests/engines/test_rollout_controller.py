@@ -103,11 +103,15 @@ async def test_seeds_follow_from_run_rollout_and_try():
     assert request_seed(0, "r", 0, 0) == different[0] == 4333521470203729365
 
 
-async def test_a_seed_of_ones_own_is_used():
-    one, same, other = await seeds(
-        *(rollout(sample_params=SampleParams(seed=seed), rollout_id=seed) for seed in (3, 3, 4))
+async def test_a_seed_of_ones_own_takes_the_place_of_the_runs_and_keeps_rollouts_apart():
+    params = SampleParams(seed=3)
+    mine = [rollout(sample_params=params, rollout_id=name) for name in ("a", "b", "a")]
+    one, other, again, next_try = await seeds(
+        *mine, rollout(sample_params=params, rollout_id="a", num_tries=1), seed=9
     )
-    assert one == same != other
+    assert one == again == request_seed(3, "a", 0, 0)
+    assert len({one, other, next_try}) == 3
+    assert one != (await seeds(rollout(sample_params=SampleParams(seed=4), rollout_id="a")))[0]
 
 
 async def test_rollouts_without_an_id_do_not_all_draw_alike():

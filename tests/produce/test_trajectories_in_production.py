@@ -59,7 +59,7 @@ def test_no_attempt_is_lost_or_doubled_by_pauses(monkeypatch, partial) -> None:
     assert num_further > 10
 
 
-def test_the_trainer_takes_every_trajectory_as_a_member_of_the_group(monkeypatch) -> None:
+def test_the_trainer_takes_every_trajectory_and_compares_attempts(monkeypatch) -> None:
     pytest.importorskip("torch")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -87,9 +87,12 @@ def test_the_trainer_takes_every_trajectory_as_a_member_of_the_group(monkeypatch
     trained = trainer.fit(batch)
     by_sequence = trained.by_sequence(trained.advantages)
     for number in range(len(groups)):
-        members = [by_sequence[i][0] for i in np.flatnonzero(batch.group_index == number)]
-        # Over all trajectories of the group, not over attempts.
-        assert sum(members) == pytest.approx(0, abs=1e-5)
+        members = np.flatnonzero(batch.group_index == number)
+        # Attempts are compared; a further trajectory has its attempt's advantage.
+        firsts = [i for i in members if batch.attempt_first[i] == i]
+        assert len(firsts) == 3
+        assert sum(by_sequence[i][0] for i in firsts) == pytest.approx(0, abs=1e-5)
+        assert all(by_sequence[i][0] == by_sequence[batch.attempt_first[i]][0] for i in members)
 
 
 def group_name(group) -> str:

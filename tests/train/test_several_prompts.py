@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,28 @@ def test_every_layout_trains_the_same(make_model, make_groups) -> None:
         for one, other in zip(parameters, results[0][2], strict=True):
             # Adam's first steps have the size of the learning rate whatever the gradient's: rounding shows.
             torch.testing.assert_close(one, other, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "won"), [("grpo", 0.7071), ("dr_grpo", 0.5), ("rloo", 1.0), ("pass_at_2", 0.0)]
+)
+def test_an_attempt_counts_once_however_many_trajectories_it_has(model, make_groups, advantage, won) -> None:
+    [[winner, loser]] = make_groups(num_groups=1, size=2)
+    winner.reward, loser.reward = {"score": 1.0}, {"score": 0.0}
+    further = [
+        replace(
+            winner, rollout_id=f"{winner.rollout_id}/{i}", extra_fields={TRAJECTORY_OF_KEY: winner.rollout_id}
+        )
+        for i in (1, 2)
+    ]
+    trainer = TrainController(model, TrainConfig(advantage=advantage), pad_token_id=0)
+    # Neighbours or not, and whoever comes first.
+    for group in ([winner, *further, loser], [further[0], loser, winner, further[1]]):
+        batch = trainer.compute_advantages(trainer.pack([group]))
+        assert batch.advantages is not None
+        for state, advantages in zip(group, batch.by_sequence(batch.advantages), strict=True):
+            expected = -won if state is loser else won
+            np.testing.assert_allclose(advantages, expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("store", ["naive", "sql"])

@@ -114,6 +114,64 @@ def test_equal_scores_and_lone_rollouts_teach_exactly_nothing(estimator, score):
     assert estimator(*flat([[score] * 3, [score * 7], [score] * 5])).tolist() == [0.0] * 9
 
 
+BY_ATTEMPT = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+    "pass_at_2": lambda scores, group, first=None: pass_at_k(scores, group, 2, first),
+}
+
+
+def with_trajectories(groups, counts):
+    """Every attempt's score `counts[i]` times, the groups, the firsts, and which attempt each is of."""
+    scores, group_index = flat(groups)
+    attempts = np.repeat(np.arange(len(scores)), counts)
+    firsts = (np.cumsum(counts) - counts)[attempts]
+    return scores[attempts], group_index[attempts], firsts, attempts
+
+
+@pytest.mark.parametrize("name", BY_ATTEMPT)
+@given(
+    groups=st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=5), min_size=1, max_size=4
+    ),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_each_trajectory_has_the_advantage_that_its_attempt_has_alone(name, groups, seed):
+    estimator = BY_ATTEMPT[name]
+    counts = np.random.default_rng(seed).integers(1, 4, sum(map(len, groups)))
+    *arrays, attempts = with_trajectories(groups, counts)
+    np.testing.assert_allclose(estimator(*arrays), estimator(*flat(groups))[attempts], atol=1e-12)
+
+
+@given(scores_of_groups, st.integers(0, 2**32 - 1))
+def test_opo_does_not_see_how_an_attempt_is_cut_into_trajectories(groups, seed):
+    random = np.random.default_rng(seed)
+    counts = random.integers(1, 4, sum(map(len, groups)))
+    scores, group_index, _, attempts = with_trajectories(groups, counts)
+    lengths = random.integers(1, 9, len(scores))
+    whole = opo(*flat(groups), np.bincount(attempts, lengths))
+    np.testing.assert_allclose(opo(scores, group_index, lengths), whole[attempts], atol=1e-12)
+
+
+def test_pass_at_k_counts_attempts():
+    # Scores 1 (three trajectories), 0 and 0: two of the three pairs of attempts are solved.
+    arrays = with_trajectories([[1.0, 0.0, 0.0]], np.array([3, 1, 1]))[:3]
+    solved, unsolved = pass_at_k(*flat([[1.0, 0.0, 0.0]]), 2)[:2]
+    assert solved > 0 > unsolved
+    assert pass_at_k(*arrays[:2], 2, arrays[2]).tolist() == [solved] * 3 + [unsolved] * 2
+    # Of two attempts there is one pair: whatever its members did, it has no other to be better than.
+    arrays = with_trajectories([[1.0, 0.0]], np.array([3, 1]))[:3]
+    assert pass_at_k(*arrays[:2], 2, arrays[2]).tolist() == [0.0] * 4
+
+
+def test_a_trajectory_with_a_reward_of_its_own_is_compared_with_the_attempts():
+    scores, group, first = np.array([1.0, 0.5, 0.0, 0.5]), np.zeros(4, int), np.array([0, 0, 2, 3])
+    assert dr_grpo(scores, group, first).tolist() == [0.5, 0.0, -0.5, 0.0]
+    assert rloo(scores, group, first).tolist() == [0.75, 0.25, -0.75, 0.0]
+
+
 def gae_reference(score, values, gamma, lam):
     advantages, following, advantage = [], 0.0, 0.0
     for t in reversed(range(len(values))):

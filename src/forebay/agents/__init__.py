@@ -1,6 +1,6 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
-from forebay.agents.base import TRAJECTORY_OF_KEY, AgentLoop, Generator, GroupJudger, split_attempts
+from forebay.agents.base import AgentLoop, Generator, GroupJudger, split_attempts
 from forebay.agents.build import AGENTS, build_agent_loop, prompt_tools, with_max_context
 from forebay.agents.counts import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
 from forebay.agents.environment import Environment, Reply
@@ -22,6 +22,7 @@ from forebay.agents.single_turn import (
 )
 from forebay.agents.tool_calls import PARSERS, ToolCall
 from forebay.agents.tools import ToolAgentLoop, ToolEnvironment
+from forebay.types import TRAJECTORY_OF_KEY
 
 __all__ = [
     "AGENTS",

@@ -29,12 +29,9 @@ from typing import Any, Protocol
 
 from forebay.activity import GENERATE, JUDGE, Activities
 from forebay.agents.interruption import is_cancelled
-from forebay.types import RolloutState, Status, reset_rollout_response
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, reset_rollout_response
 
 logger = logging.getLogger(__name__)
-
-TRAJECTORY_OF_KEY = "trajectory_of"
-"""Key in ``extra_fields`` of a further trajectory: the rollout id of the one that it was made with."""
 
 Attempt = list[RolloutState]
 """A rollout and the further trajectories that were made with it."""

@@ -262,9 +262,8 @@ class RolloutController:
             input_ids=state.tokens,
             params=params,
             max_tokens=budget,
-            seed=request_seed(self._seed, name, state.num_tries, 0)
-            if params.seed is None
-            else request_seed(params.seed, 0),
+            # The name is mixed into a user's seed too, or a group would be k equal rollouts.
+            seed=request_seed(self._seed if params.seed is None else params.seed, name, state.num_tries, 0),
             session_id=_session_name(state),
             time_limit_s=self._time_limit_s,
         )

@@ -24,12 +24,12 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from forebay.activity import PUT, Activities
-from forebay.agents.base import TRAJECTORY_OF_KEY
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
 from forebay.replay import ReplayBuffer
 from forebay.types import (
     TOKEN_FIELDS,
+    TRAJECTORY_OF_KEY,
     UNLABELLED,
     RolloutState,
     Status,

@@ -8,9 +8,13 @@ Each estimator is a small function on arrays; `ADVANTAGES` is the table that nam
     scores_S, group_S [, lengths_S] --estimator--> advantages_S --spread--> advantages_R (0 where mask is 0)
     scores_S, values_R              --gae--------> advantages_R, returns_R
 
-Shapes: S sequences, R response tokens of all sequences one after the other. `group_S` numbers the group of
-each sequence from 0. A group of one has no baseline but itself: its advantage is 0. So is that of a group
-whose scores are all equal, exactly.
+Shapes: S sequences, R response tokens of all sequences one after the other, G groups. `group_S` numbers the
+group of each sequence from 0. A group of one has no baseline but itself: its advantage is 0. So is that of a
+group whose scores are all equal, exactly.
+
+Attempts. A group compares attempts, and an attempt may have made several sequences (trajectories). `first_S`
+is the number of the first sequence of each one's attempt; only the first ones count in means, deviations and
+numbers, and every sequence is then compared with these by its own score. None: each is an attempt of its own.
 """
 
 from __future__ import annotations
@@ -39,54 +43,71 @@ SOLVED_SCORE = 1.0
 """A rollout at or over this score counts as solved; the evaluation's accuracy and pass@k use the same."""
 
 
-def centre(scores_S: Floats, group_S: Ints) -> Floats:
+def _is_counted(group_S: Ints, first_S: Ints | None) -> NDArray[np.bool_]:
+    """Which sequences stand for their attempt."""
+    numbers_S = np.arange(len(group_S))
+    return np.ones(len(group_S), bool) if first_S is None else first_S == numbers_S
+
+
+def centre(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
     """Scores minus the mean of their group."""
-    counts_G = np.bincount(group_S)
+    counted_S = _is_counted(group_S, first_S)
+    counts_G = np.bincount(group_S, counted_S)
     # Relative to the group's lowest score, so that equal scores give exactly 0 and not a rounding error.
     lowest_G = np.full(len(counts_G), np.inf)
     np.minimum.at(lowest_G, group_S, scores_S)
     above_S = scores_S - lowest_G[group_S]
-    means_G = np.bincount(group_S, above_S) / np.maximum(counts_G, 1)
+    means_G = np.bincount(group_S, above_S * counted_S) / np.maximum(counts_G, 1)
     return np.asarray(above_S - means_G[group_S])
 
 
-def grpo(scores_S: Floats, group_S: Ints) -> Floats:
+def grpo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
     """Centred scores over the group's standard deviation (of a sample: n - 1).
 
     Shao et al. 2024, "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models".
 
     >>> grpo(np.array([1.0, 0.0, 0.0, 1.0]), np.array([0, 0, 0, 0])).round(3).tolist()
     [0.866, -0.866, -0.866, 0.866]
+
+    Two attempts, the first with three sequences:
+
+    >>> scores, group, first = np.array([1.0, 1.0, 1.0, 0.0]), np.zeros(4, int), np.array([0, 0, 0, 3])
+    >>> grpo(scores, group, first).round(2).tolist()
+    [0.71, 0.71, 0.71, -0.71]
     """
-    centred_S = centre(scores_S, group_S)
-    degrees_G = np.maximum(np.bincount(group_S) - 1, 1)
-    std_G = np.sqrt(np.bincount(group_S, centred_S**2) / degrees_G)
+    counted_S = _is_counted(group_S, first_S)
+    centred_S = centre(scores_S, group_S, first_S)
+    degrees_G = np.maximum(np.bincount(group_S, counted_S) - 1, 1)
+    std_G = np.sqrt(np.bincount(group_S, centred_S**2 * counted_S) / degrees_G)
     return np.asarray(centred_S / (std_G[group_S] + EPSILON))
 
 
-def dr_grpo(scores_S: Floats, group_S: Ints) -> Floats:
+def dr_grpo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
     """Centred scores, not divided: hard and easy prompts keep their weight.
 
     Liu et al. 2025, "Understanding R1-Zero-Like Training: A Critical Perspective".
     """
-    return centre(scores_S, group_S)
+    return centre(scores_S, group_S, first_S)
 
 
-def rloo(scores_S: Floats, group_S: Ints) -> Floats:
-    """Score minus the mean of the *other* members, which is n / (n - 1) times the centred score.
+def rloo(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
+    """Score minus the mean of the *other* attempts, which is n / (n - 1) times the centred score.
 
     Ahmadian et al. 2024, "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human
     Feedback in LLMs".
     """
-    counts_S = np.bincount(group_S)[group_S]
-    return np.asarray(centre(scores_S, group_S) * counts_S / np.maximum(counts_S - 1, 1))
+    num_others_S = np.bincount(group_S, _is_counted(group_S, first_S))[group_S] - 1
+    centred_S = centre(scores_S, group_S, first_S)
+    own_S = centred_S if first_S is None else centred_S[first_S]
+    return np.asarray(centred_S + own_S / np.maximum(num_others_S, 1))
 
 
 def opo(scores_S: Floats, group_S: Ints, lengths_S: Ints) -> Floats:
     """Score minus the length-weighted mean of the group, the baseline of least gradient variance.
 
     Hao et al. 2025, "On-Policy RL with Optimal Reward Baseline". Lengths in generated tokens; a group that
-    generated nothing uses the plain mean.
+    generated nothing uses the plain mean. An attempt's length is that of its sequences together, so it makes
+    no difference how many they are.
     """
     centred_S = centre(scores_S, group_S)
     tokens_G = np.bincount(group_S, lengths_S)
@@ -94,17 +115,17 @@ def opo(scores_S: Floats, group_S: Ints, lengths_S: Ints) -> Floats:
     return np.asarray(centred_S - weighted_G[group_S])
 
 
-def reinforce_pp_baseline(scores_S: Floats, group_S: Ints) -> Floats:
+def reinforce_pp_baseline(scores_S: Floats, group_S: Ints, first_S: Ints | None = None) -> Floats:
     """Centred scores, then normalised over the whole batch.
 
     Hu et al. 2025, "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward
     Models", the variant with a group baseline.
     """
-    return standardise(centre(scores_S, group_S))
+    return standardise(centre(scores_S, group_S, first_S), _is_counted(group_S, first_S))
 
 
-def pass_at_k(scores_S: Floats, group_S: Ints, k: int) -> Floats:
-    """The advantage that raises the chance that at least one of k rollouts solves the prompt.
+def pass_at_k(scores_S: Floats, group_S: Ints, k: int, first_S: Ints | None = None) -> Floats:
+    """The advantage that raises the chance that at least one of k attempts solves the prompt.
 
     Closed form over all k-subsets of a group of n with n- unsolved rollouts: the subset's reward is 1 if any
     member solved it, mean ``m = 1 - C(n-, k) / C(n, k)``, deviation ``s = sqrt(m (1 - m))``. A solved
@@ -114,13 +135,14 @@ def pass_at_k(scores_S: Floats, group_S: Ints, k: int) -> Floats:
     Reasoning Models". Solved: a score of at least `SOLVED_SCORE`.
 
     Raises:
-        ValueError: a group has fewer than k members.
+        ValueError: a group has fewer than k attempts.
     """
-    sizes_G = np.bincount(group_S)
+    counted_S = _is_counted(group_S, first_S)
+    sizes_G = np.bincount(group_S, counted_S).astype(int)
     if len(sizes_G) and sizes_G.min() < k:
         raise ValueError(f"pass_at_{k} needs {k} rollouts, but a group has only {sizes_G.min()}; lower k")
     solved_S = scores_S >= SOLVED_SCORE
-    unsolved_G = np.bincount(group_S, ~solved_S).astype(int)
+    unsolved_G = np.bincount(group_S, ~solved_S & counted_S).astype(int)
     pairs = [_pass_at_k_pair(int(n), int(bad), k) for n, bad in zip(sizes_G, unsolved_G, strict=True)]
     table_G2 = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return np.asarray(table_G2[group_S, solved_S.astype(int)])
@@ -168,12 +190,15 @@ def gae(
     return advantages_R, returns_R
 
 
-def standardise(values_N: Floats) -> Floats:
-    """Values with mean 0 and standard deviation 1 (of a sample: n - 1); 0 if there is only one."""
-    if len(values_N) < 2:
+def standardise(values_N: Floats, counted_N: NDArray[np.bool_] | None = None) -> Floats:
+    """Values scaled so that those counted have mean 0 and standard deviation 1 (of a sample: n - 1).
+
+    All are counted if `counted_N` does not say otherwise; 0 if only one is.
+    """
+    known_N = values_N if counted_N is None else values_N[counted_N]
+    if len(known_N) < 2:
         return np.zeros_like(values_N)
-    centred_N = values_N - values_N.mean()
-    return np.asarray(centred_N / (centred_N.std(ddof=1) + EPSILON))
+    return np.asarray((values_N - known_N.mean()) / (known_N.std(ddof=1) + EPSILON))
 
 
 AdvantageFunction = Callable[["TrainBatch", "TrainConfig"], "Floats | tuple[Floats, Floats]"]
@@ -193,11 +218,13 @@ def _gae_of_batch(batch: TrainBatch, config: TrainConfig) -> tuple[Floats, Float
 
 
 ADVANTAGES: Mapping[str, AdvantageFunction] = {
-    "grpo": lambda batch, config: grpo(batch.scores, batch.group_index),
-    "dr_grpo": lambda batch, config: dr_grpo(batch.scores, batch.group_index),
-    "rloo": lambda batch, config: rloo(batch.scores, batch.group_index),
+    "grpo": lambda batch, config: grpo(batch.scores, batch.group_index, batch.attempt_first),
+    "dr_grpo": lambda batch, config: dr_grpo(batch.scores, batch.group_index, batch.attempt_first),
+    "rloo": lambda batch, config: rloo(batch.scores, batch.group_index, batch.attempt_first),
     "opo": lambda batch, config: opo(batch.scores, batch.group_index, batch.generated_lengths),
-    "reinforce_pp_baseline": lambda batch, config: reinforce_pp_baseline(batch.scores, batch.group_index),
+    "reinforce_pp_baseline": lambda batch, config: reinforce_pp_baseline(
+        batch.scores, batch.group_index, batch.attempt_first
+    ),
     "gae": _gae_of_batch,
 }
 
@@ -220,7 +247,7 @@ def find_advantage(name: str) -> AdvantageFunction:
     """
     k = pass_at(name)
     if k is not None:
-        return lambda batch, config: pass_at_k(batch.scores, batch.group_index, k)
+        return lambda batch, config: pass_at_k(batch.scores, batch.group_index, k, batch.attempt_first)
     # That entry is for the messages only: `pass_at` has read the name itself.
     function: AdvantageFunction = look_up("advantage", name, {**ADVANTAGES, "pass_at_8": None})
     return function

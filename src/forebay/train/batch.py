@@ -22,7 +22,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.types import UNLABELLED, FloatArray, IntArray, RolloutState, Status, fill_token_fields
+from forebay.types import (
+    TRAJECTORY_OF_KEY,
+    UNLABELLED,
+    FloatArray,
+    IntArray,
+    RolloutState,
+    Status,
+    fill_token_fields,
+)
 
 Layout = Literal["padded", "packed", "shared_prompt"]
 """How a micro-batch lies in tensors; `collate` explains them."""
@@ -65,6 +73,8 @@ class TrainBatch:
     """S rewards."""
     group_index: NDArray[np.int64]
     """S: number of the group in this batch, from 0."""
+    attempt_first: NDArray[np.int64]
+    """S: number of the first sequence of the same attempt; its own, but for further trajectories."""
     temperatures: NDArray[np.float32]
     """S: what each sequence was sampled with."""
 
@@ -115,6 +125,7 @@ class TrainBatch:
             model_steps=np.concatenate([s.response_model_steps for s in states]),
             scores=np.array([float((s.reward or {})["score"]) for s in states]),
             group_index=np.repeat(np.arange(len(ordered)), [len(group) for group in ordered]),
+            attempt_first=_attempt_first(ordered),
             temperatures=np.array(temperatures, np.float32),
         )
 
@@ -212,6 +223,21 @@ class TrainBatch:
     def by_sequence(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array by response token as S views, one per sequence."""
         return np.split(values, self.response_starts[1:])
+
+
+def _attempt_first(groups: Iterable[Sequence[RolloutState]]) -> NDArray[np.int64]:
+    firsts: list[int] = []
+    for group in groups:
+        # By the id that further trajectories name, for nothing says that they are neighbours of the first.
+        numbers: dict[Any, int] = {}
+        marks = [state.extra_fields.get(TRAJECTORY_OF_KEY) for state in group]
+        for number, (state, mark) in enumerate(zip(group, marks, strict=True), start=len(firsts)):
+            if mark is None:
+                numbers[state.rollout_id] = number
+        for number, mark in enumerate(marks, start=len(firsts)):
+            # Where the first is missing, the next one takes its place.
+            firsts.append(number if mark is None else numbers.setdefault(mark, number))
+    return np.array(firsts, np.int64)
 
 
 def _threshold(thresholds: int | Mapping[str, int], task_name: str | None) -> int:

@@ -80,13 +80,14 @@ def token_measures(columns: Columns, num_optimiser_steps: int) -> dict[str, floa
 
 
 def batch_measures(batch: TrainBatch) -> dict[str, float]:
-    """Sizes, scores and advantages of a batch, and how much of its tensors is padding."""
+    """Sizes, scores (by attempt) and advantages of a batch, and how much of its tensors is padding."""
+    scores = batch.scores[batch.attempt_first == np.arange(batch.num_sequences)]
     metrics = {
         "tokens": float(batch.num_tokens),
         "sequences": float(batch.num_sequences),
         "trained_tokens": float(batch.in_loss.sum()),
-        "score_mean": float(batch.scores.mean()),
-        "score_std": float(batch.scores.std()),
+        "score_mean": float(scores.mean()),
+        "score_std": float(scores.std()),
         "equal_score_groups": _equal_score_share(batch),
         "padding": _padding_share(batch),
     }

@@ -64,6 +64,7 @@ def _left_behind(num_sequences: int, num_tokens: int) -> dict[str, Any]:
         "model_steps": np.zeros(num_tokens, np.int32),
         "scores": np.zeros(num_sequences),
         "group_index": np.zeros(num_sequences, np.int64),
+        "attempt_first": np.arange(num_sequences),
     }
 
 

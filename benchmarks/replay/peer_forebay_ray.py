@@ -67,14 +67,14 @@ class SmallSide:
 
 async def run(job: peer_job.Job) -> peer_job.Way:
     name, place = "Forebay, IndexedStorage", "Ray actor, sockets over TCP"
-    # Kept, because with its handles the actor would go.
-    actors = start_buffer(name="benchmark")
+    # Kept, because with its handle the actor would go.
+    actor = start_buffer(name="benchmark")
     async with await connect_buffer("benchmark") as buffer:
         if job.small:
             way = await SmallSide(job, buffer).run(peer_job.Way(name, place))
         else:
             way = await Side(job, buffer).run(name, place)
-    del actors
+    del actor
     return way
 
 

@@ -23,7 +23,7 @@ COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED
 @pytest.fixture
 async def started(ray, tmp_path):
     """A buffer on a database."""
-    [actor] = start_buffer(name="buffer", store=str(tmp_path / "buffer.db"), policy="fifo")
+    actor = start_buffer(name="buffer", store=str(tmp_path / "buffer.db"), policy="fifo")
     yield actor
     await stop_buffer("buffer")
 
@@ -65,11 +65,7 @@ async def test_wrong_options_are_refused(ray):
         await connect_buffer("never")
     with pytest.raises(ValueError, match="unknown policy"):
         start_buffer(name="never", policy="fifth")
-    with pytest.raises(ValueError, match="at least 1"):
-        start_buffer(name="never", num_shards=0)
-    with pytest.raises(ValueError, match="SQLite file each"):
-        start_buffer(name="never", num_shards=2, store="postgresql://host/data")
-    [actor] = start_buffer(name="wrong", store="mysql://host/data")
+    actor = start_buffer(name="wrong", store="mysql://host/data")
     with pytest.raises(ValueError, match="SQL store"):
         await connect_buffer("wrong")
     ray.kill(actor)
@@ -77,7 +73,7 @@ async def test_wrong_options_are_refused(ray):
 
 async def test_a_run_may_have_its_groups_there(ray, tmp_path):
     """The manager's own buffer is replaced by a client; the ledger adds up, evictions included."""
-    actors = start_buffer(name="run", store=str(tmp_path / "run.db"), limit=9)
+    actor = start_buffer(name="run", store=str(tmp_path / "run.db"), limit=9)
     async with await connect_buffer("run") as buffer:
         strategy = AsyncProduceStrategyConfig(
             over_sample_threshold=0.5, max_staleness=2, enable_partial_rollout=True
@@ -96,37 +92,24 @@ async def test_a_run_may_have_its_groups_there(ray, tmp_path):
         assert len(evicted) == held + 12 - 9 == buffer.num_evicted["t"]
         assert all(row.item[0].group_id for row in evicted)
         buffer.on_evict = enter
-    del actors
+    del actor
 
 
-async def test_shards_are_one_buffer_and_each_comes_back(ray, tmp_path):
-    actors = start_buffer(name="shards", num_shards=2, store=str(tmp_path / "b.db"), policy="staleness")
-    async with await connect_buffer("shards") as buffer:
-        await buffer.put_groups([make_group(str(n), steps=[n % 3]) for n in range(12)], "math")
-        assert sorted(path.name for path in tmp_path.glob("*.db")) == ["b-0.db", "b-1.db"]
-        await kill(actors[1])
-        groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
-        assert sorted(map(int, names(groups["math"]))) == list(range(12))
-    await stop_buffer("shards")
-
-
-async def test_the_shards_of_a_run_come_back_are_counted_and_leave_no_files(ray, tmp_path):
-    (tmp_path / "buffer-7.db").write_text("of an earlier run")
+async def test_the_buffer_of_a_run_comes_back_is_counted_and_leaves_no_files(ray, tmp_path):
+    (tmp_path / "buffer.db-wal").write_text("of an earlier run")
     restarts = []
     placed = await PlacedBuffer.start(
-        tmp_path, policy="fifo", on_restart=lambda *what: restarts.append(what), num_shards=2, limit=19
+        tmp_path, policy="fifo", on_restart=lambda *what: restarts.append(what), limit=20
     )
     buffer = placed.client
-    assert sorted(path.name for path in tmp_path.glob("*.db")) == ["buffer-0.db", "buffer-1.db"]
     await buffer.put_groups([make_group(str(n)) for n in range(12)], "math")
     pids = placed.pids()
-    assert sorted(pids) == ["buffer 0", "buffer 1"]
-    os.kill(pids["buffer 1"], signal.SIGKILL)
+    os.kill(pids["buffer"], signal.SIGKILL)
     groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
     assert list(map(int, names(groups["math"]))) == list(range(12))
-    assert restarts == [("buffer 1", "its process has ended")]
-    assert placed.pids()["buffer 0"] == pids["buffer 0"]
-    # Each shard has its part of the limit.
+    assert restarts == [("buffer", "its process has ended")]
+    assert placed.pids().keys() == pids.keys()
+    assert placed.pids() != pids
     await buffer.put_groups([make_group(f"late/{n}") for n in range(60)], "math")
     assert (len(buffer), buffer.num_evicted) == (20, {"math": 40})
     await placed.close()
@@ -134,7 +117,7 @@ async def test_the_shards_of_a_run_come_back_are_counted_and_leave_no_files(ray,
 
 
 async def test_a_kill_while_groups_come_and_go_loses_and_doubles_nothing(ray, tmp_path):
-    [actor] = start_buffer(name="chaos", store=str(tmp_path / "chaos.db"), policy="fifo")
+    actor = start_buffer(name="chaos", store=str(tmp_path / "chaos.db"), policy="fifo")
     number, batches = 120, []
     async with await connect_buffer("chaos") as producer, await connect_buffer("chaos") as trainer:
 

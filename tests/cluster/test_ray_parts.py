@@ -245,13 +245,13 @@ def test_a_program_without_a_cluster_starts_one_and_ends_it(tmp_path):
 
 async def test_a_program_joins_a_cluster_by_its_address_and_leaves_it_there(ray, tmp_path):
     address = ray.get_runtime_context().gcs_address
-    handles = start_buffer(name="shared")
+    handle = start_buffer(name="shared")
     async with await connect_buffer("shared") as buffer:
         await buffer.put(make_group("a"), "math")
         found = await asyncio.to_thread(run_main, tmp_path, address)
     assert found == {"address": address, "waiting": 1, "is_on": False}
     await stop_buffer("shared")
-    del handles
+    del handle
     groups = ray.util.placement_group_table().values()
     assert {group["state"] for group in groups} <= {"REMOVED"}
     assert ray.get(ray.put(1)) == 1

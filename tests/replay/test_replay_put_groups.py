@@ -116,17 +116,6 @@ async def test_a_policy_with_a_put_of_its_own_that_fails_stores_nothing(make_sto
     assert len(buffer) == 2
 
 
-async def test_places_for_other_numbers_of_groups_are_refused_before_anything_waits():
-    async def waits(*_):
-        raise AssertionError("it comes to the lock")
-
-    buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
-    buffer._lock.shared = waits
-    for arrivals in ([1], [1, 2, 3]):
-        with pytest.raises(ValueError, match=f"{len(arrivals)} places for 2 groups"):
-            await buffer.put_groups([make_group("a"), [], make_group("b")], "math", arrivals=arrivals)
-
-
 async def test_many_groups_are_labelled_without_keeping_others_waiting():
     groups = [make_group(str(number), size=1, num_tokens=1) for number in range(2000)]
     labelled, seen = 0, [0]

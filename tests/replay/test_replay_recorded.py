@@ -1,6 +1,5 @@
 """A recorded buffer notes groups that came by `put_groups` as those that came one by one."""
 
-import pytest
 from replay_factory import make_group, names
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
@@ -19,8 +18,6 @@ async def test_put_groups_is_recorded_and_done_again_alike(tmp_path):
     await buffer.put_groups(iter(groups), "math", model_step=1, current_train_step=3, tags={"x": 1})
     await buffer.put(make_group("d", steps=[0]), "math", current_train_step=4, stale_threshold=2)
     await buffer.put_groups([make_group("e"), make_group("f")], "math", priority=0.5)
-    with pytest.raises(ValueError, match="recorded buffer"):
-        await buffer.put_groups([make_group("g")], "math", arrivals=[1])
     recorder.close()
     events = list(read_events(Segment(recorder.segment, None, None)))
     noted = [event for event in events if event.facts["event"] == "put"]

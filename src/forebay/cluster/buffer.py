@@ -22,11 +22,10 @@ import secrets
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
-from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, ShardedReplayBuffer, serve
+from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, serve
 from forebay.replay.server_address import Address
 from forebay.replay.server_command import IN_MEMORY, POLICIES, ServeOptions, open_buffer
 from forebay.replay.server_memory import keep_freed_memory
@@ -48,21 +47,14 @@ class BufferActor:
     >>> address, token = await actor.place.remote()
     """
 
-    def __init__(
-        self, options: ServeOptions, token: str, host: str | None = None, num_shards: int = 1
-    ) -> None:
+    def __init__(self, options: ServeOptions, token: str, host: str | None = None) -> None:
         self._options = options
         self._token = token
         self._host = host
-        self._num_shards = num_shards
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
         self._buffer: ReplayBuffer | None = None
         self._place: Place | None = None
-
-    async def layout(self) -> tuple[int, str]:
-        """How many shards there are, and the name of their policy."""
-        return self._num_shards, self._options.policy
 
     async def place(self) -> Place:
         """Where the buffer is served, and the token.
@@ -101,7 +93,6 @@ class BufferActor:
 def start_buffer(
     *,
     name: str = DEFAULT_NAME,
-    num_shards: int = 1,
     store: str = IN_MEMORY,
     policy: str = "staleness",
     limit: int | None = None,
@@ -109,21 +100,19 @@ def start_buffer(
     keep_consumed: bool = False,
     host: str | None = None,
     actor_options: Mapping[str, Any] | None = None,
-) -> list[Any]:
-    """Start a buffer as the actor `name` and return Ray's handles; ``ray.init`` was called before.
+) -> Any:
+    """Start a buffer as the actor `name` and return Ray's handle; ``ray.init`` was called before.
 
-    Of several shards each is an actor of its own, with a handle in the list. An actor lives as long as
-    somebody has a handle or a client of it in the program that started it;
+    The actor lives as long as the program that started it has a handle or a client of it;
     ``actor_options={"lifetime": "detached"}`` keeps it until `stop_buffer`.
 
     Args:
         name: by which `connect_buffer` finds it, from other programs on the same cluster too.
-        num_shards: processes that share the work; see `ShardedReplayBuffer`.
         store: "memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which survive the
-            actor's process. Shards have a file each: ``buffer-0.db``, ``buffer-1.db``, ...
+            actor's process.
         policy: "fifo", "staleness" or "prioritized".
-        limit: live groups of a shard at most, beyond which the oldest are evicted.
-        max_live: live groups of a shard beyond which puts wait.
+        limit: live groups at most, beyond which the oldest are evicted.
+        max_live: live groups beyond which puts wait.
         keep_consumed: see `ReplayBuffer`.
         host: where to listen on the actor's node. None: loopback if that node is the whole cluster when the
             first client asks, else the node's address; name one where nodes will join later.
@@ -133,8 +122,6 @@ def start_buffer(
         ValueError: there is an actor of that name, or the options contradict each other.
     """
     ray = import_ray()
-    if num_shards < 1:
-        raise ValueError(f"num_shards must be at least 1, got {num_shards}")
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
     if max_live is not None and limit is not None:
@@ -145,37 +132,20 @@ def start_buffer(
     placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
     # The same one after a restart. It also keeps out those who reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
-    handles = []
-    for shard in range(num_shards):
-        options = ServeOptions(
-            address="",
-            store=store if num_shards == 1 else _shard_store(store, shard),
-            policy=policy,
-            limit=limit,
-            max_live=max_live,
-            keep_consumed=keep_consumed,
-        )
-        actor = ray.remote(BufferActor).options(name=_shard_name(name, shard), namespace=NAMESPACE, **placed)
-        handles.append(actor.remote(options, token, host, num_shards))
-    return handles
-
-
-def _shard_name(name: str, shard: int) -> str:
-    """The first one has the name itself: from there the others are found."""
-    return f"{name}/{shard}" if shard else name
+    options = ServeOptions(
+        address="",
+        store=store,
+        policy=policy,
+        limit=limit,
+        max_live=max_live,
+        keep_consumed=keep_consumed,
+    )
+    actor = ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed)
+    return actor.remote(options, token, host)
 
 
 def _is_file(store: str) -> bool:
     return store != IN_MEMORY and "://" not in store
-
-
-def _shard_store(store: str, shard: int) -> str:
-    if store == IN_MEMORY:
-        return store
-    if not _is_file(store):
-        raise ValueError("shards need an SQLite file each: give a path, or use one shard for a database")
-    path = Path(store)
-    return str(path.with_name(f"{path.stem}-{shard}{path.suffix}"))
 
 
 def _node_address(ray: Any) -> str:
@@ -185,26 +155,14 @@ def _node_address(ray: Any) -> str:
     return addresses[here] if len(addresses) > 1 else LOOPBACK
 
 
-async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer | ShardedReplayBuffer:
-    """A client of the buffer `name`, for one event loop; it finds the actors again after a restart.
+async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer:
+    """A client of the buffer `name`, for one event loop; it finds the actor again after a restart.
 
     Raises:
         ValueError: there is no actor of that name.
         ConnectionLost: it cannot be reached.
     """
-    ray = import_ray()
-    num_shards, policy = await ray.get_actor(name, NAMESPACE).layout.remote()
-    async with AsyncExitStack() as stack:
-        shards = []
-        for shard in range(num_shards):
-            connecting = _connect(ray.get_actor(_shard_name(name, shard), NAMESPACE))
-            shards.append(await stack.enter_async_context(await connecting))
-        # From here on they are whoever's asked.
-        stack.pop_all()
-    return shards[0] if num_shards == 1 else ShardedReplayBuffer(shards, POLICIES[policy]())
-
-
-async def _connect(actor: Any) -> RemoteReplayBuffer:
+    actor = import_ray().get_actor(name, NAMESPACE)
     return await RemoteReplayBuffer.connect_through(partial(locate, actor))
 
 
@@ -234,8 +192,6 @@ async def stop_buffer(name: str = DEFAULT_NAME) -> None:
         ValueError: there is no actor of that name.
     """
     ray = import_ray()
-    num_shards, _ = await ray.get_actor(name, NAMESPACE).layout.remote()
-    for shard in range(num_shards):
-        actor = ray.get_actor(_shard_name(name, shard), NAMESPACE)
-        await actor.close.remote()
-        ray.kill(actor)
+    actor = ray.get_actor(name, NAMESPACE)
+    await actor.close.remote()
+    ray.kill(actor)

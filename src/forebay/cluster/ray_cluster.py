@@ -80,7 +80,6 @@ class RayCluster:
         gpus_per_trainer: likewise; of a trainer on several ranks, for each rank.
         address: of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started.
         buffer: "actor": in a process of its own, on an SQLite file; "driver": in the run's own process.
-        buffer_shards: processes, with a file each, that share the work of the buffer "actor".
         placement_timeout_s: how long to wait for room.
         max_restarts: how often the run may go back to a checkpoint, because it lost its trainer or another
             part that only helps, without a finished train step in between.
@@ -100,7 +99,6 @@ class RayCluster:
         gpus_per_trainer: float = 0,
         address: str | None = None,
         buffer: str = "actor",
-        buffer_shards: int = 1,
         placement_timeout_s: float = 60.0,
         max_restarts: int = 3,
     ) -> None:
@@ -108,7 +106,6 @@ class RayCluster:
         check_count("num_engines", num_engines, 1)
         check_count("num_workers", num_workers, 1)
         check_count("max_restarts", max_restarts, 0)
-        check_count("buffer_shards", buffer_shards, 1)
         check_share("gpus_per_engine", gpus_per_engine)
         check_share("gpus_per_trainer", gpus_per_trainer)
         check_positive("placement_timeout_s", placement_timeout_s)
@@ -135,7 +132,6 @@ class RayCluster:
         self._sleeps = shares_gpu
         self._trains = True
         self._has_buffer_actor = buffer == "actor"
-        self._num_buffer_shards = buffer_shards
         self._buffer: PlacedBuffer | None = None
         self._restarts = Restarts()
         self._connection: Connection | None = None
@@ -182,7 +178,6 @@ class RayCluster:
             self._buffer = await PlacedBuffer.start(
                 self._config.folder,
                 on_restart=self._restarts.note,
-                num_shards=self._num_buffer_shards,
                 policy="staleness" if self._config.produce.is_async else "fifo",
                 limit=replay.limit,
                 keep_consumed=replay.keep_consumed,

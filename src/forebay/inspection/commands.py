@@ -47,8 +47,7 @@ from forebay.replay.analysis import JOINED_SCHEMA
 from forebay.replay.payload import damage_named
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
 from forebay.replay.query import show_value
-from forebay.replay.resharding import read_shards
-from forebay.replay.snapshot import Snapshot, write_snapshot
+from forebay.replay.snapshot import Snapshot, read_snapshot, write_snapshot
 from forebay.replay.storage import StorageItem
 
 
@@ -220,7 +219,7 @@ def _read_all(source: str, policy: str | None) -> Snapshot:
     if not is_sql(source):
         if policy is not None:
             raise ValueError(f"a snapshot keeps the policy it was taken with; leave out --policy {policy}")
-        return read_shards(find_snapshot(Path(source)))
+        return read_snapshot(find_snapshot(Path(source)))
     chosen = FIFOReplayPolicy.__name__ if policy is None else policy
     known = [name for name, kind in vars(policies).items() if _is_policy(kind)]
     if chosen not in known:

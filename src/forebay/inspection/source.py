@@ -3,7 +3,6 @@
 ::
 
     PATH --find_snapshot--> snapshot folder --> SnapshotSource: rows in memory, rollouts read on demand
-                            folder of shards -> ShardsSource: one for each shard, as if they were one
     URL or .db file --------------------------> SqlSource: the store itself
 
 Rows are answered by `storage`; what lies in the rollouts (sizes, scores, texts) is read only for the groups
@@ -15,9 +14,8 @@ from __future__ import annotations
 import numbers
 import re
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +25,7 @@ import pyarrow.compute as pc
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.analysis import join, joined_batches
 from forebay.replay.codec import GroupCodec
-from forebay.replay.resharding import MANIFEST as SHARDS_MANIFEST
-from forebay.replay.resharding import find_shards, merge_states
 from forebay.replay.snapshot import MANIFEST, SnapshotTables, open_snapshot
-from forebay.replay.storage import copy_row
 from forebay.replay.tables import read_groups, read_rows
 from forebay.types import RolloutState, Status
 
@@ -150,52 +145,6 @@ class SnapshotSource(BufferSource):
                 yield found
 
 
-class ShardsSource(BufferSource):
-    """The snapshots of a sharded buffer; a row's uid is ``uid there * shards + number of the shard``."""
-
-    def __init__(self, path: Path, shards: Sequence[SnapshotSource]) -> None:
-        self._shards = shards
-        self.storage = IndexedStorage()
-        self.storage.load_state_dict(merge_states([shard.storage.state_dict() for shard in shards]))
-        self.location = str(path)
-        self.kind = f"{len(shards)} shards, each a {shards[0].kind}"
-        self.num_bytes = sum(shard.num_bytes or 0 for shard in shards)
-        evicted: Counter[str] = Counter()
-        for shard in shards:
-            evicted.update(shard.num_evicted)
-        self.num_evicted = dict(evicted)
-
-    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
-        """See `BufferSource.digests`."""
-        found: dict[int, Digest] = {}
-        for number, of_shard in self._by_shard(uids):
-            digests = await self._shards[number].digests(of_shard)
-            found |= {uid * len(self._shards) + number: digest for uid, digest in digests.items()}
-        return found
-
-    async def group(self, uid: int) -> Sequence[RolloutState]:
-        """See `BufferSource.group`."""
-        there, number = divmod(uid, len(self._shards))
-        return await self._shards[number].group(there)
-
-    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
-        """See `BufferSource.joined`."""
-        batches: list[pa.RecordBatch] = []
-        for number, _ in self._by_shard([row.uid for row in rows]):
-            there = [row for row in rows if row.uid % len(self._shards) == number]
-            there = [copy_row(row, uid=row.uid // len(self._shards)) for row in there]
-            for batch in await self._shards[number].joined(there):
-                uids = pc.add(pc.multiply(batch.column("uid"), len(self._shards)), number)
-                batches.append(batch.set_column(batch.schema.get_field_index("uid"), "uid", uids))
-        return batches
-
-    def _by_shard(self, uids: Collection[int]) -> Iterator[tuple[int, set[int]]]:
-        """For each shard that has some of them: its number, and the uids there."""
-        for number in range(len(self._shards)):
-            if of_shard := {uid // len(self._shards) for uid in uids if uid % len(self._shards) == number}:
-                yield number, of_shard
-
-
 class SqlSource(BufferSource):
     """A SQL store."""
 
@@ -303,7 +252,7 @@ def find_snapshot(path: Path) -> Path:
     places = [path, path / "buffer", path / "manager" / "buffer"]
     places += [checkpoint / "manager" / "buffer" for checkpoint in checkpoints[-1:]]
     for place in places:
-        if (place / MANIFEST).is_file() or (place / SHARDS_MANIFEST).is_file():
+        if (place / MANIFEST).is_file():
             return place
     raise ValueError(
         f"{str(path)!r} holds no buffer; name a snapshot folder, a checkpoint, a run folder, or a database "
@@ -318,8 +267,5 @@ def open_folder(folder: Path) -> Iterator[BufferSource]:
     Raises:
         ValueError: it is damaged, or of another format.
     """
-    with ExitStack() as stack:
-        shards = [
-            SnapshotSource(shard, stack.enter_context(open_snapshot(shard))) for shard in find_shards(folder)
-        ]
-        yield shards[0] if len(shards) == 1 else ShardsSource(folder, shards)
+    with open_snapshot(folder) as tables:
+        yield SnapshotSource(folder, tables)

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from forebay.replay.client import RemoteReplayBuffer
     from forebay.replay.server import BufferServer, serve
     from forebay.replay.server_messages import ConnectionLost, ServerClosed
-    from forebay.replay.sharded import ShardedReplayBuffer
     from forebay.replay.sql import SQLStorage
 
 __all__ = [
@@ -37,7 +36,6 @@ __all__ = [
     "ReplayPolicy",
     "SQLStorage",
     "ServerClosed",
-    "ShardedReplayBuffer",
     "StalenessReplayPolicy",
     "StorageBackend",
     "StorageIndices",
@@ -54,7 +52,6 @@ _LAZY = {
     "RemoteReplayBuffer": "client",
     "SQLStorage": "sql",
     "ServerClosed": "server_messages",
-    "ShardedReplayBuffer": "sharded",
     "serve": "server",
 }
 

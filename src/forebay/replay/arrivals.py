@@ -25,30 +25,12 @@ from forebay.types import (
 
 LABEL_AT_ONCE = 256
 """Groups labelled between two turns of the event loop; with arrays to make it takes about 10 ms."""
-NEXT_PLACE = -1
-"""As the arrival of a group: after all others."""
 
 
 def check_threshold(task_name: str, threshold: int | None) -> None:
     """ValueError if the stale threshold is not positive; None stands for no threshold."""
     if threshold is not None and threshold <= 0:
         raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
-
-
-def check_arrivals(arrivals: Sequence[int] | None, num_groups: int) -> Sequence[int]:
-    """A place for each group; `NEXT_PLACE` for all without any given.
-
-    Raises:
-        ValueError: there are more or fewer.
-    """
-    if arrivals is None:
-        return [NEXT_PLACE] * num_groups
-    if len(arrivals) != num_groups:
-        raise ValueError(
-            f"arrivals has {len(arrivals)} places for {num_groups} groups; give one for each group that is "
-            f"not empty"
-        )
-    return arrivals
 
 
 async def label_groups(

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.replay.archiving import ArchivingStorage, taking
-from forebay.replay.arrivals import arrived_row, check_arrivals, check_threshold, label_groups
+from forebay.replay.arrivals import arrived_row, check_threshold, label_groups
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
 from forebay.replay.groups import StoredGroup, as_stored, copy_group, hand_out
@@ -170,19 +170,16 @@ class ReplayBuffer:
         stale_threshold: int | None = None,
         tags: Mapping[str, TagValue] | None = None,
         priority: float | None = None,
-        arrivals: Sequence[int] | None = None,
     ) -> None:
         """Store many groups, each as `put` does and in this order: all of them or none.
 
-        `tags` and `priority` are those of every group. A store on disk writes them in one commit. `arrivals`
-        are their places in the order of arrival (`timestamp_id`), for who puts into several buffers; one that
-        is taken already, or is below such a one, becomes the next. Groups are then not empty.
+        `tags` and `priority` are those of every group. A store on disk writes them in one commit.
 
         Raises:
-            ValueError: as for `put`, or `arrivals` are not as many; nothing is stored.
+            ValueError: as for `put`; nothing is stored.
         """
         _, evicted = await self._store(
-            groups, task_name, model_step, current_train_step, stale_threshold, tags, priority, arrivals
+            groups, task_name, model_step, current_train_step, stale_threshold, tags, priority
         )
         if self.on_evict is not None:
             for item in evicted:
@@ -197,15 +194,12 @@ class ReplayBuffer:
         stale_threshold: int | None,
         tags: Mapping[str, TagValue] | None,
         priority: float | None,
-        arrivals: Sequence[int] | None,
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
         check_threshold(task_name, stale_threshold)
         tags, priority = check_tags(tags), check_priority(priority)
-        listed = [group for group in groups if group]
-        places = check_arrivals(arrivals, len(listed))
-        if not (listed := await label_groups(listed, model_step)):
+        if not (listed := await label_groups(groups, model_step)):
             return [], []
         async with self._lock.shared():
             step = await self._see_step(task_name, current_train_step)
@@ -215,8 +209,6 @@ class ReplayBuffer:
                 rows[-1].tags, rows[-1].priority = tags, priority
                 if len(rows) % STORE_AT_ONCE == 0:
                     await asyncio.sleep(0)
-            for row, arrival in zip(rows, places, strict=True):
-                row.timestamp_id = arrival
             try:
                 await self.policy.put_many(rows, self.storage, receipt=receipt)
                 evicted = [] if self.limit is None else await self.storage.evict(self.limit)

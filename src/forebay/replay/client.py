@@ -30,7 +30,7 @@ import msgspec
 
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
-from forebay.replay.arrivals import check_arrivals, check_threshold
+from forebay.replay.arrivals import check_threshold
 from forebay.replay.buffer import Group
 from forebay.replay.client_link import Link, Pieces, new_key
 from forebay.replay.client_rows import RemoteRows
@@ -141,7 +141,7 @@ class RemoteReplayBuffer:
                 memory, so that nobody knows whether the group is stored.
         """
         await self._put(
-            "put", [items], task_name, model_step, current_train_step, stale_threshold, tags, priority, None
+            "put", [items], task_name, model_step, current_train_step, stale_threshold, tags, priority
         )
 
     async def put_groups(
@@ -154,7 +154,6 @@ class RemoteReplayBuffer:
         stale_threshold: int | None = None,
         tags: Mapping[str, TagValue] | None = None,
         priority: float | None = None,
-        arrivals: Sequence[int] | None = None,
     ) -> None:
         """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
         await self._put(
@@ -166,7 +165,6 @@ class RemoteReplayBuffer:
             stale_threshold,
             tags,
             priority,
-            arrivals,
         )
 
     async def _put(
@@ -179,16 +177,12 @@ class RemoteReplayBuffer:
         stale_threshold: int | None,
         tags: Mapping[str, TagValue] | None,
         priority: float | None,
-        arrivals: Sequence[int] | None,
     ) -> None:
         check_threshold(task_name, stale_threshold)
         checked = check_tags(tags), check_priority(priority)
         if not (listed := [group for group in groups if group]):
             return
-        places = None if arrivals is None else list(check_arrivals(arrivals, len(listed)))
-        arguments = messages.PutArguments(
-            new_key(), task_name, current_train_step, stale_threshold, *checked, places
-        )
+        arguments = messages.PutArguments(new_key(), task_name, current_train_step, stale_threshold, *checked)
         # Labelled as they are packed, while the server has the earlier ones.
         pieces = Pieces(listed, model_step)
         (outcomes, evicted), _ = await self._call(method, arguments, pieces)
@@ -299,7 +293,7 @@ class RemoteReplayBuffer:
             return await self.wait_for_change(version)
         return int(found)
 
-    async def _ask(self, method: str, arguments: messages.RowsArguments | messages.TaskArguments) -> Any:
+    async def _ask(self, method: str, arguments: messages.RowsArguments) -> Any:
         found, _ = await self._call(method, arguments)
         return found
 

@@ -16,7 +16,7 @@ from forebay.replay import server_messages as messages
 from forebay.replay.storage import StorageItem
 from forebay.types import Status
 
-Ask = Callable[[str, messages.RowsArguments | messages.TaskArguments], Awaitable[Any]]
+Ask = Callable[[str, messages.RowsArguments], Awaitable[Any]]
 
 
 class RemoteRows:
@@ -36,11 +36,6 @@ class RemoteRows:
             ValueError: the query is not one.
         """
         return int(await self._ask("count_rows", messages.RowsArguments(dict(query))))
-
-    async def get_train_step(self, task_name: str) -> int | None:
-        """See `StorageBackend.get_train_step`."""
-        step = await self._ask("get_train_step", messages.TaskArguments(task_name))
-        return None if step is None else int(step)
 
     async def get(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -26,16 +26,10 @@ from forebay.replay.storage import ARRIVAL, STALEST, StorageBackend, StorageItem
 class ReplayPolicy(ABC):
     """Chooses what is taken. Subclasses write `get`; it removes what it returns through the store's `take`.
 
-    `order` is the order of the store that it follows, if that says it all: then the best groups of several
-    buffers can be told from their rows (`ShardedReplayBuffer`).
-
     >>> class NewestFirst(ReplayPolicy):
-    ...     order = "-timestamp_id"
     ...     async def get(self, count, query, storage_backend):
     ...         return await take_ranked(count, query, storage_backend, order="-timestamp_id")
     """
-
-    order: ClassVar[str | None] = None
 
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
         """Store `item`."""
@@ -96,8 +90,6 @@ class FIFOReplayPolicy(ReplayPolicy):
     >>> groups = await FIFOReplayPolicy().get(8, {"status": "completed"}, store)
     """
 
-    order = ARRIVAL
-
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
         """See `ReplayPolicy.get`."""
         return await take_ranked(count, query, storage_backend, order=ARRIVAL)
@@ -108,8 +100,6 @@ class StalenessReplayPolicy(ReplayPolicy):
 
     >>> groups = await StalenessReplayPolicy().get(8, {"status": "completed"}, store)
     """
-
-    order = STALEST
 
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
         """See `ReplayPolicy.get`."""

@@ -70,10 +70,10 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, policy: str) -> Snapshot:
-    """The snapshot at `path`, also of shards; see `read_snapshot`."""
-    from forebay.replay.resharding import read_shards
+    """The snapshot at `path`; see `read_snapshot`."""
+    from forebay.replay.snapshot import read_snapshot
 
-    return read_shards(path, policy=policy)
+    return read_snapshot(path, policy=policy)
 
 
 def load(storage: StorageBackend, snapshot: Snapshot) -> None:

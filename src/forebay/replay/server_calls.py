@@ -199,7 +199,6 @@ class Served:
                     arguments.stale_threshold,
                     arguments.tags,
                     arguments.priority,
-                    arguments.arrivals,
                     arguments.key if self.buffer.storage.keeps_receipts else None,
                 )
                 self.census.add(len(groups))
@@ -287,10 +286,6 @@ class Served:
         )
         return Result([messages.row_values(row) for row in rows])
 
-    async def get_train_step(self, arguments: messages.TaskArguments) -> Result:
-        """See `StorageBackend.get_train_step`."""
-        return Result(await self.buffer.storage.get_train_step(arguments.task_name))
-
     async def commit(self, arguments: messages.StepArguments) -> Result:
         """See `ReplayBuffer.commit`."""
         await self.buffer.commit(arguments.train_step)
@@ -355,7 +350,6 @@ ARGUMENTS: dict[str, type[Any]] = {
     "count_statuses": messages.CountStatusesArguments,
     "count_rows": messages.RowsArguments,
     "get_rows": messages.RowsArguments,
-    "get_train_step": messages.TaskArguments,
     "commit": messages.StepArguments,
     "restore": messages.StepArguments,
     "refresh_staleness": messages.RefreshArguments,

@@ -30,7 +30,7 @@ import numpy as np
 from forebay.replay.storage import StorageItem
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
@@ -203,7 +203,6 @@ class PutArguments(_Arguments):
     stale_threshold: int | None
     tags: dict[str, str | int | float | bool]
     priority: float
-    arrivals: list[int] | None = None
     asked_first: bytes = b""
     """The instance of the server that was asked before, if this is not the first time."""
 
@@ -254,12 +253,6 @@ class RowsArguments(_Arguments):
     query: dict[str, Any]
     order: str | None = None
     limit: int | None = None
-
-
-class TaskArguments(_Arguments):
-    """Of `StorageBackend.get_train_step`."""
-
-    task_name: str
 
 
 class StepArguments(_Arguments):

@@ -191,6 +191,10 @@ class RunConfig(StrictModel):
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         return [
             (
+                self.cluster is not None and "buffer_shards" in self.cluster.arguments,
+                "cluster.arguments.buffer_shards was removed: a run has one replay buffer; leave the key out",
+            ),
+            (
                 bool(own_limits) and not self.produce.is_async,
                 f"max_staleness of task {', '.join(own_limits)}: only read by produce.strategy 'async'; set "
                 f"it, or leave max_staleness out",

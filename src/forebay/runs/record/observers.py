@@ -97,20 +97,11 @@ class RecordedReplayBuffer(ReplayBuffer):
         stale_threshold: int | None = None,
         tags: Mapping[str, TagValue] | None = None,
         priority: float | None = None,
-        arrivals: Sequence[int] | None = None,
     ) -> None:
-        """See `ReplayBuffer.put_groups`; an event for each group. `put` comes here, too.
-
-        Raises:
-            ValueError: as there, or `arrivals` are given while the buffer is recorded.
-        """
+        """See `ReplayBuffer.put_groups`; an event for each group. `put` comes here, too."""
         recorder = self.recorder
         given: list[StoredGroup] = []
         if recorder is not None:
-            if arrivals is not None:
-                raise ValueError(
-                    "a recorded buffer says itself in which order groups arrive; leave out arrivals"
-                )
             # Before the put: who is cancelled here has not stored anything.
             await recorder.room()
             groups = [group for group in groups if group]
@@ -125,7 +116,6 @@ class RecordedReplayBuffer(ReplayBuffer):
             stale_threshold=stale_threshold,
             tags=tags,
             priority=priority,
-            arrivals=arrivals,
         )
         if recorder is None:
             return

@@ -484,6 +484,41 @@ class Silent:
     continue_generation = pause_generation
 
 
+@pytest.mark.parametrize("colocated", [False, True])
+def test_a_pause_stops_the_engines_of_a_strategy_that_knows_no_controller(colocated):
+    """Its groups end at once and keep their tokens; they would go on until the pause's time-out."""
+
+    async def main():
+        strategy = AsyncProduceStrategyConfig(
+            enable_partial_rollout=True, over_sample_threshold=3.0, max_staleness=1
+        )
+        world = World(longest=10**5, strategy=strategy).build()
+        (runner,) = world.manager.task_runners
+        runner.produce_strategy.rollout_controller = None
+
+        async def pause():
+            """Agents that leave it to others."""
+
+        runner.agent_loop.pause = pause
+        if colocated:
+            producing = asyncio.create_task(world.manager.produce_batch(1, 1, 0))
+            await asyncio.sleep(50)
+            producing.cancel()
+            await asyncio.wait([producing])
+        else:
+            producing = asyncio.create_task(world.manager.produce_loop(1))
+            await asyncio.sleep(50)
+            assert await world.manager.pause_produce() < 1
+        assert now() < 51
+        kept = await world.buffer.get(9, "t", Status.ABORTED)
+        assert len(kept) == 4
+        assert min(len(state.response_ids) for group in kept for state in group) >= 490
+        await world.manager.shutdown()
+        await asyncio.wait([producing])
+
+    virtual_time.run(main())
+
+
 def test_storing_that_fails_during_a_pause_is_an_error_of_production():
     async def main():
         world = World(longest=1000).build()

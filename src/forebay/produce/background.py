@@ -19,8 +19,8 @@ The producer neither takes batches nor ages groups: `forebay.produce.manager` do
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from forebay.produce.budget import ProductionError
 from forebay.produce.context import ProduceContext, default_should_continue_fn
@@ -117,16 +117,26 @@ def _reason_among(errors: Sequence[BaseException]) -> BaseException:
     return errors[0]
 
 
-async def collect_tasks(
-    runners: Mapping[str, TaskRunner], contexts: Mapping[str, ProduceContext]
-) -> dict[str, float | BaseException]:
-    """Pause every task's strategy, all at once, whatever one of them raises: the seconds, or the error."""
-    pausing = [runners[name].produce_strategy.pause_produce(ctx) for name, ctx in contexts.items()]
-    return dict(zip(contexts, await asyncio.gather(*pausing, return_exceptions=True), strict=True))
+async def stop_tasks(
+    runners: Mapping[str, TaskRunner],
+    contexts: Mapping[str, ProduceContext],
+    controller: Generation | None,
+) -> tuple[dict[str, float | BaseException], BaseException | None]:
+    """Stop the engines, then collect every task's groups, all at once, whatever one of them raises.
+
+    Returns each task's seconds, or its error; and the controller's error, if it raised one.
+    """
+    # The engines come first: a strategy that knows no controller can only wait for its groups to end, and
+    # after its time-out it throws their tokens away.
+    asked: list[Awaitable[Any]] = [] if controller is None else [pause_generation(controller)]
+    asked += [runners[name].produce_strategy.pause_produce(ctx) for name, ctx in contexts.items()]
+    answers: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
+    engines_error = None if controller is None else answers.pop(0)
+    return dict(zip(contexts, answers, strict=True)), engines_error
 
 
 def pause_seconds(results: Mapping[str, float | BaseException]) -> dict[str, float]:
-    """The seconds of `collect_tasks` by task.
+    """The seconds of `stop_tasks` by task.
 
     Raises:
         ConnectionLost: the buffer is lost.
@@ -318,11 +328,11 @@ class BackgroundProducer:
             self._stop_starting()
             step = self._progress.producer_future_step
             contexts = {name: self._make_context(runner, 0, step) for name, runner in self._runners.items()}
-            results = await collect_tasks(self._runners, contexts)
+            results, engines_error = await stop_tasks(self._runners, contexts, self._controller)
             if self.is_in_round:
                 await answered(self._end_of_round(), f"tasks {list(self._contexts)} were asked to pause")
-            if self._controller is not None:
-                await pause_generation(self._controller)
+            if engines_error is not None:
+                raise engines_error
         seconds = pause_seconds(results)
         if isinstance(self.failure, ConnectionLost):
             # What could not be stored is missing: nobody must save the rest as if it were all.

@@ -32,11 +32,10 @@ from forebay.produce.accounts import Accounts, GroupsByTask
 from forebay.produce.background import (
     BackgroundProducer,
     Generation,
-    collect_tasks,
     continue_generation,
-    pause_generation,
     pause_seconds,
     produce_tasks,
+    stop_tasks,
     worst_status,
 )
 from forebay.produce.batch_wait import BatchWait
@@ -196,9 +195,9 @@ class AgentLoopManager:
                 statuses = await produce_tasks(self._runners, contexts)
         finally:
             update_event.set()
-            results = await collect_tasks(self._runners, contexts)
-            if self.rollout_controller is not None:
-                await pause_generation(self.rollout_controller)
+            results, engines_error = await stop_tasks(self._runners, contexts, self.rollout_controller)
+            if engines_error is not None:
+                raise engines_error
         return statuses, pause_seconds(results)
 
     # -- Separate

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forebay.sandbox import CONFINED, Isolation, Limits, Sandbox, SandboxError, SandboxUnavailableError
+from forebay.sandbox.control_group import ControlGroups, find_control_groups
 from forebay.slots import time_limit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
@@ -458,3 +459,118 @@ async def test_what_the_caller_got_wrong_is_said() -> None:
         Sandbox(max_concurrent=0)
     with pytest.raises(ValueError, match=r"plain names, without folders; got '\.\./x'"):
         await Sandbox().run(["true"], files={"../x": ""})
+
+
+# What a program could use to get round the limits
+
+NAMESPACES = """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+NEWUSER, NEWNS, SIGCHLD = 0x10000000, 0x20000, 17
+print(libc.unshare(NEWUSER), libc.unshare(NEWUSER | NEWNS))
+# By the bare system calls, clone and clone3, which libc does not wrap.
+print(libc.syscall(56, NEWUSER | SIGCHLD, 0, 0, 0, 0))
+arguments = (ctypes.c_uint64 * 8)(NEWUSER, 0, 0, 0, SIGCHLD, 0, 0, 0)
+print(libc.syscall(435, arguments, 64))
+print(libc.mount(b"none", b".", b"tmpfs", 0, None))
+"""
+
+
+@each_confined_level
+async def test_no_namespace_can_be_made_and_nothing_mounted(level) -> None:
+    sandbox = await sandbox_of(level)
+    assert (await sandbox.run_python(NAMESPACES)).stdout == "-1 -1\n-1\n-1\n-1\n"
+
+
+@each_confined_level
+@pytest.mark.parametrize(
+    ("name", "attempt"),
+    [
+        ("io_uring", "libc.syscall(425, 4, (ctypes.c_char * 120)())"),
+        ("memory files", "libc.memfd_create(b'x', 0)"),
+        ("shared memory segments", "libc.shmget(0, 1 << 20, 0o1600)"),
+        ("keys", "libc.syscall(248, b'user', b'x', b'y', 1, -3)"),
+        ("the virtual machine's host", "libc.socket(40, 1, 0)"),
+        ("the kernel's ciphers", "libc.socket(38, 5, 0)"),
+        ("raw packets", "libc.socket(17, 3, 0)"),
+    ],
+)
+async def test_memory_and_ways_out_that_no_limit_counts_are_closed(level, name, attempt) -> None:
+    sandbox = await sandbox_of(level)
+    source = f"import ctypes; libc = ctypes.CDLL(None); print({attempt})"
+    assert (await sandbox.run_python(source)).stdout == "-1\n", name
+
+
+async def test_under_bubblewrap_programs_may_talk_to_themselves_and_start_others() -> None:
+    sandbox = await sandbox_of(Isolation.BUBBLEWRAP)
+    source = """
+import multiprocessing, os, socket, subprocess
+server = socket.socket(socket.AF_UNIX)
+server.bind("mine")
+print(subprocess.run(["echo", "child"], capture_output=True, text=True).stdout.strip())
+ours, theirs = multiprocessing.Pipe()
+process = multiprocessing.get_context("fork").Process(target=theirs.send, args=(7,))
+process.start()
+print(ours.recv())
+os.chmod("mine", 0o600)
+"""
+    result = await sandbox.run_python(source)
+    assert (result.stdout, result.ok) == ("child\n7\n", True), result.stderr
+
+
+HOGS = """
+import os
+children = []
+for _ in range(4):
+    child = os.fork()
+    if child == 0:
+        memory = bytearray({size} << 20)
+        os.read(0, 1)
+        os._exit(0)
+    children.append(child)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+async def test_control_groups_bound_the_memory_of_all_processes_together() -> None:
+    sandbox = await sandbox_of(Isolation.BUBBLEWRAP)
+    await sandbox.isolation()
+    if sandbox._groups is None:
+        pytest.skip("this process may make no control groups")
+    for size, reason in ((20, "exit"), (400, "memory"), (20, "exit")):
+        result = await sandbox.run_python(HOGS.format(size=size) + f"raise SystemExit({int(size == 400)})")
+        assert result.reason == reason, result
+
+
+async def test_control_groups_of_a_killed_process_are_removed(tmp_path) -> None:
+    orphan = tmp_path / "forebay-program-999999999-3"
+    orphan.mkdir()
+    ControlGroups(tmp_path, memory_bytes=1)
+    assert not orphan.exists()
+
+
+@pytest.mark.parametrize(
+    ("own", "delegated", "found"), [("a/b", "a/b", "a/b"), ("a/b", "a", "a"), ("a/b", ".", None)]
+)
+def test_control_groups_of_a_unified_hierarchy_are_made_where_controllers_are_given(
+    own, delegated, found, tmp_path
+) -> None:
+    mount = tmp_path / "cgroup"
+    (mount / own).mkdir(parents=True)
+    for folder in (mount, mount / "a", mount / own):
+        given = "cpu memory pids" if folder == mount / delegated else "cpu"
+        (folder / "cgroup.subtree_control").write_text(given)
+    process = tmp_path / "process"
+    process.mkdir()
+    (process / "mountinfo").write_text(f"35 25 0:30 / {mount} rw,nosuid shared:9 - cgroup2 cgroup2 rw\n")
+    (process / "cgroup").write_text(f"0::/{own}\n")
+    groups = find_control_groups(memory_bytes=1 << 20, process=process)
+    if found is None:
+        assert groups is None
+    else:
+        assert groups is not None
+        with groups.lend() as group:
+            assert group.folder.parent == mount / found
+            assert (group.folder / "memory.max").read_text() == str(1 << 20)
+            (group.folder / "memory.events").write_text("oom 1\noom_kill 2\n")
+            assert [group.ran_out_of_memory() for _ in range(2)] == [True, False]

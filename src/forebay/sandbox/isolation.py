@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 
 from forebay.sandbox import launcher
@@ -35,6 +36,8 @@ BOX = "/box"
 _FIRST_FREE_UID, _NUM_FREE_UIDS = 0x70000000, 1 << 24
 # `ulimit -n`: besides files it bounds what may be kept in memory files, each of them Limits.file_bytes.
 _MAX_OPEN_FILES = 64
+# bwrap, which waits outside and inside, and the kernel's own records of the tree.
+_OVERHEAD_BYTES = 16 << 20
 _SYSTEM_PATHS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
     # What the loader, Debian's alternatives and the clock need of /etc; the rest of it stays hidden.
@@ -76,13 +79,24 @@ class Limits:
     cpu_s: int = 10
     """Seconds of CPU time of each process."""
     memory_bytes: int = 1 << 30
-    """Address space of each process. numpy alone takes some hundred MiB."""
+    """Address space of each process; where there are control groups, also the memory of all together (beside
+    `folder_bytes` and the outputs). numpy alone takes some hundred MiB."""
     output_bytes: int = 1 << 20
     """What is kept of each of the two outputs."""
     file_bytes: int = 16 << 20
-    """The largest file, outputs included; under bubblewrap four times this is all that the folder holds."""
+    """The largest file, outputs included."""
     processes: int = 32
     """Processes and threads at a time; under Landlock a program is one process whatever this says."""
+
+    @property
+    def folder_bytes(self) -> int:
+        """All that the folder holds under bubblewrap: it is in memory."""
+        return 4 * self.file_bytes
+
+    @property
+    def tree_bytes(self) -> int:
+        """Memory of all of a program's processes together, its folder and two outputs included."""
+        return self.memory_bytes + self.folder_bytes + 2 * self.file_bytes + _OVERHEAD_BYTES
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -100,16 +114,33 @@ def readable_paths(python: str, further: Iterable[str | Path]) -> list[str]:
 
 def missing_programs(level: Isolation) -> list[str]:
     """The programs that `level` is made of and that are not installed."""
-    needed = ("bwrap", "setpriv", "prlimit", "sh") if level is Isolation.BUBBLEWRAP else ()
-    return [name for name in needed if shutil.which(name) is None]
+    if level is not Isolation.BUBBLEWRAP:
+        return []
+    missing = [name for name in ("bwrap", "setpriv", "prlimit", "sh") if shutil.which(name) is None]
+    try:
+        launcher.seccomp_library()
+    except OSError:
+        missing.append("libseccomp")
+    return missing
+
+
+system_call_filter = cache(launcher.namespace_filter)
+"""The filter of `bubblewrap_command`, made once."""
 
 
 def bubblewrap_command(
-    program: Sequence[str], limits: Limits, readable: Sequence[str], files: Mapping[str, int], stderr: int
+    program: Sequence[str],
+    limits: Limits,
+    readable: Sequence[str],
+    files: Mapping[str, int],
+    *,
+    stderr: int,
+    system_calls: int,
 ) -> list[str]:
     """The command that runs `program` under bubblewrap.
 
-    `files` are open descriptors by name in `BOX`; `stderr` is the program's.
+    `files` are open descriptors by name in `BOX`; `stderr` is the program's; `system_calls` holds
+    `system_call_filter`.
     """
     mounts: list[str] = []
     for folder in _parents(readable):
@@ -119,6 +150,8 @@ def bubblewrap_command(
         mounts += [*link, path]
     for name, descriptor in files.items():
         mounts += ["--perms", "0644", "--file", str(descriptor), f"{BOX}/{name}"]
+    # Root's programs change their user inside, which a user namespace with one user does not allow; there
+    # the system call filter alone denies further user namespaces.
     privileges, become = (
         _change_of_user() if os.geteuid() == 0 else (["--unshare-user", "--disable-userns"], [])
     )
@@ -126,10 +159,10 @@ def bubblewrap_command(
         # The signal comes when whoever started the sandbox ends, even by SIGKILL.
         *_found("setpriv", "--pdeathsig", "KILL", "--"),
         *_found("bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
-        *("--unshare-cgroup-try", "--die-with-parent", *privileges),
+        *("--unshare-cgroup-try", "--die-with-parent", *privileges, "--add-seccomp-fd", str(system_calls)),
         # bwrap's own folders are in memory too, and would be as large as half of it.
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
-        *("--perms", "1777", "--size", str(4 * limits.file_bytes), "--tmpfs", BOX, *mounts),
+        *("--perms", "1777", "--size", str(limits.folder_bytes), "--tmpfs", BOX, *mounts),
         *("--remount-ro", "/", "--chdir", BOX, "--", *become),
         *_found("prlimit", *_prlimit_options(limits), "--"),
         *_found("sh", "-c", _MARK_AND_RUN, STARTED, str(stderr)),

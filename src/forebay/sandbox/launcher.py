@@ -37,26 +37,25 @@ _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_SECUREBITS, _PR_SET_NO_NEW_PRIVS = 
 _SECBIT_NOROOT_AND_LOCKED = 0b11
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
-_CLONE_THREAD = 0x10000
+_CLONE_THREAD, _CLONE_NEWUSER = 0x10000, 0x10000000
+# bits/socket.h: AF_UNIX, AF_INET, AF_INET6, AF_NETLINK (what name resolution uses)
+_AF_NETLINK = 16
+_AF_ALLOWED = (1, 2, 10, _AF_NETLINK)
 
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 # libseccomp's seccomp.h
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
-_NOT_EQUAL, _MASKED_EQUAL = 1, 7
+_NOT_EQUAL, _EQUAL, _GREATER, _MASKED_EQUAL = 1, 4, 6, 7
 
-_DENIED = (
-    # Network, also by the back door.
-    *("socket", "io_uring_setup", "io_uring_enter", "io_uring_register"),
-    # Processes, this one's and others'.
-    *("fork", "vfork", "unshare", "setns", "tkill", "pidfd_open", "pidfd_send_signal", "pidfd_getfd"),
+_DENIED_TO_ALL = (
+    # The kernel does what is queued there behind every filter's back.
+    *("io_uring_setup", "io_uring_enter", "io_uring_register"),
+    # Namespaces of one's own: with a user namespace come the rights to mount and to fill memory.
+    *("unshare", "setns"),
+    # Other processes' memory.
     *("ptrace", "process_vm_readv", "process_vm_writev", "process_madvise", "kcmp", "personality"),
-    *("setpriority", "ioprio_set", "sched_setattr", "sched_setaffinity", "migrate_pages", "move_pages"),
-    # Owners, modes, times and attributes of files; cutting one by its name.
-    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "fchownat", "lchown", "truncate"),
-    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr"),
-    *("removexattrat", "file_setattr", "utime", "utimes", "futimesat", "utimensat"),
-    # Memory that is in nobody's account, and what would outlive the process.
+    # Memory that no limit counts, and what would outlive the process.
     *("memfd_create", "memfd_secret", "shmget", "semget", "msgget", "mq_open"),
     *("add_key", "request_key", "keyctl"),
     # The rest is for administrators, or a large part of the kernel that programs do without.
@@ -77,8 +76,23 @@ _DENIED = (
     *("init_module", "finit_module", "delete_module", "settimeofday", "clock_settime", "adjtimex"),
     *("ioperm", "iopl", "modify_ldt"),
 )
-"""System calls that fail with EPERM. All others are allowed: what a program may do with them is bounded by
-Landlock and the limits."""
+"""System calls that fail with EPERM in every sandbox. All others are allowed: namespaces or Landlock, and the
+limits, bound what a program may do with them."""
+
+_DENIED_TO_ONE_PROCESS = (
+    # Network: there is no namespace that cuts it.
+    "socket",
+    # Processes, this one's and others'.
+    *("fork", "vfork", "tkill", "pidfd_open", "pidfd_send_signal", "pidfd_getfd"),
+    *("setpriority", "ioprio_set", "sched_setattr", "sched_setaffinity", "migrate_pages", "move_pages"),
+    # Owners, modes, times and attributes of files; cutting one by its name.
+    *("chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "fchownat", "lchown", "truncate"),
+    *("setxattr", "lsetxattr", "fsetxattr", "setxattrat", "removexattr", "lremovexattr", "fremovexattr"),
+    *("removexattrat", "file_setattr", "utime", "utimes", "futimesat", "utimensat"),
+)
+"""System calls that also fail with EPERM where the program shares its namespaces with others."""
+
+_REFUSE = _ERRNO | errno.EPERM
 
 
 class _Comparison(ctypes.Structure):
@@ -101,7 +115,7 @@ def main(orders: dict[str, Any], program: Sequence[str]) -> None:
         tasks = _count_tasks(os.getuid()) + orders["processes"]
         orders["limits"]["NPROC"] = (tasks, tasks)
     rules = None if orders["readable"] is None else _landlock_rules(libc, orders)
-    seccomp = None if rules is None else ctypes.CDLL("libseccomp.so.2", use_errno=True)
+    seccomp = None if rules is None else seccomp_library()
     for name, values in orders["limits"].items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), tuple(values))
     if rules is not None and seccomp is not None:
@@ -186,30 +200,66 @@ def _allow(libc: ctypes.CDLL, rules: int, paths: Iterable[str], access: int) -> 
         os.close(descriptor)
 
 
-def _filter_system_calls(seccomp: ctypes.CDLL) -> None:
-    seccomp.seccomp_init.restype = ctypes.c_void_p
-    context = ctypes.c_void_p(seccomp.seccomp_init(_ALLOW))
-    refuse = _ERRNO | errno.EPERM
+class _Filter:
+    """A seccomp filter in the making. What has no rule is allowed; another architecture's calls kill."""
 
-    def rule(name: str, action: int = refuse, *comparisons: _Comparison) -> None:
-        number = seccomp.seccomp_syscall_resolve_name(name.encode())
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        library.seccomp_init.restype = ctypes.c_void_p
+        self.context = ctypes.c_void_p(library.seccomp_init(_ALLOW))
+        for name in _DENIED_TO_ALL:
+            self.rule(name)
+        # The flags of clone3 are in memory, where no filter looks; the C library falls back to clone.
+        self.rule("clone3", _ERRNO | errno.ENOSYS)
+
+    def rule(self, name: str, action: int = _REFUSE, *comparisons: _Comparison) -> None:
+        """Apply `action` to the system call `name` where all `comparisons` hold."""
+        number = self.library.seccomp_syscall_resolve_name(name.encode())
         if number == -1:
             return  # newer than this libseccomp
         array = (_Comparison * max(len(comparisons), 1))(*comparisons)
-        code = seccomp.seccomp_rule_add_array(context, action, number, len(comparisons), array)
+        code = self.library.seccomp_rule_add_array(self.context, action, number, len(comparisons), array)
         _check(code, f"seccomp rule {name}")
 
-    for name in _DENIED:
-        rule(name)
-    # Threads, not processes. The flags of clone3 are in memory, where no filter looks; without it the C
-    # library falls back to clone.
-    rule("clone3", _ERRNO | errno.ENOSYS)
-    rule("clone", refuse, _Comparison(0, _MASKED_EQUAL, _CLONE_THREAD, 0))
+
+def seccomp_library() -> ctypes.CDLL:
+    """libseccomp; OSError where it is not installed."""
+    return ctypes.CDLL("libseccomp.so.2", use_errno=True)
+
+
+def namespace_filter() -> bytes:
+    """The filter for programs in namespaces of their own, as ``bwrap --add-seccomp-fd`` reads it.
+
+    They may start processes and open sockets. They may not make further namespaces, nor sockets of a family
+    that a network namespace does not hold: AF_VSOCK reaches a virtual machine's host, AF_ALG the kernel.
+
+    Raises:
+        OSError: libseccomp is not installed or refuses a rule.
+    """
+    rules = _Filter(seccomp_library())
+    rules.rule("clone", _REFUSE, _Comparison(0, _MASKED_EQUAL, _CLONE_NEWUSER, _CLONE_NEWUSER))
+    for family in set(range(_AF_NETLINK)) - set(_AF_ALLOWED):
+        rules.rule("socket", _REFUSE, _Comparison(0, _EQUAL, family, 0))
+    rules.rule("socket", _REFUSE, _Comparison(0, _GREATER, _AF_NETLINK, 0))
+    with open(os.memfd_create("filter"), "rb") as file:
+        _check(rules.library.seccomp_export_bpf(rules.context, file.fileno()), "seccomp_export_bpf")
+        rules.library.seccomp_release(rules.context)
+        file.seek(0)
+        return file.read()
+
+
+def _filter_system_calls(library: ctypes.CDLL) -> None:
+    """Confine this process, which shares its namespaces with others, to what it may do alone."""
+    rules = _Filter(library)
+    for name in _DENIED_TO_ONE_PROCESS:
+        rules.rule(name)
+    # Threads, not processes.
+    rules.rule("clone", _REFUSE, _Comparison(0, _MASKED_EQUAL, _CLONE_THREAD, 0))
     for name in ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo"):
-        rule(name, refuse, _Comparison(0, _NOT_EQUAL, os.getpid(), 0))
-    rule("prlimit64", refuse, _Comparison(0, _NOT_EQUAL, 0, 0))
-    rule("prctl", refuse, _Comparison(0, _MASKED_EQUAL, 0xFFFFFFFF, _PR_SET_PDEATHSIG))
-    _check(seccomp.seccomp_load(context), "seccomp_load")
+        rules.rule(name, _REFUSE, _Comparison(0, _NOT_EQUAL, os.getpid(), 0))
+    rules.rule("prlimit64", _REFUSE, _Comparison(0, _NOT_EQUAL, 0, 0))
+    rules.rule("prctl", _REFUSE, _Comparison(0, _MASKED_EQUAL, 0xFFFFFFFF, _PR_SET_PDEATHSIG))
+    _check(library.seccomp_load(rules.context), "seccomp_load")
 
 
 if __name__ == "__main__":

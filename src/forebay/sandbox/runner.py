@@ -26,9 +26,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from forebay.sandbox.control_group import ControlGroup, ControlGroups, find_control_groups
 from forebay.sandbox.isolation import (
     BOX,
     CONFINED,
@@ -39,6 +40,7 @@ from forebay.sandbox.isolation import (
     launcher_command,
     missing_programs,
     readable_paths,
+    system_call_filter,
 )
 from forebay.sandbox.processes import Text, in_memory, temporary_folder, until_end
 from forebay.slots import not_counted
@@ -67,7 +69,7 @@ class SandboxResult:
     returncode: int
     """128 + n for a program that signal n ended."""
     reason: str
-    """``exit``, ``time`` (wall_s), ``cpu``, ``file_size`` or ``signal``."""
+    """``exit``, ``time`` (wall_s), ``cpu``, ``memory`` (of all together), ``file_size`` or ``signal``."""
     truncated: bool
     """Whether it wrote more than is kept."""
     wall_s: float
@@ -127,6 +129,7 @@ class Sandbox:
         self._slots = asyncio.Semaphore(max_concurrent or os.cpu_count() or 1)
         self._choosing = asyncio.Lock()
         self._level: Isolation | None = None
+        self._groups: ControlGroups | None = None
 
     async def run_python(
         self, source: str, *, stdin: Text = "", files: Mapping[str, Text] | None = None
@@ -161,6 +164,7 @@ class Sandbox:
         """
         async with self._choosing:
             if self._level is None:
+                self._groups = find_control_groups(memory_bytes=self.limits.tree_bytes)
                 self._level = await self._choose()
             return self._level
 
@@ -168,6 +172,10 @@ class Sandbox:
         problems: list[str] = []
         for level in self.levels:
             problem = await self._problem_of(level)
+            if problem is not None and level is Isolation.BUBBLEWRAP and self._groups is not None:
+                # Groups can be made here, but not joined: once more without.
+                self._groups = None
+                problem = await self._problem_of(level)
             if problem is None:
                 logger.info("sandbox: %s%s", level.value, "".join(f"; no {text}" for text in problems))
                 return level
@@ -197,13 +205,23 @@ class Sandbox:
         try:
             with contextlib.ExitStack() as stack:
                 streams = [stack.enter_context(in_memory(content)) for content in (stdin, "", "", "")]
-                process = self._start(level, command, files, streams, stack)
+                group = self._enter_group(level, stack)
+                process = self._start(level, command, files, streams, group, stack)
                 clock = asyncio.get_running_loop().time
                 start_s = clock()
                 overran = await until_end(process, self.limits.wall_s, tree=level is Isolation.BUBBLEWRAP)
-                return self._result(level, process.returncode, overran, clock() - start_s, *streams[1:])
+                result = self._result(level, process.returncode, overran, clock() - start_s, *streams[1:])
+                if group is not None and not result.ok and group.ran_out_of_memory():
+                    return replace(result, reason="memory")
+                return result
         finally:
             self._slots.release()
+
+    def _enter_group(self, level: Isolation, stack: contextlib.ExitStack) -> ControlGroup | None:
+        """A control group for one program, until `stack` ends; None where there are none."""
+        if level is not Isolation.BUBBLEWRAP or self._groups is None:
+            return None
+        return stack.enter_context(self._groups.lend())
 
     def _start(
         self,
@@ -211,13 +229,19 @@ class Sandbox:
         command: Sequence[str],
         files: Mapping[str, Text],
         streams: Sequence[int],
+        group: ControlGroup | None,
         stack: contextlib.ExitStack,
     ) -> subprocess.Popen[bytes]:
-        opened: dict[str, int] = {}
+        passed = [streams[3]]
         if level is Isolation.BUBBLEWRAP:
             folder = BOX
             opened = {name: stack.enter_context(in_memory(content)) for name, content in files.items()}
-            argv = bubblewrap_command(command, self.limits, self._readable, opened, streams[3])
+            system_calls = stack.enter_context(in_memory(system_call_filter()))
+            passed += [*opened.values(), system_calls]
+            argv = bubblewrap_command(
+                command, self.limits, self._readable, opened, stderr=streams[3], system_calls=system_calls
+            )
+            argv = argv if group is None else group.joining(argv)
         else:
             folder = stack.enter_context(temporary_folder(files))
             readable = self._readable if level is Isolation.LANDLOCK else None
@@ -227,7 +251,7 @@ class Sandbox:
             stdin=streams[0],
             stdout=streams[1],
             stderr=streams[2],
-            pass_fds=(streams[3], *opened.values()),
+            pass_fds=passed,
             # A group of its own, to be killed as one; and no terminal.
             start_new_session=True,
             cwd="/",

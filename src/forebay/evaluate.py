@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from forebay.agents.counts import mean_counts
+from forebay.judges import mean_parts
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 
 SOLVED_SCORE = 1.0
@@ -54,7 +55,8 @@ class Evaluator:
         """Mean score, accuracy, pass@k (k = 1, 2, 4, .. up to the group size), length and truncation.
 
         Keys are ``eval/NAME`` and, with several tasks, ``eval/TASK/NAME``. Lengths are in generated tokens.
-        Where agents count turns and tool calls, their means are among them.
+        Where agents count turns and tool calls, their means are among them, as are those of the numbers that
+        judges give beside the score.
 
         Raises:
             ValueError: there are no groups, or one is neither judged nor failed.
@@ -89,6 +91,7 @@ class Evaluator:
             "failed": 1.0 - len(rollouts) / num_rollouts,
             "rollouts": float(num_rollouts),
             **mean_counts(rollouts),
+            **mean_parts(state.reward for state in rollouts),
             **self._pass_at_k(judged),
         }
         return {f"{prefix}/{name}": value for name, value in values.items()}

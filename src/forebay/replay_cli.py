@@ -108,6 +108,8 @@ class _Report:
         listed = step.train_step % self._every == 0 or step.train_step in (1, self._total)
         if listed or step.differences or step.recorded is None or step.failure is not None:
             typer.echo(_line(step))
+        for message in step.alarms:
+            typer.echo(f"warning: {message}")
 
     def verdict(self, last: ReplayedStep, batches_only: bool) -> str:
         """The one line that says it all."""

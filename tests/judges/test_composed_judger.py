@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.config import ConfigError
-from forebay.judges import ComposedJudger, GroupJudger, JudgeConfig, Judger, Part, build_judger
+from forebay.evaluate import Evaluator
+from forebay.judges import (
+    ComposedJudger,
+    FunctionJudger,
+    GroupJudger,
+    JudgeConfig,
+    Judger,
+    Part,
+    build_judger,
+)
+from forebay.produce import ProduceBatchStatus
+from forebay.produce.results import TaskResult, summarise
 from forebay.types import RolloutState, Status
 
 
@@ -181,3 +192,43 @@ async def test_cancelling_reaches_the_parts() -> None:
     with pytest.raises(asyncio.CancelledError):
         await judging
     assert len(ends) == 4
+
+
+async def test_parts_and_other_numbers_are_means_in_the_metrics_of_each_task():
+    judger = ComposedJudger(
+        [
+            Part(
+                label="answer", judger=FunctionJudger(lambda state: {"score": 1.0, "steps": 4, "why": "ok"})
+            ),
+            Part(label="short", judger=FunctionJudger(lambda state: 0.5), weight=0.0, only=("b",)),
+        ],
+        by="task_name",
+    )
+    groups = {
+        name: [await judger.judge([RolloutState([], task_name=name, status=Status.COMPLETED)])]
+        for name in ("a", "b")
+    }
+    results = {
+        name: TaskResult.build(
+            groups=part,
+            leftovers={},
+            status=ProduceBatchStatus.NORMAL,
+            pause_time_s=0.0,
+            produced=(1, 1),
+            raw_rewards=(1.0, 1),
+        )
+        for name, part in groups.items()
+    }
+    values = summarise(results, {}, ProduceBatchStatus.NORMAL, 0.0).metrics()
+    values |= Evaluator().evaluate([*groups["a"], *groups["b"]])
+    found = {name: value for name, value in values.items() if "judge/" in name}
+    assert found == {
+        f"{prefix}/{scope}judge/{key}": value
+        for prefix in ("produce", "eval")
+        for scope, keys in (
+            ("", {"answer": 1.0, "answer/steps": 4.0, "short": 0.5}),
+            ("a/", {"answer": 1.0, "answer/steps": 4.0}),
+            ("b/", {"answer": 1.0, "answer/steps": 4.0, "short": 0.5}),
+        )
+        for key, value in keys.items()
+    }

@@ -6,6 +6,7 @@ from forebay.judges.base import (
     JudgeError,
     Judger,
     TransientJudgeError,
+    mean_parts,
 )
 from forebay.judges.build import JUDGERS, JudgeConfig, build_judger, compose
 from forebay.judges.code import CodeJudger
@@ -37,4 +38,5 @@ __all__ = [
     "build_judger",
     "compose",
     "judges_group",
+    "mean_parts",
 ]

@@ -18,8 +18,10 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
+
+import numpy as np
 
 from forebay.types import RolloutState, Status
 
@@ -230,3 +232,20 @@ def checked_reward(verdict: Verdict) -> dict[str, Any]:
         raise ValueError(f"the score is {score}; it must be finite")
     reward["score"] = score
     return reward
+
+
+def mean_parts(rewards: Iterable[Mapping[str, Any] | None]) -> dict[str, float]:
+    """``judge/<key>``: the mean of each number beside ``score``, over the rewards that have it.
+
+    Truth values count as 0 and 1; text, and numbers that are not finite, are left out.
+
+    >>> mean_parts([{"score": 1.0, "short": 0.5, "why": "ok"}, {"score": 0.0, "short": 1.0}, None])
+    {'judge/short': 0.75}
+    """
+    found: dict[str, list[float]] = {}
+    for reward in rewards:
+        for name, value in (reward or {}).items():
+            if name != "score" and isinstance(value, int | float | np.number | np.bool_):
+                found.setdefault(name, []).append(float(value))
+    finite = {name: [value for value in values if math.isfinite(value)] for name, values in found.items()}
+    return {f"judge/{name}": sum(values) / len(values) for name, values in finite.items() if values}

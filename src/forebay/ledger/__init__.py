@@ -1,7 +1,17 @@
 """What became of every group, why, and whether dropping some of them bends the rest."""
 
 from forebay.ledger.accounts import Balance, Ledger
-from forebay.ledger.bias import Comparison, Summary, compare_dropped
+from forebay.ledger.bias import AGED, Comparison, Summary, compare_dropped, length_bias
 from forebay.ledger.lives import GroupId, GroupLife
 
-__all__ = ["Balance", "Comparison", "GroupId", "GroupLife", "Ledger", "Summary", "compare_dropped"]
+__all__ = [
+    "AGED",
+    "Balance",
+    "Comparison",
+    "GroupId",
+    "GroupLife",
+    "Ledger",
+    "Summary",
+    "compare_dropped",
+    "length_bias",
+]

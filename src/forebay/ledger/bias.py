@@ -19,6 +19,9 @@ from forebay.ledger.accounts import Ledger
 from forebay.ledger.lives import DROPPED, TRAINED
 
 QUANTITIES = ("num_tokens", "latency_s", "score")
+AGED = ("expired", "evicted")
+"""Reasons that a group is not to blame for: it grew too old, or had no room. Rejecting a group for what it
+is (``filtered``, ``failed``) is meant to choose."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,18 @@ def compare_dropped(ledger: Ledger, task_name: str | None = None) -> dict[str, l
         ]
         for reason, place in places.items()
     }
+
+
+def length_bias(ledger: Ledger, task_name: str) -> float | None:
+    """How many times longer, in tokens, groups of the task that aged are than those trained on.
+
+    None unless they are longer, by more than chance makes. A group that grew too old before it was finished
+    counts with the tokens it had, so the true ratio is larger.
+    """
+    compared = compare_dropped(ledger, task_name)
+    lengths = [compared[reason][QUANTITIES.index("num_tokens")] for reason in AGED if reason in compared]
+    ratios = [part.dropped.mean / part.trained.mean for part in lengths if part.is_notable]
+    return max((ratio for ratio in ratios if ratio > 1), default=None)
 
 
 def _values(ledger: Ledger, task_name: str | None, place: str, quantity: str) -> NDArray[np.floating]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from forebay.agents.counts import mean_counts
+from forebay.judges import mean_parts
 from forebay.produce.context import GROUP_GENERATE_TIME_KEY
 from forebay.produce.strategies import ProduceBatchStatus
 from forebay.types import RolloutState, Status
@@ -156,6 +157,7 @@ def _metrics(result: TaskResult, prefix: str) -> dict[str, float]:
         "samples": float(result.produced_samples),
         "tokens": float(result.produced_tokens),
     }
-    values.update(mean_counts([state for group in result.rollout_states for state in group]))
+    states = [state for group in result.rollout_states for state in group]
+    values |= mean_counts(states) | mean_parts(state.reward for state in states)
     values.update({f"left_{s.value}": float(n) for s, n in result.leftovers.items() if n})
     return {f"{prefix}/{key}": value for key, value in values.items()}

@@ -38,6 +38,7 @@ from forebay.produce import (
     Prompt,
 )
 from forebay.produce.sequences import LazySequence
+from forebay.runs.alarms import RunAlarms
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
@@ -92,9 +93,11 @@ class Run:
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: finish this step, save and leave."""
     status: RunStatus = field(init=False)
+    alarms: RunAlarms = field(init=False)
 
     def __post_init__(self) -> None:
         controller = self.controller
+        self.alarms = RunAlarms(self.config)
         self.status = RunStatus(
             self.manager,
             self.activities,

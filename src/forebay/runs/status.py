@@ -22,6 +22,7 @@ import numpy as np
 
 from forebay.activity import GENERATE, JUDGE, PUT, QUEUED, TOOL, Activities, Activity
 from forebay.busy import SIDES, BusyShare
+from forebay.ledger import AGED, Ledger, length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
 from forebay.produce import AgentLoopManager
 from forebay.replay import ReplayBuffer
@@ -45,6 +46,10 @@ STALENESS_SHARES = {
     f"{_LAST_SHARE}_up": (_LAST_SHARE, _LAST_SHARE),
 }
 """The shares of trained tokens that are logged, ``{name: (first, last)}``: finest where most runs are."""
+
+
+LENGTH_BIAS = "tokens_over_trained"
+"""Last part of the metric that says how much longer dropped groups are than trained ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +191,7 @@ class RunStatus:
             "stalls": float(self.num_stalls),
             **self._busy_since_last_step(),
             **_staleness_shares(train_step, groups),
+            **_dropped_values(self._manager.ledger),
         }
         if len(tasks) > 1:
             for name, task in tasks.items():
@@ -307,3 +313,28 @@ def _staleness_shares(train_step: int, groups: Sequence[Sequence[RolloutState]])
         f"staleness/share_{name}": float(counts[low : high + 1].sum() / max(1, len(staleness)))
         for name, (low, high) in STALENESS_SHARES.items()
     }
+
+
+def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+    """What a step logs of its batch itself."""
+    states = [state for group in groups for state in group]
+    scores = [state.reward["score"] for state in states if state.reward]
+    return {
+        "reward": sum(scores) / len(scores),
+        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
+        "truncated": sum(state.finish_reason == "length" for state in states) / len(states),
+        "samples": float(len(scores)),
+        "staleness": max(state.seq_staleness for state in states),
+    }
+
+
+def _dropped_values(ledger: Ledger) -> dict[str, float]:
+    """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
+    balance = ledger.balance({})
+    values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
+    for name, part in balance.by_task.items():
+        if any(part.dropped.get(reason) for reason in AGED):
+            scope = f"{name}/" if len(balance.by_task) > 1 else ""
+            if (ratio := length_bias(ledger, name)) is not None:
+                values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
+    return values

@@ -37,6 +37,7 @@ from forebay.runs.pictures import learning_curve
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.observers import note_training
 from forebay.runs.rollouts import EvalSet, Rollouts
+from forebay.runs.status import batch_numbers
 from forebay.runs.verify import WeightCheck, WeightsDifferError
 from forebay.stalls import StallError, StallWatch
 from forebay.train import OffPolicyError
@@ -228,6 +229,7 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
             await run.controller.pause_generation()
     refuse_failed(groups, run.cluster)
     metrics = run.evaluator.evaluate(groups)
+    metrics |= raise_alarms(run, {"train_step": run.train_step, **metrics})
     run.evaluations.append({"train_step": run.train_step, **metrics})
     run.metrics.log(run.train_step, metrics)
     run.display.evaluation(label, metrics)
@@ -286,6 +288,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         **(run.cluster.counts() if run.cluster is not None else _engine_counts(run)),
         **metrics,
     }
+    values |= raise_alarms(run, {"train_step": float(train_step), **values})
     run.history.append({"train_step": float(train_step), **values})
     run.metrics.log(train_step, values)
     run.display.step(train_step, run.config.steps, values)
@@ -294,21 +297,16 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     _record_rollouts(run, train_step, groups)
 
 
+def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
+    """Warn of what `row` shows to go wrong; the alarms that hold, as metrics."""
+    for message in run.alarms.see(row).values():
+        run.display.warning(message)
+    return run.alarms.held
+
+
 def _engine_counts(run: Run) -> dict[str, float]:
     """What lost engines cost so far; nothing where none was lost."""
     return {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
-
-
-def batch_numbers(groups: list[list[RolloutState]]) -> dict[str, float]:
-    """What a step logs of its batch itself."""
-    states = [state for group in groups for state in group]
-    scores = [state.reward["score"] for state in states if state.reward]
-    return {
-        "reward": sum(scores) / len(scores),
-        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
-        "samples": float(len(scores)),
-        "staleness": max(state.seq_staleness for state in states),
-    }
 
 
 def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:
@@ -384,6 +382,7 @@ async def resume(run: Run, path: Path) -> None:
     run.train_step = state["train_step"]
     run.history = state["history"]
     run.evaluations = state["evaluations"]
+    run.alarms.catch_up(run.history, run.evaluations)
     run.guard.load_state_dict(state["guard"])
     if state["lag_limit"] is not None:
         limit_lag(run, state["lag_limit"])

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from forebay.config import load_config
 from forebay.metrics import read_jsonl
 from forebay.models import load_tokenizer, resolve_model
 from forebay.replay import ReplayBuffer
+from forebay.runs.alarms import RunAlarms
 from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
 from forebay.runs.record.observers import Groups
@@ -32,7 +34,7 @@ from forebay.runs.record.operations import Operations
 from forebay.runs.record.reader import Facts, Segment, read_events, read_history
 from forebay.runs.record.writer import RUN_FILE
 from forebay.runs.rollouts import build_buffer
-from forebay.runs.steps import batch_numbers
+from forebay.runs.status import batch_numbers
 from forebay.train import TrainController
 
 Numbers = Mapping[str, float | None]
@@ -51,6 +53,8 @@ class ReplayedStep:
     """What depends on batch and trainer alone: no times, nothing about production."""
     failure: str | None = None
     """What the training failed with."""
+    alarms: Sequence[str] = ()
+    """What is wrong with the run as far as this step shows, as it was said when the run ran."""
 
     @property
     def differences(self) -> list[str]:
@@ -59,7 +63,9 @@ class ReplayedStep:
             return []
         if self.failure is not None:
             return ["train/loss"]
-        return [name for name, value in self.replayed.items() if self.recorded.get(name) != value]
+        # A version that logs more replays what one that logged less has recorded.
+        known = [name for name in self.replayed if name in self.recorded]
+        return [name for name in known if self.recorded[name] != self.replayed[name]]
 
 
 class Replay:
@@ -84,8 +90,12 @@ class Replay:
     def __init__(self, folder: Path, *, trains: bool = True) -> None:
         self.folder = folder
         self.history = read_history(folder)
-        self.recorded = _read_metrics(folder)
+        rows = _read_metrics(folder)
+        self.recorded = {int(row["train_step"] or 0): row for row in rows if "train/loss" in row}
         """What ``metrics.jsonl`` says of every finished train step."""
+        self._unseen = deque(rows)
+        """Rows that the alarms have not been given; step 0 and an unfinished step have an evaluation only."""
+        self._alarms: RunAlarms | None = None
         self.trainer: TrainController | None = None
         """As of the last step; None before the first, and where nothing is trained."""
         self._trains = trains
@@ -127,6 +137,7 @@ class Replay:
                     self.trainer.save(path / "trainer")
                     trainer.resume(path / "trainer")
         self._operations, self.trainer = Operations(buffer), trainer
+        self._alarms = self._alarms or RunAlarms(config)
 
     def _build_trainer(self, config: RunConfig) -> TrainController:
         torch.set_num_threads(config.threads)
@@ -154,21 +165,25 @@ class Replay:
             recorded=self.recorded.get(train_step),
             replayed={name: _as_logged(value) for name, value in numbers.items()},
             failure=failure,
+            alarms=self._alarms_up_to(train_step, numbers),
         )
 
+    def _alarms_up_to(self, train_step: int, numbers: Numbers) -> list[str]:
+        """What the rows up to that of `train_step` raise, with the `numbers` of the replay in the last."""
+        assert self._alarms is not None
+        said: list[str] = []
+        while self._unseen and (self._unseen[0]["train_step"] or 0) <= train_step:
+            row = self._unseen.popleft()
+            own = numbers if row["train_step"] == train_step else {}
+            said += self._alarms.see({**row, **own}).values()
+        return said
 
-def _read_metrics(folder: Path) -> dict[int, Numbers]:
-    """The line of every train step that was finished."""
+
+def _read_metrics(folder: Path) -> list[Numbers]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"nothing to compare with: {str(path)!r} is missing")
-    rows: dict[int, Numbers] = {}
-    for row in read_jsonl(path):
-        step = row["train_step"]
-        # Step 0 and an unfinished step have an evaluation only.
-        if step is not None and "train/loss" in row:
-            rows[int(step)] = row
-    return rows
+    return list(read_jsonl(path))
 
 
 def _as_logged(value: float) -> float | None:

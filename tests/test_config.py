@@ -240,3 +240,13 @@ def test_an_import_error_inside_the_module_is_shown(tmp_path: Path, monkeypatch:
         ConfigError, match="cannot import 'broken_judge': No module named 'a_library_nobody_has'"
     ):
         import_object("judge", "broken_judge:judge")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["engine=vllm", "engine.arguments.servers=2"], ["engine.arguments.servers=2", "engine=vllm"]],
+)
+def test_the_order_of_overrides_of_different_keys_does_not_matter(overrides: list[str]) -> None:
+    assert apply_overrides({}, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}
+    given = {"engine": {"name": "process", "arguments": {"engines": 2}}}
+    assert apply_overrides(given, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}

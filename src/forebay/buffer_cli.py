@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
+
+from forebay.command import one_message
 
 app = typer.Typer(help="Look into a replay buffer on disk, move it, or serve it.", no_args_is_help=True)
 
@@ -43,7 +42,7 @@ QueryText = Annotated[
 @app.command()
 def inspect(path: BufferPath) -> None:
     """Show what is in a buffer: counts, staleness, ages, sizes, and the ledger's balance."""
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.inspection.commands import inspect_buffer
 
         asyncio.run(inspect_buffer(path, _console()))
@@ -54,7 +53,7 @@ def show(
     path: BufferPath, uid: Annotated[int, typer.Argument(metavar="UID", help="As `query` lists it.")]
 ) -> None:
     """Show one group: prompt, responses, rewards, and the weights that made each span of tokens."""
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.inspection.commands import show_group
 
         asyncio.run(show_group(path, uid, _console()))
@@ -70,7 +69,7 @@ def query(
     limit: Annotated[int, typer.Option(min=1, help="Groups to show at most.")] = 50,
 ) -> None:
     """List the groups that match a query."""
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.inspection.commands import query_buffer
 
         asyncio.run(query_buffer(path, query, order, limit, _console()))
@@ -84,7 +83,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write rows and rollouts to a Parquet file, one line per rollout."""
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.inspection.commands import export_buffer
 
         asyncio.run(export_buffer(path, target, query, overwrite, _console()))
@@ -100,7 +99,7 @@ def migrate(
     ] = None,
 ) -> None:
     """Copy everything: a snapshot to a database, a database to a snapshot, or like to like."""
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.inspection.commands import migrate_buffer
 
         asyncio.run(migrate_buffer(source, target, policy, _console()))
@@ -139,7 +138,7 @@ def serve(
 
     Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
     """
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.replay.server_command import ServeOptions, serve_buffer
 
         options = ServeOptions(
@@ -160,7 +159,7 @@ def show_ledger(
     task: Annotated[str | None, typer.Option(help="Compare the groups of this task only.")] = None,
 ) -> None:
     """Show what became of every group, and how dropped groups differ from trained ones."""
-    with _one_message():
+    with one_message(ValueError, OSError):
         from forebay.inspection.commands import ledger_report
 
         asyncio.run(ledger_report(path, task, _console()))
@@ -170,27 +169,3 @@ def _console() -> Console:
     """Text as it is: no markup, no emoji codes, no colours for what looks like a number."""
     width = None if sys.stdout.isatty() else PIPED_WIDTH
     return Console(markup=False, emoji=False, highlight=False, width=width)
-
-
-@contextmanager
-def _one_message() -> Iterator[None]:
-    """Turn what a person can mend (a path, query, file or database) into one message and exit status 2."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(error, (ValueError, OSError, *_database_errors())):
-            raise
-        from forebay.inspection.views import plain
-
-        # What a database says goes on with the statement and its values.
-        is_database = isinstance(error, _database_errors())
-        said = f"the database says: {str(error).splitlines()[0]}" if is_database else error
-        console = Console(stderr=True, markup=False, emoji=False, highlight=False)
-        console.print(Text("error: ", "bold red") + plain(said), soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-def _database_errors() -> tuple[type[Exception], ...]:
-    """The errors of a database that is not there, full or damaged; none if no database was used."""
-    module: Any = sys.modules.get("sqlalchemy.exc")
-    return () if module is None else (module.SQLAlchemyError,)

@@ -16,17 +16,14 @@ Errors a person can mend are one message and exit status 2; an interrupted run e
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from forebay import buffer_cli, replay_cli, simulate_cli
+from forebay.command import INTERRUPTED, one_message
 from forebay.config import ConfigError
 
 app = typer.Typer(
@@ -35,9 +32,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-INTERRUPTED = 130
-"""What shells report for a program that Ctrl-C ended."""
 
 Overrides = Annotated[
     list[str] | None,
@@ -80,7 +74,8 @@ def train(
         overrides, run_file = [str(run_file), *(overrides or [])], None
     if verify_weights:
         overrides = [*(overrides or []), "verify_weights=true"]
-    _guarded(lambda: _train(run_file, overrides or [], dry_run, resume, overwrite))
+    with one_message():
+        _train(run_file, overrides or [], dry_run, resume, overwrite)
 
 
 @app.command(name="eval")
@@ -92,7 +87,8 @@ def evaluate(
     ] = None,
 ) -> None:
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
-    _guarded(lambda: _evaluate(folder, overrides or [], model))
+    with one_message():
+        _evaluate(folder, overrides or [], model)
 
 
 app.add_typer(buffer_cli.app, name="buffer")
@@ -104,53 +100,6 @@ app.command(name="replay")(replay_cli.replay)
 def main() -> None:
     """The entry point of the ``forebay`` command."""
     app()
-
-
-def _guarded(action: Callable[[], Any]) -> None:
-    """Run `action`; turn what a person can mend into one message."""
-    # Set before transformers is imported: its progress bars and warnings would tear the display.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # The user's own judgers and functions are found beside them, as with ``python -m``.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        _call(action)
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "forebay":
-            raise
-        _fail(f"this needs {error.name}, which is not installed: pip install 'forebay[all]'")
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-
-
-def _call(action: Callable[[], Any]) -> None:
-    from forebay.engines import EngineLost
-    from forebay.environments import WorkerError
-    from forebay.produce import ProductionError
-    from forebay.runs.placement import PartLost
-    from forebay.runs.verify import WeightsDifferError
-    from forebay.stalls import StallError
-    from forebay.train import OffPolicyError
-
-    try:
-        action()
-    except (
-        ConfigError,
-        EngineLost,
-        ProductionError,
-        StallError,
-        OffPolicyError,
-        PartLost,
-        WeightsDifferError,
-        WorkerError,
-        FloatingPointError,
-    ) as error:
-        _fail(str(error))
-
-
-def _fail(message: str) -> NoReturn:
-    Console(stderr=True).print(Text.assemble(("error: ", "bold red"), message))
-    sys.exit(2)
 
 
 def _train(

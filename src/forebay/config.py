@@ -6,7 +6,8 @@
                                                               | unknown key: the nearest known one is named
 
 Every configurable class has a `StrictModel` beside it; this module knows none of them. It also holds the two
-ways to name code in a run file: a word from a literal table, or ``"package.module:Name"``.
+ways to name code in a run file: a word from a literal table, or ``"package.module:Name"``. Modules, data and
+models that a run file names are looked for beside it, then in the working folder (`forebay.beside`).
 """
 
 from __future__ import annotations
@@ -14,12 +15,22 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from forebay.beside import (
+    ArgumentPaths,
+    check_is_meant,
+    imported_from,
+    make_importable,
+    search_folders,
+    where_raised,
+)
 
 
 class ConfigError(ValueError):
@@ -44,7 +55,7 @@ class Component(StrictModel):
 
     name: str
     """A word of the part's table, or ``package.module:Name``."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
     """Keyword arguments."""
 
     @model_validator(mode="before")
@@ -62,7 +73,8 @@ def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value does not fit.
     """
-    return parse_config(model, apply_overrides(read_toml(path), overrides), source=str(path))
+    data = apply_overrides(read_toml(path), overrides)
+    return parse_config(model, data, source=str(path), beside=path.parent)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -77,8 +89,14 @@ def read_toml(path: Path) -> dict[str, Any]:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.toml")], n=1)
         hint = f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
         raise ConfigError(f"no run file at {str(path)!r}{hint}") from None
-    except (IsADirectoryError, UnicodeDecodeError) as error:
+    except IsADirectoryError:
+        is_run = (path / "run.toml").is_file()
+        hint = f"; to go on with that run: --resume {path}" if is_run else ""
+        raise ConfigError(f"{str(path)!r} is a folder, which is not a TOML file{hint}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{str(path)!r} is not a TOML file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -88,19 +106,24 @@ def read_toml(path: Path) -> dict[str, Any]:
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """A copy of `data` with each ``a.b=value`` set; list entries go by position (``tasks.0.weight=2``).
 
-    The value is read as TOML where it is valid TOML (``3``, ``true``, ``[1, 2]``), else as plain text.
+    The value is read as TOML where it is valid TOML (``3``, ``true``, ``[1, 2]``), else as plain text. The
+    order of different keys does not matter: ``engine=vllm`` and ``engine.arguments.servers=2`` go both ways.
 
     Raises:
         ConfigError: an override has no ``=`` or walks into something that is not a table or list.
     """
     result: dict[str, Any] = _copy_tables(dict(data))
+    changes: list[tuple[list[str], str, str]] = []
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise ConfigError(
                 f"override {override!r} is not of the form key=value, for example train.lr=1e-4"
             )
-        _set_path(result, key.strip().split("."), _read_value(text.strip()), override)
+        changes.append((key.strip().split("."), text.strip(), override))
+    # A whole table before its parts, which it would wipe; the sort keeps the order of equals.
+    for path, text, override in sorted(changes, key=lambda change: len(change[0])):
+        _set_path(result, path, _read_value(text), override)
     return result
 
 
@@ -134,20 +157,43 @@ def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
             raise ConfigError(f"override {override!r}: {'.'.join(path[:depth])} is a value, not a table")
         if last:
             node[key] = value
+        elif path[depth + 1] == "arguments" and isinstance(_entry(node, key), str):
+            # The short form of a component: engine = "vllm" is engine = { name = "vllm" }.
+            node[key] = node = {"name": node[key]}
         elif isinstance(node, dict):
             node = node.setdefault(key, {})
         else:
             node = node[key]
 
 
-def parse_config(model: type[ModelT], data: Mapping[str, Any], *, source: str = "config") -> ModelT:
-    """Validate `data` as `model`.
+def _entry(node: Any, key: Any) -> Any:
+    return node.get(key) if isinstance(node, dict) else node[key]
+
+
+def parse_config(
+    model: type[ModelT], data: Mapping[str, Any], *, source: str = "config", beside: Path | None = None
+) -> ModelT:
+    """Validate `data`, from a file in the folder `beside`, as `model`.
+
+    Modules in the folders of its ``search_path`` can be imported from now on, and paths that are found there
+    become absolute.
 
     Raises:
         ConfigError: one line per problem: where, what was given, and the nearest known key or the rule.
     """
+    table = dict(data)
+    given = table.get("search_path") or []
+    # A wrong value is left to validation.
+    usable = isinstance(given, list) and all(isinstance(folder, str) for folder in given)
+    recorded = search_folders(given if usable else (), beside)
+    folders = list(dict.fromkeys([*recorded, Path.cwd()]))
+    if "search_path" in model.model_fields:
+        make_importable(folders)
+        # Written down, so that another working folder finds the same.
+        if usable:
+            table["search_path"] = recorded
     try:
-        return model.model_validate(dict(data))
+        return model.model_validate(table, context=folders)
     except ValidationError as error:
         lines = [_explain(model, dict(problem)) for problem in error.errors()]
         raise ConfigError(f"{source}: " + "\n".join(lines)) from None
@@ -246,11 +292,22 @@ def import_object(kind: str, path: str) -> Any:
         raise ConfigError(f"{kind} {path!r} is not of the form 'package.module:Name'")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {error}") from error
+        check_is_meant(module_name.partition(".")[0])
+    except ModuleNotFoundError as error:
+        place = ""
+        if error.name == module_name.partition(".")[0]:
+            looked = ", ".join(dict.fromkeys([*imported_from(), os.getcwd()]))
+            place = f" (looked in {looked}, and among the installed packages)"
+        raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {error}{place}") from error
+    # The user's module may raise anything while it is imported.
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}{where_raised(error)}"
+        raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {said}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {attribute!r}{hint}") from None
+        file = getattr(module, "__file__", None)
+        place = f" ({file})" if file else ""
+        raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {attribute!r}{hint}{place}") from None

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
+
+from forebay.command import one_message
 
 if TYPE_CHECKING:
     from forebay.runs.record.batches import BatchFile
@@ -46,14 +46,8 @@ def replay(
     ] = False,
 ) -> None:
     """Run a recorded training again, without an engine, and compare batches and losses."""
-    # The user's own advantages, losses and judges are found beside them, as when they were recorded.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
+    with one_message(ValueError, OSError):
         is_equal = asyncio.run(_replay(folder, until, output, batches_only))
-    except (ValueError, OSError) as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2) from None
     if not is_equal:
         raise typer.Exit(1)
 

@@ -17,14 +17,11 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
-from forebay.config import ConfigError
+from forebay.command import one_message
 
 PIPED_WIDTH = 150
 """Columns when the output is no terminal; a sweep over three settings fits."""
-INTERRUPTED = 130
-"""What shells report for a program that Ctrl-C ended."""
 
 
 def simulate_run(
@@ -61,7 +58,7 @@ def simulate_run(
     if calibrate is not None and run_file is not None:
         # With --calibrate the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
-    try:
+    with one_message():
         from forebay.simulation.commands import Request, simulate_and_show
 
         request = Request(
@@ -75,8 +72,3 @@ def simulate_run(
             jobs=jobs,
         )
         simulate_and_show(request, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))
-    except ConfigError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)))
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED) from None

@@ -308,3 +308,43 @@ def test_too_long_prompts_are_an_error_or_dropped(caplog) -> None:
     assert "dropped 2 of 3 prompts" in caplog.text
     with pytest.raises(ConfigError, match="all 3 prompts are longer than 1 tokens"):
         check_prompt_lengths(prompts, CharacterTokenizer(), 1, "drop")
+
+
+def test_a_csv_file_is_text_by_column(tmp_path) -> None:
+    path = tmp_path / "d.csv"
+    path.write_bytes('\ufeffprompt,answer,note\r\n1+1=,02,"a, b"\r\n\r\n2+2=,4,→\r\n'.encode())
+    prompts = load_prompts(DataConfig(source=str(path)))
+    assert [prompt.reward_model["ground_truth"] for prompt in prompts] == ["02", "4"]
+    assert prompts[0].extra == {"note": "a, b"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("d.csv", b"prompt,answer\n1,2\n1,2,3\n", r"d\.csv, line 3 has 3 values for the 2 columns"),
+        ("d.csv", b"prompt,prompt\n1,2\n", "a name of its own"),
+        ("d.csv", b"prompt,answer\n\xff,2\n", "is not UTF-8 text"),
+        ("d.csv", b'prompt,answer\n"1,2\n', "is not valid CSV"),
+        ("d.csv", b"", r"d\.csv' is empty"),
+        ("d.csv", b"question,answer\n1,2\n", "has no column 'prompt'"),
+        ("d.json", b"[]", r"is a \.json file, which is not read"),
+        ("rows", b"", "is a file without an ending, which is not read"),
+    ],
+)
+def test_a_data_file_that_cannot_be_read_says_why(tmp_path, name, content, said) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=said):
+        load_prompts(DataConfig(source=str(tmp_path / name)))
+
+
+def test_a_missing_file_is_not_suggested_for_itself(tmp_path) -> None:
+    for name in ("d.csv", "d.json", "d.jsonl", "d"):
+        with pytest.raises(ConfigError) as caught:
+            load_prompts(DataConfig(source=str(tmp_path / name)))
+        assert "did you mean" not in str(caught.value)
+
+
+def test_a_folder_does_not_hide_a_generator_of_its_name(tmp_path, monkeypatch) -> None:
+    (tmp_path / "addition").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert len(load_prompts(DataConfig(source="addition", size=3))) == 3

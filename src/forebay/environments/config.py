@@ -47,6 +47,8 @@ class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
     """Chunks per train step."""
     output: Path = Path("runs")
     """The run's folder is ``output/name``."""
+    search_path: list[Path] | None = None
+    """Folders in which modules are looked for; None: the recipe's, then the working one."""
     checkpoint_every: int = Field(default=20, ge=0)
     """Train steps between checkpoints, each with an evaluation; 0: only at the end or when stopped."""
     eval_episodes: int = Field(default=100, ge=1)

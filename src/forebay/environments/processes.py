@@ -47,7 +47,7 @@ class ProcessWorkers:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env=ENVIRONMENT | os.environ,
+            env=ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             # A Ctrl-C in the terminal is for the trainer alone, which finishes its step with their help.
             start_new_session=True,
         )

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field
 
+from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError
 
 MODES = {
@@ -40,7 +41,7 @@ class EnvironmentConfig(BaseModel, extra="forbid", frozen=True):
 
     id: str
     """Of a registered gymnasium environment; ``my_module:MyEnv-v0`` imports the module first."""
-    arguments: dict[str, Any] = {}
+    arguments: Annotated[dict[str, Any], ArgumentPaths] = {}
     """Further keyword arguments of ``gymnasium.make``."""
     num_envs: int = Field(default=8, ge=1)
     """Environments that each worker steps together."""

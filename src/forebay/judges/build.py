@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError, StrictModel, look_up
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
 from forebay.judges.code import CodeJudger
@@ -75,19 +76,24 @@ JUDGERS: dict[str, Callable[..., Judger]] = {
 
 
 class JudgeConfig(StrictModel):
-    """Which judger.
+    """Which judger; in a run file a table, or only the name.
 
     >>> build_judger(JudgeConfig(name="exact_match", arguments={"extract": "last_number"}))
     """
 
     name: str = ""
     """A word of `JUDGERS`, or ``package.module:Name`` of a function of a rollout or of a `Judger` class."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
     """Keyword arguments of the judger or function."""
     timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """For one rollout."""
     shuffle_seed: int | None = None
     """Control experiment: permute the rewards within each group. None: no."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
 
 def build_judger(config: JudgeConfig | None) -> Judger:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import string
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from forebay.beside import locate
 from forebay.config import StrictModel
+
+TINY, PYPI_PREFIX = "tiny", "pypi:"
 
 
 class TinyConfig(StrictModel):
@@ -39,7 +42,7 @@ class TinyConfig(StrictModel):
 class ModelConfig(StrictModel):
     """Which model, and how it is held in memory."""
 
-    source: str
+    source: str = Field(min_length=1)
     """A folder, a hub id ``owner/name``, ``pypi:PACKAGE`` (a package with a GGUF file), or ``tiny``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """On CPU bfloat16 halves the memory but is several times slower."""
@@ -48,3 +51,9 @@ class ModelConfig(StrictModel):
     """Longest prompt and response together, in tokens; None: what the model was made for (tiny: 512)."""
     tiny: TinyConfig = TinyConfig()
     """Only for ``source = "tiny"``."""
+
+    @field_validator("source")
+    @classmethod
+    def _found(cls, source: str, info: ValidationInfo) -> str:
+        named = source == TINY or source.startswith(PYPI_PREFIX)
+        return source if named else locate(source, info.context)

@@ -22,11 +22,9 @@ from importlib import metadata
 from pathlib import Path
 
 from forebay.config import ConfigError
-from forebay.models.config import ModelConfig, TinyConfig
+from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, TinyConfig
 from forebay.models.gguf import convert_gguf, find_gguf
 from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
-
-PYPI_PREFIX = "pypi:"
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -48,7 +46,7 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
     """
     config = ModelConfig(source=model) if isinstance(model, str) else model
     source, cache = config.source, cache_dir or default_cache_dir()
-    if source == "tiny":
+    if source == TINY:
         return _tiny(cache, config.tiny, config.max_context or DEFAULT_CONTEXT, seed)
     if source.startswith(PYPI_PREFIX):
         package = source.removeprefix(PYPI_PREFIX)

@@ -19,14 +19,15 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from forebay.agents.single_turn import ChatTokenizer, offered_tools, render_prompt
+from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError, StrictModel
 from forebay.produce.sequences import LazySequence, shuffled
-from forebay.produce.sources import open_source
+from forebay.produce.sources import locate_source, open_source
 from forebay.types import Message
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ class DataConfig(StrictModel):
     """
 
     source: str | list[str]
-    """A ``.jsonl`` or ``.parquet`` file, pattern or list of files; a folder of `datasets.save_to_disk`;
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file, pattern or list; a folder of `datasets.save_to_disk`;
     ``addition``, ``sorting``, ``reasoning_gym:NAME``, or ``package.module:function`` returning a sequence."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
     """Keyword arguments of a generator or function; ``split`` for a data set on disk that has splits."""
     prompt_column: str = "prompt"
     """Holds a text, which becomes one user message, or a chat list."""
@@ -74,6 +75,11 @@ class DataConfig(StrictModel):
     """Number of prompts left out at the beginning."""
     size: int | None = Field(default=None, gt=0)
     """Number of prompts; None takes all."""
+
+    @field_validator("source")
+    @classmethod
+    def _found(cls, source: str | list[str], info: ValidationInfo) -> str | list[str]:
+        return locate_source(source, info.context)
 
 
 def load_prompts(config: DataConfig) -> Sequence[Prompt]:

@@ -2,7 +2,7 @@
 
 ::
 
-    "data/*.jsonl", ["a.parquet", "b.parquet"]  files        }
+    "data/*.jsonl", "a.csv", ["a.parquet", "b.parquet"]       }
     "folder"           saved by datasets.save_to_disk         }
     "addition"         a word of the table GENERATORS         } -> Rows: row i, and where row i stands
     "reasoning_gym:countdown"                                 }
@@ -15,9 +15,11 @@ source is a `ConfigError` that says which file, line or argument.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import glob
 import inspect
+import io
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +34,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from forebay.beside import locate
 from forebay.config import ConfigError, look_up
 from forebay.produce import demo_tasks
 from forebay.produce.sequences import LazySequence
@@ -41,9 +44,11 @@ GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
     "sorting": demo_tasks.sorting,
 }
 REASONING_GYM = "reasoning_gym"
-FILE_TYPES = (".jsonl", ".parquet")
+FILE_TYPES = (".jsonl", ".parquet", ".csv")
+_OTHER_FILE_TYPES = (".json", ".tsv", ".txt", ".xlsx", ".xls", ".arrow", ".gz", ".zip", ".ndjson", ".yaml")
+"""Files of data that people have and this does not read: they are told so, and not of an unknown word."""
 _SOURCE_FORMS = (
-    "a .jsonl or .parquet file or pattern, a folder written by datasets.save_to_disk, "
+    "a .jsonl or .csv or .parquet file or pattern, a folder written by datasets.save_to_disk, "
     f"{', '.join(GENERATORS)}, reasoning_gym:NAME or package.module:function"
 )
 
@@ -72,27 +77,50 @@ def open_source(source: str | Sequence[str], arguments: Mapping[str, Any], num_w
         rows = _open_files(source, arguments)
     elif source.startswith(f"{REASONING_GYM}:"):
         rows = _open_reasoning_gym(source, arguments, num_wanted)
+    # Before folders: a folder named "sorting", a run's own for example, must not hide the generator.
+    elif source in GENERATORS or (":" in source and not Path(source).exists()):
+        rows = _open_function(source, arguments)
     elif Path(source).suffix in FILE_TYPES:
         rows = _open_files([source], arguments)
     elif Path(source).is_dir():
         rows = _open_saved_data_set(source, arguments)
-    elif source in GENERATORS or ":" in source:
-        rows = _open_function(source, arguments)
     else:
         raise ConfigError(_unknown_source(source))
     if len(rows.rows) == 0:
-        raise ConfigError(f"data source {source!r} is empty")
+        raise ConfigError(f"data source {source!r} is empty: it holds no row")
     return rows
 
 
+def locate_source(source: str | list[str], folders: Sequence[Path] | None) -> str | list[str]:
+    """`source` with the paths of files and folders that are found in `folders` as absolute ones.
+
+    A file that is found nowhere is taken for one of the first folder, the run file's.
+    """
+    if not isinstance(source, str):
+        return [str(locate_source(part, folders)) for part in source]
+    if source in GENERATORS or source.startswith(f"{REASONING_GYM}:"):
+        return source
+    found = locate(source, folders)
+    is_file = Path(source).suffix in FILE_TYPES and not Path(source).is_absolute() and ":" not in source
+    return str(folders[0] / source) if found == source and is_file and folders else found
+
+
 def _unknown_source(source: str) -> str:
+    path = Path(source)
+    if path.is_file() or path.suffix in _OTHER_FILE_TYPES:
+        kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
+        known = ", ".join(FILE_TYPES)
+        return (
+            f"data source {source!r} is {kind}, which is not read: data files are {known}, by ending; "
+            f'write one JSON object per line, such as {{"prompt": ..., "answer": ...}}, into a .jsonl file'
+        )
     near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(Path(source))
     hint = f"did you mean {near[0]!r}? " if near else ""
     return f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}"
 
 
 def _near_paths(path: Path) -> list[str]:
-    names = [entry.name for entry in path.parent.glob("*")]
+    names = [entry.name for entry in path.parent.glob("*") if entry.name != path.name]
     return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=1)]
 
 
@@ -103,11 +131,15 @@ def _open_files(patterns: Sequence[str], arguments: Mapping[str, Any]) -> Rows:
     suffixes = {path.suffix for path in paths}
     if suffixes == {".jsonl"}:
         return _read_jsonl(paths)
+    if suffixes == {".csv"}:
+        return _read_csv(paths)
     if suffixes == {".parquet"}:
         return _read_parquet(paths)
     if not paths:
         raise ConfigError("the list of data files is empty")
-    raise ConfigError(f"data files must all be .jsonl or all .parquet, got {[str(path) for path in paths]}")
+    raise ConfigError(
+        f"data files must all be {' or all '.join(FILE_TYPES)}, got {[str(path) for path in paths]}"
+    )
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -130,11 +162,49 @@ def _read_jsonl(paths: Sequence[Path]) -> Rows:
     places: list[tuple[Path, int]] = []
     for path in paths:
         # Bytes, split at newlines only: str.splitlines would also cut a row at U+2028 inside a string.
-        for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+        for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
             if line.strip():
                 rows.append(_parse_line(line, f"{path}, line {number}"))
                 places.append((path, number))
     return Rows(rows, lambda index: f"{places[index][0]}, line {places[index][1]}", in_memory=True)
+
+
+def _read_csv(paths: Sequence[Path]) -> Rows:
+    """Every value is text, as it stands: a number read as a number would lose its zeros."""
+    rows: list[dict[str, Any]] = []
+    places: list[str] = []
+    for path in paths:
+        try:
+            # "utf-8-sig": spreadsheets put a mark before the first column's name.
+            text = _read_bytes(path).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): save it as CSV UTF-8") from None
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        try:
+            columns = next(reader, [])
+            for row in reader:
+                if row:
+                    places.append(f"{path}, line {reader.line_num}")
+                    rows.append(_named_cells(columns, row, places[-1]))
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from None
+    return Rows(rows, places.__getitem__, in_memory=True)
+
+
+def _named_cells(columns: Sequence[str], row: Sequence[str], place: str) -> dict[str, Any]:
+    if len(row) != len(columns) or len(set(columns)) < len(columns):
+        raise ConfigError(
+            f"{place} has {len(row)} values for the {len(columns)} columns {', '.join(columns)} of the first "
+            f"line; put a value with commas in quotes, and give every column a name of its own"
+        )
+    return dict(zip(columns, row, strict=True))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:

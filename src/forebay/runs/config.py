@@ -135,6 +135,9 @@ class RunConfig(StrictModel):
     """Size of a group."""
     output: Path = Path("runs")
     """The run's folder is ``output/name``."""
+    search_path: list[Path] | None = None
+    """Folders in which modules, data and models are looked for; None: the run file's, then the
+    working folder."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
     checkpoint_every: int = Field(default=50, ge=0)

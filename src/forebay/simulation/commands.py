@@ -53,6 +53,8 @@ class _Subject(NamedTuple):
     """What is simulated."""
 
     run_table: dict[str, Any]
+    beside: Path
+    """The folder that it was read from."""
     cluster: ClusterConfig
     measured: Measured | None
 
@@ -66,7 +68,7 @@ def simulate_and_show(request: Request, console: Console) -> Path:
     subject = _subject(request)
     axes = [parse_axis(text) for text in request.sweeps]
     of_run = [override for override in request.overrides if not override.startswith(CLUSTER)]
-    cases = list(combine(subject.run_table, of_run, subject.cluster, axes))
+    cases = list(combine(subject.run_table, of_run, subject.cluster, axes, beside=subject.beside))
     ranked = rank(_run(cases, request, console))
     best = ranked[0]
     if best.result is None:
@@ -94,13 +96,14 @@ def _subject(request: Request) -> _Subject:
         if request.cluster_file is not None:
             raise ConfigError("--calibrate measures the cluster: leave --cluster out")
         cluster, measured = calibrate(folder, saved_config(folder))
-        return _Subject(read_toml(folder / RUN_FILE), changed_cluster(cluster, of_cluster), measured)
+        return _Subject(read_toml(folder / RUN_FILE), folder, changed_cluster(cluster, of_cluster), measured)
     if request.run_file is None or request.cluster_file is None:
         raise ConfigError(
             "name a run file and a cluster, for example recipes/demo_separate.toml "
             "--cluster recipes/clusters/example.toml; or --calibrate RUN_FOLDER"
         )
-    return _Subject(read_toml(request.run_file), load_cluster(request.cluster_file, of_cluster), None)
+    run_table, beside = read_toml(request.run_file), request.run_file.parent
+    return _Subject(run_table, beside, load_cluster(request.cluster_file, of_cluster), None)
 
 
 def _run(cases: Sequence[Case], request: Request, console: Console) -> list[Outcome]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from forebay.config import ConfigError, apply_overrides, parse_config
@@ -83,9 +84,16 @@ def parse_axis(text: str) -> Axis:
 
 
 def combine(
-    run_table: Mapping[str, Any], overrides: Sequence[str], cluster: ClusterConfig, axes: Sequence[Axis]
+    run_table: Mapping[str, Any],
+    overrides: Sequence[str],
+    cluster: ClusterConfig,
+    axes: Sequence[Axis],
+    *,
+    beside: Path | None = None,
 ) -> Iterator[Case]:
     """Every combination of the axes' values, on top of `overrides`; one case if there are no axes.
+
+    `beside` is the folder of the run file.
 
     Raises:
         ConfigError: a value does not fit.
@@ -99,6 +107,7 @@ def combine(
                 RunConfig,
                 apply_overrides(run_table, [*overrides, *(o for o in of_run if not o.startswith(CLUSTER))]),
                 source="run file",
+                beside=beside,
             ),
             cluster=_changed(cluster, [o for o in of_run if o.startswith(CLUSTER)], settings.get(SPLIT)),
         )

@@ -46,7 +46,7 @@ class Critic(nn.Module):
     def forward(self, micro: MicroBatch) -> torch.Tensor:
         """Values of the N trained tokens, float32."""
 
-        def states_at(positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+        def states_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
             output = self.body(**inputs)
             states_NH = output.last_hidden_state.flatten(0, 1).index_select(0, positions_N)
             return states_NH, output.get("past_key_values")

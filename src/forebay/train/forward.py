@@ -2,13 +2,14 @@
 
 ::
 
-    MicroBatch --model--> hidden_BLH --keep N positions--> head --> logits_NV --temperature--> logprobs_N
+    MicroBatch --model--> hidden_BLH --keep N positions--> head --> logits --temperature--> logprobs_N
                  (shared prompts: first the prompts, whose keys and values the responses' pass continues)
 
 The output head runs only on the positions that predict a trained token. They are selected by a hook in front
 of the head, so whatever the architecture does to its logits afterwards (scaling, soft caps) and whatever
-wraps the head (an adapter) stays in place. Logprobs are float32 and those of the sampled distribution: the
-logits are divided by the sampling temperature. Top-p and top-k are not applied.
+wraps the head (an adapter) stays in place. Where there are many, they go through the head by chunks
+(`forebay.train.head`), and the N x V logits never exist. Logprobs are float32 and those of the sampled
+distribution: the logits are divided by the sampling temperature. Top-p and top-k are not applied.
 
 Shapes: B rows, L columns, H hidden size, N trained tokens, V vocabulary.
 """
@@ -22,12 +23,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from forebay.train.collate import MicroBatch
+from forebay.train.head import Tail, chunked_logits
+from forebay.train.lora import without_adapters
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits per softmax: 256 MiB of float32 for each intermediate, where all at once could be many GiB."""
+CHUNK_ELEMENTS = 1 << 25
+"""Logits that exist at once: 128 MiB of float32, and about five times as much in the backward pass. More are
+computed by chunks, and once more in the backward pass, which is a third more work for the head."""
 
 Entropy = Literal["none", "measure", "train"]
 
@@ -48,66 +51,81 @@ def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy =
         ValueError: the model has no output head that its forward pass calls.
     """
     head = output_head(model)
+    plain: Any = without_adapters(model)
 
-    def logits_at(positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+    def tail_at(place: slice) -> Tail:
+        targets_N = micro.targets[place]
+        scale_N = None if micro.inverse_temperature is None else micro.inverse_temperature[place]
+        return lambda logits_nV, part: _token_outputs(
+            logits_nV, targets_N[part], None if scale_N is None else scale_N[part], entropy
+        )
+
+    def outputs_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+        tail, num_tokens = tail_at(place), len(positions_N)
+        # A model without a body of its own cannot be asked for its logits chunk by chunk.
+        rows = num_tokens if plain.base_model is plain else max(1, CHUNK_ELEMENTS // _vocabulary(plain))
+        if num_tokens > rows:
+            with chunked_logits(plain, head, positions_N, tail, rows):
+                output = model(**inputs)
+            return output.logits, output.get("past_key_values")
         with _selected_positions(head, positions_N):
             output = model(**inputs)
-        if output.logits.shape[1] != len(positions_N):
-            raise ValueError(f"{type(model).__name__} computes its logits without its output embeddings")
-        return output.logits.squeeze(0), output.get("past_key_values")
+        if output.logits.shape[1] != num_tokens:
+            raise ValueError(f"{type(plain).__name__} computes its logits without its output embeddings")
+        return tail(output.logits.squeeze(0), slice(None)), output.get("past_key_values")
 
-    logits_NV = run_passes(logits_at, micro)
-    rows = max(1, CHUNK_ELEMENTS // logits_NV.shape[-1])
-    if len(logits_NV) <= rows:
-        return TokenOutputs(*_token_outputs(logits_NV, micro.targets, micro.inverse_temperature, entropy))
-    # Checkpointed, so that the intermediates of one chunk at a time exist, also in the backward pass.
-    chunks = [
-        checkpoint(
-            _token_outputs,
-            logits_NV[part],
-            micro.targets[part],
-            None if micro.inverse_temperature is None else micro.inverse_temperature[part],
-            entropy,
-            use_reentrant=False,
-        )
-        for start in range(0, len(logits_NV), rows)
-        for part in [slice(start, start + rows)]
-    ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return TokenOutputs(torch.cat(logprobs), None if entropy == "none" else torch.cat(entropies))
+    logprobs_N, *entropies = run_passes(outputs_at, micro).unbind(1)
+    if not entropies:
+        return TokenOutputs(logprobs_N, None)
+    return TokenOutputs(logprobs_N, entropies[0] if entropy == "train" else entropies[0].detach())
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
 
 
 def _token_outputs(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, scale_N: torch.Tensor | None, entropy: Entropy
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    logits_NV = logits_NV.float()
+) -> torch.Tensor:
+    """N x 1: log probabilities; N x 2 with entropies."""
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if scale_N is not None:
         logits_NV = logits_NV * scale_N[:, None]
     logprobs_NV = functional.log_softmax(logits_NV, dim=-1)
     logprobs_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
     if entropy == "none":
-        return logprobs_N, None
+        return logprobs_N[:, None]
     with torch.set_grad_enabled(entropy == "train" and torch.is_grad_enabled()):
-        return logprobs_N, -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    return torch.stack([logprobs_N, entropy_N], dim=1)
 
 
 def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch) -> torch.Tensor:
     """The results (N x anything) for the trained tokens of a micro-batch, in one pass or in two.
 
-    ``call(positions, **inputs)`` runs a model and returns the results at `positions`, and its cache.
+    ``call(place, positions, **inputs)`` runs a model and returns the results at `positions`, which are those
+    of the trained tokens at `place`, and the model's cache.
 
     Raises:
         ValueError: the layout is ``shared_prompt`` and the model's cache is not plain keys and values.
     """
     if micro.prompts is None:
         results, _ = call(
-            micro.positions, input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False
+            slice(None),
+            micro.positions,
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            use_cache=False,
         )
         return results
-    first, cache = call(micro.prompts.positions, input_ids=micro.prompts.input_ids, use_cache=True)
+    num_first = len(micro.prompts.positions)
+    first, cache = call(
+        slice(num_first), micro.prompts.positions, input_ids=micro.prompts.input_ids, use_cache=True
+    )
     _check_cache(cache)
     cache.batch_select_indices(micro.prompts.rows)
     rest, _ = call(
+        slice(num_first, None),
         micro.positions,
         input_ids=micro.input_ids,
         position_ids=micro.position_ids,

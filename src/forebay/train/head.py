@@ -1,0 +1,165 @@
+"""Through a model's output head a chunk of tokens at a time: the N x V logits never exist.
+
+::
+
+    hidden_NH --chunk--> head --> raw_nV --scale or soft cap of the model--> logits_nV --tail--> results_nK
+    backward: each chunk once more, its gradients added to those of the chunks before
+
+Made for what keeps few numbers of each token's logits (log probabilities, entropies). Slicing logits that
+exist would not do: the gradient of a slice is as large as all of them, so the backward pass grows with N^2.
+
+Shapes: N tokens, n of a chunk, H hidden size, V vocabulary, K results by token.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+Tail = Callable[[torch.Tensor, slice], torch.Tensor]
+"""``(logits_nV, which of the N tokens)`` to results (n x K)."""
+
+
+@contextmanager
+def chunked_logits(
+    model: nn.Module, head: nn.Module, positions_N: torch.Tensor, tail: Tail, rows: int
+) -> Iterator[None]:
+    """While open, a forward pass of `model` gives `tail`'s results (N x K) as its ``logits``.
+
+    `positions_N` are the cells of B x L that `head` is applied to, `rows` of them at a time. All is done
+    inside the model's own forward pass, where the weights of a sharded model are whole.
+
+    Raises:
+        ValueError: (in the pass) the model does not call its head.
+    """
+    original: Any = model.forward
+    body: Any = model.base_model
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        hidden: list[torch.Tensor] = []
+        seen: list[Any] = []
+
+        def keep(hidden_BLH: torch.Tensor) -> torch.Tensor:
+            hidden.append(hidden_BLH.flatten(0, 1).index_select(0, positions_N))
+            return hidden_BLH.new_empty(1, 0, 1)
+
+        watching = body.register_forward_hook(lambda module, inputs, output: seen.append(output))
+        with watching, _replaced(head, keep):
+            output = original(*arguments, **keywords)
+        if not hidden or not seen:
+            raise ValueError(f"{type(model).__name__} computes its logits without its output embeddings")
+
+        states = copy.copy(seen[0])
+        states.last_hidden_state = states.last_hidden_state.detach()
+
+        def finish(raw_nV: torch.Tensor, part: slice) -> torch.Tensor:
+            # Scales and soft caps are the model's own: its forward pass again, without body and head.
+            with _replaced(body, lambda *_, **__: states), _replaced(head, lambda _: raw_nV[None]):
+                return tail(original(*arguments, **keywords).logits.squeeze(0), part)
+
+        output.logits = _apply(head, hidden[0], finish, rows)
+        return output
+
+    with _replaced(model, forward):
+        yield
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While open, `module` computes `forward`; its hooks stay."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def _apply(head: nn.Module, hidden_NH: torch.Tensor, finish: Tail, rows: int) -> torch.Tensor:
+    parts = [slice(start, start + rows) for start in range(0, len(hidden_NH), rows)]
+    if type(head) is nn.Linear:
+        results: torch.Tensor = _ChunkedLinear.apply(hidden_NH, head.weight, head.bias, finish, parts)  # type: ignore[no-untyped-call]
+        return results
+    # Others, such as a head with adapters, by autograd, which makes a gradient of the weights for each chunk.
+    chunks = [
+        checkpoint(lambda chunk, part: finish(head(chunk), part), chunk, part, use_reentrant=False)
+        for chunk, part in zip(torch.split(hidden_NH, rows), parts, strict=True)
+    ]
+    return torch.cat(chunks)
+
+
+class _ChunkedLinear(torch.autograd.Function):
+    """``finish(hidden @ weight.T + bias)`` by chunks; the gradient of the weight is added up in one place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        finish: Tail,
+        parts: list[slice],
+    ) -> torch.Tensor:
+        """N x K."""
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V)
+        ctx.finish, ctx.parts, device = finish, parts, hidden_NH.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
+        with torch.autocast(device, enabled=False):
+            linear = _Linear(hidden_NH, weight_VH, bias_V, ctx.dtype)
+            return torch.cat([finish(linear.logits(part), part) for part in parts])
+
+    @staticmethod
+    def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:
+        """The gradients of hidden states, weight and bias."""
+        hidden_NH, weight_VH, bias_V = ctx.saved_tensors
+        grad_NH = torch.empty_like(hidden_NH)
+        grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
+        with torch.autocast(hidden_NH.device.type, enabled=False):
+            linear = _Linear(hidden_NH, weight_VH, bias_V, ctx.dtype)
+            for part in ctx.parts:
+                raw_nV = linear.logits(part).requires_grad_()
+                with torch.enable_grad():
+                    results_nK = ctx.finish(raw_nV, part)
+                (grad_nV,) = torch.autograd.grad(results_nK, raw_nV, grad_NK[part])
+                del raw_nV, results_nK
+                grad_NH[part] = grad_nV @ linear.weight_VH
+                if grad_VH is not None:
+                    chunk = linear.hidden_NH[part]
+                    if grad_VH.dtype == grad_nV.dtype:
+                        grad_VH.addmm_(grad_nV.T, chunk)
+                    else:
+                        grad_VH += grad_nV.T @ chunk
+                if grad_V is not None:
+                    grad_V += grad_nV.sum(0)
+        return grad_NH, grad_VH, grad_V, None, None
+
+
+class _Linear:
+    """The operands in the dtype of the product, cast once.
+
+    Autocast would do so too, but keep the copy for whoever asks next, and this one is made without a graph.
+    """
+
+    def __init__(
+        self,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> None:
+        self.hidden_NH, self.weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+        self._bias_V = None if bias_V is None else bias_V.to(dtype)
+
+    def logits(self, part: slice) -> torch.Tensor:
+        """n x V, before what the model does to them."""
+        return functional.linear(self.hidden_NH[part], self.weight_VH, self._bias_V)

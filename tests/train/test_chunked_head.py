@@ -1,0 +1,226 @@
+"""Log probabilities by chunks of the head: the numbers of one piece, in bounded memory and linear work."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from forebay.train import Packer, TrainBatch, TrainConfig, TrainController
+from forebay.train import forward as forward_module
+from forebay.train.collate import collate
+from forebay.train.forward import response_logprobs
+from forebay.train.learner import Learner
+from forebay.train.lora import add_lora
+from forebay.train.model_parts import to_parts
+from forebay.train.rank_worker import RankWorker
+from forebay.train.shards import to_arrays
+
+VOCABULARY = 23
+
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "initializer_range": 0.3, "pad_token_id": 0,
+}  # fmt: skip
+KINDS = {
+    "tied": lambda make_model: make_model(),
+    "untied": lambda make_model: make_model(tie_word_embeddings=False),
+    "adapted head": lambda make_model: add_lora(
+        make_model(tie_word_embeddings=False), rank=2, alpha=4, targets=("lm_head", "q_proj")
+    ),
+    "frozen head": lambda make_model: add_lora(make_model(), rank=2, alpha=4, targets="all-linear"),
+    "soft cap": lambda _: Gemma2ForCausalLM(
+        Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=1.0, attn_implementation="eager")
+    ),
+    "multiplied": lambda _: CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.3)),
+    "divided": lambda _: GraniteForCausalLM(GraniteConfig(**SIZES, logits_scaling=3.0)),
+    "bias": lambda _: PhiForCausalLM(PhiConfig(**SIZES | {"num_key_value_heads": 2})),
+    "experts": lambda _: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SIZES,
+            head_dim=8,
+            experts_implementation="eager",
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+        )
+    ),
+}
+
+
+def micro_batch(groups, layout: str = "padded"):
+    batch = TrainBatch.from_groups(groups, temperature=0.7)
+    batch = Packer(10**6, layout=layout).pack_pad_dispatch(batch)
+    return collate(batch, batch.packs[0][0][0], pad_token_id=0, device=torch.device("cpu"))
+
+
+def results(model, micro, entropy: str):
+    """Outputs, and the gradients of a loss that weighs every token differently."""
+    model.zero_grad()
+    output = response_logprobs(model, micro, entropy=entropy)
+    weights = torch.linspace(-1, 2, len(output.logprobs), dtype=output.logprobs.dtype)
+    loss = (weights * output.logprobs).sum()
+    if output.entropy is not None:
+        loss = loss + (weights.flip(0) * output.entropy).sum()
+    loss.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return output, gradients
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_change_nothing(kind, layout, make_model, make_groups, monkeypatch):
+    if kind == "soft cap" and layout == "shared_prompt":
+        pytest.skip("a sliding window keeps no plain cache")
+    torch.manual_seed(0)
+    # Exact numbers: what differs beyond rounding in float64 is an error.
+    model = KINDS[kind](make_model).double().eval()
+    micro = micro_batch(make_groups(masked=True), layout)
+    for entropy in ("none", "measure", "train"):
+        whole, expected = results(model, micro, entropy)
+        monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 7)
+        chunked, gradients = results(model, micro, entropy)
+        monkeypatch.undo()
+        torch.testing.assert_close(chunked.logprobs, whole.logprobs, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(chunked.entropy, whole.entropy, rtol=1e-12, atol=1e-12)
+        assert gradients.keys() == expected.keys()
+        torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": "bfloat16"}, {"gradient_checkpointing": True}])
+def test_train_steps_are_those_of_one_piece(settings, make_model, make_groups, monkeypatch):
+    def trained():
+        config = TrainConfig(lr=1e-3, kl_coef=0.1, entropy_coef=0.01, mini_batches=2, **settings)
+        trainer = TrainController(make_model(), config, pad_token_id=0)
+        return trainer.fit(make_groups(same_prompt_length=True)).metrics
+
+    whole = trained()
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 5)
+    chunked, rough = trained(), "dtype" in settings
+    for name in ("train/loss", "train/grad_norm", "train/entropy", "train/kl"):
+        assert chunked[name] == pytest.approx(
+            whole[name], rel=2e-2 if rough else 1e-5, abs=1e-4 if rough else 1e-7
+        )
+
+
+class Allocations(TorchDispatchMode):
+    """The largest result of any operation that has the size of the vocabulary in its shape, and their sum.
+
+    Attention masks, which grow with the square of a packed row, are not what is asked about.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.largest, self.total = vocabulary, 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        is_new = isinstance(result, torch.Tensor) and not function.is_view
+        if is_new and self.vocabulary in result.shape:
+            self.total += result.numel()
+            self.largest = max(self.largest, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "adapted head", "frozen head"])
+def test_memory_is_bounded_and_work_linear(kind, layout, make_model, make_groups, monkeypatch):
+    vocabulary, chunk = 997, 997 * 9
+    changes = {"vocab_size": vocabulary, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = make_model(**changes, tie_word_embeddings=kind == "tied")
+    if kind == "adapted head":
+        model = add_lora(model, rank=2, alpha=4, targets=("lm_head",))
+    elif kind == "frozen head":
+        model = add_lora(model, rank=2, alpha=4, targets=("q_proj",))
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", chunk)
+    work, elements = [], []
+    for copies in (1, 2):
+        groups = make_groups(num_groups=10, size=3, same_prompt_length=True)
+        # Equal sequences twice: nothing but the number of tokens is different.
+        micro = micro_batch([group * copies for group in groups], layout)
+        num_tokens = len(micro.targets)
+        counter, allocations = FlopCounterMode(display=False), Allocations(vocabulary)
+        with counter, allocations:
+            response_logprobs(model, micro, entropy="train").logprobs.sum().backward()
+        work.append(counter.get_total_flops() / num_tokens)
+        elements.append(allocations.total / num_tokens)
+        assert num_tokens * vocabulary > 8 * chunk
+        assert allocations.largest <= chunk
+    if layout != "packed":
+        assert work[1] <= work[0] * 1.01
+    assert elements[1] <= elements[0] * 1.01
+
+
+def test_what_the_chunks_give_is_not_what_a_model_without_its_head_would(
+    make_model, make_groups, monkeypatch
+):
+    model = make_model()
+    other = make_model()
+    model.get_output_embeddings = lambda: other.lm_head
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY)
+    with pytest.raises(ValueError, match="computes its logits without its output embeddings"):
+        response_logprobs(model, micro_batch(make_groups()))
+
+
+def test_the_size_of_chunks_is_a_number_of_rows(make_model, make_groups, monkeypatch):
+    seen: list[int] = []
+    original = forward_module._token_outputs
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 7 + 3)
+    monkeypatch.setattr(
+        forward_module,
+        "_token_outputs",
+        lambda logits, *rest: seen.append(len(logits)) or original(logits, *rest),
+    )
+    micro = micro_batch(make_groups())
+    with torch.no_grad():
+        response_logprobs(make_model(), micro)
+    assert seen[:-1] == [7] * (math.ceil(len(micro.targets) / 7) - 1)
+    assert int(np.sum(seen)) == len(micro.targets)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2, "lora_targets": ("q_proj", "lm_head")}], ids=str)
+def test_a_sharded_head_is_whole_where_its_chunks_need_it(
+    settings, make_model, make_groups, monkeypatch, tmp_path
+):
+    """One rank, whose weights are slices (the whole of them) all the same."""
+
+    def norms(method):
+        batch = Packer(40).pack_pad_dispatch(TrainBatch.from_groups(make_groups()))
+        batch.advantages = np.ones(batch.num_response_tokens, np.float32)
+        weights = np.where(batch.response_mask, np.float32(1), np.float32(0))
+        arguments = (weights, None)
+        if method is None:
+            learner = Learner(make_model(tie_word_embeddings=False), config, pad_token_id=0)
+            return learner.update(batch, *arguments, train_step=0, steps=[True]).norms
+        return method(to_arrays(batch), *arguments, 0, [True])["norms"]
+
+    config = TrainConfig(lr=1e-3, **settings)
+    torch.manual_seed(0)
+    expected = norms(None)
+    monkeypatch.setattr(forward_module, "CHUNK_ELEMENTS", VOCABULARY * 3)
+    worker = RankWorker(0, 1, f"file://{tmp_path / 'meet'}")
+    try:
+        torch.manual_seed(0)
+        model = to_parts(make_model(tie_word_embeddings=False))
+        worker.build({"model": model}, config.model_dump(), 0, None, torch.get_rng_state())
+        assert norms(worker.update) == pytest.approx(expected, rel=1e-5)
+    finally:
+        worker.close()

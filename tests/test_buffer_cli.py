@@ -396,8 +396,11 @@ def test_the_ledger_report(tmp_path):
     assert ["dropped:", "too", "[red]long", "1", "90.00", "90.00", "+86.00", "-"] in lines
     assert run("ledger", tmp_path / "ledger.jsonl", "--task", "math").output.count("+86.00") == 1
     assert "tasks: math" in error_of("ledger", tmp_path, "--task", "art")
-    (tmp_path / "ledger.jsonl").write_text('{"number": 5, "event": "produced"}\n')
-    assert "missing" in error_of("ledger", tmp_path)
+    line = {"number": 5, "time_s": 1, "event": "produced", "task": "math", "group": 1}
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(line) + "\n")
+    assert "4 events are missing in the file" in " ".join(run("ledger", tmp_path).output.split())
+    (tmp_path / "ledger.jsonl").write_text("hello}\n")
+    assert "not a ledger's" in error_of("ledger", tmp_path)
 
 
 def test_a_ledger_without_drops_has_nothing_to_compare(tmp_path):

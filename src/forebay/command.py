@@ -29,6 +29,7 @@ INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
 
 _MENDABLE = {
+    "forebay.durable": "DiskError",
     "forebay.engines.base": "EngineLost",
     "forebay.environments.messages": "WorkerError",
     "forebay.produce.budget": "ProductionError",

@@ -1,15 +1,55 @@
-"""Files that are there, whole, after a power cut: write under another name, fsync, rename, fsync the folder.
+"""Files that are there, whole, after a power cut, and folders that show whether they are what was written.
 
 ::
 
     write_text: name.tmp written -> fsync -> renamed to name -> folder fsynced
     sync:       what was written or renamed at a path reaches the disk
+    seal:       checksums of all files of a folder -> FOLDER/checksums.json
+    check:      the files are those that were sealed, or `DamagedError` names the one that is not
+    disk_errors_named: a disk that takes no more becomes one sentence
+
+A folder within a sealed folder may be sealed itself. Then the outer list names the inner list only, so that
+no file is read twice and each of the two can be checked alone. CRC-32 finds accidents; nothing here guards
+against somebody who wants to deceive.
 """
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+CHECKSUMS = "checksums.json"
+"""The list that `seal` writes into a folder."""
+_READ_BYTES = 4 << 20
+
+_DISK_ERRORS: Mapping[int, str] = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "allow larger files",
+    errno.EIO: "look after the disk",
+    errno.EROFS: "make it writable, or name another place",
+    errno.EACCES: "allow it, or name another place",
+    errno.EPERM: "allow it, or name another place",
+    errno.ENOTDIR: "move what is there, or name another place",
+    errno.EEXIST: "move what is there, or name another place",
+    errno.ENAMETOOLONG: "name another place",
+}
+"""What the operating system says of a disk or a path, and what a person can do. Others may be errors of a
+program or of a network, and stay as they are."""
+
+
+class DamagedError(ValueError):
+    """A file is not what was written. The message is a sentence that names it."""
+
+
+class DiskError(OSError):
+    """A file cannot be written or read. The message is a sentence that names it and says what helps."""
 
 
 def sync(path: Path) -> None:
@@ -32,6 +72,109 @@ def write_text(path: Path, text: str) -> None:
     """Replace the file at `path` by one with `text` (UTF-8): whatever happens, the old one or the new one."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
+    _publish(temporary, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of `value` as JSON, encoded piece by piece: in a thread it holds up no other thread."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        # Not `dumps`: that does not let go of the interpreter before the last piece.
+        json.dump(value, file)
+    _publish(temporary, path)
+
+
+def _publish(temporary: Path, path: Path) -> None:
     sync(temporary)
     temporary.replace(path)
     sync(path.parent)
+
+
+def seal(folder: Path) -> None:
+    """Write the size and the checksum of every file under `folder` into its `CHECKSUMS`.
+
+    The files are not synced; `sync_tree` does that.
+    """
+    files: dict[str, list[int]] = {}
+    for path, folders, names in os.walk(folder):
+        if CHECKSUMS in names and Path(path) != folder:
+            names, folders[:] = [CHECKSUMS], []
+        for name in names:
+            file = Path(path, name)
+            if file != folder / CHECKSUMS:
+                files[file.relative_to(folder).as_posix()] = list(_measure(file))
+    (folder / CHECKSUMS).write_bytes(_as_list(files))
+
+
+def check(folder: Path, *, deep: bool = False) -> None:
+    """Read every file that `seal` found in `folder`; with `deep`, also those of sealed folders within.
+
+    Raises:
+        DamagedError: one is missing, or is not what it was.
+    """
+    for name, expected in _read_list(folder / CHECKSUMS).items():
+        file = folder / name
+        try:
+            found = list(_measure(file))
+        except FileNotFoundError:
+            raise DamagedError(f"{str(file)!r} is missing") from None
+        except OSError as error:
+            raise DamagedError(f"{str(file)!r} cannot be read: {error.strerror}") from None
+        if found[0] != expected[0]:
+            raise DamagedError(f"{str(file)!r} is damaged: it has {found[0]} bytes instead of {expected[0]}")
+        if found != expected:
+            raise DamagedError(f"{str(file)!r} is damaged: its content is not what its checksum says")
+        if deep and file.name == CHECKSUMS:
+            check(file.parent, deep=True)
+
+
+def _measure(file: Path) -> tuple[int, int]:
+    """Bytes and CRC-32."""
+    num_bytes = checksum = 0
+    with file.open("rb") as opened:
+        while data := opened.read(_READ_BYTES):
+            num_bytes, checksum = num_bytes + len(data), zlib.crc32(data, checksum)
+    return num_bytes, checksum
+
+
+def _as_list(files: Mapping[str, list[int]]) -> bytes:
+    listed = json.dumps(files, sort_keys=True)
+    return f'{{"crc32": {zlib.crc32(listed.encode())}, "files": {listed}}}\n'.encode()
+
+
+def _read_list(path: Path) -> dict[str, list[int]]:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise DamagedError(
+            f"{str(path)!r} is missing: the folder is damaged, or of version 0.1, which wrote no checksums"
+        ) from None
+    except OSError as error:
+        raise DamagedError(f"{str(path)!r} cannot be read: {error.strerror}") from None
+    try:
+        files: dict[str, list[int]] = json.loads(data)["files"]
+        # To the byte: of what nobody else writes, nothing else needs to be understood.
+        if _as_list(files) == data:
+            return files
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass
+    raise DamagedError(f"{str(path)!r} is damaged: its content is not what its checksum says")
+
+
+@contextmanager
+def disk_errors_named(use: str) -> Iterator[None]:
+    """Turn what the operating system says of a full, read-only or failing disk into a `DiskError`.
+
+    `use` is what the files are for: "the run in 'runs/a'".
+    """
+    try:
+        yield
+    except DiskError:
+        raise
+    except OSError as error:
+        if error.errno is None or error.errno not in _DISK_ERRORS:
+            raise
+        place = "" if error.filename is None else f": {str(error.filename)!r}"
+        raise DiskError(
+            f"{use} cannot be written or read{place}: {error.strerror or error}; {_DISK_ERRORS[error.errno]}"
+        ) from error

@@ -95,6 +95,20 @@ async def test_fragments_of_another_shape_are_left_behind(tmp_path, changes, cap
     assert rows_of(config)[-1]["train_step"] == 3
 
 
+async def test_a_damaged_checkpoint_is_one_sentence_that_offers_the_one_before(tmp_path):
+    config = small_run(tmp_path, steps=2, checkpoint_every=1, eval_episodes=1)
+    await launch(config)
+    newest = newest_checkpoint(config.folder)
+    for file in [path for path in sorted(newest.rglob("*")) if path.is_file()]:
+        before = file.read_bytes()
+        file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]) if before else b"x")
+        with pytest.raises(ConfigError) as caught:
+            await launch(saved_config(config.folder, ["steps=3"]), resume=config.folder)
+        assert repr(str(file)) in str(caught.value)
+        assert "step_000001 is whole" in str(caught.value)
+        file.write_bytes(before)
+
+
 @pytest.mark.parametrize(
     "fragments",
     [

@@ -4,7 +4,7 @@
 
     runs/NAME/  run.toml            the resolved recipe
                 metrics.jsonl       every number of every step
-                checkpoints/step_N  complete or absent
+                checkpoints/step_N  complete or absent, with checksums of all
                   arrays.npz        policy, optimiser, scales of observations, random numbers
                   run.json          counts, recent episodes, session
                   fragments/        a copy of the buffer
@@ -28,8 +28,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.config import ConfigError
+from forebay.durable import write_json
 from forebay.environments.config import FragmentRunConfig
-from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish, saved_as
+from forebay.runs.folder import (
+    begin_checkpoint,
+    check_checkpoint,
+    checkpoint_path,
+    list_checkpoints,
+    prune_checkpoints,
+    publish,
+    saved_as,
+)
 
 NUM_CHECKPOINTS = 2
 """Kept: the newest, and the one before in case the newest turns out to be of a policy gone bad."""
@@ -69,13 +78,11 @@ async def save_checkpoint(
     save_buffer: Callable[[str], Awaitable[None]],
 ) -> None:
     """Write the checkpoint of `step`, unless it is there; then delete those before the last ones."""
-    final = folder / "checkpoints" / f"step_{step:06d}"
+    final = checkpoint_path(folder, step)
     if not final.exists():
-        temporary = final.with_suffix(".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        temporary = begin_checkpoint(final)
         np.savez(temporary / "arrays.npz", **dict(arrays))  # type: ignore[arg-type]
-        (temporary / "run.json").write_text(json.dumps(dict(counts), indent=2) + "\n", encoding="utf-8")
+        write_json(temporary / "run.json", dict(counts))
         await save_buffer(str(temporary / "fragments"))
         # In a thread: workers are answered meanwhile.
         await asyncio.to_thread(publish, temporary, final)
@@ -83,7 +90,12 @@ async def save_checkpoint(
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """What `save_checkpoint` wrote there."""
+    """What `save_checkpoint` wrote there.
+
+    Raises:
+        ConfigError: it is damaged.
+    """
+    check_checkpoint(path)
     counts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     with np.load(path / "arrays.npz", allow_pickle=False) as arrays:
         return Checkpoint(dict(arrays), counts, path / "fragments")

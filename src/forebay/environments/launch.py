@@ -30,7 +30,7 @@ from forebay.environments.run import FragmentRun, draw, train, working
 from forebay.environments.vector import MODES, spaces
 from forebay.fragments import FragmentStore, ReplayBufferActor
 from forebay.metrics import MetricsConfig
-from forebay.runs.folder import occupied, prepare, write_run_file
+from forebay.runs.folder import disk_errors_of_run, occupied, prepare, write_run_file
 
 INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
@@ -40,11 +40,12 @@ async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overw
     """Run `config`, or go on with the run in the folder `resume`; whether it was stopped early.
 
     Raises:
-        ConfigError: something in the recipe, or the folder, does not fit.
+        ConfigError: something in the recipe, or the folder, does not fit; the last checkpoint is damaged.
+        DiskError: the folder cannot be written to, from the beginning or any more.
         WorkerError: the workers cannot go on.
         FloatingPointError: the training broke down.
     """
-    with occupied(config.folder):
+    with disk_errors_of_run(config.folder), occupied(config.folder):
         return await _launch(config, resume, overwrite=overwrite)
 
 

@@ -101,7 +101,20 @@ def _ledger_section(buffer: Path, live: list[StorageItem]) -> Group:
     )
 
 
+def _losses(ledger: Ledger) -> list[Text]:
+    """A line about events that are missing in the ledger's file; nothing if none are."""
+    if not ledger.lost_events:
+        return []
+    said = (
+        f"{number(ledger.lost_events)} events are missing in the file: a power cut or the disk took them. "
+        "The groups that they were about may be missing here, or stand where they were before"
+    )
+    return [Text(said, "bold red")]
+
+
 def _verdict(near: NearLedger, live: Mapping[str, int]) -> Text:
+    if near.ledger.lost_events:
+        return _losses(near.ledger)[0]
     if near.ledger.balance(live).ok:
         return Text("balanced: every group is in exactly one place", "green")
     if not near.is_same_moment:
@@ -253,7 +266,7 @@ async def ledger_report(path: Path, task_name: str | None, console: Console) -> 
     """The balance at the end of the file, the newest checkpoint's against its buffer, and the bias report.
 
     Raises:
-        ValueError: the file is damaged, or there is no such task.
+        ValueError: the file is no ledger's, or there is no such task.
     """
     file = ledger_file(path)
     ledger = Ledger.read(file)
@@ -261,7 +274,11 @@ async def ledger_report(path: Path, task_name: str | None, console: Console) -> 
         raise ValueError(f"no task {task_name!r} in {str(file)!r}; tasks: {', '.join(ledger.task_names)}")
     console.print(Text(str(file), "bold"), soft_wrap=True)
     console.print(
-        section("groups, by the ledger's own account", balance_table(ledger.balance(ledger.count_live())))
+        section(
+            "groups, by the ledger's own account",
+            balance_table(ledger.balance(ledger.count_live())),
+            *_losses(ledger),
+        )
     )
     await _check_checkpoint(file.parent, console)
     comparisons = compare_dropped(ledger, task_name)

@@ -33,9 +33,8 @@ def find_ledger(buffer: Path) -> NearLedger | None:
     """
     saved = buffer.parent / "manager.json"
     if saved.is_file():
-        ledger = Ledger()
         state = json.loads(saved.read_text(encoding="utf-8"))
-        ledger.load_state_dict(state.get("ledger", {}))
+        ledger = Ledger.read_checkpoint(state.get("ledger", {}), saved.parent)
         return NearLedger(ledger, str(saved), is_same_moment=True)
     for folder in (buffer, buffer.parent, buffer.parent.parent):
         if (folder / LEDGER_FILE).is_file():

@@ -13,11 +13,13 @@ Each group is in exactly one of these places, so for every task, at any moment::
 where a group counts as generated from its first event on, and as live from then until it is trained or
 dropped: in the buffer, or in flight. `balance` holds the ledger's own `live` against what the caller counted;
 a difference is a lost or doubled group. The ledger decides nothing and stores no rollouts. With a path, each
-event is also a line in an append-only file (`journal`).
+event is also a line in an append-only file (`journal`), and a checkpoint needs no more than how far that file
+went: `checkpoint` costs the same after a million events as after ten.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +41,8 @@ from forebay.ledger.lives import (
 )
 
 STATE_VERSION = 1
+PLACE_VERSION = 2
+"""Of a state that is a place in the ledger's file."""
 REWOUND = "rewound"
 
 
@@ -61,6 +65,8 @@ class Balance:
     """Groups produced or trained again after a training, without having been requeued."""
     retried: int = 0
     """How often groups were taken up again to be generated anew or continued."""
+    lost_events: int = 0
+    """Events that are missing in the ledger's file; what they said of their groups is not in the numbers."""
     by_task: dict[str, Balance] = field(default_factory=dict)
 
     @property
@@ -70,8 +76,13 @@ class Balance:
 
     @property
     def ok(self) -> bool:
-        """Whether no group is missing, too many or repeated, in any task."""
-        return self.difference == 0 and self.repeated == 0 and all(part.ok for part in self.by_task.values())
+        """Whether no group is missing, too many or repeated, in any task, and no event is."""
+        return (
+            self.difference == 0
+            and self.repeated == 0
+            and self.lost_events == 0
+            and all(part.ok for part in self.by_task.values())
+        )
 
 
 class Ledger:
@@ -88,24 +99,36 @@ class Ledger:
         self._clock = clock
         self._journal = None if path is None else Journal(path)
         self._num_events = 0
+        self.lost_events = 0
+        """Events that are missing in the file that the ledger was read from."""
         self._tasks: dict[str, Lives] = {}
         self._repeated: Counter[str] = Counter()
 
     @classmethod
-    def read(cls, path: Path) -> Ledger:
+    def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> Ledger:
         """The ledger that wrote the file `path`, as it was after its last event; it writes no file.
+
+        Or as it was when the file had `num_bytes` and the ledger `num_events`. Events that are missing are
+        counted in `lost_events`; the rest is entered.
 
         Raises:
             FileNotFoundError: there is no file.
-            ValueError: the file is no ledger's, or events are missing.
+            ValueError: the file is no ledger's.
         """
         ledger = cls()
-        for number, event in enumerate(read_events(path), start=1):
+        for event in read_events(path, num_bytes=num_bytes):
+            number = event["number"]
+            if num_events is not None and number > num_events:
+                break
             try:
                 ledger._enter_read(event)
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise ValueError(f"event {number} of {str(path)!r} is not a ledger's: {error!r}") from None
+            ledger.lost_events += number - ledger._num_events - 1
             ledger._num_events = number
+        if num_events is not None:
+            ledger.lost_events += num_events - ledger._num_events
+            ledger._num_events = num_events
         return ledger
 
     def record(
@@ -209,20 +232,81 @@ class Ledger:
             live=sum(part.live for part in tasks.values()),
             repeated=sum(part.repeated for part in tasks.values()),
             retried=sum(part.retried for part in tasks.values()),
+            lost_events=self.lost_events,
             by_task=tasks,
         )
 
+    def checkpoint(self, folder: Path) -> dict[str, Any]:
+        """What `restore` needs in a checkpoint in `folder`, as JSON values.
+
+        With a path, the place in the file, whose name is relative to `folder`: call `sync` before the
+        checkpoint counts. Without one, everything.
+        """
+        if self._journal is None:
+            return self.state_dict()
+        return {
+            "version": PLACE_VERSION,
+            "num_events": self._num_events,
+            "lost_events": self.lost_events,
+            "file": os.path.relpath(self._journal.path.resolve(), folder.resolve()),
+            "num_bytes": self._journal.num_bytes,
+        }
+
+    def sync(self) -> None:
+        """Wait until the file is on the disk; it may run in another thread than `record`.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        if self._journal is not None:
+            self._journal.sync()
+
+    def restore(self, state: Mapping[str, Any], folder: Path) -> None:
+        """Go back to what `checkpoint` gave for `folder`; the file keeps its lines and gets one that says so.
+
+        Events that are missing in the file by now are counted in `lost_events`.
+
+        Raises:
+            ValueError: `state` is not a ledger's; the ledger is as it was.
+        """
+        if not isinstance(state, Mapping) or state.get("version") != PLACE_VERSION:
+            self.load_state_dict(state)
+            return
+        try:
+            file, num_bytes, num_events = (state[name] for name in ("file", "num_bytes", "num_events"))
+            path = folder.resolve() / file
+        except (LookupError, TypeError) as error:
+            raise ValueError(f"this is not a ledger's state: {error!r}") from None
+        try:
+            read = Ledger.read(path, num_bytes=num_bytes, num_events=num_events)
+        except FileNotFoundError:
+            read = Ledger()
+            read._num_events = read.lost_events = num_events
+        self._take_over(read)
+
+    @classmethod
+    def read_checkpoint(cls, state: Mapping[str, Any], folder: Path) -> Ledger:
+        """The ledger as it was when `checkpoint` gave `state` for `folder`; it writes no file.
+
+        Raises:
+            ValueError: as `restore`.
+        """
+        ledger = cls()
+        ledger.restore(state, folder)
+        return ledger
+
     def state_dict(self) -> dict[str, Any]:
-        """Everything, as JSON values, for a checkpoint."""
+        """Everything, as JSON values; it grows with the ledger."""
         return {
             "version": STATE_VERSION,
             "num_events": self._num_events,
+            "lost_events": self.lost_events,
             "tasks": {task: lives.state_dict() for task, lives in self._tasks.items()},
             "repeated": dict(self._repeated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go back to `state`; the file keeps its lines and gets one that says so.
+        """Go back to `state`, of `state_dict`; the file keeps its lines and gets one that says so.
 
         Raises:
             ValueError: `state` is of another version or contradicts itself; the ledger is as it was.
@@ -231,11 +315,18 @@ class Ledger:
         if version != STATE_VERSION:
             raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
         try:
-            tasks = {task: Lives.from_state(lives) for task, lives in state["tasks"].items()}
-            repeated, num_events = Counter(state["repeated"]), int(state["num_events"])
+            read = Ledger()
+            read._tasks = {task: Lives.from_state(lives) for task, lives in state["tasks"].items()}
+            read._repeated, read._num_events = Counter(state["repeated"]), int(state["num_events"])
+            # Version 0.1 wrote no number of losses.
+            read.lost_events = int(state.get("lost_events", 0))
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"this is not a ledger's state: {error!r}") from None
-        self._tasks, self._repeated, self._num_events = tasks, repeated, num_events
+        self._take_over(read)
+
+    def _take_over(self, read: Ledger) -> None:
+        self._tasks, self._repeated = read._tasks, read._repeated
+        self._num_events, self.lost_events = read._num_events, read.lost_events
         self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
     def close(self) -> None:

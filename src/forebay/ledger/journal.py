@@ -2,12 +2,16 @@
 
 ::
 
-    {"number": 7, "time_s": 1.7e9, "event": "trained", "task": "math", "group": "g1", "train_step": 2}
+    {"number": 7, "time_s": 1.7e9, "event": "trained", "task": "math", "group": "g1", "crc32": 1864170583}
 
 Events are numbered from 1. A run that goes back to a checkpoint goes on from the checkpoint's number, so
 **a line takes the place of every line before it with the same or a higher number**. What is left, in order,
 is what happened. A ``rewound`` line (``to_event``) marks each such place for human readers. A last line
 that a dying process did not finish stands for nothing.
+
+``crc32`` is the checksum of the line up to its comma. Lines of version 0.1 have none. A line that is not what
+its checksum says stands for nothing either. A number that no line has is an event that was lost: to a power
+cut before it was synced, or to a damaged disk. Lost events are counted, and the rest is read.
 
     {"event": "restarted", "time_s": 1.7e9, "part": "engine 0", "reason": "its process has ended"}
 
@@ -18,16 +22,21 @@ it, and it is no event of the account.
 from __future__ import annotations
 
 import json
+import os
 import re
+import zlib
 from array import array
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from forebay.durable import sync
+
 RESTARTED = "restarted"
 _APART = f'{{"event": "{RESTARTED}"'.encode()
 
-_NUMBER = re.compile(rb'\{"number": (\d+),')
+_NUMBER = re.compile(rb'\{"number": (\d{1,18}),')
+_CHECKSUM = re.compile(rb', "crc32": (\d{1,10})\}\n$')
 
 
 class Journal:
@@ -35,17 +44,22 @@ class Journal:
 
     >>> journal = Journal(Path("runs/a/ledger.jsonl"))
     >>> journal.write({"number": 1, "event": "produced", "task": "math", "group": "g1"})
+    >>> journal.sync()
     >>> journal.close()
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+b")
-        if self._file.tell():
-            self._file.seek(-1, 2)
-            if self._file.read(1) != b"\n":
-                # A line that was cut off must not swallow the next one.
-                self._file.write(b"\n")
+        self.path = path
+        # Unbuffered: what a full disk refused must not be written with a later line, or by `close`.
+        self._file = path.open("a+b", buffering=0)
+        self.num_bytes = self._file.seek(0, os.SEEK_END)
+        """How long the file is."""
+        self._is_torn = False
+        if self.num_bytes:
+            self._file.seek(-1, os.SEEK_END)
+            # A line that was cut off must not swallow the next one.
+            self._is_torn = self._file.read(1) != b"\n"
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one event.
@@ -54,23 +68,37 @@ class Journal:
             TypeError, ValueError: a value is none of JSON's; nothing is written.
             OSError: the file takes no more.
         """
-        self._file.write(json.dumps(line).encode("ascii") + b"\n")
-        self._file.flush()
+        text = json.dumps(line).encode("ascii")[:-1]
+        data = b'%b%b, "crc32": %d}\n' % (b"\n" if self._is_torn else b"", text, zlib.crc32(text))
+        self._is_torn = True
+        while data:
+            written = self._file.write(data)
+            self.num_bytes += written
+            data = data[written:]
+        self._is_torn = False
+
+    def sync(self) -> None:
+        """Wait until everything written is on the disk; it may run in another thread than `write`."""
+        os.fsync(self._file.fileno())
+        sync(self.path.parent)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
-def read_events(path: Path) -> Iterator[dict[str, Any]]:
-    """The events that stand, oldest first.
+def read_events(path: Path, *, num_bytes: int | None = None) -> Iterator[dict[str, Any]]:
+    """The events that stand, oldest first; of the first `num_bytes` of the file, if given.
+
+    Numbers that are missing are events that were lost.
 
     Raises:
         FileNotFoundError: there is no file.
-        ValueError: events are missing, or a line is not one.
+        ValueError: there are lines, and none of them is a ledger's.
     """
-    kept = iter(_lines_that_stand(path))
-    wanted = next(kept, None)
+    places, problem = _lines_that_stand(path, num_bytes)
+    kept = iter(places)
+    wanted, num_read = next(kept, None), 0
     with path.open("rb") as file:
         for place, line in enumerate(file):
             if place != wanted:
@@ -79,26 +107,47 @@ def read_events(path: Path) -> Iterator[dict[str, Any]]:
             try:
                 event = json.loads(line)
             except ValueError as error:
-                raise ValueError(f"{str(path)!r} line {place + 1} is damaged: {error}") from None
+                problem = problem or f"{str(path)!r} line {place + 1} is damaged: {error}"
+                continue
+            num_read += 1
             yield event
+    if problem and not num_read:
+        raise ValueError(problem)
 
 
-def _lines_that_stand(path: Path) -> array[int]:
-    """Their places in the file; the i-th is that of event number i + 1."""
-    kept = array("q")
+def _lines_that_stand(path: Path, num_bytes: int | None) -> tuple[array[int], str]:
+    """The places in the file of the lines that stand, and what is wrong with the first unreadable one."""
+    places, numbers = array("q"), array("q")
+    problem, has_checksums, end, num_damaged = "", False, 0, 0
     with path.open("rb") as file:
         for place, line in enumerate(file):
-            found = _NUMBER.match(line)
-            if line.startswith(_APART) or not line.endswith(b"}\n"):
+            end += len(line)
+            if num_bytes is not None and end > num_bytes:
+                break
+            if not line.endswith(b"}\n"):
                 continue
-            if found is None:
-                raise ValueError(f"{str(path)!r} line {place + 1} is not a ledger's: {line[:60]!r}")
-            number = int(found[1])
-            if not 1 <= number <= len(kept) + 1:
-                raise ValueError(
-                    f"{str(path)!r} line {place + 1} is event {number}, but events from {len(kept) + 1} on "
-                    f"are missing before it"
-                )
-            del kept[number - 1 :]
-            kept.append(place)
-    return kept
+            checksum = _CHECKSUM.search(line)
+            # From the first on, all have one: a line without was changed.
+            has_checksums = has_checksums or checksum is not None
+            is_right = checksum is not None and zlib.crc32(line[: checksum.start()]) == int(checksum[1])
+            if has_checksums and not is_right:
+                problem = problem or f"{str(path)!r} line {place + 1} is damaged: {line[:60]!r}"
+                num_damaged += 1
+                continue
+            if line.startswith(_APART):
+                continue
+            found = _NUMBER.match(line)
+            number = 0 if found is None else int(found[1])
+            if number < 1:
+                what = "not a ledger's" if found is None else f"event {number}, but they are numbered from 1"
+                problem = problem or f"{str(path)!r} line {place + 1} is {what}: {line[:60]!r}"
+                continue
+            # The damaged lines just before had the numbers below: if the run had gone back, older lines with
+            # those numbers stand for something that was undone.
+            while numbers and numbers[-1] >= number - num_damaged:
+                numbers.pop()
+                places.pop()
+            numbers.append(number)
+            places.append(place)
+            num_damaged = 0
+    return places, problem

@@ -21,12 +21,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from forebay.activity import WAIT_BATCH, Activities
+from forebay.durable import check, seal, write_json
 from forebay.ledger import Ledger
 from forebay.produce.accounts import Accounts, GroupsByTask
 from forebay.produce.background import (
@@ -50,6 +52,8 @@ from forebay.produce.waiting import Awaited, whole_or_undone
 from forebay.replay import ReplayBuffer
 from forebay.stalls import StallWatch
 from forebay.types import RolloutState
+
+logger = logging.getLogger(__name__)
 
 
 class AgentLoopManager:
@@ -415,20 +419,24 @@ class AgentLoopManager:
             "tasks": self.task_names,
             "progress": self.progress.state_dict(),
             "model_step": self.model_step if model_step is None else model_step,
-            "ledger": self.ledger.state_dict(),
+            "ledger": self.ledger.checkpoint(path),
         }
-        await asyncio.to_thread((path / "manager.json").write_text, json.dumps(state), "utf-8")
+        # Before the checkpoint counts: it names a place in the ledger's file, which must be there.
+        await asyncio.to_thread(self.ledger.sync)
+        await asyncio.to_thread(write_json, path / "manager.json", state)
+        await asyncio.to_thread(seal, path)
 
     async def resume(self, path: Path | str) -> int:
         """Go back to what `save` wrote; return the model step. Production is paused afterwards.
 
         Raises:
             RuntimeError: production is running, or the buffer holds groups.
-            ValueError: the checkpoint has other tasks, or a part of it does not fit.
+            ValueError: the checkpoint has other tasks, a part of it does not fit, or is damaged.
         """
         path = Path(path)
         if self._background.is_running and not self._background.is_paused:
             raise RuntimeError("cannot resume while production is going on; pause it first")
+        await asyncio.to_thread(check, path)
         state = json.loads(await asyncio.to_thread((path / "manager.json").read_text, "utf-8"))
         if set(state["tasks"]) != set(self._runners):
             raise ValueError(
@@ -439,7 +447,13 @@ class AgentLoopManager:
         for name, runner in self._runners.items():
             await asyncio.to_thread(runner.sampler.resume, _sampler_path(path, name))
         self.progress.load_state_dict(state["progress"])
-        self.ledger.load_state_dict(state["ledger"])
+        await asyncio.to_thread(self.ledger.restore, state["ledger"], path)
+        if self.ledger.lost_events:
+            logger.warning(
+                "%d events are missing in the ledger's file: a power cut or the disk took them. The run goes "
+                "on; the books of the groups that they were about are not complete",
+                self.ledger.lost_events,
+            )
         self._background.start_paused(state["model_step"])
         return self.model_step
 

@@ -28,6 +28,7 @@ from forebay.agents import IncrementRenderer, prompt_tools, render_prompt
 from forebay.agents.single_turn import offered_tools
 from forebay.busy import BusyShare
 from forebay.config import ConfigError
+from forebay.durable import DamagedError, check
 from forebay.engines import RolloutController
 from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
@@ -258,6 +259,10 @@ def warm_up(
     settings = config.warmup
     assert settings is not None
     if target.exists():
+        try:
+            check(target)
+        except DamagedError as error:
+            raise ConfigError(f"{error}; delete {str(target)!r} to have the warm-up made again") from None
         return target
     display.phase("warm-up")
     model, tokenizer = _load(source, config), load_tokenizer(source)

@@ -7,7 +7,7 @@
                 rollouts.jsonl      a few rollouts of every step
                 ledger.jsonl        what became of every group
                 warmup/             the model after the warm-up, if there was one
-                checkpoints/step_N  trainer, manager, history; complete or absent
+                checkpoints/step_N  trainer, manager, history; complete or absent, with checksums of all
                 model/              the trained model, Hugging Face format
                 learning_curve.png
     runs/.NAME.lock     held while a process is at work in runs/NAME
@@ -24,7 +24,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from forebay.config import ConfigError, ModelT, load_config
-from forebay.durable import sync, sync_tree, write_text
+from forebay.durable import (
+    DamagedError,
+    DiskError,
+    check,
+    disk_errors_named,
+    seal,
+    sync,
+    sync_tree,
+    write_text,
+)
 from forebay.runs.config import RunConfig, RunFile, to_toml
 
 try:
@@ -61,8 +70,65 @@ def saved_as(model: type[ModelT], folder: Path, overrides: Sequence[str] = ()) -
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of a run folder, oldest first."""
-    return sorted(path for path in (folder / "checkpoints").glob("step_*") if path.suffix != ".tmp")
+    """The complete checkpoints of a run folder, oldest first; whether one is damaged, `check` tells."""
+    found = (folder / "checkpoints").glob("step_*")
+    return sorted(path for path in found if path.name.removeprefix("step_").isdecimal())
+
+
+def check_checkpoint(path: Path) -> None:
+    """Read every file of the checkpoint at `path` and hold it against its checksum.
+
+    Raises:
+        ConfigError: one is damaged; it is named, and so is the newest older checkpoint that is whole.
+    """
+    try:
+        check(path, deep=True)
+    except DamagedError as error:
+        raise ConfigError(f"cannot go on from {path.name}: {error}; {_instead_of(path)}") from None
+
+
+def _instead_of(path: Path) -> str:
+    """What a person can do about the damaged checkpoint at `path`."""
+    older = [other for other in list_checkpoints(path.parents[1]) if other < path]
+    for other in reversed(older):
+        with contextlib.suppress(DamagedError):
+            check(other, deep=True)
+            return f"{other.name} is whole: delete {str(path)!r} and resume again, to go on from there"
+    others = f"neither is an older one whole ({len(older)} looked at)" if older else "there is no older one"
+    return f"{others}: start again with --overwrite, or under another name=..."
+
+
+@contextlib.contextmanager
+def disk_errors_of_run(folder: Path) -> Iterator[None]:
+    """A disk that fails the run in `folder` becomes a `DiskError` that says how to go on."""
+    try:
+        with disk_errors_named(f"the run in {str(folder)!r}"):
+            yield
+    except DiskError as error:
+        raise DiskError(f"{error}{_how_to_go_on(folder)}") from error.__cause__
+
+
+def _how_to_go_on(folder: Path) -> str:
+    try:
+        checkpoints = list_checkpoints(folder)
+    except OSError:
+        checkpoints = []
+    if not checkpoints:
+        return ""
+    return f"; {checkpoints[-1].name} is saved, go on from it with --resume {folder}"
+
+
+def checkpoint_path(folder: Path, train_step: int) -> Path:
+    """Where the checkpoint after `train_step` is in the run folder."""
+    return folder / "checkpoints" / f"step_{train_step:06d}"
+
+
+def begin_checkpoint(final: Path) -> Path:
+    """An empty folder to write the checkpoint `final` in, for `publish`."""
+    temporary = final.with_name(f"{final.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
@@ -170,7 +236,8 @@ def _make_free(folder: Path, overwrite: bool) -> Path | None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Make every file under `temporary` durable, then rename it: a crash leaves nothing or the whole."""
+    """Seal `temporary`, make all of it durable, rename it: a crash leaves nothing or the whole."""
+    seal(temporary)
     sync_tree(temporary)
     temporary.rename(final)
     sync(final.parent)

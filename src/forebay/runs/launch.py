@@ -15,13 +15,14 @@ import logging
 import os
 import signal
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import transformers
 
 from forebay.config import ConfigError
+from forebay.durable import DamagedError, check
 from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
 from forebay.produce import ProductionError
@@ -31,7 +32,14 @@ from forebay.runs.build import Run, build_run, find_beginning
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
-from forebay.runs.folder import list_checkpoints, new_folder, occupied, write_run_file
+from forebay.runs.folder import (
+    check_checkpoint,
+    disk_errors_of_run,
+    list_checkpoints,
+    new_folder,
+    occupied,
+    write_run_file,
+)
 from forebay.runs.placement import Cluster, PartLost, make_cluster
 from forebay.runs.rollouts import build_rollouts, load_data
 from forebay.runs.separate import run_separate
@@ -52,11 +60,13 @@ async def launch(
         The accuracy line, if prompts were held out, and whether Ctrl-C or SIGTERM ended the run early.
 
     Raises:
-        ConfigError: something in the config, or the folder, does not fit; another process works in it.
+        ConfigError: something in the config, or the folder, does not fit; another process works in it; the
+            last checkpoint is damaged.
+        DiskError: the folder cannot be written to, from the beginning or any more.
         ProductionError, StallError, FloatingPointError: as `run_colocated` and `run_separate`.
         PartLost: a part of the cluster was lost again and again.
     """
-    with occupied(config.folder):
+    with disk_errors_of_run(config.folder), occupied(config.folder):
         return await _launch(config, resume, overwrite=overwrite)
 
 
@@ -105,6 +115,8 @@ async def _built(
 async def _resumed(
     config: RunConfig, checkpoint: Path, step: int, display: RunDisplay, cluster: Cluster | None
 ) -> Run:
+    # Before anything is built: the answer comes at once, and nothing has to be undone.
+    await asyncio.to_thread(check_checkpoint, checkpoint)
     run = await _built(config, display, cluster, step)
     try:
         await steps.resume(run, checkpoint)
@@ -177,7 +189,8 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
     """
     _silence_progress_bars()
     torch.set_num_threads(config.threads)
-    model_folder = model_folder or _newest_model(config.folder)
+    if model_folder is None:
+        model_folder = await asyncio.to_thread(_newest_model, config.folder)
     async with _cluster(config) as cluster:
         if cluster is not None:
             await cluster.open(trains=False)
@@ -211,14 +224,27 @@ def _last_checkpoint(folder: Path) -> Path:
 
 
 def _newest_model(folder: Path) -> Path:
-    if (folder / "model").is_dir():
-        return folder / "model"
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
+    """The run's trained model, or that of its last checkpoint, once its files are known to be whole."""
+    checkpoints = [path / "trainer" for path in list_checkpoints(folder)]
+    published = [folder / "model"] if (folder / "model").is_dir() else []
+    newest_first = [*published, *reversed(checkpoints)]
+    if not newest_first:
         raise ConfigError(
             f"no model to try in {str(folder)!r}: neither model/ nor a checkpoint; give --model"
         )
-    return checkpoints[-1] / "trainer" / "model"
+    try:
+        check(newest_first[0])
+    except DamagedError as error:
+        raise ConfigError(f"{error}; {_other_model(newest_first[1:])}") from None
+    return newest_first[0] if published else newest_first[0] / "model"
+
+
+def _other_model(trainers: Sequence[Path]) -> str:
+    for path in trainers:
+        with contextlib.suppress(DamagedError):
+            check(path)
+            return f"{path.parent.name} is whole, try it with --model {path / 'model'}"
+    return "name another model with --model"
 
 
 class _DisplayHandler(logging.Handler):

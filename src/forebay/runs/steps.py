@@ -29,10 +29,11 @@ from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.agents import AgentLoop
 from forebay.agents.transcript import conversation_of, facts_of
 from forebay.config import ConfigError
+from forebay.durable import check, write_json
 from forebay.engines import EngineLost
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
-from forebay.runs.folder import prune_checkpoints, publish
+from forebay.runs.folder import begin_checkpoint, checkpoint_path, prune_checkpoints, publish
 from forebay.runs.pictures import learning_curve
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.observers import note_training
@@ -337,12 +338,10 @@ def is_due(step: int, every: int) -> bool:
 
 async def checkpoint(run: Run) -> Path:
     """Save everything a resumed run needs; the folder appears under its name only when it is complete."""
-    final = run.folder / "checkpoints" / f"step_{run.train_step:06d}"
+    final = checkpoint_path(run.folder, run.train_step)
     if final.exists():
         return final
-    temporary = final.with_name(final.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    temporary = await compute(run, begin_checkpoint, final)
     with phase(run, "checkpoint", CHECKPOINT):
         await compute(run, run.trainer.save, temporary / "trainer")
         await run.manager.save(temporary / "manager")
@@ -353,7 +352,7 @@ async def checkpoint(run: Run) -> Path:
             "guard": run.guard.state_dict(),
             "lag_limit": run.lag_limit,
         }
-        (temporary / "run.json").write_text(json.dumps(state), encoding="utf-8")
+        await compute(run, write_json, temporary / "run.json", state)
         if run.record is not None:
             await run.record.checkpoint(run.train_step)
         await compute(run, publish, temporary, final)
@@ -373,8 +372,12 @@ async def resume(run: Run, path: Path) -> None:
     Raises:
         ConfigError: the checkpoint is not one of this run as it is configured.
     """
-    state = json.loads((path / "run.json").read_text(encoding="utf-8"))
     try:
+        # The folders of the trainer and the manager are checked by those who read them.
+        await compute(run, check, path)
+        state = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        if path != checkpoint_path(path.parents[1], state["train_step"]):
+            raise ValueError(f"it is the checkpoint of train step {state['train_step']}")
         await compute(run, run.trainer.resume, path / "trainer")
         await run.manager.resume(path / "manager")
     except ValueError as error:

@@ -2,7 +2,8 @@
 
 ::
 
-    replace_folder(path): path.saving/ (files written) -> fsync -> old path aside -> rename -> old one deleted
+    replace_folder(path): path.saving/ (files written) -> checksums -> fsync -> old path aside -> rename
+                          -> old one deleted
 
     TrainerParts --save_trainer--> model/ (Hugging Face, adapters merged)   adapter/ (LoRA only, peft format)
                                    optimiser, critic, critic_optimiser .safetensors   trainer.json
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from forebay.durable import sync, sync_tree
+from forebay.durable import check, seal, sync, sync_tree
 from forebay.train.critic import Critic
 from forebay.train.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimisation import Optimiser
@@ -51,6 +55,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
     new.mkdir()
     try:
         yield new
+        seal(new)
         sync_tree(new)
         if path.exists():
             path.rename(old)
@@ -63,8 +68,26 @@ def replace_folder(path: Path) -> Iterator[Path]:
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write tensors on the CPU, which share no memory, as a safetensors file."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+    """Write tensors on the CPU, which share no memory, as a safetensors file.
+
+    Raises:
+        OSError: the disk takes no more.
+    """
+    with _disk_errors_of_safetensors(path):
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+@contextmanager
+def _disk_errors_of_safetensors(path: Path) -> Iterator[None]:
+    """An `OSError`, as of any other file, where safetensors has only a text: "... (os error 28)"."""
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -78,16 +101,20 @@ def save_json(values: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+def check_folder(folder: Path) -> None:
+    """Read every file that `replace_folder` published at `folder` and hold it against its checksum.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: there is no checkpoint, or one of its files is damaged.
     """
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"no checkpoint at {str(path.parent)!r}: {path.name} is missing") from None
+    if not (folder / "trainer.json").exists():
+        raise ValueError(f"no checkpoint at {str(folder)!r}: trainer.json is missing")
+    check(folder)
+
+
+def load_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object."""
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return values
 
 
@@ -182,7 +209,7 @@ def _save_model(folder: Path, model: nn.Module, weights: dict[str, torch.Tensor]
     base: Any = without_adapters(model)
     saved_names = base.state_dict().keys()
     buffers = {name: buffer for name, buffer in base.named_buffers() if name in saved_names}
-    with _no_progress_bars():
+    with _no_progress_bars(), _disk_errors_of_safetensors(folder):
         base.save_pretrained(folder, state_dict=weights | buffers)
 
 
@@ -190,7 +217,7 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
     """Read into `parts` what `save_trainer` wrote; return the number of completed train steps.
 
     Raises:
-        ValueError: there is no checkpoint, or it is of another kind of trainer.
+        ValueError: it is of another kind of trainer.
     """
     saved = load_json(folder / "trainer.json")
     for name, mine in parts.kind().items():

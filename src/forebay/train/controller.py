@@ -316,8 +316,10 @@ class TrainController:
         """Continue from what `save` wrote, in a controller built as the saved one was; any number of ranks.
 
         Raises:
-            ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
+            ValueError: no checkpoint there, a damaged one, or one of another format, kind of training, or
+                starting weights.
         """
+        checkpoint.check_folder(Path(path))
         self.train_step = self._learner.resume(Path(path))
         checkpoint.load_random(Path(path))
 

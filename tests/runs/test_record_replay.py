@@ -450,6 +450,21 @@ async def test_a_writer_that_falls_behind_is_waited_for_and_nothing_is_lost(tmp_
     assert found[-1]["event"] == "put"
 
 
+async def test_a_disk_that_is_full_at_the_end_is_a_warning_and_no_error(tmp_path, caplog):
+    recorder = Recorder(tmp_path, run_file="")
+    await recorder.checkpoint(0)
+    files = recorder._files
+    files._events.close()
+    # Takes what is buffered, and refuses to write it: by flush, and again by close.
+    files._events = open("/dev/full", "wb")  # noqa: SIM115
+    recorder.note("train", train_step=1)
+    recorder.close()
+    assert files._events.closed
+    assert files._rollouts.closed
+    assert "is not complete: OSError" in caplog.text
+    assert "No space left" in caplog.text
+
+
 async def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caplog):
     def full(self):
         raise OSError("no space left on device")

@@ -459,20 +459,22 @@ async def close_rollouts(rollouts: Rollouts | Run) -> None:
 
 
 async def close(run: Run) -> None:
-    """Free engines, sinks and the compute thread."""
-    if run.trace is not None:
-        run.trace.close()
-    if run.record is not None:
-        run.record.close()
-    await close_rollouts(run)
-    run.metrics.close()
-    if run.cluster is not None:
-        # What restarts from here on is told to the run that goes on, if one does.
-        run.cluster.on_restart = None
-    run.manager.ledger.close()
-    run.display.close()
-    await compute(run, run.trainer.close)
-    run.compute_thread.shutdown()
+    """Free engines, sinks and the compute thread: all of them, also if one raises (a full disk, say)."""
+    async with contextlib.AsyncExitStack() as stack:
+        # In reverse order.
+        stack.callback(run.compute_thread.shutdown)
+        stack.push_async_callback(compute, run, run.trainer.close)
+        stack.callback(run.display.close)
+        stack.callback(run.manager.ledger.close)
+        if run.cluster is not None:
+            # What restarts from here on is told to the run that goes on, if one does.
+            stack.callback(setattr, run.cluster, "on_restart", None)
+        stack.callback(run.metrics.close)
+        stack.push_async_callback(close_rollouts, run)
+        if run.record is not None:
+            stack.callback(run.record.close)
+        if run.trace is not None:
+            stack.callback(run.trace.close)
 
 
 def accuracy_line(run: Run) -> str | None:

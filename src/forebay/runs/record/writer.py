@@ -19,6 +19,7 @@ events mean: `forebay.runs.record.observers` notes them, `forebay.runs.record.re
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import queue
@@ -131,7 +132,11 @@ class Recorder:
         self._queue.put(None)
         self._thread.join()
         self._thread = None
-        self._files.close()
+        try:
+            self._files.close()
+        except (OSError, ValueError) as error:
+            # What was left to write found no room either. The first failure says more.
+            self._failure = self._failure or error
         if self._failure is not None:
             logger.warning(
                 "the record of the run in %s is not complete: %s: %s",
@@ -221,11 +226,12 @@ class _Files:
             sync(self._segment / name)
 
     def close(self) -> None:
-        """Close both files; the stream of rollouts gets its end mark."""
-        if self._stream is not None:
-            self._stream.close()
-        self._rollouts.close()
-        self._events.close()
+        """Close both files, also if one takes no more; the stream of rollouts gets its end mark."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.callback(self._rollouts.close)
+            if self._stream is not None:
+                stack.callback(self._stream.close)
 
     def _write_rollouts(self) -> list[str]:
         """Write the waiting groups; the lines that say where they lie."""

@@ -263,8 +263,12 @@ def check_arguments(
 ) -> None:
     """Check that `function` takes `arguments`, besides those named `given`, which the caller fills in.
 
+    What a run file names by a word has a `StrictModel` of its arguments, to be given as the `function`: then
+    their values are checked, too.
+
     Raises:
-        ConfigError: an argument is unknown, missing or the caller's; the message lists those it takes.
+        ConfigError: an argument is unknown, missing, of a wrong value or the caller's; the message lists
+            those it takes.
     """
     signature = inspect.signature(function)
     known = [parameter for parameter in signature.parameters if parameter not in given]
@@ -275,10 +279,12 @@ def check_arguments(
     except TypeError as error:
         near = [match for key in arguments for match in difflib.get_close_matches(key, known, n=1)]
         unknown = set(arguments) - set(known)
-        hint = f"; did you mean {near[0]!r}?" if unknown and near else ""
+        hint = f"did you mean {near[0]!r}? " if unknown and near else ""
         raise ConfigError(
-            f"{kind} {name!r}: {error}{hint}; its arguments: {', '.join(known) or 'none'}"
+            f"{kind} {name!r}: {error}; {hint}its arguments: {', '.join(known) or 'none'}"
         ) from None
+    if isinstance(function, type) and issubclass(function, StrictModel):
+        parse_config(function, arguments, source=f"{kind} {name!r}")
 
 
 def import_object(kind: str, path: str) -> Any:

@@ -410,7 +410,7 @@ def test_a_run_file_names_environments_and_what_does_not_fit_is_said() -> None:
     assert isinstance(live.environment, LiveEnvironment)
     for arguments, message in (
         ({}, "missing a required argument: 'environment'"),
-        ({"environment": own, "max_turns": 0}, "max_turns must be at least 1"),
+        ({"environment": own, "max_turns": 0}, "'max_turns' = 0: .*greater than or equal to 1"),
         ({"environment": own, "turns": 3}, "unexpected keyword argument 'turns'"),
         ({"environment": {"name": own, "arguments": {"turn": 5}}}, "did you mean 'turns'"),
         ({"environment": "lives"}, "did you mean 'live'"),

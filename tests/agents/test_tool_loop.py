@@ -457,7 +457,7 @@ def test_a_run_file_names_tools_and_what_does_not_fit_is_said() -> None:
         ("qwen", {"tools": ["calculator", "calculator"]}, "different names"),
         ("qwen", {"tools": ["calculator"], "result_format": "so"}, "must hold {result}"),
         ("qwen", {"tools": ["calculater"]}, "did you mean 'calculator'"),
-        ("qwen", {"tools": ["calculator"], "tool_timeout_s": 0}, "must be positive"),
+        ("qwen", {"tools": ["calculator"], "tool_timeout_s": 0}, "'tool_timeout_s' = 0: .*greater than 0"),
         ("gemma", {"tools": ["calculator"]}, "does not tell how its model writes tool calls"),
         ("gemma", {"tools": ["calculator"], "parser": "hermes"}, "cannot render a message of role 'tool'"),
     ):

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from forebay.config import ConfigError
@@ -71,9 +73,17 @@ def test_a_task_without_a_judger_is_told_the_known_names(config) -> None:
     ("name", "arguments", "message"),
     [
         ("exact_mach", {}, "unknown judger 'exact_mach'; did you mean 'exact_match'"),
-        ("exact_match", {"extrakt": "x"}, "argument 'extrakt'; its arguments: extract, partial_credit"),
+        (
+            "exact_match",
+            {"extrakt": "x"},
+            "did you mean 'extract'? its arguments: extract, partial_credit",
+        ),
         ("exact_match", {"extract": "(["}, "judger 'exact_match': extract = "),
-        (f"{__name__}:share_of", {"leter": "x"}, "argument 'leter'; its arguments: state, letter"),
+        (
+            f"{__name__}:share_of",
+            {"leter": "x"},
+            "did you mean 'letter'? its arguments: letter",
+        ),
         (f"{__name__}:shareof", {}, "has no 'shareof'; did you mean 'share_of'"),
         (f"{__name__}:Constant", {}, "missing a required argument: 'value'"),
         (f"{__name__}:NOT_A_JUDGER", {}, "is a int, not a function or class"),
@@ -81,5 +91,5 @@ def test_a_task_without_a_judger_is_told_the_known_names(config) -> None:
     ],
 )
 def test_what_cannot_be_built_is_one_clear_error(name, arguments, message) -> None:
-    with pytest.raises(ConfigError, match=message.replace("(", r"\(").replace("[", r"\[")):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         build_judger(JudgeConfig(name=name, arguments=arguments))

@@ -254,9 +254,9 @@ async def test_a_template_is_checked_when_it_is_compiled_and_its_names_when_it_i
         ({"scale": [1, 1]}, r"scale must be \[lowest, highest\]"),
         ({"parse": "([0-9]+"}, "not a regular expression"),
         ({"parse": "no.such:function"}, "cannot import 'no.such'"),
-        ({"max_concurrent": 0}, "max_concurrent must be at least 1"),
-        ({"per_minute": 0}, "per_minute must be positive"),
-        ({"max_calls": 0}, "max_calls must be at least 1"),
+        ({"max_concurrent": 0}, "'max_concurrent' = 0: .*greater than or equal to 1"),
+        ({"per_minute": 0}, "'per_minute' = 0: .*greater than 0"),
+        ({"max_calls": 0}, "'max_calls' = 0: .*greater than or equal to 1"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_before_the_run(options, message) -> None:

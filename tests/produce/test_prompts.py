@@ -210,7 +210,7 @@ def test_built_in_generators_split_without_overlap() -> None:
     held_out = load_prompts(DataConfig(source="addition", arguments={"digits": 2}, start=8000, size=100))
     assert not set(texts(train)) & set(texts(held_out))
     assert train[0].data_source == "addition"
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'digit'; its arguments: digits, seed"):
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'digit'; did you mean 'digits'"):
         load_prompts(DataConfig(source="addition", arguments={"digit": 2}))
 
 

@@ -1,7 +1,14 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
 from forebay.agents.base import AgentLoop, Generator, GroupJudger, split_attempts
-from forebay.agents.build import AGENTS, build_agent_loop, prompt_tools, with_max_context
+from forebay.agents.build import (
+    AGENT_ARGUMENTS,
+    AGENTS,
+    build_agent_loop,
+    check_agent,
+    prompt_tools,
+    with_max_context,
+)
 from forebay.agents.counts import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
 from forebay.agents.environment import Environment, Reply
 from forebay.agents.environment_table import ENVIRONMENTS
@@ -26,6 +33,7 @@ from forebay.types import TRAJECTORY_OF_KEY
 
 __all__ = [
     "AGENTS",
+    "AGENT_ARGUMENTS",
     "CONVERSATION_KEY",
     "COUNTS",
     "ENVIRONMENTS",
@@ -51,6 +59,7 @@ __all__ = [
     "ToolCall",
     "ToolEnvironment",
     "build_agent_loop",
+    "check_agent",
     "episode_reward",
     "mean_counts",
     "prompt_tools",

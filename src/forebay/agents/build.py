@@ -7,12 +7,12 @@ from typing import Any
 
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.multi_turn import MultiTurnAgentLoop
-from forebay.agents.program import ProgramAgentLoop
-from forebay.agents.single_turn import ChatTokenizer, SingleTurnAgentLoop
-from forebay.agents.tools import ToolAgentLoop
-from forebay.agents.verifiers import VerifiersAgentLoop
-from forebay.config import Component, ConfigError, check_arguments, look_up
+from forebay.agents.multi_turn import MultiTurnAgentLoop, MultiTurnArguments
+from forebay.agents.program import ProgramAgentLoop, ProgramArguments
+from forebay.agents.single_turn import ChatTokenizer, SingleTurnAgentLoop, SingleTurnArguments
+from forebay.agents.tools import ToolAgentLoop, ToolsArguments
+from forebay.agents.verifiers import VerifiersAgentLoop, VerifiersArguments
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
 from forebay.types import SampleParams
 
 AGENTS: dict[str, Any] = {
@@ -24,8 +24,29 @@ AGENTS: dict[str, Any] = {
 }
 """What ``agent.name`` may be; besides, ``package.module:Class`` with the same first arguments."""
 
+AGENT_ARGUMENTS: dict[str, type[StrictModel]] = {
+    "single_turn": SingleTurnArguments,
+    "multi_turn": MultiTurnArguments,
+    "program": ProgramArguments,
+    "tools": ToolsArguments,
+    "verifiers": VerifiersArguments,
+}
+"""What the ``arguments`` of each may be."""
+
 GIVEN = ("rollout_controller", "judger", "tokenizer", "sample_params", "activities")
 """Arguments of every agent loop that the run fills in."""
+
+
+def check_agent(config: Component) -> Any:
+    """The class that `config` names, whose arguments fit; no loop is made.
+
+    Raises:
+        ConfigError: the name is unknown, or an argument does not fit.
+    """
+    factory = look_up("agent", config.name, AGENTS)
+    named = AGENT_ARGUMENTS.get(config.name)
+    check_arguments("agent", config.name, named or factory, config.arguments, *(() if named else GIVEN))
+    return factory
 
 
 def prompt_tools(config: Component) -> list[dict[str, Any]] | None:
@@ -34,8 +55,7 @@ def prompt_tools(config: Component) -> list[dict[str, Any]] | None:
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
     """
-    factory = look_up("agent", config.name, AGENTS)
-    check_arguments("agent", config.name, factory, config.arguments, *GIVEN)
+    factory = check_agent(config)
     tell = getattr(factory, "prompt_tools", None)
     tools: list[dict[str, Any]] | None = None if tell is None else tell(config.arguments)
     return tools
@@ -78,8 +98,7 @@ def build_agent_loop(
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
     """
-    factory = look_up("agent", config.name, AGENTS)
-    check_arguments("agent", config.name, factory, config.arguments, *GIVEN)
+    factory = check_agent(config)
     try:
         loop: AgentLoop = factory(
             rollout_controller,

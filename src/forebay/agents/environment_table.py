@@ -6,12 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from forebay.agents.environment import Environment
-from forebay.agents.live import LiveEnvironment
-from forebay.agents.second_chances import SecondChances
-from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
+from forebay.agents.live import LiveArguments, LiveEnvironment
+from forebay.agents.second_chances import SecondChances, SecondChancesArguments
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
 
 ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
 """What ``environment`` may name in a run file; besides, ``package.module:Class``."""
+
+ENVIRONMENT_ARGUMENTS: dict[str, type[StrictModel]] = {
+    "live": LiveArguments,
+    "second_chances": SecondChancesArguments,
+}
+"""What the ``arguments`` of each may be."""
 
 
 def environment_class(environment: str | Mapping[str, Any]) -> Any:
@@ -28,6 +34,25 @@ def _component(environment: str | Mapping[str, Any]) -> Component:
     return parse_config(Component, named, source="environment")
 
 
+def check_environment(environment: Any) -> Any:
+    """`environment` as it is, if `build_environment` could take it; nothing is made.
+
+    Raises:
+        ConfigError: the name is unknown, or its arguments do not fit.
+    """
+    if isinstance(environment, str | Mapping):
+        _find(_component(environment))
+    return environment
+
+
+def _find(config: Component) -> Any:
+    factory = look_up("environment", config.name, ENVIRONMENTS)
+    check_arguments(
+        "environment", config.name, ENVIRONMENT_ARGUMENTS.get(config.name, factory), config.arguments
+    )
+    return factory
+
+
 def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
     """`environment`, or what it names: a name, or a table with ``name`` and ``arguments``.
 
@@ -37,9 +62,7 @@ def build_environment(environment: Environment | str | Mapping[str, Any]) -> Env
     if isinstance(environment, Environment):
         return environment
     config = _component(environment)
-    factory = look_up("environment", config.name, ENVIRONMENTS)
-    check_arguments("environment", config.name, factory, config.arguments)
-    made = factory(**config.arguments)
+    made = _find(config)(**config.arguments)
     if not isinstance(made, Environment):
         raise ConfigError(
             f"environment {config.name!r} makes a {type(made).__name__}; it must be an Environment with "

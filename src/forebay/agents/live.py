@@ -10,10 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
+
+from pydantic import AfterValidator
 
 from forebay.agents.environment import Environment, Memory, Reply
-from forebay.config import check_arguments, look_up
+from forebay.config import StrictModel, check_arguments, look_up
 from forebay.types import RolloutState
 
 
@@ -29,6 +31,21 @@ class Episode(Protocol):
         ...
 
 
+def _check_make(make: Any) -> Any:
+    if isinstance(make, str):
+        look_up("episode", make, {})
+    return make
+
+
+class LiveArguments(StrictModel, strict=True):
+    """What a run file may say of a ``live`` environment."""
+
+    make: Annotated[Any, AfterValidator(_check_make)]
+    """``package.module:Name`` of a class or function that makes the `Episode` of a rollout."""
+    arguments: Mapping[str, Any] | None = None
+    """Its keyword arguments."""
+
+
 class LiveEnvironment(Environment):
     """Makes one `Episode` object for each rollout, and replays it where a rollout is continued.
 
@@ -39,8 +56,8 @@ class LiveEnvironment(Environment):
     >>> environment = LiveEnvironment(Chess, {"skill": 3})
 
     Args:
-        make: a class or function that makes the object, or ``package.module:Name`` of one.
-        arguments: keyword arguments for it.
+        make: as in `LiveArguments`, or the class or function itself.
+        arguments: see `LiveArguments`.
 
     Raises:
         ConfigError: there is no such class, or it does not take the arguments.

@@ -23,19 +23,21 @@ import copy
 import logging
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator, Field
 
 from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.counts import TURNS_KEY
 from forebay.agents.cutting import cut_unanswered
 from forebay.agents.environment import Environment, Memory
-from forebay.agents.environment_table import build_environment, environment_class
+from forebay.agents.environment_table import build_environment, check_environment, environment_class
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.interruption import Interrupted, Interruptible
 from forebay.agents.single_turn import PromptRenderer, offered_tools
+from forebay.config import StrictModel
 from forebay.types import Message, RolloutState, SampleParams, Status
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,24 @@ def episode_reward(state: RolloutState) -> float:
     return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))
 
 
+class MultiTurnArguments(StrictModel, strict=True):
+    """What a run file may say of a ``multi_turn`` agent."""
+
+    environment: Annotated[Any, AfterValidator(check_environment)]
+    """What answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of an `Environment`,
+    or a table with such a ``name`` and its ``arguments``."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the model; the environment still replies to the last."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """A turn is cut after so many tokens, and the environment reads what there is; None: no limit."""
+    max_context: int | None = Field(default=None, ge=1)
+    """Tokens of prompt, turns and replies together; None: what the engine allows, in a run at most
+    ``train.token_budget``."""
+    environment_timeout_s: float | None = Field(default=ENVIRONMENT_TIMEOUT_S, gt=0)
+    """Seconds for one reply, without what it waits for a sandbox, after which the rollout is FAILED; None: no
+    limit. To resume a rollout may take as long as its replies together."""
+
+
 class MultiTurnAgentLoop(AgentLoop):
     """Lets the model and an environment take turns.
 
@@ -91,13 +111,8 @@ class MultiTurnAgentLoop(AgentLoop):
         judger: gives the rewards.
         tokenizer: with a chat template that renders the environment's replies.
         sample_params: for rollouts that bring none.
-        environment: an `Environment`; in a run file its name, or a table with ``name`` and ``arguments``.
-        max_turns: of the model; the environment still replies to the last.
-        max_turn_tokens: a turn is cut after so many tokens, and the environment reads what there is.
-        max_context: tokens of prompt, turns and replies together; None: what the engine allows. In a run it
-            is also what the trainer packs (``train.token_budget``), unless a smaller one is set.
-        environment_timeout_s: for one reply, without what it waits for a sandbox; when it passes, the rollout
-            is FAILED. To resume a rollout may take as long as its replies together.
+        environment: as in `MultiTurnArguments`, or an `Environment`.
+        max_turns, max_turn_tokens, max_context, environment_timeout_s: see `MultiTurnArguments`.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:

@@ -22,17 +22,19 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from forebay.activity import TOOL, Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.chat_session import ChatSession
 from forebay.agents.endpoint import MODEL, ChatEndpoint
 from forebay.agents.increments import IncrementRenderer, TurnTokenizer
-from forebay.agents.tool_calls import Parser
+from forebay.agents.tool_calls import Parser, check_parser
 from forebay.agents.trajectory import RECORD_KEY
 from forebay.agents.turn_reader import choose_reader
-from forebay.config import import_object
+from forebay.config import StrictModel, import_object
 from forebay.sandbox.processes import until_exit
 from forebay.slots import start_thread
 from forebay.types import Message, RolloutState, SampleParams, Status
@@ -67,6 +69,38 @@ class ProgramSession:
     model: str = MODEL
 
 
+def _check_program(program: Any) -> Any:
+    if isinstance(program, str):
+        import_object("program", program)
+    return program
+
+
+class ProgramArguments(StrictModel, strict=True):
+    """What a run file may say of a ``program`` agent."""
+
+    program: Annotated[Any, AfterValidator(_check_program)]
+    """``package.module:function`` of a function of a `ProgramSession`, or the words of a command as a list. A
+    command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON on its
+    standard input; its reward is the last line it prints, if that is JSON."""
+    timeout_s: float | None = Field(default=PROGRAM_TIMEOUT_S, gt=0)
+    """Seconds for one run of the program; None: no limit."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of one turn; None: what is left of the budget. Requests at the same time wait until others do
+    not need the tokens that they may use, so a program that asks several should set it."""
+    max_context: int | None = Field(default=None, ge=1)
+    """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
+    ``train.token_budget``."""
+    parser: Annotated[Any, AfterValidator(check_parser)] = None
+    """How the model writes tool calls, as for ``tools``; None: as its chat template shows. Where nothing
+    shows it, requests with tools are refused."""
+    host: str = "127.0.0.1"
+    """Address of this machine at which the program finds the chat API."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the chat API; 0: any that is free."""
+    allow_remote: bool = False
+    """Let `host` be an address that other machines reach."""
+
+
 class ProgramAgentLoop(AgentLoop):
     """Runs an agent program against the policy and records what it makes of it.
 
@@ -82,17 +116,8 @@ class ProgramAgentLoop(AgentLoop):
         judger: gives the rewards; None: what the program returns (a number, or a mapping with ``score``).
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none; programs cannot change them.
-        program: a function of a `ProgramSession`, ``package.module:function``, or the words of a command. A
-            command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON on
-            its standard input; its reward is the last line it prints, if that is JSON.
-        timeout_s: for one run of the program; None: no limit.
-        max_turn_tokens: of one turn; None: what is left of the budget. Requests at the same time wait until
-            others do not need the tokens that they may use, so a program that asks several should set it.
-        max_context: tokens of one trajectory, prompt and all; None: what the engine allows. In a run it is
-            what the trainer packs (``train.token_budget``), unless a smaller one is set.
-        parser: how the model writes tool calls (see `forebay.agents.tool_calls`); None: as its chat template
-            shows. Where nothing shows it, requests with tools are refused.
-        host, port, allow_remote: of the endpoint; see `ChatEndpoint`.
+        program: as in `ProgramArguments`, or a function of a `ProgramSession`.
+        timeout_s, max_turn_tokens, max_context, parser, host, port, allow_remote: see `ProgramArguments`.
         name: of the program, for messages; None: its own.
         activities: where to note what is being done; None: nobody looks.
 

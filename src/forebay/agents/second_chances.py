@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
+from pydantic import Field, field_validator
+
 from forebay.agents.environment import Environment, Memory, Reply
-from forebay.config import parse_config
+from forebay.config import StrictModel, parse_config
 from forebay.judges.build import JudgeConfig, build_judger
 from forebay.types import RolloutState, Status
 
@@ -23,6 +25,25 @@ SOLVED_SCORE = 1.0
 """A try at or over this score ends the episode; as in evaluations."""
 
 NOT_RIGHT = "That is not right. Try again."
+
+
+class SecondChancesArguments(StrictModel, strict=True):
+    """What a run file may say of a ``second_chances`` environment."""
+
+    judge: JudgeConfig
+    """The judge of every try, as a task's ``judge``."""
+    num_tries: int = Field(default=3, ge=1)
+    """Turns that are judged."""
+    discount: float = Field(default=1.0, gt=0, le=1)
+    """What a success is worth for every try before it; 1.0: as much."""
+    says: str = NOT_RIGHT
+    """What the model reads after a try that was not right."""
+
+    @field_validator("judge")
+    @classmethod
+    def _can_be_built(cls, judge: JudgeConfig) -> JudgeConfig:
+        build_judger(judge)
+        return judge
 
 
 class SecondChances(Environment):
@@ -36,9 +57,7 @@ class SecondChances(Environment):
 
     Args:
         judge: as a run file's ``judge`` table: ``name``, ``arguments``, ``timeout_s``.
-        num_tries: turns that are judged.
-        discount: a later success is worth less; 1.0: it is not.
-        says: what the model reads after a try that was not right.
+        num_tries, discount, says: see `SecondChancesArguments`.
 
     Raises:
         ConfigError: the judger is unknown, or does not take its arguments.

@@ -17,6 +17,7 @@ import numpy as np
 
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.config import StrictModel
 from forebay.types import IntArray, Message, RolloutState, SampleParams
 
 NO_TOOLS = "none"
@@ -90,6 +91,10 @@ class PromptRenderer:
         # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
         self._latest = ([dict(part) for part in message], tools, prompt_ids)
         return prompt_ids
+
+
+class SingleTurnArguments(StrictModel, strict=True):
+    """What a run file may say of a ``single_turn`` agent: nothing, it has only the task's settings."""
 
 
 class SingleTurnAgentLoop(AgentLoop):

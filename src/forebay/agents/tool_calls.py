@@ -145,6 +145,21 @@ def choose_parser(parser: str | Parser | None, tokenizer: TurnTokenizer) -> Pars
                 f"parser 'tokenizer': {tokenizer.name_or_path!r} has no response_template; name another"
             )
         return parse_by(tokenizer)
+    return _named(parser)
+
+
+def check_parser(parser: Any) -> Any:
+    """`parser` as it is, if it names a dialect or is a pattern of calls, for some tokenizer at least.
+
+    Raises:
+        ValueError: the name is unknown, or it is no such pattern.
+    """
+    if isinstance(parser, str) and parser != "tokenizer":
+        _named(parser)
+    return parser
+
+
+def _named(parser: str) -> Parser:
     if parser in PARSERS:
         return PARSERS[parser]
     if "(?P<" in parser:

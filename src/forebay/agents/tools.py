@@ -17,7 +17,9 @@ import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
 
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
@@ -26,9 +28,10 @@ from forebay.agents.environment import Environment, Memory, Reply
 from forebay.agents.increments import CALL_ID, TurnTokenizer
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.single_turn import NO_TOOLS
-from forebay.agents.tool_calls import Parser, ToolCall, choose_parser
+from forebay.agents.tool_calls import Parser, ToolCall, check_parser, choose_parser
+from forebay.config import StrictModel
 from forebay.slots import time_limit
-from forebay.tools import Tool, ToolError, build_tool, schema_of
+from forebay.tools import Tool, ToolError, build_tool, check_tool, schema_of
 from forebay.tools.contract import Schema
 from forebay.types import Message, RolloutState, SampleParams
 
@@ -197,6 +200,44 @@ def _as_api(number: int, call: ToolCall) -> dict[str, Any]:
     }
 
 
+def _check_tools(tools: list[Any]) -> list[Any]:
+    if not tools:
+        raise ValueError("name at least one tool")
+    return [check_tool(tool) for tool in tools]
+
+
+def _check_format(text: str) -> str:
+    if "{result}" not in text:
+        raise ValueError("result_format must hold {result}, where the result goes")
+    return text
+
+
+class ToolsArguments(StrictModel, strict=True):
+    """What a run file may say of a ``tools`` agent."""
+
+    tools: Annotated[list[Any], AfterValidator(_check_tools)]
+    """What may be called: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function or
+    class of tools, or tables with such a ``name`` and its ``arguments``."""
+    parser: Annotated[Any, AfterValidator(check_parser)] = None
+    """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments`` and
+    perhaps one ``name``; None: as its chat template shows."""
+    max_turns: int = Field(default=8, ge=1)
+    """Turns of the model; the tools called in the last are still run."""
+    max_turn_tokens: int | None = Field(default=None, ge=1)
+    """A turn is cut after so many tokens; None: no limit."""
+    max_context: int | None = Field(default=None, ge=1)
+    """Tokens of prompt, turns and results together; None: what the engine allows, in a run at most
+    ``train.token_budget``."""
+    tool_timeout_s: float | None = Field(default=TOOL_TIMEOUT_S, gt=0)
+    """Seconds for each call, from when it has its thread or sandbox; None: no limit."""
+    max_result_characters: int = Field(default=MAX_RESULT_CHARACTERS, ge=0)
+    """Longer results are cut, and say so."""
+    result_role: str = "tool"
+    """Role of the messages that carry results; ``user`` where the chat template does not know ``tool``."""
+    result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
+    """Text of those messages, for example ``Result: {result}``."""
+
+
 class ToolAgentLoop(AgentLoop):
     """Lets the model call tools until it answers.
 
@@ -214,14 +255,9 @@ class ToolAgentLoop(AgentLoop):
         tokenizer: with a chat template that knows tools, or with `parser` and `result_role` set.
         sample_params: for rollouts that bring none.
         tools: names, tables with ``name`` and ``arguments``, functions or `Tool` objects.
-        parser: how the model writes calls (see `forebay.agents.tool_calls`); None: as its template shows.
-        max_turns: of the model; the tools called in the last are still run.
-        max_turn_tokens: a turn is cut after so many tokens.
-        max_context: tokens of prompt, turns and results together; None: what the engine allows.
-        tool_timeout_s: for each call, from when it has its thread or sandbox; None: no limit.
-        max_result_characters: longer results are cut.
-        result_role: of the messages that carry results; ``user`` where the template does not know ``tool``.
-        result_format: of their text, for example ``Result: {result}``.
+        parser: as in `ToolsArguments`, or a function (see `forebay.agents.tool_calls`).
+        max_turns, max_turn_tokens, max_context, tool_timeout_s, max_result_characters, result_role,
+        result_format: see `ToolsArguments`.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:

@@ -20,11 +20,13 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import Field
+
 from forebay.activity import Activities
 from forebay.agents.base import AgentLoop, Generator, GroupJudger
 from forebay.agents.increments import TurnTokenizer
 from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
-from forebay.config import ConfigError
+from forebay.config import ConfigError, StrictModel
 from forebay.slots import start_thread
 from forebay.types import Message, RolloutState, SampleParams
 
@@ -119,6 +121,18 @@ class _Server:
         return self.num_begun >= EPISODES_PER_SERVER
 
 
+class VerifiersArguments(StrictModel, strict=True):
+    """What a run file may say of a ``verifiers`` agent."""
+
+    env: Mapping[str, Any]
+    """The library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ..."""
+    timeout_s: float | None = Field(default=PROGRAM_TIMEOUT_S, gt=0)
+    """Seconds for one episode; None: no limit."""
+    max_context: int | None = Field(default=None, ge=1)
+    """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
+    ``train.token_budget``."""
+
+
 class VerifiersAgentLoop(AgentLoop):
     """Plays episodes of a `verifiers` environment.
 
@@ -134,10 +148,7 @@ class VerifiersAgentLoop(AgentLoop):
         judger: asked only where the episode gave no reward.
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none.
-        env: the library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ...
-        timeout_s: for one episode; None: no limit.
-        max_context: tokens of one trajectory, prompt and all; None: what the engine allows. In a run it is
-            what the trainer packs (``train.token_budget``), unless a smaller one is set.
+        env, timeout_s, max_context: see `VerifiersArguments`.
         activities: where to note what is being done; None: nobody looks.
 
     Raises:

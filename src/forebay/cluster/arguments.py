@@ -1,58 +1,64 @@
-"""What a run file may say in ``cluster.arguments``: checked before anything is started."""
+"""What a run file may say in ``cluster.arguments``: checked before anything is started; needs no Ray."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
-from forebay.config import ConfigError
+from pydantic import AfterValidator, Field
+
+from forebay.config import ConfigError, StrictModel
 from forebay.runs.config import RunConfig
 
 
-def check_count(name: str, value: Any, least: int) -> None:
-    """Raises ConfigError unless `value` is a whole number from `least` up."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"cluster.arguments.{name} must be a number from {least} up, got {value!r}")
+def _is_share(value: float) -> float:
+    if value > 1 and value != int(value):
+        raise ValueError("must be a share of a GPU or a whole number of GPUs")
+    return value
 
 
-def check_share(name: str, value: Any) -> None:
-    """Raises ConfigError unless `value` is a share of a GPU, or so many whole ones."""
-    if not _is_number(value) or not 0 <= value < float("inf") or (value > 1 and value != int(value)):
-        raise ConfigError(
-            f"cluster.arguments.{name} must be a share of a GPU or a whole number of GPUs, got {value!r}"
-        )
+Share = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_is_share)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-def check_positive(name: str, value: Any) -> None:
-    """Raises ConfigError unless `value` is a number above 0."""
-    if not _is_number(value) or not 0 < value < float("inf"):
-        raise ConfigError(f"cluster.arguments.{name} must be positive, got {value!r}")
+class RayArguments(StrictModel, strict=True):
+    """What a run file may say of the cluster ``ray``."""
 
+    num_engines: int = Field(default=1, ge=1)
+    """Processes with an engine each."""
+    num_workers: int = Field(default=1, ge=1)
+    """Processes with agent loops and judgers."""
+    cpus: Positive | None = None
+    """Logical CPUs that each part asks for; None: a quarter on a cluster that is started here, else 1."""
+    gpus_per_engine: Share = 0
+    """GPUs, or a share of one, for each engine; in a colocated run with 1 for engines and trainer, the first
+    engine shares the trainer's."""
+    gpus_per_trainer: Share = 0
+    """GPUs for the trainer; of a trainer on several ranks, for each rank."""
+    address: str | None = None
+    """Of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started."""
+    buffer: Literal["actor", "driver"] = "actor"
+    """``actor``: the replay buffer has a process of its own and an SQLite file; ``driver``: it is in the
+    run's process."""
+    placement_timeout_s: Positive = 60.0
+    """Seconds to wait for room on the cluster."""
+    max_restarts: int = Field(default=3, ge=0)
+    """How often the run may go back to a checkpoint, because it lost its trainer or another part that only
+    a checkpoint brings back, without a finished train step in between."""
 
-def check_address(value: Any) -> None:
-    """Raises ConfigError unless `value` is text, or None."""
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"cluster.arguments.address must be text, as '10.0.0.1:6379', got {value!r}")
+    def check(self, config: RunConfig) -> None:
+        """Check that the arguments go with the rest of the run.
 
-
-def check_buffer(value: Any, config: RunConfig) -> None:
-    """Raises ConfigError unless `value` names a place for the buffer that goes with the rest of the run."""
-    if value not in ("actor", "driver"):
-        raise ConfigError(f"cluster.arguments.buffer must be 'actor' or 'driver', got {value!r}")
-    if value == "actor" and config.record:
-        raise ConfigError(
-            "record = true notes what the buffer does, which has to be in this process for that: set "
-            "cluster.arguments.buffer to 'driver'"
-        )
-
-
-def check_servers(num_engines: int, config: RunConfig) -> None:
-    """Raises ConfigError where several engines would each pause, load and count the same servers."""
-    if num_engines > 1 and "urls" in config.engine.arguments:
-        raise ConfigError(
-            f"cluster.arguments.num_engines = {num_engines}, but engine.arguments.urls names servers that "
-            f"run already, of which one engine drives all: set num_engines to 1"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+        Raises:
+            ConfigError: they do not.
+        """
+        if self.buffer == "actor" and config.record:
+            raise ConfigError(
+                "record = true notes what the buffer does, which has to be in this process for that: set "
+                "cluster.arguments.buffer to 'driver'"
+            )
+        if self.num_engines > 1 and "urls" in config.engine.arguments:
+            # Several engines would each pause, load and count the same servers.
+            raise ConfigError(
+                f"cluster.arguments.num_engines = {self.num_engines}, but engine.arguments.urls names "
+                f"servers that run already, of which one engine drives all: set num_engines to 1"
+            )

@@ -25,14 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from forebay.activity import Activities
-from forebay.cluster.arguments import (
-    check_address,
-    check_buffer,
-    check_count,
-    check_positive,
-    check_servers,
-    check_share,
-)
+from forebay.cluster.arguments import RayArguments
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
 from forebay.cluster.engines import PlacedEngine, none_is_left
 from forebay.cluster.library import Connection, Given, connect, import_ray, why
@@ -44,7 +37,7 @@ from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
 from forebay.cluster.starting import all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
-from forebay.config import ConfigError
+from forebay.config import ConfigError, parse_config
 from forebay.engines import RolloutController
 from forebay.replay import ReplayBuffer
 from forebay.runs.config import RunConfig
@@ -73,65 +66,38 @@ class RayCluster:
 
     Args:
         config: the run's.
-        num_engines: processes with an engine each.
-        num_workers: processes with agent loops and judgers.
-        cpus: logical CPUs that each part asks for; None: a quarter on a cluster that is started here, else 1.
-        gpus_per_engine: in a colocated run with 1 for both, the first engine shares the trainer's.
-        gpus_per_trainer: likewise; of a trainer on several ranks, for each rank.
-        address: of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started.
-        buffer: "actor": in a process of its own, on an SQLite file; "driver": in the run's own process.
-        placement_timeout_s: how long to wait for room.
-        max_restarts: how often the run may go back to a checkpoint, because it lost its trainer or another
-            part that only helps, without a finished train step in between.
+        arguments: the fields of `RayArguments`.
 
     Raises:
         ConfigError: Ray is missing, or an argument does not fit.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        num_engines: int = 1,
-        num_workers: int = 1,
-        cpus: float | None = None,
-        gpus_per_engine: float = 0,
-        gpus_per_trainer: float = 0,
-        address: str | None = None,
-        buffer: str = "actor",
-        placement_timeout_s: float = 60.0,
-        max_restarts: int = 3,
-    ) -> None:
+    def __init__(self, config: RunConfig, **arguments: Any) -> None:
         import_ray()
-        check_count("num_engines", num_engines, 1)
-        check_count("num_workers", num_workers, 1)
-        check_count("max_restarts", max_restarts, 0)
-        check_share("gpus_per_engine", gpus_per_engine)
-        check_share("gpus_per_trainer", gpus_per_trainer)
-        check_positive("placement_timeout_s", placement_timeout_s)
-        check_positive("cpus", 1 if cpus is None else cpus)
-        check_address(address)
-        check_buffer(buffer, config)
-        check_servers(num_engines, config)
-        colocated = config.produce.mode == "colocated"
-        shares_gpu = colocated and gpus_per_trainer == gpus_per_engine == 1 == config.train.ranks
-        self.max_restarts = max_restarts
+        settings = parse_config(RayArguments, arguments, source="cluster 'ray'")
+        settings.check(config)
+        shares_gpu = (
+            config.produce.mode == "colocated"
+            and settings.gpus_per_trainer == settings.gpus_per_engine == 1
+            and config.train.ranks == 1
+        )
+        self.max_restarts = settings.max_restarts
         self._config = config.model_copy(update={"output": config.output.resolve()})
-        self._given = Given.find(address)
-        self._placement_timeout_s = placement_timeout_s
+        self._given = Given.find(settings.address)
+        self._placement_timeout_s = settings.placement_timeout_s
         joins = self._given is not None
         self._plan = plan_parts(
-            num_engines,
-            num_workers,
-            cpus=cpus if cpus is not None else 1.0 if joins else 0.25,
-            gpus_per_engine=gpus_per_engine,
-            gpus_per_trainer=gpus_per_trainer,
+            settings.num_engines,
+            settings.num_workers,
+            cpus=settings.cpus if settings.cpus is not None else 1.0 if joins else 0.25,
+            gpus_per_engine=settings.gpus_per_engine,
+            gpus_per_trainer=settings.gpus_per_trainer,
             shares_gpu=shares_gpu,
             num_ranks=config.train.ranks,
         )
         self._sleeps = shares_gpu
         self._trains = True
-        self._has_buffer_actor = buffer == "actor"
+        self._has_buffer_actor = settings.buffer == "actor"
         self._buffer: PlacedBuffer | None = None
         self._restarts = Restarts()
         self._connection: Connection | None = None

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.build import ENGINES, EngineSurroundings, build_engines
+from forebay.engines.build import ENGINES, EngineSurroundings, build_engines, find_engine
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 
@@ -24,6 +24,7 @@ __all__ = [
     "ScriptedEngine",
     "TransformersEngine",
     "build_engines",
+    "find_engine",
 ]
 
 

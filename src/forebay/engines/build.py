@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forebay.config import Component, ConfigError, check_arguments, look_up
+from forebay.engines.arguments import HTTPArguments, check_engine
 from forebay.engines.base import Engine, EngineLost
 from forebay.models import ModelConfig, load_model
-
-DEFAULT_MAX_BATCH = 256
-"""Requests that decode together in a `TransformersEngine`, if its arguments do not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +32,6 @@ class EngineSurroundings:
 def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
     from forebay.engines.transformers import TransformersEngine
 
-    given = ("model", "tokenizer", "max_context_tokens", "model_step")
-    check_arguments("engine", "transformers", TransformersEngine, arguments, *given)
     return [
         TransformersEngine(
             load_model(surroundings.model_folder, surroundings.model),
@@ -54,15 +51,10 @@ def _processes(
     checksum: bool = False,
     **arguments: Any,
 ) -> list[Engine]:
-    """`engines` processes on this machine, each with an engine of its own that takes the `arguments`.
-
-    `checksum`: weights are compared with their CRC-32 when they arrive.
-    """
+    """`engines` processes on this machine, as `ProcessArguments`; their engines take the rest."""
     from forebay.engines.process import EngineRecipe, ProcessEngine
     from forebay.engines.weight_handover import SharedMemoryHandOver
 
-    if engines < 1 or threads < 1:
-        raise ConfigError(f"engines and threads must be at least 1, got {engines} and {threads}")
     recipe = EngineRecipe(
         model_folder=surroundings.model_folder,
         model=surroundings.model,
@@ -86,13 +78,12 @@ def _processes(
 
 def _http(kind: str) -> Callable[..., list[Engine]]:
     def build(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
-        """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPSettings`."""
-        from forebay.engines.http_build import HTTPSettings, http_engines
+        """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPArguments`."""
+        from forebay.engines.http_build import http_engines
 
-        check_arguments("engine", kind, HTTPSettings, arguments)
         return http_engines(
             kind,
-            HTTPSettings(**arguments),
+            HTTPArguments(**arguments),
             model_folder=surroundings.model_folder,
             dtype=surroundings.model.dtype,
             max_context_tokens=surroundings.model.max_context,
@@ -113,13 +104,28 @@ ENGINES: dict[str, Callable[..., list[Engine]]] = {
 """What ``engine.name`` may be; besides, ``package.module:function`` of the same signature."""
 
 
+def find_engine(config: Component) -> Callable[..., list[Engine]]:
+    """What makes the engines that `config` describes; nothing is made.
+
+    Raises:
+        ConfigError: the name is unknown, or an argument does not fit.
+    """
+    factory: Callable[..., list[Engine]] = look_up("engine", config.name, ENGINES)
+    if config.name in ENGINES:
+        check_engine(config.name, config.arguments)
+    else:
+        # It is called with what surrounds it, whatever it calls that.
+        check_arguments("engine", config.name, partial(factory, None), config.arguments)
+    return factory
+
+
 def build_engines(config: Component, surroundings: EngineSurroundings) -> list[Engine]:
     """The engines that `config` describes.
 
     Raises:
         ConfigError: the name is unknown, an argument does not fit, or the engine cannot run the model.
     """
-    factory = look_up("engine", config.name, ENGINES)
+    factory = find_engine(config)
     try:
         return list(factory(surroundings, **config.arguments))
     except ConfigError:

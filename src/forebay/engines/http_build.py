@@ -10,23 +10,20 @@ The servers of a run share one folder of weights, which all of them must see.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
 from forebay.config import ConfigError
+from forebay.engines.arguments import HTTPArguments
 from forebay.engines.base import Engine
 from forebay.engines.http_dialects import MODEL_NAME, VLLM, Dialect, SGLang
 from forebay.engines.openai_http import HTTPEngine
-from forebay.engines.servers import START_LIMIT_S, LocalServer
+from forebay.engines.servers import LocalServer
 from forebay.engines.untied import shared_weights, write_untied
 from forebay.engines.weight_files import WeightFiles
 
@@ -35,50 +32,9 @@ DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang}
 _ASK_LIMIT_S = 10.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class HTTPSettings:
-    """What the ``arguments`` of an HTTP engine may be."""
-
-    urls: Sequence[str] = ()
-    """Addresses of servers that are running already."""
-    servers: int = 0
-    """How many to start on this machine."""
-    python: str = sys.executable
-    """The interpreter to start them with: of the environment that vLLM or SGLang is installed in."""
-    options: Sequence[str] = ()
-    """Further options of the server's command line; ``{server}`` becomes the server's number."""
-    environment: Mapping[str, str] | None = None
-    """Further environment variables of the servers; ``{server}`` likewise (for ``CUDA_VISIBLE_DEVICES``)."""
-    weights_folder: str | None = None
-    """Where weights are handed over; None: in the run's folder. In ``/dev/shm``: through memory."""
-    start_limit_s: float = START_LIMIT_S
-    """Seconds that a server may take to start, or to come back."""
-    takes_adapters: bool | None = None
-    """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. One that others run
-    must have been started for that."""
-    api_key_env: str | None = None
-    """The environment variable that holds the servers' API key; None sends none."""
-
-    def __post_init__(self) -> None:
-        if bool(self.urls) == (self.servers > 0):
-            raise ConfigError(
-                f"give either urls (of running servers) or servers (how many to start), got urls = "
-                f"{list(self.urls)}, servers = {self.servers}"
-            )
-        if self.start_limit_s <= 0:
-            raise ConfigError(f"start_limit_s must be positive, got {self.start_limit_s}")
-        for url in self.urls:
-            _check_address(url)
-        far = [url for url in self.urls if not _is_loopback(url)]
-        if far and self.weights_folder is None:
-            raise ConfigError(
-                f"{', '.join(far)} is on another machine: set weights_folder to a folder that it sees, too"
-            )
-
-
 def http_engines(
     kind: str,
-    settings: HTTPSettings,
+    settings: HTTPArguments,
     *,
     model_folder: Path,
     dtype: str,
@@ -139,7 +95,7 @@ def http_engines(
 
 def _local_server(
     number: int,
-    settings: HTTPSettings,
+    settings: HTTPArguments,
     dialect: Dialect,
     command: Callable[[int], list[str]],
     scratch: Path,
@@ -199,25 +155,6 @@ def _own_context(model_folder: Path) -> int:
     if context is None:
         raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
     return int(context)
-
-
-def _check_address(url: str) -> None:
-    parts = urlsplit(url)
-    if "@" in parts.netloc:
-        raise ConfigError(
-            f"urls holds a user name or password for {parts.hostname!r}, which would be in every log; put a "
-            f"key into an environment variable and name it in api_key_env"
-        )
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'")
-
-
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _has_gpu() -> bool:

@@ -30,9 +30,9 @@ from typing import Any
 import torch
 
 from forebay.engines.adapters import AdaptedWeights
+from forebay.engines.arguments import DEFAULT_MAX_BATCH
 from forebay.engines.base import Completion, EngineHealth, GenerateRequest
 from forebay.engines.batch import DecodeBatch, Ended, Row
-from forebay.engines.build import DEFAULT_MAX_BATCH
 from forebay.engines.compatibility import check_config, probe
 from forebay.engines.weights import copy_weights
 from forebay.models.starting_weights import AdaptersRefusedError

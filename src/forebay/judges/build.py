@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from forebay.beside import ArgumentPaths
-from forebay.config import ConfigError, StrictModel, look_up
+from forebay.config import ConfigError, StrictModel, check_arguments, look_up, parse_config
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
-from forebay.judges.code import CodeJudger
+from forebay.judges.code import CodeArguments, CodeJudger
 from forebay.judges.composed import ComposedJudger, Part
-from forebay.judges.exact_match import ExactMatchJudger
+from forebay.judges.exact_match import ExactMatchArguments, ExactMatchJudger
 from forebay.judges.functions import FunctionJudger
-from forebay.judges.llm import LLMJudger
-from forebay.judges.math import MathVerifyJudger
-from forebay.judges.reasoning_gym import ReasoningGymJudger
+from forebay.judges.llm import LLMArguments, LLMJudger
+from forebay.judges.math import MathVerifyArguments, MathVerifyJudger
+from forebay.judges.reasoning_gym import ReasoningGymArguments, ReasoningGymJudger
 from forebay.judges.shuffled import ShuffledJudger
+
+
+class PartConfig(StrictModel):
+    """One part of the judge ``composed``."""
+
+    name: str
+    """Which judge, as of a task."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Its keyword arguments."""
+    timeout_s: float | None = Field(default=None, gt=0)
+    """Seconds for one rollout; None: as long as the whole judge has."""
+    label: str | None = None
+    """Its key in the reward; None: the part of its name after the colon."""
+    weight: float = 1.0
+    """Of its score in the sum; 0: only logged."""
+    only: str | list[str] | None = None
+    """The keys of the rollouts that it judges; None: all."""
+
+
+class ComposedArguments(StrictModel, strict=True):
+    """What a run file may say of the judge ``composed``."""
+
+    parts: list[PartConfig] = Field(min_length=1)
+    """The judges whose weighted scores are added up."""
+    by: str = "data_source"
+    """The field of a rollout, or of a mapping in one (``reward_model.style``), that a part's `only` means."""
 
 
 def compose(
@@ -32,35 +58,25 @@ def compose(
     >>> compose(parts=[{"name": "math_verify"}, {"name": "mine:politeness", "weight": 0.1}])
 
     Args:
-        parts: each with ``name``, ``arguments`` and ``timeout_s`` as in ``[tasks.judge]``, and ``label``
-            (the part after the colon of the name by default), ``weight`` and ``only`` as of a `Part`.
-        by: see `ComposedJudger`.
+        parts: tables as `PartConfig`.
+        by: see `ComposedArguments`.
         timeout_s: of the parts that have none of their own.
 
     Raises:
         ConfigError: a part cannot be built.
         ValueError: they do not fit together.
     """
-    return ComposedJudger([_part(dict(table), timeout_s) for table in parts], by=by)
+    tables = [parse_config(PartConfig, table, source=f"parts.{place}") for place, table in enumerate(parts)]
+    return ComposedJudger([_part(table, timeout_s) for table in tables], by=by)
 
 
-def _part(table: dict[str, Any], timeout_s: float | None) -> Part:
-    known = ("name", "arguments", "timeout_s", "label", "weight", "only")
-    if unknown := set(table) - set(known):
-        raise ConfigError(f"composed: a part has unknown keys {sorted(unknown)}; known: {', '.join(known)}")
-    name = str(table.get("name", ""))
-    only = table.get("only")
+def _part(table: PartConfig, timeout_s: float | None) -> Part:
+    only, own_s = table.only, table.timeout_s if "timeout_s" in table.model_fields_set else timeout_s
     return Part(
-        label=table.get("label", name.rpartition(":")[2]),
-        weight=float(table.get("weight", 1.0)),
-        only=None if only is None else (only,) if isinstance(only, str) else tuple(map(str, only)),
-        judger=build_judger(
-            JudgeConfig(
-                name=name,
-                arguments=table.get("arguments", {}),
-                timeout_s=table.get("timeout_s", timeout_s),
-            )
-        ),
+        label=table.name.rpartition(":")[2] if table.label is None else table.label,
+        weight=table.weight,
+        only=None if only is None else tuple([only] if isinstance(only, str) else only),
+        judger=build_judger(JudgeConfig(name=table.name, arguments=table.arguments, timeout_s=own_s)),
     )
 
 
@@ -74,6 +90,16 @@ JUDGERS: dict[str, Callable[..., Judger]] = {
 }
 """What a run file may name; besides, ``package.module:Name`` of a function or a `Judger` class."""
 
+JUDGE_ARGUMENTS: dict[str, type[StrictModel]] = {
+    "code": CodeArguments,
+    "composed": ComposedArguments,
+    "llm": LLMArguments,
+    "exact_match": ExactMatchArguments,
+    "math_verify": MathVerifyArguments,
+    "reasoning_gym": ReasoningGymArguments,
+}
+"""What the ``arguments`` of each may be."""
+
 
 class JudgeConfig(StrictModel):
     """Which judger; in a run file a table, or only the name.
@@ -86,7 +112,7 @@ class JudgeConfig(StrictModel):
     arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
     """Keyword arguments of the judger or function."""
     timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
-    """For one rollout."""
+    """Seconds for one rollout; None: no limit."""
     shuffle_seed: int | None = None
     """Control experiment: permute the rewards within each group. None: no."""
 
@@ -119,7 +145,10 @@ def build_judger(config: JudgeConfig | None) -> Judger:
 
 def _construct(config: JudgeConfig, factory: Callable[..., Judger]) -> Judger:
     arguments = {"timeout_s": config.timeout_s, **config.arguments}
-    _check_arguments(config, factory, arguments)
+    if (model := JUDGE_ARGUMENTS.get(config.name)) is not None:
+        check_arguments("judger", config.name, model, config.arguments)
+    else:
+        check_arguments("judger", config.name, factory, arguments)
     try:
         return factory(**arguments)
     except ConfigError:
@@ -130,16 +159,5 @@ def _construct(config: JudgeConfig, factory: Callable[..., Judger]) -> Judger:
 
 def _wrap_function(config: JudgeConfig, function: Callable[..., Any]) -> Judger:
     # The rollout stands for the first argument.
-    _check_arguments(config, function, config.arguments, None)
+    check_arguments("judger", config.name, partial(function, None), config.arguments)
     return FunctionJudger(function, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments)
-
-
-def _check_arguments(
-    config: JudgeConfig, function: Callable[..., Any], arguments: dict[str, Any], *positional: Any
-) -> None:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(*positional, **arguments)
-    except TypeError as error:
-        known = ", ".join(signature.parameters) or "none"
-        raise ConfigError(f"judger {config.name!r}: {error}; its arguments: {known}") from None

@@ -19,6 +19,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
+from forebay.config import StrictModel
 from forebay.judges.base import DEFAULT_TIMEOUT_S, JudgeError, Judger, TransientJudgeError
 from forebay.judges.extraction import compile_pattern, find_answer
 from forebay.sandbox import (
@@ -53,6 +56,25 @@ for number, test in enumerate(job["tests"]):
 """
 
 
+class CodeArguments(StrictModel, strict=True):
+    """What a run file may say of the judge ``code``."""
+
+    extract: str | None = "code_block"
+    """``code_block`` or a regular expression with one group, whose last match is the program; where nothing
+    matches, and with None, the whole response is."""
+    partial_credit: bool = False
+    """Score the share of passed tests. Without it the first failed test is the last."""
+    limits: Limits | None = None
+    """Of each run of the program."""
+    levels: Sequence[str] = tuple(level.value for level in CONFINED)
+    """Isolation that may be used, the best first: ``bubblewrap``, ``landlock``, and ``limits`` for programs
+    that you trust."""
+    readable: Sequence[str] = ()
+    """Further files and folders that programs may read."""
+    max_concurrent: int | None = Field(default=None, ge=1)
+    """Programs that run at once; None: one for each CPU."""
+
+
 class CodeJudger(Judger):
     """Score 1.0 if the response's Python program passes all tests of its prompt, else 0.0.
 
@@ -67,14 +89,8 @@ class CodeJudger(Judger):
     >>> # -> {"score": 0.5, "passed": 0.5}
 
     Args:
-        extract: ``code_block`` or a regular expression with one group, whose last match is the program; where
-            nothing matches, and with None, the whole response is.
-        partial_credit: score the share of passed tests. Without it the first failed test is the last.
+        extract, partial_credit, limits, levels, readable, max_concurrent: see `CodeArguments`.
         timeout_s: for all tests of one program; those that it does not get to are failed.
-        limits: of each run, fields of `forebay.sandbox.Limits`.
-        levels: of isolation that may be used, see `forebay.sandbox.Sandbox`.
-        readable: further files and folders that programs may read.
-        max_concurrent: programs that run at once; None: one for each CPU.
     """
 
     def __init__(

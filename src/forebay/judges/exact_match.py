@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from decimal import Decimal, InvalidOperation
 
+from forebay.config import StrictModel
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
 from forebay.judges.extraction import compile_pattern, find_answer, ground_truth
 from forebay.types import RolloutState
+
+
+class ExactMatchArguments(StrictModel, strict=True):
+    """What a run file may say of the judge ``exact_match``."""
+
+    extract: str | None = None
+    """``last_number``, ``answer_tag`` or a regular expression with one group, whose last match is the answer;
+    None takes the whole response."""
+    partial_credit: bool = False
+    """Score the share of places at which answer and truth have the same character; the verdict then also says
+    whether it is ``exact`` (1.0 or 0.0)."""
 
 
 class ExactMatchJudger(Judger):
@@ -19,10 +31,7 @@ class ExactMatchJudger(Judger):
     >>> # ground truth "46", response "12 + 34 = 46." -> {"score": 1.0}
 
     Args:
-        extract: ``last_number``, ``answer_tag`` or a regular expression with one group, whose last match is
-            the answer; None takes the whole response.
-        partial_credit: score the share of places at which answer and truth have the same character; the
-            verdict then also says whether it is ``exact`` (1.0 or 0.0).
+        extract, partial_credit: see `ExactMatchArguments`.
         timeout_s: unused here; every judger takes it.
     """
 

@@ -15,6 +15,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from forebay.config import StrictModel
 from forebay.judges.base import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
@@ -58,6 +61,45 @@ Answer {{ loop.index }}:
 Reply with a JSON object {"scores": [...]}, one score from 0 (worst) to 1 (best) for each answer, in order."""
 
 
+class LLMArguments(StrictModel, strict=True):
+    """What a run file may say of the judge ``llm``."""
+
+    base_url: str
+    """Address of the API, with its version, such as ``https://host/v1``."""
+    model: str
+    """The judging model, as the server calls it."""
+    template: str | None = None
+    """Jinja text of the question. It is given ``prompt`` (the last user message), ``messages``, ``response``,
+    ``ground_truth`` (or none), ``reward_model``, ``data_source``, ``task_name`` and ``extra_fields``; for a
+    group, ``responses``, and the rest of its first rollout. None: a grade from 0 to 1 is asked for."""
+    system: str | None = None
+    """A system message before the question."""
+    group: bool = False
+    """Ask once for all rollouts of a group."""
+    parse: Any = "json"
+    """How the reply is read: ``json`` (an object with ``score``; its other numbers are logged; for a group,
+    ``scores``), ``number``, a regular expression with one group around a number, or
+    ``package.module:function`` of the reply that returns a verdict (for a group: a list of them)."""
+    scale: Sequence[float] | None = None
+    """The lowest and highest raw score, which become 0 and 1; None: scores are taken as they are."""
+    max_retries: int = Field(default=DEFAULT_MAX_RETRIES, ge=0)
+    """Further tries for one rollout or group."""
+    api_key_env: str | None = None
+    """The environment variable that holds the API key; None sends none."""
+    parameters: Mapping[str, Any] | None = None
+    """Further fields of each request (``temperature`` is 0 by default)."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Requests in flight."""
+    per_minute: float | None = Field(default=None, gt=0)
+    """Requests that begin in a minute, evenly spread; None: as many as come."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Requests in all; None: unlimited."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of prompts and replies in all; None: unlimited."""
+    cache: bool | str = True
+    """Keep replies in memory (true), also in this file (a path), or not at all (false)."""
+
+
 class LLMJudger(Judger):
     """Asks a model for the score.
 
@@ -74,20 +116,10 @@ class LLMJudger(Judger):
     ... )
 
     Args:
-        base_url: of the API, with its version.
-        model: as the server calls it.
-        template: Jinja text of the question. It is given ``prompt`` (the last user message), ``messages``,
-            ``response``, ``ground_truth`` (or none), ``reward_model``, ``data_source``, ``task_name`` and
-            ``extra_fields``; for a group, ``responses``, and the rest of its first rollout. None: `TEMPLATE`
-            or `GROUP_TEMPLATE`.
-        system: a system message before the question.
-        group: ask once for all rollouts of a group.
-        parse: see `ReplyParser`.
-        scale: see `ReplyParser`.
+        base_url, model, template, system, group, parse, scale, max_retries: see `LLMArguments`; `parse` may
+            also be a function, and a template left out is `TEMPLATE` or `GROUP_TEMPLATE`.
         timeout_s: for one request.
-        max_retries: further tries for one rollout or group.
-        client: further arguments of `ChatClient`: ``api_key_env``, ``parameters``, ``max_concurrent``,
-            ``per_minute``, ``max_calls``, ``max_tokens``, ``cache``.
+        client: the rest of `LLMArguments`, which `ChatClient` takes.
 
     Raises:
         ConfigError: httpx or jinja2 is not installed.

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pydantic import Field
+
+from forebay.config import StrictModel
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
 from forebay.judges.extraction import ground_truth
 from forebay.judges.processes import JudgeProcesses, require_library
 from forebay.types import RolloutState
 
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")
+
+
+class MathVerifyArguments(StrictModel, strict=True):
+    """What a run file may say of the judge ``math_verify``."""
+
+    num_processes: int = Field(default=2, ge=1)
+    """How many answers are judged at once, each in a process."""
 
 
 class MathVerifyJudger(Judger):

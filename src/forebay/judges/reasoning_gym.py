@@ -12,6 +12,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import Field
+
+from forebay.config import StrictModel
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
 from forebay.judges.extraction import compile_pattern, find_answer
 from forebay.judges.processes import JudgeProcesses, require_library
@@ -19,6 +22,16 @@ from forebay.types import RolloutState
 
 # A group's rollouts are judged close together; a few hundred groups are the most that are under way at once.
 _NUM_CACHED_PROBLEMS = 512
+
+
+class ReasoningGymArguments(StrictModel, strict=True):
+    """What a run file may say of the judge ``reasoning_gym``."""
+
+    extract: str = "answer_tag"
+    """``answer_tag``, ``last_number`` or a regular expression with one group, whose last match is the
+    answer."""
+    num_processes: int = Field(default=2, ge=1)
+    """How many answers are judged at once, each in a process."""
 
 
 class ReasoningGymJudger(Judger):
@@ -31,9 +44,8 @@ class ReasoningGymJudger(Judger):
     >>> # problem "Solve for e: 56 - 98*e = -1218", response "... <answer>13</answer>" -> {"score": 1.0}
 
     Args:
-        extract: ``answer_tag``, ``last_number`` or a regular expression with one group.
+        extract, num_processes: see `ReasoningGymArguments`.
         timeout_s: for one answer.
-        num_processes: how many are judged at once.
 
     Raises:
         ConfigError: reasoning-gym is not installed.

@@ -10,13 +10,35 @@ from __future__ import annotations
 import string
 from collections.abc import Callable
 
-from forebay.config import ConfigError
+from pydantic import Field
+
+from forebay.config import ConfigError, StrictModel
 from forebay.produce.sequences import LazySequence, Permutation
 
 Row = dict[str, str]
 
 # A pass over all prompts (to check their lengths, say) must end within seconds, and 26 ** 8 would not.
 MAX_PROBLEMS = 100_000
+
+
+class AdditionArguments(StrictModel, strict=True):
+    """What a run file may say of the data source ``addition``."""
+
+    digits: int = Field(default=2, ge=1, le=9)
+    """Of each of the two numbers."""
+    seed: int = 0
+    """Of the order of the problems."""
+
+
+class SortingArguments(StrictModel, strict=True):
+    """What a run file may say of the data source ``sorting``."""
+
+    length: int = Field(default=8, ge=1, le=12)
+    """Letters of a problem."""
+    letters: int = Field(default=26, ge=2, le=26)
+    """How many of the alphabet's first letters are used."""
+    seed: int = 0
+    """Of the order of the problems."""
 
 
 def addition(*, digits: int = 2, seed: int = 0) -> LazySequence[Row]:

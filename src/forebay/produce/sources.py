@@ -35,7 +35,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from forebay.beside import locate
-from forebay.config import ConfigError, look_up
+from forebay.config import ConfigError, StrictModel, check_arguments, look_up
 from forebay.produce import demo_tasks
 from forebay.produce.sequences import LazySequence
 
@@ -43,6 +43,11 @@ GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
     "addition": demo_tasks.addition,
     "sorting": demo_tasks.sorting,
 }
+SOURCE_ARGUMENTS: dict[str, type[StrictModel]] = {
+    "addition": demo_tasks.AdditionArguments,
+    "sorting": demo_tasks.SortingArguments,
+}
+"""What the ``arguments`` of each may be."""
 REASONING_GYM = "reasoning_gym"
 FILE_TYPES = (".jsonl", ".parquet", ".csv")
 _OTHER_FILE_TYPES = (".json", ".tsv", ".txt", ".xlsx", ".xls", ".arrow", ".gz", ".zip", ".ndjson", ".yaml")
@@ -284,21 +289,33 @@ def _open_saved_data_set(source: str, arguments: Mapping[str, Any]) -> Rows:
 
 
 def _open_function(source: str, arguments: Mapping[str, Any]) -> Rows:
-    function = look_up("data source", source, GENERATORS)
-    if not callable(function):
-        raise ConfigError(f"data source {source!r} is a {type(function).__name__}, not a function")
-    try:
-        inspect.signature(function).bind(**arguments)
-    except TypeError as error:
-        known = ", ".join(inspect.signature(function).parameters) or "none"
-        raise ConfigError(f"data source {source!r}: {error}; its arguments: {known}") from None
-    rows = function(**arguments)
+    rows = _find_function(source, arguments)(**arguments)
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         raise ConfigError(
             f"data source {source!r} returned a {type(rows).__name__}; "
             f"it must return a sequence, such as a list, of rows or of Prompt"
         )
     return Rows(rows, lambda index: f"{source}, row {index}")
+
+
+def check_source(source: str | Sequence[str], arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of a generator or function; nothing is opened, and other sources say so later.
+
+    Raises:
+        ConfigError: it cannot be imported, or an argument does not fit.
+    """
+    if not isinstance(source, str) or source.startswith(f"{REASONING_GYM}:") or Path(source).exists():
+        return
+    if source in GENERATORS or (":" in source and Path(source).suffix not in FILE_TYPES):
+        _find_function(source, arguments)
+
+
+def _find_function(source: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    function: Callable[..., Any] = look_up("data source", source, GENERATORS)
+    if not callable(function):
+        raise ConfigError(f"data source {source!r} is a {type(function).__name__}, not a function")
+    check_arguments("data source", source, SOURCE_ARGUMENTS.get(source, function), arguments)
+    return function
 
 
 def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:

@@ -1,4 +1,4 @@
-"""Runs: the run file, the components, the verbs and the colocated loop. Names load torch when asked for."""
+"""Runs: the run file, the components, the verbs and the two loops. Names load torch when asked for."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -7,14 +7,16 @@ if TYPE_CHECKING:
     from forebay.runs.build import Run, build_run
     from forebay.runs.colocated import run_colocated
     from forebay.runs.config import RunConfig
+    from forebay.runs.separate import run_separate
 
-__all__ = ["Run", "RunConfig", "build_run", "run_colocated", "steps"]
+__all__ = ["Run", "RunConfig", "build_run", "run_colocated", "run_separate", "steps"]
 
 _HOMES = {
     "Run": "build",
     "RunConfig": "config",
     "build_run": "build",
     "run_colocated": "colocated",
+    "run_separate": "separate",
 }
 
 

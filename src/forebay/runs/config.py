@@ -8,19 +8,29 @@ from typing import Any, Literal, Protocol
 import tomli_w
 from pydantic import Field, model_validator
 
-from forebay.agents import AGENTS
-from forebay.config import Component, ConfigError, StrictModel, look_up
-from forebay.engines import ENGINES
+from forebay.agents import check_agent
+from forebay.config import (
+    Component,
+    ConfigError,
+    StrictModel,
+    check_arguments,
+    import_object,
+    look_up,
+)
+from forebay.engines import find_engine
 from forebay.judges import JudgeConfig, build_judger
 from forebay.metrics import MetricsConfig
 from forebay.models import ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
+from forebay.produce.sources import check_source
 from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
 
 CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
 """What ``cluster`` may be, by import path: this row knows no cluster."""
+CLUSTER_ARGUMENTS = {"ray": "forebay.cluster.arguments:RayArguments"}
+"""What the ``arguments`` of each may be, likewise."""
 
 FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
 
@@ -178,9 +188,8 @@ class RunConfig(StrictModel):
             raise ValueError("at least one task needs a positive weight")
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
-        look_up("engine", self.engine.name, ENGINES)
-        if self.cluster is not None:
-            look_up("cluster", self.cluster.name, CLUSTERS)
+        find_engine(self.engine)
+        check_cluster(self)
         check_staleness_rule(self.produce.staleness_rule, self.train)
         for wrong, message in self._rules():
             if wrong:
@@ -219,14 +228,35 @@ class RunConfig(StrictModel):
         ]
 
 
+def check_cluster(config: RunConfig) -> None:
+    """Check the run file's ``cluster``; nothing is imported that belongs to it but a model of its arguments.
+
+    Raises:
+        ConfigError: its name is unknown, or an argument does not fit.
+    """
+    if config.cluster is None:
+        return
+    name, arguments = config.cluster.name, config.cluster.arguments
+    look_up("cluster", name, CLUSTERS)
+    if name not in CLUSTERS:
+        check_arguments("cluster", name, look_up("cluster", name, {}), arguments, "config")
+        return
+    model = import_object("cluster", CLUSTER_ARGUMENTS[name])
+    check_arguments("cluster", name, model, arguments)
+    model(**arguments).check(config)
+
+
 def _check_task(number: int, task: TaskConfig) -> None:
     if task.sample.temperature == 0:
         raise ConfigError(
             f"tasks.{number}.sample.temperature is 0, which makes all rollouts of a prompt equal; training "
             f"needs more than 0 (evaluation has its own, evaluate.temperature)"
         )
-    look_up("agent", task.agent.name, AGENTS)
     try:
+        check_agent(task.agent)
+        for data in (task.data, task.eval_data):
+            if data is not None:
+                check_source(data.source, data.arguments)
         # Thrown away: a judger costs nothing before its first verdict.
         build_judger(task.judge)
     except ConfigError as error:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from forebay.activity import Activities
-from forebay.config import check_arguments, look_up
+from forebay.config import look_up
 from forebay.engines import RolloutController
 from forebay.produce.context import GroupGenerator
 from forebay.replay import ReplayBuffer
-from forebay.runs.config import CLUSTERS, RunConfig
+from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
 from forebay.train.batch import TrainBatch
 from forebay.types import FloatArray, RolloutState
 
@@ -147,6 +147,6 @@ def make_cluster(config: RunConfig) -> Cluster | None:
         return None
     kind, arguments = config.cluster.name, config.cluster.arguments
     factory = look_up("cluster", CLUSTERS.get(kind, kind), {})
-    check_arguments("cluster", kind, factory, arguments, "config")
+    check_cluster(config)
     cluster: Cluster = factory(config, **arguments)
     return cluster

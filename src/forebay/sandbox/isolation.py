@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 from forebay.sandbox import launcher
 
@@ -87,6 +88,8 @@ class Limits:
     """The largest file, outputs included."""
     processes: int = 32
     """Processes and threads at a time; under Landlock a program is one process whatever this says."""
+
+    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": False}
 
     @property
     def folder_bytes(self) -> int:

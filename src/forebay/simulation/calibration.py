@@ -23,7 +23,7 @@ import numpy as np
 
 from forebay.activity import GENERATE, JUDGE, SYNC, TRAIN
 from forebay.config import ConfigError
-from forebay.engines.build import DEFAULT_MAX_BATCH
+from forebay.engines.arguments import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
 from forebay.metrics import STEP_S, Row, read_jsonl
 from forebay.runs.config import RunConfig

@@ -1,6 +1,6 @@
 """What a model may call while it answers: a calculator, Python, search, and functions of your own."""
 
-from forebay.tools.base import TOOLS, FunctionTool, build_tool, schema_of
+from forebay.tools.base import TOOLS, FunctionTool, build_tool, check_tool, schema_of
 from forebay.tools.calculator import Calculator
 from forebay.tools.contract import Tool, ToolError, ToolUnavailableError
 from forebay.tools.python import Python
@@ -16,5 +16,6 @@ __all__ = [
     "ToolError",
     "ToolUnavailableError",
     "build_tool",
+    "check_tool",
     "schema_of",
 ]

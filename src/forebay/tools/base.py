@@ -8,15 +8,18 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from forebay.config import Component, ConfigError, check_arguments, look_up, parse_config
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
 from forebay.slots import CallThreads, OverrunError, TooManyOverrunsError
 from forebay.tools.calculator import Calculator
 from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
-from forebay.tools.python import Python
-from forebay.tools.search import Search
+from forebay.tools.python import Python, PythonArguments
+from forebay.tools.search import Search, SearchArguments
 
 TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Python, "search": Search}
 """What a run file may name; besides, ``package.module:Name`` of a function or of a class of tools."""
+
+TOOL_ARGUMENTS: dict[str, type[StrictModel]] = {"python": PythonArguments, "search": SearchArguments}
+"""What the ``arguments`` of each may be; a calculator takes none."""
 
 NUM_THREADS = 16
 """Of one function: most of them wait for somebody else."""
@@ -114,6 +117,29 @@ def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Sche
     return build_tool(tool).schema
 
 
+def check_tool(tool: Any) -> Any:
+    """`tool` as it is, if its name is known and takes its arguments; no tool is made.
+
+    Raises:
+        ConfigError: as `build_tool`.
+    """
+    if isinstance(tool, str | Mapping):
+        _find(tool)
+    return tool
+
+
+def _find(tool: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """What `tool` names, and the arguments for it, which fit."""
+    named = {"name": tool} if isinstance(tool, str) else tool
+    config = parse_config(Component, named, source="tools")
+    found = look_up("tool", config.name, TOOLS)
+    if isinstance(found, type):
+        check_arguments("tool", config.name, TOOL_ARGUMENTS.get(config.name, found), config.arguments)
+    elif config.arguments:
+        raise ConfigError(f"tool {config.name!r} is a function, whose arguments the model gives")
+    return found, config.arguments
+
+
 def build_tool(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Tool:
     """`tool` itself, a function as a `FunctionTool`, or what a name or table ``name``, ``arguments`` names.
 
@@ -121,15 +147,8 @@ def build_tool(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Too
         ConfigError: the name is unknown, or it is no tool or does not take the arguments.
     """
     if isinstance(tool, str | Mapping):
-        named = {"name": tool} if isinstance(tool, str) else tool
-        config = parse_config(Component, named, source="tools")
-        found = look_up("tool", config.name, TOOLS)
-        if isinstance(found, type):
-            check_arguments("tool", config.name, found, config.arguments)
-            return build_tool(found(**config.arguments))
-        if config.arguments:
-            raise ConfigError(f"tool {config.name!r} is a function, whose arguments the model gives")
-        return build_tool(found)
+        found, arguments = _find(tool)
+        return build_tool(found(**arguments) if isinstance(found, type) else found)
     if hasattr(tool, "schema") and hasattr(tool, "call"):
         return cast(Tool, tool)
     if not callable(tool):

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from forebay.config import StrictModel
 from forebay.sandbox import Limits, Sandbox, SandboxError, SandboxResult
 from forebay.tools.contract import ToolError, ToolUnavailableError, make_schema, only_argument
+
+
+class PythonArguments(StrictModel, strict=True):
+    """What a run file may say of the tool ``python``."""
+
+    limits: Limits | None = None
+    """Of one program."""
 
 
 class Python:

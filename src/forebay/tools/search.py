@@ -20,7 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from forebay.config import ConfigError
+from pydantic import Field
+
+from forebay.config import ConfigError, StrictModel
 from forebay.slots import not_counted
 from forebay.tools.contract import ToolError, make_schema, only_argument
 
@@ -34,6 +36,16 @@ _PASSAGE_WORDS = 48
 """Of a snippet; SQLite gives at most 64."""
 
 
+class SearchArguments(StrictModel, strict=True):
+    """What a run file may say of the tool ``search``."""
+
+    corpus: str | Sequence[Document]
+    """A folder with ``.txt`` and ``.md`` files, or a ``.jsonl`` file with ``text`` and perhaps ``title`` in
+    each line."""
+    num_results: int = Field(default=3, ge=1)
+    """Passages in one answer."""
+
+
 class Search:
     """Finds passages in a local corpus.
 
@@ -45,9 +57,8 @@ class Search:
     '[1] Oslo: Oslo is the capital of Norway.'
 
     Args:
-        corpus: a folder with ``.txt`` and ``.md`` files, a ``.jsonl`` file with ``text`` and perhaps
-            ``title`` in each line, or (title, text) pairs.
-        num_results: passages in one answer.
+        corpus: as in `SearchArguments`, or (title, text) pairs.
+        num_results: see `SearchArguments`.
 
     Raises:
         ConfigError: the corpus is missing, empty or malformed.

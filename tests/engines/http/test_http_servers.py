@@ -279,7 +279,7 @@ async def test_engines_for_running_servers_know_what_they_serve(tiny, tmp_path, 
         ({"urls": ["localhost:8000"]}, "which is no address"),
         ({"urls": ["http://me:pass@127.0.0.1:1"]}, r"user name or password for '127.0.0.1'.*api_key_env"),
         ({"servers": 1, "api_key_env": "FOREBAY_NO_SUCH_KEY"}, "FOREBAY_NO_SUCH_KEY is not set"),
-        ({"servers": 1, "start_limit_s": 0}, "start_limit_s must be positive, got 0"),
+        ({"servers": 1, "start_limit_s": 0}, "'start_limit_s' = 0: .*greater than 0"),
         ({"server": 1}, "did you mean 'servers'"),
     ],
 )

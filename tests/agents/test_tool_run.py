@@ -97,9 +97,12 @@ def test_episodes_end_where_the_trainer_could_not_take_them(tmp_path) -> None:
     [("49", "max_context = 49 is more than train.token_budget = 48"), ("'48'", "'max_context' = '48'")],
 )
 def test_a_limit_of_ones_own_that_does_not_fit_is_refused(tmp_path, given, message) -> None:
-    with pytest.raises(ConfigError, match=f"task 'calc': agent 'tools': {message}"):
+    def read() -> None:
         config = recipe(tmp_path, LONG[0] % f", max_context={given}", *LONG[1:])
         task_agent(config, config.tasks[0])
+
+    with pytest.raises(ConfigError, match=f"task 'calc': agent 'tools': {message}"):
+        read()
 
 
 def test_prompts_are_measured_with_the_tools_of_their_agent() -> None:

@@ -123,6 +123,9 @@ def serve(
     limit: Annotated[
         int | None, typer.Option(min=1, help="Instead: what arrived first is evicted above so many.")
     ] = None,
+    max_clients: Annotated[
+        int | None, typer.Option(min=1, help="Connections at a time (900); a further client is refused.")
+    ] = None,
     keep_consumed: Annotated[
         bool, typer.Option("--keep-consumed", help="Keep consumed groups after their checkpoint.")
     ] = False,
@@ -146,6 +149,7 @@ def serve(
             store=store,
             policy=policy,
             max_live=max_live,
+            max_clients=max_clients,
             limit=limit,
             keep_consumed=keep_consumed,
             snapshot=snapshot,

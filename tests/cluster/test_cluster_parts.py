@@ -68,6 +68,23 @@ async def test_what_is_asked_in_one_turn_goes_together_and_comes_back_as_it_ends
     assert sizes == [3]
 
 
+async def test_items_are_sent_also_when_there_is_never_a_quiet_moment():
+    async def work(number):
+        return number
+
+    sizes = []
+    calls = BatchedCalls(stream_of(work, sizes))
+    asked = []
+    # One more in every turn, so that no turn is quiet before the first answer.
+    while not (asked and asked[0].done()):
+        asked.append(asyncio.create_task(calls.ask(len(asked))))
+        assert len(asked) < 1000, "nothing was sent"
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*asked) == list(range(len(asked)))
+    assert sum(sizes) == len(asked)
+    assert len(sizes) <= 3
+
+
 async def test_a_cancelled_item_that_was_not_sent_is_not_sent():
     async def work(number):
         return number

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 from fragment_factory import SETTINGS, fids, send
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from forebay import virtual_time
 from forebay.fragments import (
@@ -105,6 +107,63 @@ def test_closing_ends_every_wait(simulate):
                 await task
         with pytest.raises(BufferClosed):
             await buffer.add_fragment("id", FragmentMetadata("w", 0, -1, ""))
+
+    simulate(scenario)
+
+
+STEPS = ("wait", "add", "drop", "close", "cancel", "turn")
+
+
+@given(st.lists(st.sampled_from(STEPS), max_size=14))
+@example(["wait", "turn", "add", "drop", "close"])
+@example(["wait", "wait", "turn", "add", "cancel", "drop", "close"])
+def test_a_line_that_is_closed_leaves_nobody_waiting(steps):
+    """Added, taken away by a new session, closed: also when all of it falls into one turn."""
+
+    async def play():
+        turns, held, waits, is_closed = Turns(), 0, [], False
+
+        def has_some():
+            return held > 0
+
+        for step in steps:
+            if step == "wait":
+                waits.append(asyncio.create_task(turns.wait(has_some)))
+            elif step == "add":
+                held += 1
+                turns.wake()
+            elif step == "drop":
+                held = 0
+            elif step == "close":
+                turns.close("closed")
+                is_closed = True
+            elif step == "cancel" and waits:
+                waits[-1].cancel()
+            elif step == "turn":
+                await asyncio.sleep(0)
+        if not is_closed:
+            turns.close("closed")
+        # A wait that nothing ends is a `DeadlockError` of the loop.
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert {type(result) for result in results} <= {BufferClosed, asyncio.CancelledError, type(None)}
+        assert len(turns) == 0
+
+    virtual_time.run(play())
+
+
+def test_a_fetch_ends_when_its_chunk_is_added_dropped_and_the_buffer_closed_in_one_turn(simulate):
+    async def scenario(buffer, store):
+        fetch = asyncio.create_task(buffer.fetch_fragments(1))
+        await asyncio.sleep(0)
+        # Each begins in the turn after this one, in this order, before the fetch goes on.
+        others = [
+            asyncio.create_task(send(buffer, store, "w", [0])),
+            asyncio.create_task(buffer.update_model_version("another session", 0)),
+            asyncio.create_task(buffer.close()),
+        ]
+        with pytest.raises(BufferClosed):
+            await fetch
+        await asyncio.gather(*others)
 
     simulate(scenario)
 

@@ -19,6 +19,7 @@ from forebay.replay import (
 )
 from forebay.replay.server_connection import Connection
 from forebay.replay.server_handover import take_over
+from forebay.replay.server_messages import TakeArguments
 from forebay.replay.sql_schema import receipts
 from forebay.types import Status
 
@@ -104,12 +105,24 @@ async def test_what_comes_too_late_on_a_lost_connection_is_refused(buffer, path)
             await served.keep(b"key", None)
         with pytest.raises(ConnectionLost, match="in the buffer again"):
             await served.keep(b"key", handover)
-        await served.release(handover)
+        await served.release(b"key", handover)
         assert await live_names(buffer) == ["a"]
         # Asked twice at the same time, it is done once.
         handover = await take_over(buffer, {"math": 1}, COMPLETED, max_bytes=1 << 20)
         await asyncio.gather(served.keep(b"other", handover), served.keep(b"other", None))
         assert await live_names(buffer) == []
+
+
+@pytest.mark.parametrize("train_step", [None, 3])
+async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buffer, path, train_step):
+    await buffer.put(make_group("a"), "math")
+    async with serve(buffer, path) as server:
+        served = server._served
+        taken = await served.take_batch(TakeArguments(b"key", {"math": 1}, COMPLETED, train_step))
+        # As of a client that was cancelled and does not wait: the second comes before the first is done.
+        await asyncio.gather(served.keep(b"key", taken.handover), served.release(b"key", taken.handover))
+        assert await live_names(buffer) == ["a"]
+        assert served.census.num_live == 1
 
 
 class Answerless(Connection):

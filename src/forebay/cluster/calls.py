@@ -22,13 +22,13 @@ from typing import Any, Generic, TypeVar
 
 from forebay.cluster.library import import_ray, why
 from forebay.cluster.supervisor import NotBuilt
+from forebay.settling import settle
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-QUIET_TURNS = 4
-"""Turns of the event loop without a new item after which those of one moment are all there: what lies between
-a group and its requests (task start, gather, agent loop) takes one or two."""
+MAX_TURNS = 64
+"""Of the event loop for which an item waits for others: some milliseconds, while a call costs about one."""
 
 
 class ActorLost(RuntimeError):
@@ -42,7 +42,7 @@ class ItemFailed(RuntimeError):
 class BatchedCalls(Generic[ItemT, ResultT]):
     """The caller's side; `stream` is the actor's method, which is given a list of items.
 
-    consumes: items; waits for: a quiet moment, then the answers; woken by: `ask`, the actor;
+    consumes: items; waits for: a quiet moment, within limits, then the answers; woken by: `ask`, the actor;
     produces: results.
 
     >>> calls = BatchedCalls(actor.generate.options(num_returns="streaming").remote)
@@ -76,12 +76,7 @@ class BatchedCalls(Generic[ItemT, ResultT]):
         return task
 
     async def _send(self) -> None:
-        quiet = 0
-        while quiet < QUIET_TURNS:
-            seen = len(self._waiting)
-            # Not a wait: lets the other ready tasks run once.
-            await asyncio.sleep(0)
-            quiet = quiet + 1 if len(self._waiting) == seen else 0
+        await settle(lambda: len(self._waiting), at_most=MAX_TURNS)
         batch = [pair for pair in self._waiting if not pair[1].done()]
         self._waiting, self._sending = [], None
         if batch:

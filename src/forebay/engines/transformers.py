@@ -36,12 +36,12 @@ from forebay.engines.batch import DecodeBatch, Ended, Row
 from forebay.engines.compatibility import check_config, probe
 from forebay.engines.weights import copy_weights
 from forebay.models.starting_weights import AdaptersRefusedError
+from forebay.settling import settle
 
 logger = logging.getLogger(__name__)
 
-_QUIET_ITERATIONS = 4
-"""Turns of the event loop without a new request after which those submitted together are all there: what lies
-between a group and its requests (task start, gather, semaphore, agent loop) takes one or two."""
+_MAX_TURNS = 1000
+"""Of the event loop for which requests wait for others of the same moment; a large batch takes hundreds."""
 
 
 class TransformersEngine:
@@ -304,12 +304,7 @@ class TransformersEngine:
 
     async def _settle(self) -> None:
         """Let all who are about to submit do so: then who runs together does not depend on timing."""
-        quiet = 0
-        while quiet < _QUIET_ITERATIONS:
-            seen = self._num_arrivals
-            # Not a wait: lets the other ready tasks run once.
-            await asyncio.sleep(0)
-            quiet = quiet + 1 if self._num_arrivals == seen else 0
+        await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
 
     def _start_time_limits(self, rows: Iterable[Row]) -> None:
         loop = asyncio.get_running_loop()

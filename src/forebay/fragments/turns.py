@@ -70,7 +70,7 @@ class Turns:
             self._on_wait()
             await waiter.woken
             # Between the waking and now something may have been taken away.
-            while not ready():
+            while self._closed is None and not ready():
                 waiter.woken = loop.create_future()
                 await waiter.woken
         except BaseException:
@@ -78,6 +78,8 @@ class Turns:
             self.wake()
             raise
         self._line.remove(waiter)
+        if self._closed is not None:
+            raise BufferClosed(self._closed)
 
     def wake(self) -> None:
         """To be called when anything has changed that someone may wait for."""
@@ -88,5 +90,6 @@ class Turns:
         """End all waits with a `BufferClosed` that says `reason`, now and later."""
         self._closed = reason
         for waiter in self._line:
+            # Woken only: one that was woken before, in the same turn, has to find out as well.
             if not waiter.woken.done():
-                waiter.woken.set_exception(BufferClosed(reason))
+                waiter.woken.set_result(None)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.building import AsyncReplayBufferConfig, SyncReplayBufferConfig
+from forebay.replay.changes import BufferClosed
 from forebay.replay.dataframe import PandasStorage
 from forebay.replay.indexed import IndexedStorage
 from forebay.replay.naive import NaiveStorage
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AsyncReplayBufferConfig",
+    "BufferClosed",
     "BufferServer",
     "ConnectionLost",
     "FIFOReplayPolicy",

@@ -125,7 +125,11 @@ class ReplayBuffer:
         return self._changes.version
 
     async def wait_for_change(self, version: int) -> int:
-        """Return the present version as soon as it is not `version` any more."""
+        """Return the present version as soon as it is not `version` any more.
+
+        Raises:
+            BufferClosed: the buffer was closed before that.
+        """
         return await self._changes.wait(version)
 
     async def put(
@@ -429,7 +433,8 @@ class ReplayBuffer:
             self._changes.note()
 
     async def close(self) -> None:
-        """Give back what the store holds of threads, files and connections, after what was called."""
+        """End waits with `BufferClosed`; after what was called, give back what the store holds."""
+        self._changes.close()
         async with self._lock.alone():
             await run_to_the_end(self.storage.close)
 

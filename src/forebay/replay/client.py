@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.cancelling import finish
+from forebay.heartbeat import SILENCE_LIMIT_S, check_limit
 from forebay.replay import server_messages as messages
 from forebay.replay.arrivals import check_threshold
 from forebay.replay.buffer import Group
@@ -44,6 +43,10 @@ Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
 """Where the server is now, and the token that it asks for."""
 
 
+FULL_PAUSE_S = 0.25
+"""Before a put that found the server full is sent again: some megabytes are on their way for nothing."""
+
+
 class RemoteReplayBuffer:
     """The buffer of a server, for one event loop of this process.
 
@@ -56,39 +59,50 @@ class RemoteReplayBuffer:
     ...     groups, counts = await buffer.take_batch({"math": 64}, train_step=4)
     """
 
-    def __init__(self, locate: Locate, link: Link) -> None:
+    def __init__(self, locate: Locate, link: Link, limit_s: float = SILENCE_LIMIT_S) -> None:
         self.on_evict: Callable[[StorageItem], None] | None = None
         """Called for each group that a put of this client has evicted; its rollouts have only their ids."""
         self.storage = RemoteRows(self._ask)
         """The rows there, to be looked at."""
         self._locate = locate
         self._link = link
-        self._connecting = asyncio.Lock()
+        self._limit_s = limit_s
+        self._opening: asyncio.Task[Link] | None = None
+        """The attempt to connect again, one for all calls that wait for it."""
         self._is_closed = False
 
     @classmethod
-    async def connect(cls, address: str | os.PathLike[str], token: str | None = None) -> RemoteReplayBuffer:
+    async def connect(
+        cls,
+        address: str | os.PathLike[str],
+        token: str | None = None,
+        *,
+        limit_s: float = SILENCE_LIMIT_S,
+    ) -> RemoteReplayBuffer:
         """Connect to the server at `address`.
 
+        A server that lets no one in for `limit_s` seconds, or gives no sign of life for so long, is given up.
+
         Raises:
-            ValueError: the address is not one.
-            ConnectionLost: nobody listens there, or the server refuses; a `ConnectionError`.
+            ValueError: the address is not one, or the limit is not positive.
+            ConnectionLost: nobody listens or answers there, or the server refuses; a `ConnectionError`.
         """
         found = Address.parse(address)
 
         async def locate() -> tuple[Address, str | None]:
             return found, token
 
-        return await cls.connect_through(locate)
+        return await cls.connect_through(locate, limit_s=limit_s)
 
     @classmethod
-    async def connect_through(cls, locate: Locate) -> RemoteReplayBuffer:
+    async def connect_through(cls, locate: Locate, *, limit_s: float = SILENCE_LIMIT_S) -> RemoteReplayBuffer:
         """Connect to wherever `locate` says the server is now; it is asked again when the connection is lost.
 
         Raises:
-            ConnectionLost: nobody listens there, or the server refuses.
+            ConnectionLost: nobody listens or answers there, or the server refuses.
         """
-        return cls(locate, await Link.open(*await locate()))
+        check_limit("limit_s", limit_s)
+        return cls(locate, await Link.open(*await locate(), limit_s=limit_s), limit_s)
 
     async def __aenter__(self) -> RemoteReplayBuffer:
         return self
@@ -99,6 +113,9 @@ class RemoteReplayBuffer:
     async def close(self) -> None:
         """End the connection; the buffer itself stays with the server."""
         self._is_closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         await self._link.close()
 
     @property
@@ -206,7 +223,7 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.get`; what did not arrive here is in the buffer again."""
         if batch_size <= 0:
             return []
-        taken = await self._settled(partial(self.begin_get, batch_size, task_name, group_status, tags))
+        taken = await self._settled(partial(self._begin_get, batch_size, task_name, group_status, tags))
         return taken[task_name]
 
     async def count(
@@ -243,7 +260,7 @@ class RemoteReplayBuffer:
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
         """See `ReplayBuffer.take_batch`; what did not arrive here is in the buffer again."""
-        taken = await self._settled(partial(self.begin_take, task_batch_sizes, group_status, train_step))
+        taken = await self._settled(partial(self._begin_take, task_batch_sizes, group_status, train_step))
         return taken, {task: len(groups) for task, groups in taken.items()}
 
     async def commit(self, train_step: int) -> None:
@@ -288,6 +305,8 @@ class RemoteReplayBuffer:
         try:
             found, _ = await link.call("wait_for_change", messages.VersionArguments(version))
         except ConnectionLost:
+            if link.lost is not None and not link.may_be_replaced:
+                raise
             if link.lost is None or (await self._linked()).instance != link.instance:
                 return self.version
             return await self.wait_for_change(version)
@@ -312,9 +331,13 @@ class RemoteReplayBuffer:
                 if pieces is None:
                     return await link.call(method, arguments)
                 return await link.put(method, arguments, pieces)
+            except messages.ServerFull:
+                # Puts of all clients wait to be stored; nothing of this one was kept.
+                await asyncio.sleep(FULL_PAUSE_S)
+                continue
             except ConnectionLost as error:
-                if link.lost is None:
-                    # The connection is up: it is what the server says.
+                if not link.may_be_replaced:
+                    # The connection is up, and it is what the server says; or what came cannot be read here.
                     raise
                 unknown = ConnectionLost(f"{error}; whether {method} has happened is not known")
             if not repeats:
@@ -327,14 +350,14 @@ class RemoteReplayBuffer:
             if isinstance(arguments, messages.PutArguments):
                 arguments.asked_first = first.instance
 
-    async def begin_take(
+    async def _begin_take(
         self, task_batch_sizes: Mapping[str, int], group_status: Status, train_step: int | None
     ) -> RemoteTake:
         """As `take_batch`, but the groups can still be given back; whoever calls it settles the take."""
         arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
         return await self._begin("take_batch", arguments)
 
-    async def begin_get(
+    async def _begin_get(
         self, batch_size: int, task_name: str, group_status: Status, tags: Mapping[str, TagValue] | None
     ) -> RemoteTake:
         """As `get`, but the groups can still be given back; whoever calls it settles the take."""
@@ -379,19 +402,37 @@ class RemoteReplayBuffer:
 
     async def _linked(self) -> Link:
         """The connection, made anew if it was lost."""
-        async with self._connecting:
-            if self._is_closed:
-                raise ConnectionLost("this client was closed")
-            if self._link.lost is not None:
-                await self._link.close()
-                self._link = await Link.open(*await self._locate())
+        if self._is_closed:
+            raise ConnectionLost("this client was closed")
+        if self._link.lost is None:
             return self._link
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open_again())
+            self._opening.add_done_callback(self._note_opened)
+        try:
+            # Together, and also for the others when one of them is cancelled.
+            return await asyncio.shield(self._opening)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise ConnectionLost("this client was closed") from None
+            raise
+
+    async def _open_again(self) -> Link:
+        await self._link.close()
+        self._link = await Link.open(*await self._locate(), limit_s=self._limit_s)
+        return self._link
+
+    def _note_opened(self, opening: asyncio.Task[Link]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            # Retrieved, so that nobody warns of it: every caller may have been cancelled.
+            opening.exception()
 
 
 class RemoteTake:
     """Groups that a server has handed over, and that it takes back until `done` is called.
 
-    >>> take = await buffer.begin_take({"math": 64}, Status.COMPLETED, None)
+    >>> take = await buffer._begin_take({"math": 64}, Status.COMPLETED, None)
     >>> await take.keep()     # or: await take.release()
     >>> take.done()
     """
@@ -412,7 +453,7 @@ class RemoteTake:
     @property
     def may_be_taken_again(self) -> bool:
         """Whether `ConnectionLost` says that the connection broke, and another one may be made."""
-        return self._link.lost is not None and not self._buffer._is_closed
+        return self._link.may_be_replaced and not self._buffer._is_closed
 
     async def keep(self) -> None:
         """They stay taken, also if this process dies.
@@ -425,15 +466,11 @@ class RemoteTake:
             self._is_kept = True
 
     async def release(self) -> None:
-        """Nobody has them; when the connection breaks, what was not kept goes back by itself.
+        """Nobody has them: the server is told, and waited for if it answers at once.
 
-        Raises:
-            ConnectionLost: the connection broke after they were kept; they stay taken.
+        When the connection breaks, what was not kept goes back by itself.
         """
-        with suppress(ConnectionLost):
-            await finish(self._buffer._call("release", self._settling))
-        if self._is_kept and self._link.lost is not None:
-            raise ConnectionLost(f"{self._link.lost}; what was taken stays taken")
+        await self._link.tell("release", self._settling)
 
     def done(self) -> None:
         """They are with whoever asked; to be called after `keep`."""

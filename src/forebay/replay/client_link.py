@@ -6,8 +6,12 @@
     call <-- its future <-- reading task <-- socket <--'
 
 Writing consumes the outbox, waits for the next message, is woken by `call`, produces bytes. Reading consumes
-bytes, waits for the next message, is woken by the socket, produces answers. Both end with the connection;
-then every call that waits raises why.
+bytes, waits for the next message, is woken by the socket, produces answers. A third task
+sends and expects signs of life (`forebay.heartbeat`). Whatever ends one of them ends the connection; then
+every call that waits raises why.
+
+A caller that is cancelled goes on when the server has undone its call, or does not answer at once. The answer
+of such a call is thrown away when it comes.
 
 What waits for answers is bounded: puts by their bytes, other calls by their number. Further calls wait here,
 in order, before anything of them is sent. A put of many groups is sent in pieces: while the server takes
@@ -19,17 +23,18 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import msgspec
 
-from forebay.cancelling import outlast
+from forebay.heartbeat import SILENCE_LIMIT_S, beat
 from forebay.replay import server_messages as messages
 from forebay.replay.arrivals import label_group
+from forebay.replay.locks import Window
 from forebay.replay.packing import PackedGroup, pack_group
 from forebay.replay.server_address import Address, dial, prove
 from forebay.replay.server_channel import Channel, Received
@@ -44,6 +49,10 @@ Returned = tuple[Any, list[list[RolloutState]]]
 PIECE_BYTES = 512 << 10
 """Groups that go in one message while more are packed. With less, both sides wake each other more often,
 which costs more than it saves where no core is free; with more, the server is idle at first where one is."""
+
+
+UNDO_S = 0.5
+"""A cancelled caller waits so long for the server to undo its call; one that is up needs milliseconds."""
 
 
 class Pieces:
@@ -85,56 +94,8 @@ class _Pending:
 
     future: asyncio.Future[Any]
     groups: list[list[RolloutState]] = field(default_factory=list)
-
-
-class Window:
-    """Lets in as much as `size` at a time, first come, first served; what is larger goes alone.
-
-    Who is in already may ask for more (`held` is what it has), but only one at a time, or two would wait for
-    each other.
-
-    >>> await window.enter(100)
-    >>> await window.enter(50, held=100)
-    >>> window.leave(150)
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._used = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int, int]] = deque()
-
-    async def enter(self, amount: int, *, held: int = 0) -> None:
-        """Wait until there is room for `amount`, and occupy it."""
-        if not self._waiting and self._fits(amount, held):
-            self._used += amount
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, amount, held))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                # It was granted in the same moment.
-                self._used -= amount
-            elif (turn, amount, held) in self._waiting:
-                self._waiting.remove((turn, amount, held))
-            self._wake()
-            raise
-
-    def leave(self, amount: int) -> None:
-        """Make room again."""
-        self._used -= amount
-        self._wake()
-
-    def _fits(self, amount: int, held: int) -> bool:
-        return self._used == held or self._used + amount <= self._size
-
-    def _wake(self) -> None:
-        while self._waiting and self._fits(*self._waiting[0][1:]):
-            turn, amount, _ = self._waiting.popleft()
-            if not turn.done():
-                self._used += amount
-                turn.set_result(None)
+    is_abandoned: bool = False
+    """Whether nobody waits any more."""
 
 
 class _Share:
@@ -169,8 +130,12 @@ class Link:
     >>> value, groups = await link.call("count", CountArguments("math", Status.COMPLETED, None))
     """
 
-    def __init__(self, channel: Channel[messages.FromServer], greeting: Greeting, address: Address) -> None:
+    def __init__(
+        self, channel: Channel[messages.FromServer], greeting: Greeting, address: Address, limit_s: float
+    ) -> None:
         self.address = str(address)
+        self._limit_s = limit_s
+        self._server_waits_s = greeting.limit_s
         self.instance = greeting.instance
         self.num_live = 0
         self.version = 0
@@ -188,12 +153,26 @@ class Link:
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
-    async def open(cls, address: Address, token: str | None) -> Link:
-        """Connect and be admitted.
+    async def open(cls, address: Address, token: str | None, *, limit_s: float = SILENCE_LIMIT_S) -> Link:
+        """Connect and be admitted, within `limit_s`; later a server that is silent for so long is given up.
 
         Raises:
-            ConnectionLost: nobody listens there, it is no buffer server of this version, or it refuses.
+            ConnectionLost: nobody listens or answers there, it is no buffer server of this version, or it
+                refuses.
         """
+        limit = asyncio.timeout(limit_s)
+        try:
+            async with limit:
+                return await cls._open(address, token, limit_s)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise ConnectionLost(
+                f"the buffer server at {address} did not answer within {limit_s:g} s"
+            ) from None
+
+    @classmethod
+    async def _open(cls, address: Address, token: str | None, limit_s: float) -> Link:
         try:
             sock = await dial(address)
         except OSError as error:
@@ -202,8 +181,8 @@ class Link:
             sock, decode=messages.decode_from_server, max_frame_bytes=messages.MAX_FRAME_BYTES
         )
         try:
-            greeting = await _greet(channel, token)
-            link = cls(channel, greeting, address)
+            greeting = await _greet(channel, token, limit_s)
+            link = cls(channel, greeting, address, limit_s)
             link._note(await _expect(channel, Answer))
         except BaseException as error:
             channel.close()
@@ -211,12 +190,19 @@ class Link:
                 raise ConnectionLost(f"the server at {address} did not let us in: {error}") from None
             raise
         channel.max_frame_bytes = greeting.max_frame_bytes
-        link._tasks = [asyncio.create_task(link._read()), asyncio.create_task(link._write())]
+        link._tasks = [
+            asyncio.create_task(link._until_lost(work)) for work in (link._read, link._write, link._beat)
+        ]
         return link
+
+    @property
+    def may_be_replaced(self) -> bool:
+        """Whether the connection is over by the other side's doing: another one may have more luck."""
+        return self.lost is not None and self.lost.__cause__ is None
 
     async def close(self) -> None:
         """End the connection; calls that wait raise `ConnectionLost`."""
-        self._lose(ConnectionLost("the connection was closed on this side"))
+        self._lose("the connection was closed on this side")
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -255,10 +241,18 @@ class Link:
                 try:
                     mail = await self._send(number, method, encoded, pieces, share)
                 except BaseException:
-                    self._post(messages.Cancel(number), ())
+                    self._withdraw(number, pending)
                     raise
             await self._answered(number, pending, mail)
             return pending.future.result(), pending.groups
+
+    async def tell(self, method: str, arguments: msgspec.Struct) -> None:
+        """Call a method whose answer is nobody's business; it is waited for if the server answers at once."""
+        is_answering = not any(pending.is_abandoned for pending in self._pending.values())
+        with suppress(ConnectionLost), self._numbered() as (number, pending):
+            self._post(Call(number, method, _encode(method, arguments)), ())
+            if is_answering:
+                await asyncio.wait([pending.future], timeout=UNDO_S)
 
     async def _send(
         self, number: int, method: str, arguments: msgspec.Raw, pieces: Pieces, share: _Share
@@ -289,14 +283,19 @@ class Link:
         try:
             await asyncio.wait([pending.future])
         except asyncio.CancelledError:
-            self._post(messages.Cancel(number), ())
             if mail in self._outbox:
-                # The server knows at most of pieces, which it forgets.
                 self._outbox.remove(mail)
+                self._withdraw(number, pending)
                 raise
+            self._post(messages.Cancel(number), ())
             # The server undoes what it can; the caller goes on when that is done, as with a local buffer.
-            await outlast(pending.future)
+            await asyncio.wait([pending.future], timeout=UNDO_S)
             raise
+
+    def _withdraw(self, number: int, pending: _Pending) -> None:
+        """End a call that was not sent: the server knows at most of pieces, which it forgets in silence."""
+        self._post(messages.Cancel(number), ())
+        pending.future.cancel()
 
     def post(self, message: msgspec.Struct) -> None:
         """Send a message that has no answer."""
@@ -306,14 +305,18 @@ class Link:
     def _numbered(self) -> Iterator[tuple[int, _Pending]]:
         """A number of a call, for the time until its answer."""
         if self.lost is not None:
-            raise ConnectionLost(str(self.lost))
+            raise self._loss()
         self._next_number += 1
         number = self._next_number
         pending = self._pending[number] = _Pending(asyncio.get_running_loop().create_future())
         try:
             yield number, pending
         finally:
-            del self._pending[number]
+            if not pending.future.done():
+                # Its answer still comes, and must be known as such.
+                pending.is_abandoned = True
+            else:
+                del self._pending[number]
             if pending.future.done() and not pending.future.cancelled():
                 # Retrieved, so that nobody warns of it: the caller may have been told something else.
                 pending.future.exception()
@@ -321,6 +324,22 @@ class Link:
     def _post(self, message: msgspec.Struct, groups: Sequence[PackedGroup]) -> None:
         self._outbox.append((message, groups))
         self._has_mail.set()
+
+    async def _until_lost(self, work: Callable[[], Awaitable[str | None]]) -> None:
+        """Do a part of the link's work; however it ends, the connection does."""
+        try:
+            if (reason := await work()) is not None:
+                self._lose(reason)
+        except (OSError, FrameError) as error:
+            self._lose(f"the buffer server at {self.address} is gone: {error}")
+        except asyncio.CancelledError:
+            self._lose("the connection was closed on this side")
+            raise
+        # Whatever it is: calls that wait for a task that is gone would wait forever.
+        except BaseException as error:
+            self._lose(f"the connection to {self.address} failed here: {error!r}", error)
+            if not isinstance(error, Exception):
+                raise
 
     async def _write(self) -> None:
         try:
@@ -333,29 +352,45 @@ class Link:
             # The reading side finds the end, after the server's last words.
             return
 
-    async def _read(self) -> None:
-        reason: BaseException | str = "it ended the connection"
-        try:
-            while (received := await self._channel.receive()) is not None:
-                message, groups = received
-                if isinstance(message, Goodbye):
-                    reason = message.message
-                    break
+    async def _read(self) -> str:
+        while (received := await self._channel.receive()) is not None:
+            message, groups = received
+            if isinstance(message, Goodbye):
+                return f"the buffer server at {self.address} is gone: {message.message}"
+            if not isinstance(message, messages.Alive):
                 self._deliver(message, groups)
-        except (OSError, FrameError) as error:
-            reason = error
-        self._lose(ConnectionLost(f"the buffer server is gone: {reason}"))
-        self._channel.end()
+        return f"the buffer server at {self.address} is gone: it ended the connection"
 
-    def _deliver(self, message: messages.FromServer, groups: list[Received]) -> None:
+    async def _beat(self) -> str:
+        def say() -> None:
+            # What waits in the outbox is a sign of life as soon as the server reads it.
+            if not self._outbox and not self._channel.is_sending:
+                self._post(messages.Alive(), ())
+
+        silent_s = await beat(
+            say,
+            lambda: self._channel.num_received,
+            limit_s=self._limit_s,
+            other_limit_s=self._server_waits_s,
+        )
+        return (
+            f"the buffer server at {self.address} has been silent for {silent_s:g} s: it hangs, was stopped "
+            f"or cannot be reached"
+        )
+
+    def _deliver(self, message: messages.FromServer, groups: list[Received] | None) -> None:
         if isinstance(message, Answer):
             self._note(message)
         number = getattr(message, "number", None)
         if number is None or (pending := self._pending.get(number)) is None:
             raise FrameError(f"nobody waits for this {type(message).__name__}")
+        if pending.is_abandoned:
+            if not isinstance(message, messages.Part):
+                del self._pending[number]
+            return
         match message:
             case messages.Part():
-                pending.groups += [receive_group(*group) for group in groups]
+                pending.groups += [receive_group(*group) for group in groups or ()]
             case Answer():
                 pending.future.set_result(message.result)
             case messages.Failure():
@@ -366,21 +401,30 @@ class Link:
         if answer.num_evicted is not None:
             self.num_evicted = answer.num_evicted
 
-    def _lose(self, reason: ConnectionLost) -> None:
+    def _lose(self, reason: str, cause: BaseException | None = None) -> None:
         if self.lost is None:
-            self.lost = reason
+            self.lost = ConnectionLost(reason)
+            self.lost.__cause__ = cause
         for pending in self._pending.values():
-            if not pending.future.done():
-                pending.future.set_exception(ConnectionLost(str(self.lost)))
+            if not (pending.future.done() or pending.is_abandoned):
+                pending.future.set_exception(self._loss())
+        # Wakes what still reads or writes, also what waits for a server that does neither.
+        self._channel.end()
+
+    def _loss(self) -> ConnectionLost:
+        """Why the connection is over, for one caller."""
+        error = ConnectionLost(str(self.lost))
+        error.__cause__ = None if self.lost is None else self.lost.__cause__
+        return error
 
 
-async def _greet(channel: Channel[messages.FromServer], token: str | None) -> Greeting:
+async def _greet(channel: Channel[messages.FromServer], token: str | None, limit_s: float) -> Greeting:
     greeting: Greeting = await _expect(channel, Greeting)
     if greeting.protocol != messages.PROTOCOL or greeting.fields != ROLLOUT_FIELDS:
         raise FrameError("it speaks for another version of forebay")
     if greeting.needs_token and token is None:
         raise FrameError("it asks for a token")
-    await channel.send(Hello(messages.PROTOCOL, prove(token, greeting.nonce)))
+    await channel.send(Hello(messages.PROTOCOL, prove(token, greeting.nonce), limit_s))
     return greeting
 
 

@@ -32,15 +32,26 @@ import secrets
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
+from forebay.heartbeat import check_limit
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.server_address import Address, listen, tune
 from forebay.replay.server_calls import Served
-from forebay.replay.server_connection import Connection
+from forebay.replay.server_connection import Connection, turn_away
 from forebay.replay.server_messages import MAX_FRAME_BYTES
 
 GRACE_S = 5.0
 """For clients to read their last answers when the server closes."""
+
+MAX_CLIENTS = 900
+"""Connections at a time: a process has 1,024 files by default, and its store and logs need some of them."""
+
+CLIENT_LIMIT_S = 60.0
+"""Twice what a client allows a server: a trainer's event loop may be blocked by its work."""
+
+MAX_PUT_BYTES = 1 << 30
+"""Of groups of all clients that are not stored yet: one of 4 MB from 256 producers at the same time."""
 
 ACCEPT_PAUSE_S = 1.0
 """When the system has no file descriptor left; asyncio's own servers wait as long."""
@@ -64,16 +75,15 @@ class BufferServer:
         address: Address,
         *,
         token: str | None,
-        max_live: int | None,
-        max_frame_bytes: int,
+        max_clients: int,
+        **limits: Any,
     ) -> None:
         self.address = str(address)
         self._path = address.path
         self._listener = listener
         self._token = token
-        self._served = Served(
-            buffer, instance=secrets.token_bytes(16), max_live=max_live, max_frame_bytes=max_frame_bytes
-        )
+        self._max_clients = max_clients
+        self._served = Served(buffer, instance=secrets.token_bytes(16), **limits)
         self._connections: dict[Connection, asyncio.Task[None]] = {}
         self._accepting: asyncio.Task[None] | None = None
 
@@ -108,6 +118,9 @@ class BufferServer:
                 await asyncio.sleep(ACCEPT_PAUSE_S)
                 continue
             tune(sock)
+            if self.num_clients >= self._max_clients:
+                await turn_away(sock, f"refused: the server takes {self._max_clients} connections")
+                continue
             connection = Connection(sock, self._served, token=self._token)
             self._connections[connection] = asyncio.create_task(self._serve(connection))
 
@@ -134,23 +147,33 @@ async def serve(
     token: str | None = None,
     max_live: int | None = None,
     max_frame_bytes: int = MAX_FRAME_BYTES,
+    max_clients: int = MAX_CLIENTS,
+    max_put_bytes: int = MAX_PUT_BYTES,
+    client_limit_s: float = CLIENT_LIMIT_S,
 ) -> AsyncIterator[BufferServer]:
     """Serve `buffer` at `address` for the time of the block; the buffer may be used here as well.
 
     `max_live` makes the puts of clients wait while there are so many live groups. A group of more than
-    `max_frame_bytes` is refused. One server at a time for a store: the next one takes what is parked in it
-    for left over.
+    `max_frame_bytes` is refused, and so is a connection beyond `max_clients`. Over `max_put_bytes` of groups
+    on their way in, from all clients together, further ones wait with their clients. A client without a sign
+    of life for `client_limit_s` seconds is given up: what it took and did not confirm is live again.
+
+    One server at a time for a store: the next one takes what is parked in it for left over.
 
     >>> async with serve(buffer, "run/buffer.sock", max_live=4096):
     ...     await train(buffer)
 
     Raises:
         ValueError: the address is not one, or can be reached from other machines and there is no token;
-            `max_live` is not positive, or the buffer has a `limit` as well.
+            a limit is not positive, or there is `max_live` and the buffer has a `limit` as well.
         OSError: something else is at the address.
     """
     if max_live is not None and max_live < 1:
         raise ValueError(f"max_live must be at least 1 group, or None for no limit, got {max_live}")
+    for name, limit in (("max_clients", max_clients), ("max_put_bytes", max_put_bytes)):
+        if limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}")
+    check_limit("client_limit_s", client_limit_s)
     if max_live is not None and buffer.limit is not None:
         raise ValueError(
             f"either puts wait (max_live {max_live}) or old groups are evicted (limit {buffer.limit}); "
@@ -158,7 +181,15 @@ async def serve(
         )
     listener, found = await listen(Address.parse(address), token)
     server = BufferServer(
-        buffer, listener, found, token=token, max_live=max_live, max_frame_bytes=max_frame_bytes
+        buffer,
+        listener,
+        found,
+        token=token,
+        max_clients=max_clients,
+        max_live=max_live,
+        max_frame_bytes=max_frame_bytes,
+        max_put_bytes=max_put_bytes,
+        client_limit_s=client_limit_s,
     )
     try:
         await server.open()

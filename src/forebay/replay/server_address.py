@@ -23,11 +23,24 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from forebay.heartbeat import SILENCE_LIMIT_S
+
 MIN_TOKEN_LENGTH = 16
 """Characters; as many as keep a random one from being guessed."""
 
-BACKLOG = 128
-"""Connections that wait to be accepted; the system's own limit on many machines."""
+BACKLOG = 4096
+"""Connections that wait to be accepted; the system lowers it to its own limit (``net.core.somaxconn``)."""
+
+RETRY_S = 0.05
+"""Between attempts at a Unix socket whose queue of connections is full: nothing tells of room in it."""
+
+_TCP_LIMITS = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": int(1000 * SILENCE_LIMIT_S),
+}
+"""By name, because not every system has them all: a peer that acknowledges nothing for 30 s is gone."""
 
 _HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):(\d{1,5})")
 
@@ -86,7 +99,7 @@ async def listen(address: Address, token: str | None) -> tuple[socket.socket, Ad
 
 
 async def dial(address: Address) -> socket.socket:
-    """A socket connected to `address`; OSError if nobody listens there."""
+    """A socket connected to `address`, as soon as there is room; OSError if nobody listens there."""
     place: str | tuple[str, int]
     if address.path is not None:
         family, place = int(socket.AF_UNIX), str(address.path)
@@ -95,7 +108,16 @@ async def dial(address: Address) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
-        await asyncio.get_running_loop().sock_connect(sock, place)
+        # Not `sock_connect` for a path: it waits for a full queue as for a connection that is being made,
+        # which it is not, and fails with EINVAL.
+        while address.path is not None:
+            try:
+                sock.connect(place)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(RETRY_S)
+        else:
+            await asyncio.get_running_loop().sock_connect(sock, place)
     except BaseException:
         sock.close()
         raise
@@ -108,6 +130,9 @@ def tune(sock: socket.socket) -> None:
     if sock.family != socket.AF_UNIX:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP_LIMITS.items():
+            if (option := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def prove(token: str | None, nonce: bytes) -> bytes:
@@ -151,8 +176,12 @@ def _remove_left_over(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        # A server that hangs lets its queue fill, where a blocking connect would wait.
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
+        except BlockingIOError:
+            pass
         except ConnectionRefusedError:
             path.unlink()
             return

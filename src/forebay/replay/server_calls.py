@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -22,6 +23,7 @@ from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
 from forebay.replay.arrivals import arrived_row, staleness_of, status_of
 from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.changes import BufferClosed
 from forebay.replay.packed import PackedPayload
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_gate import Census, Gate
@@ -75,19 +77,31 @@ class Result:
 
 
 class Served:
-    """One buffer, as all connections share it.
+    """One buffer, as all connections share it; the settings are those of `serve`.
 
-    >>> served = Served(buffer, instance=secrets.token_bytes(16), max_live=1000, max_frame_bytes=1 << 28)
+    >>> served = Served(buffer, instance=secrets.token_bytes(16), max_live=1000, max_frame_bytes=1 << 28,
+    ...                 max_put_bytes=1 << 30, client_limit_s=60.0)
     >>> await served.open()
     """
 
     def __init__(
-        self, buffer: ReplayBuffer, *, instance: bytes, max_live: int | None, max_frame_bytes: int
+        self,
+        buffer: ReplayBuffer,
+        *,
+        instance: bytes,
+        max_live: int | None,
+        max_frame_bytes: int,
+        max_put_bytes: int,
+        client_limit_s: float,
     ) -> None:
         self.buffer = buffer
         self.instance = instance
         """Another one for each start: clients find out that what they had under way is forgotten."""
         self.max_frame_bytes = max_frame_bytes
+        self.max_put_bytes = max_put_bytes
+        self.put_bytes = 0
+        """Of puts of all connections, from their first byte until they are stored."""
+        self.client_limit_s = client_limit_s
         self.census = Census(buffer)
         self.gate = Gate(self.census, max_live)
         self.num_evicted: dict[str, int] = {}
@@ -124,9 +138,12 @@ class Served:
 
     async def _watch(self, seen: int) -> None:
         """Consumes nothing, waits for changes, is woken by the buffer, produces wake-ups of the gate."""
-        while True:
-            seen = await self.buffer.wait_for_change(seen)
-            self.gate.note_change()
+        with suppress(BufferClosed):
+            while True:
+                seen = await self.buffer.wait_for_change(seen)
+                self.gate.note_change()
+        # Closed under its server.
+        self.gate.close()
 
     def _note_eviction(self, item: StorageItem) -> None:
         self.num_evicted[item.task_name] = self.num_evicted.get(item.task_name, 0) + 1
@@ -254,13 +271,16 @@ class Served:
         await handover.keep(key)
         self._kept.remember(key, True)
 
-    async def release(self, handover: Handover | None) -> Result:
-        """Nobody has the groups of `handover`."""
+    async def release(self, key: bytes, handover: Handover | None) -> Result:
+        """Nobody has the groups of `handover`, which were taken under `key`."""
         if handover is not None:
-            await finish(self._release(handover))
+            await finish(self._release(key, handover))
         return Result()
 
-    async def _release(self, handover: Handover) -> None:
+    async def _release(self, key: bytes, handover: Handover) -> None:
+        # A client that gave up while its confirmation was on its way says both at once.
+        if (keeping := self._keeping.get(key)) is not None:
+            await asyncio.wait([keeping])
         async with self.census.within():
             self.census.add(await handover.release())
 

@@ -18,7 +18,8 @@ import asyncio
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -29,8 +30,10 @@ from forebay.replay.packing import Buffer, PackedGroup
 from forebay.replay.server_messages import MAX_HEADER_BYTES, FrameError, encode
 
 Message = TypeVar("Message")
-Received = tuple[bytearray, Any]
+Received = tuple[Any, Any]
 """Head and arrays of a group, as `receive_group` takes them."""
+Reserve = Callable[[Any, int], bool]
+"""Given a message and how many bytes of its groups come next: whether there is room for them."""
 
 STALL_S = 60.0
 """A peer that reads nothing for so long is as good as dead; one that is merely slow reads something."""
@@ -42,7 +45,13 @@ _INBOX_BYTES = 4 << 10
 """Read at once for what is small; what is larger goes to its place directly, but for so much of it."""
 
 _GROUPS_AT_ONCE = 32
-"""Groups for which memory is taken before they are there."""
+"""Groups for which memory is taken before they are there, if they are small."""
+
+_ROOM_BYTES = 1 << 20
+"""For which room is asked at a time: what a peer has announced and not sent occupies no more."""
+
+_SKIPPED_BYTES = 64 << 10
+"""Read at once of what is forgotten."""
 
 _BUFFERS_AT_ONCE = 64
 """In one system call, which looks at all of them and takes some 200 kB, the arrays of 20 to 40 rollouts."""
@@ -74,9 +83,19 @@ class Channel(Generic[Message]):
         self._inbox = memoryview(bytearray(_INBOX_BYTES))
         self._start = self._end = 0
         self._num_read = 0
+        self.num_received = 0
+        """Bytes so far: when it grows, the peer lives."""
 
-    async def receive(self) -> tuple[Message, list[Received]] | None:
+    @property
+    def is_sending(self) -> bool:
+        """Whether a message is on its way out."""
+        return self._sending.locked()
+
+    async def receive(self, reserve: Reserve | None = None) -> tuple[Message, list[Received] | None] | None:
         """The next message with its groups; None when the peer has ended.
+
+        `reserve` is asked as the bytes of groups come. Once it says no, those of this message are read and
+        forgotten, and there is None instead of groups.
 
         Raises:
             FrameError: what comes is no message, is too large, or breaks off.
@@ -93,7 +112,9 @@ class Channel(Generic[Message]):
             raise FrameError(f"a message starts with {_MAGIC!r}, got {bytes(magic)!r}")
         if length > self.max_header_bytes:
             raise FrameError(f"a header has at most {self.max_header_bytes} bytes, got {length}")
-        header = bytearray(length)
+        # Memory of an empty array is the system's until it is written: a peer that announces much and sends
+        # little occupies little. That of a bytearray would be cleared, and so occupied, at once.
+        header = np.empty(length, np.uint8)
         await self._fill([header])
         message = self._decode(header)
         sizes = getattr(message, "sizes", ())
@@ -101,17 +122,35 @@ class Channel(Generic[Message]):
             raise FrameError("a group has a negative size")
         if (total := sum(map(sum, sizes))) > self.max_frame_bytes:
             raise FrameError(f"a message has at most {self.max_frame_bytes} bytes, got {total}")
-        return message, await self._receive_groups(sizes) if sizes else []
+        if not sizes:
+            return message, []
+        return message, await self._receive_groups(sizes, reserve and partial(reserve, message))
 
-    async def _receive_groups(self, sizes: Sequence[tuple[int, int]]) -> list[Received]:
+    async def _receive_groups(
+        self, sizes: Sequence[tuple[int, int]], has_room: Callable[[int], bool] | None
+    ) -> list[Received] | None:
         groups: list[Received] = []
-        # Some at a time: memory is given out as data comes, not as it is promised.
+        num_left = sum(map(sum, sizes))
         for start in range(0, len(sizes), _GROUPS_AT_ONCE):
-            # An empty array is not zeroed first, as a bytearray would be.
-            some = [(bytearray(n), np.empty(m, np.uint8)) for n, m in sizes[start : start + _GROUPS_AT_ONCE]]
-            await self._fill([part for group in some for part in group])
+            of_some = sizes[start : start + _GROUPS_AT_ONCE]
+            some = [(np.empty(n, np.uint8), np.empty(m, np.uint8)) for n, m in of_some]
+            parts = [part.data for group in some for part in group]
+            for piece in [parts] if has_room is None else _cut(parts, _ROOM_BYTES):
+                num_bytes = sum(map(len, piece))
+                if has_room is not None and not has_room(num_bytes):
+                    await self._skip(num_left)
+                    return None
+                await self._fill(piece)
+                num_left -= num_bytes
             groups += some
         return groups
+
+    async def _skip(self, num_bytes: int) -> None:
+        """Read so many bytes and forget them: what follows is the next message."""
+        scratch = memoryview(bytearray(min(num_bytes, _SKIPPED_BYTES)))
+        while num_bytes:
+            await self._fill([scratch[:num_bytes]])
+            num_bytes -= min(num_bytes, len(scratch))
 
     async def _fill(self, targets: Sequence[Any], *, may_end: bool = False) -> bool:
         """Read until these buffers are full; False if there was nothing and there may be."""
@@ -147,6 +186,7 @@ class Channel(Generic[Message]):
                 break
             except (BlockingIOError, InterruptedError):
                 await self._when_ready(self._loop.add_reader, self._loop.remove_reader)
+        self.num_received += number
         self._num_read += number
         if self._num_read > _TURN_BYTES:
             self._num_read = 0
@@ -229,6 +269,22 @@ class Channel(Generic[Message]):
     def close(self) -> None:
         """Give the socket back; nobody receives or sends on it any more."""
         self._sock.close()
+
+
+def _cut(parts: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The parts in their order, `size` bytes at a time."""
+    piece: list[memoryview] = []
+    room = size
+    for part in parts:
+        rest = part
+        while len(rest) >= room:
+            yield [*piece, rest[:room]]
+            rest, piece, room = rest[room:], [], size
+        if len(rest):
+            piece.append(rest)
+            room -= len(rest)
+    if piece:
+        yield piece
 
 
 def _set(ready: asyncio.Future[None]) -> None:

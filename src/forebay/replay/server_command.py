@@ -22,7 +22,7 @@ from forebay.replay.policies import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
-from forebay.replay.server import serve
+from forebay.replay.server import MAX_CLIENTS, serve
 from forebay.replay.server_memory import keep_freed_memory
 from forebay.replay.storage import StorageBackend
 
@@ -51,6 +51,8 @@ class ServeOptions:
     policy: str = "staleness"
     limit: int | None = None
     max_live: int | None = None
+    max_clients: int | None = None
+    """Connections at a time; None: `MAX_CLIENTS` of the server."""
     keep_consumed: bool = False
     snapshot: Path | None = None
     token_file: Path | None = None
@@ -68,7 +70,14 @@ async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> Non
     buffer = await open_buffer(options)
     try:
         token = read_token(options.token_file)
-        async with serve(buffer, options.address, token=token, max_live=options.max_live) as server:
+        serving = serve(
+            buffer,
+            options.address,
+            token=token,
+            max_live=options.max_live,
+            max_clients=options.max_clients or MAX_CLIENTS,
+        )
+        async with serving as server:
             held = await buffer.storage.count({})
             say(f"listening on {server.address}")
             say(f"{held} live groups, store {_plain_store(options.store)}, policy {options.policy}")

@@ -9,6 +9,9 @@
                               v         v
                            refused    ended: tasks cancelled, what was taken and not kept is live again
 
+A client that is silent for too long (`forebay.heartbeat`) is given up as one that broke. What it had taken
+and not confirmed is live again: should it come back, its confirmation is refused and it takes once more.
+
 Reading consumes messages, waits for the next one, is woken by the socket, produces tasks. A call that waits
 (for room, for a change) holds up no other call. Groups go out one call after another, and the next call that
 takes begins when those of the last one are sent: a client that does not read has one batch on its way, and
@@ -22,12 +25,13 @@ import logging
 import secrets
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from forebay.cancelling import finish
+from forebay.heartbeat import SILENCE_LIMIT_S, beat
 from forebay.replay import server_messages as messages
 from forebay.replay.packing import PackedGroup
 from forebay.replay.server_address import is_proof
@@ -35,10 +39,13 @@ from forebay.replay.server_calls import ARGUMENTS, Incoming, Served
 from forebay.replay.server_channel import STALL_S, Channel, Received
 from forebay.replay.server_groups import hold_group
 from forebay.replay.server_handover import Handover
-from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed
+from forebay.replay.server_messages import Answer, Call, FrameError, Goodbye, ServerClosed, ServerFull
 
 HELLO_S = 10.0
 """For a client's first words; any client needs milliseconds."""
+
+MIN_LIMIT_S = 0.01
+"""What a client may ask for: signs of life more often would be all that the server does."""
 
 HELLO_BYTES = 4096
 """A client that has not shown its token makes the server read no more than this."""
@@ -65,6 +72,8 @@ class _Pieces:
 
     groups: list[Incoming] = field(default_factory=list)
     num_bytes: int = 0
+    is_refused: bool = False
+    """Whether there was no room for some of it: the call is answered so when it comes."""
 
 
 class Connection:
@@ -90,7 +99,11 @@ class Connection:
         """Of the calls, those to methods that are `LASTING`."""
         self._pieces: dict[int, _Pieces] = {}
         self._put_bytes = 0
+        """Of puts without an answer, and of the message that is coming."""
+        self._arriving = 0
+        """Of `_put_bytes`, those of the message that is coming."""
         self._evictions_sent = -1
+        self._client_waits_s = SILENCE_LIMIT_S
         self._is_closing = False
         self._settled = asyncio.Event()
 
@@ -103,6 +116,8 @@ class Connection:
             finally:
                 self._channel.end()
                 await self._clean_up()
+                # Those of calls are counted off as the calls end.
+                self._count(-self._arriving - sum(pieces.num_bytes for pieces in self._pieces.values()))
         except (OSError, FrameError) as error:
             _log.info("a buffer client's connection ended: %s", error)
         except Exception:  # a fault in serving one client must not reach the others
@@ -135,6 +150,7 @@ class Connection:
                 nonce,
                 token is not None,
                 self._channel.max_frame_bytes,
+                self._served.client_limit_s,
             )
         )
         header_bytes, frame_bytes = self._channel.max_header_bytes, self._channel.max_frame_bytes
@@ -150,6 +166,7 @@ class Connection:
             await self._refuse("the token is missing or wrong")
         else:
             self._channel.max_header_bytes, self._channel.max_frame_bytes = header_bytes, frame_bytes
+            self._client_waits_s = hello.limit_s if hello.limit_s > MIN_LIMIT_S else MIN_LIMIT_S
             await self._served.census.measure()
             await self._answer(0, None)
             return True
@@ -158,9 +175,9 @@ class Connection:
     async def _refuse(self, reason: str) -> None:
         await self._channel.send(Goodbye(f"refused: {reason}"))
 
-    async def _receive(self) -> tuple[messages.FromClient, list[Received]] | None:
+    async def _receive(self) -> tuple[messages.FromClient, list[Received] | None] | None:
         try:
-            return await self._channel.receive()
+            return await self._channel.receive(self._reserve)
         except FrameError as error:
             await self._refuse(str(error))
             raise
@@ -168,26 +185,68 @@ class Connection:
     async def _read(self) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(self._beat(tasks))
                 while (received := await self._receive()) is not None:
                     try:
                         self._dispatch(*received, tasks)
                     except FrameError as error:
                         await self._refuse(str(error))
                         raise
-                for task in self._calls.values():
+                for task in (beating, *self._calls.values()):
                     task.cancel()
         except BaseExceptionGroup as errors:
             # The others are of the same broken connection.
             raise errors.exceptions[0] from None
 
+    async def _beat(self, tasks: asyncio.TaskGroup) -> None:
+        def say() -> None:
+            # What is on its way out is a sign of life already; a client that does not read it is found by it.
+            if not self._channel.is_sending:
+                tasks.create_task(self._channel.send(messages.Alive()))
+
+        silent_s = await beat(
+            say,
+            lambda: self._channel.num_received,
+            limit_s=self._served.client_limit_s,
+            other_limit_s=self._client_waits_s,
+        )
+        # Else what is being sent to it would hold up the end of the connection.
+        self._channel.end()
+        raise TimeoutError(f"it was silent for {silent_s:g} s")
+
+    def _count(self, num_bytes: int) -> None:
+        self._put_bytes += num_bytes
+        self._served.put_bytes += num_bytes
+
+    def _reserve(self, message: messages.FromClient, num_bytes: int) -> bool:
+        """Whether there is room for the next bytes of groups of this message; if so, they are counted.
+
+        One client alone may have what the limits of a connection allow it.
+        """
+        number = getattr(message, "number", 0)
+        pieces = self._pieces.get(number)
+        served = self._served
+        is_alone = served.put_bytes == self._put_bytes
+        if (pieces is not None and pieces.is_refused) or (
+            not is_alone and served.put_bytes + num_bytes > served.max_put_bytes
+        ):
+            return False
+        self._arriving += num_bytes
+        self._count(num_bytes)
+        return True
+
     def _dispatch(
-        self, message: messages.FromClient, groups: list[Received], tasks: asyncio.TaskGroup
+        self, message: messages.FromClient, groups: list[Received] | None, tasks: asyncio.TaskGroup
     ) -> None:
+        self._count(-self._arriving)
+        self._arriving = 0
         match message:
             case Call():
                 self._begin(message, groups, tasks)
             case messages.Piece():
                 self._gather(message, groups)
+            case messages.Alive():
+                pass
             case messages.Cancel(number=number):
                 self._cancel(number)
             case messages.Done(key=key):
@@ -195,11 +254,14 @@ class Connection:
             case _:
                 raise FrameError("there is one hello only")
 
-    def _gather(self, piece: messages.Piece, received: list[Received]) -> None:
+    def _gather(self, piece: messages.Piece, received: list[Received] | None) -> None:
         """Keep the groups until their call comes; checked, so that it has less to do then."""
-        if not received:
+        if not piece.sizes:
             raise FrameError("a piece has no groups")
         pieces = self._pieces.setdefault(piece.number, _Pieces())
+        if received is None:
+            self._refuse_put(piece.number, pieces)
+            return
         self._occupy(piece.number, pieces, sum(map(sum, piece.sizes)))
         pieces.groups += [hold_group(*group) for group in received]
 
@@ -213,13 +275,25 @@ class Connection:
             raise FrameError(f"a put has at most {self._channel.max_frame_bytes} bytes")
         if others and others + pieces.num_bytes > SLACK * messages.PUT_WINDOW_BYTES:
             raise FrameError(f"puts of {others} bytes wait for their answers already")
-        self._put_bytes += num_bytes
+        self._count(num_bytes)
 
-    def _begin(self, call: Call, groups: list[Received], tasks: asyncio.TaskGroup) -> None:
+    def _refuse_put(self, number: int, pieces: _Pieces) -> None:
+        """Forget what has come of the put; the rest of it is forgotten as it comes."""
+        if number in self._calls or number == 0:
+            raise FrameError(f"there is a call {number} already")
+        if len(self._pieces) > SLACK * messages.MAX_PUTS:
+            raise FrameError(f"{len(self._pieces)} puts have begun and not come already")
+        self._count(-pieces.num_bytes)
+        pieces.groups, pieces.num_bytes, pieces.is_refused = [], 0, True
+
+    def _begin(self, call: Call, groups: list[Received] | None, tasks: asyncio.TaskGroup) -> None:
         if len(self._calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
             raise FrameError(f"{len(self._calls)} calls wait for their answers already")
         pieces = self._pieces.pop(call.number, _Pieces())
-        self._occupy(call.number, pieces, sum(map(sum, call.sizes)))
+        if groups is None:
+            self._refuse_put(call.number, pieces)
+        else:
+            self._occupy(call.number, pieces, sum(map(sum, call.sizes)))
         if pieces.groups and call.method not in PUTS:
             raise FrameError(f"{call.method} brings no groups")
         num_bytes = pieces.num_bytes
@@ -235,21 +309,26 @@ class Connection:
         Of a call that has not come, forget the pieces; there will be no answer.
         """
         if (pieces := self._pieces.pop(number, None)) is not None:
-            self._put_bytes -= pieces.num_bytes
+            self._count(-pieces.num_bytes)
         task = self._calls.get(number)
         if task is not None and (task in self._waiting or number not in self._lasting):
             self._cancelled.add(number)
             task.cancel()
 
     def _note_end(self, number: int, num_bytes: int) -> None:
-        self._put_bytes -= num_bytes
+        self._count(-num_bytes)
         del self._calls[number]
         self._lasting.discard(number)
         self._cancelled.discard(number)
         self._settled.set()
 
-    async def _serve(self, call: Call, groups: list[Incoming], last: list[Received]) -> None:
+    async def _serve(self, call: Call, groups: list[Incoming], last: list[Received] | None) -> None:
         try:
+            if last is None:
+                raise ServerFull(
+                    f"puts of {self._served.put_bytes} bytes wait to be stored, and the server takes "
+                    f"{self._served.max_put_bytes} (max_put_bytes of serve)"
+                )
             groups += [hold_group(*group) for group in last]
             await self._run_call(call, groups)
         except asyncio.CancelledError as error:
@@ -316,7 +395,7 @@ class Connection:
             try:
                 await self._send_groups(call.number, result.groups)
             except BaseException:
-                await finish(self._served.release(result.handover))
+                await finish(self._served.release(arguments.key, result.handover))
                 raise
             if result.groups:
                 self._expect_settling(arguments.key, result.handover)
@@ -349,7 +428,7 @@ class Connection:
 
     async def _release(self, key: bytes) -> None:
         handover = self._settle(key)
-        await self._served.release(handover)
+        await self._served.release(key, handover)
 
     def _settle(self, key: bytes) -> Handover | None:
         handover, timer = self._handovers.pop(key, (None, None))
@@ -382,4 +461,14 @@ class Connection:
         for key in list(self._handovers):
             handover = self._settle(key)
             if handover is not None and not handover.is_kept:
-                await self._served.release(handover)
+                await self._served.release(key, handover)
+
+
+async def turn_away(sock: socket.socket, reason: str) -> None:
+    """Say why, and close a connection that has just been made; its client has said nothing yet."""
+    channel = Channel(sock, decode=messages.decode_from_client, max_frame_bytes=0)
+    with suppress(OSError):
+        # It does not wait: so little fits into any socket's buffer.
+        await channel.send(Goodbye(reason))
+    channel.end()
+    channel.close()

@@ -99,6 +99,10 @@ class Gate:
         """The content changed."""
         self._changes.note()
 
+    def close(self) -> None:
+        """The buffer was closed: whoever waits for room is told so (`BufferClosed`)."""
+        self._changes.close()
+
     async def admit(self, number: int) -> None:
         """Wait for room for so many groups and occupy it until `leave`.
 

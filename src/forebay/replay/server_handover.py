@@ -76,11 +76,11 @@ class Handover:
 
     async def release(self) -> int:
         """Nobody has them: they are as they were; return how many are live."""
-        buffer, rows = self.buffer, self.rows
-        self.rows = []
-        if not rows:
-            return 0
+        buffer = self.buffer
         async with buffer._lock.alone():
+            rows, self.rows = self.rows, []
+            if not rows:
+                return 0
             if self.held is not None:
                 await buffer.storage.update_if([copy_row(row, item=None) for row in rows], self.held)
             else:

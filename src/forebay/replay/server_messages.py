@@ -10,6 +10,7 @@
       <------------------------------------ Piece 3, Piece 3, Call 3           of a put of many groups
       <------------------------------------ Call 2, Cancel 1, Done, ...       in any order, by number
       Part 2, Part 2, Answer 2 | Failure 2 ---------->                        groups come in parts
+      Alive ----------------------------------------> <-------- Alive        while nothing else is said
       Goodbye (why) --------------------------------->
 
 Messages are MessagePack, written and checked by msgspec; groups follow a message as raw bytes
@@ -27,6 +28,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from forebay.heartbeat import SILENCE_LIMIT_S
+from forebay.replay.changes import BufferClosed
 from forebay.replay.storage import StorageItem
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
@@ -70,6 +73,10 @@ class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     pass
 
 
+class ServerFull(ConnectionError):
+    """The server holds as many bytes of puts under way as it may; the put has not happened."""
+
+
 class Greeting(_Message, tag="greeting"):
     """The server's first words."""
 
@@ -80,6 +87,8 @@ class Greeting(_Message, tag="greeting"):
     """For the proof that the client knows the token."""
     needs_token: bool
     max_frame_bytes: int
+    limit_s: float
+    """How long the server waits for a sign of life of the client."""
     fields: tuple[str, ...] = ROLLOUT_FIELDS
     """Those of a rollout: both sides send values by their place."""
 
@@ -89,6 +98,8 @@ class Hello(_Message, tag="hello"):
 
     protocol: int
     proof: bytes
+    limit_s: float = SILENCE_LIMIT_S
+    """How long the client waits for a sign of life of the server."""
 
 
 class Call(_Message, tag="call"):
@@ -146,6 +157,10 @@ class Failure(_Message, tag="failure"):
     message: str
 
 
+class Alive(_Message, tag="alive"):
+    """A sign of life; see `forebay.heartbeat`."""
+
+
 class Goodbye(_Message, tag="goodbye"):
     """The last words before the connection is closed."""
 
@@ -186,8 +201,8 @@ row_values = attrgetter(*ROW_FIELDS)
 """The fields of a `StorageItem`, in this order, without the payload."""
 
 
-FromServer = Greeting | Part | Answer | Failure | Goodbye
-FromClient = Hello | Call | Piece | Cancel | Done
+FromServer = Greeting | Part | Answer | Failure | Alive | Goodbye
+FromClient = Hello | Call | Piece | Cancel | Done | Alive
 
 
 class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -338,7 +353,7 @@ _ERRORS = {
     for kind in (
         *(ValueError, RuntimeError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError),
         *(OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
-        *(PermissionError, ConnectionLost, ServerClosed),
+        *(PermissionError, ConnectionLost, ServerClosed, ServerFull, BufferClosed),
     )
 }
 

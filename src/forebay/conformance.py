@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from forebay.conformance_rows import EVERYTHING, QUERIES, fill, make_row, put_all, uids
 from forebay.replay.naive import NaiveStorage
+from forebay.replay.policies import FIFOReplayPolicy
 from forebay.replay.query import ARCHIVED, plain_value
 from forebay.replay.storage import StorageBackend, TagValue, revive_row
 from forebay.types import Status
@@ -199,16 +201,62 @@ class StorageConformance:
             make_row("given 1", staleness=1),
         )
         expected = {
+            2: [("given 3", 3), ("step 0", 1), ("given 1", 1), ("step 2", -1)],
             3: [("given 3", 3), ("step 0", 2), ("given 1", 1), ("step 2", 0)],
             4: [("given 3", 3), ("step 0", 3), ("step 2", 1), ("given 1", 1)],
             6: [("step 0", 5), ("given 3", 3), ("step 2", 3), ("given 1", 1)],
-            2: [("given 3", 3), ("step 0", 1), ("given 1", 1), ("step 2", -1)],
         }
         for train_step, order in expected.items():
             await storage.set_train_step("math", train_step)
             rows = await storage.get({}, order="-staleness")
             assert [(row.item, row.staleness) for row in rows] == order
             assert await storage.count({"staleness": {"$gte": 3}}) == sum(age >= 3 for _, age in order)
+
+    @_runs
+    async def test_a_train_step_falls_only_where_it_is_let(self, storage: StorageBackend) -> None:
+        await put_all(storage, make_row("m", step=0), make_row("c", task="code", step=0))
+        for step in (10, 9, 10, 3):
+            await storage.set_train_step("math", step)
+            assert await storage.get_train_step("math") == 10
+        assert await storage.count({"staleness": 9}) == 1
+        await storage.set_train_step("code", 4)
+        await storage.let_train_steps_fall()
+        assert [row.staleness for row in await storage.get({})] == [9, 3]
+        await storage.set_train_step("math", 6)
+        assert [await storage.get_train_step(task) for task in ("math", "code")] == [6, 4]
+        await storage.set_train_step("math", 5)
+        assert [row.staleness for row in await storage.get({})] == [5, 3]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [
+            {"task_name": "a\0"},
+            {"task_name": "\ud800"},
+            {"task_name": 7},
+            {"status": "\0"},
+            {"staleness": 2**63},
+            {"oldest_model_step": -(2**70)},
+        ],
+    )
+    @_runs
+    async def test_what_some_store_could_not_hold_is_refused(
+        self, storage: StorageBackend, wrong: dict[str, Any]
+    ) -> None:
+        (name,) = wrong
+        row = replace(make_row("x"), **wrong)
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            await storage.put(row)
+        uid = await storage.put(make_row("kept"))
+        with pytest.raises(ValueError, match=f"^{name} must be"):
+            await storage.update([replace(make_row("y"), uid=uid), replace(row, uid=uid)])
+        assert [row.item for row in await storage.get({})] == ["kept"]
+
+    @_runs
+    async def test_a_policy_ignores_an_empty_group(self, storage: StorageBackend) -> None:
+        policy = FIFOReplayPolicy()
+        await policy.put(make_row([]), storage)
+        await policy.put_many([make_row([]), make_row(["a"])], storage)
+        assert [row.item for row in await storage.get({})] == [["a"]]
 
     @_runs
     async def test_tasks_age_on_their_own(self, storage: StorageBackend) -> None:

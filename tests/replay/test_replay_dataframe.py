@@ -98,7 +98,7 @@ TestReplayOnPandas.settings = settings(stateful_step_count=20, max_examples=sett
 def draw_row(rng, payload):
     return make_row(
         payload,
-        rng.choice(["math", "code", "\udfff"]),
+        rng.choice(["math", "code", "\U0001f600"]),
         rng.choice([*STATUSES, Status.COMPLETED]),
         staleness=rng.randrange(5),
         step=rng.choice([None, 0, 1, 2, 3]),
@@ -148,6 +148,16 @@ async def test_thousands_of_queries_match_the_same_rows_as_in_the_reference(seed
     query = draw_query(rng)
     assert await store.take(range(-2, 30), query=query) == await reference.take(range(-2, 30), query=query)
     assert len(store) == len(reference)
+
+
+async def test_lines_can_be_grouped_by_any_field():
+    store = PandasStorage()
+    await store.put(make_row("a"))
+    await store.put(make_row("b"))
+    buffer = ReplayBuffer(FIFOReplayPolicy(), store)
+    for frame in (store.frame, await buffer.to_pandas()):
+        assert frame.groupby("uid").size().tolist() == [1, 1]
+        assert frame.sort_values("uid").loc[1, "task_name"] == "math"
 
 
 async def test_the_frame_shows_rows_tags_and_the_staleness_of_now():

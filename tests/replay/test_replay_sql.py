@@ -118,21 +118,6 @@ async def test_what_matches_is_deleted_with_its_payload_and_tags(store):
             assert connection.scalar(sa.text(f"SELECT count(*) FROM forebay_{table}")) == 0
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"task": "a\0"}, {"task": "\ud800"}, {"status": "\0"}, {"staleness": 2**63}, {"step": -(2**70)}],
-)
-async def test_rows_that_no_column_holds_are_refused(store, wrong):
-    with pytest.raises(ValueError, match="in a SQL store"):
-        await store.put(make_row(**wrong))
-    uid = await store.put(make_row("kept"))
-    row = make_row("x", **wrong)
-    row.uid = uid
-    with pytest.raises(ValueError, match="in a SQL store"):
-        await store.update([row])
-    assert [row.item for row in await store.get({})] == ["kept"]
-
-
 async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatch):
     go_on = threading.Event()
     loop = asyncio.get_running_loop()

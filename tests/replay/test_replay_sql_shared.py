@@ -61,18 +61,63 @@ async def test_callers_that_shared_a_commit_go_on_a_few_at_a_time(store):
 
 async def test_a_train_step_is_written_when_it_is_new(open_store):
     store, rival = open_store(), open_store()
-    commits = count_commits(store)
+    writes = []
+
+    def note(connection, cursor, statement, parameters, context, executemany):
+        writes.extend([statement] * statement.startswith("UPDATE"))
+
+    sa.event.listen(store._engine, "before_cursor_execute", note)
     for step in (3, 3, 4, 4, 3, 3):
         await store.set_train_step("math", step)
-    assert len(commits) == 3
+    assert len(writes) == 2
     await rival.set_train_step("math", 9)
-    await store.set_train_step("math", 3)
+    await store.set_train_step("math", 5)
     assert await store.get_train_step("math") == 9, "the latest that was seen by anybody"
-    await asyncio.gather(*(store.set_train_step("math", step) for step in (5, 6, 5)))
-    assert await rival.get_train_step("math") == 5
+    await asyncio.gather(*(store.set_train_step("math", step) for step in (10, 12, 11)))
+    assert await rival.get_train_step("math") == 12
+    assert len(writes) == 3
     store.load_state_dict(NaiveStorage().state_dict())
     await store.set_train_step("math", 5)
     assert await store.get_train_step("math") == 5
+
+
+async def test_a_lagging_producer_hands_nobody_a_group_that_is_too_old(open_store):
+    """Weights of step 7 are 2 behind at train step 10, where that is too much; the producer is at 9."""
+    trainer, producer = (ReplayBuffer(FIFOReplayPolicy(), open_store()) for _ in range(2))
+    await producer.put(make_group("a", steps=[7]), "math", current_train_step=9, stale_threshold=2)
+    assert await trainer.refresh_staleness({"math": 2}, 10) == {"math": 1}
+    await producer.put(late := make_group("b", steps=[7]), "math", current_train_step=9, stale_threshold=2)
+    assert [(state.status, state.seq_staleness) for state in late] == [(Status.EXPIRED, 2)] * 2
+    await trainer.put(make_group("c", steps=[9]), "math", current_train_step=10, stale_threshold=2)
+    await producer.put(make_group("d", steps=[9]), "math", current_train_step=9, stale_threshold=2)
+    assert await trainer.refresh_staleness({"math": 2}, 10) == {"math": 0}
+    groups, _ = await trainer.take_batch({"math": 9}, train_step=10)
+    assert names(groups["math"]) == ["c", "d"]
+    assert [group[0].seq_staleness for group in groups["math"]] == [0, 0]
+    await trainer.restore(8)
+    await producer.put(make_group("e", steps=[7]), "math", current_train_step=9, stale_threshold=2)
+    assert names(await trainer.get(9, "math", Status.COMPLETED)) == ["c", "d", "e"]
+    assert await trainer.storage.get_train_step("math") == 9
+
+
+async def test_a_step_that_is_named_while_rows_are_written_waits_for_them(postgres_url):
+    """Else it would be set, and what is too old expired, before those rows can be seen."""
+    store, rival = SQLStorage(postgres_url), SQLStorage(postgres_url)
+    await store.set_train_step("math", 9)
+    putting = store._engine.connect()
+    putting.begin()
+    assert sql_shared._raise_steps(putting, {"math": 9}) == {"math": 9}
+    naming = asyncio.create_task(rival.set_train_step("math", 10))
+    waiting = sa.text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    with store._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while not connection.scalar(waiting):
+            await asyncio.sleep(0)
+    putting.commit()
+    putting.close()
+    await naming
+    assert await store.get_train_step("math") == 10
+    store.close()
+    rival.close()
 
 
 async def test_concurrent_puts_of_a_buffer_keep_its_limit(open_store):

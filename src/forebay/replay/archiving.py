@@ -106,6 +106,10 @@ class ArchivingStorage(StorageBackend):
         """As the store."""
         await self._storage.set_train_step(task_name, train_step)
 
+    async def let_train_steps_fall(self) -> None:
+        """As the store."""
+        await self._storage.let_train_steps_fall()
+
     def __len__(self) -> int:
         return len(self._storage)
 

@@ -48,6 +48,7 @@ from forebay.replay.query import QueryLike, StorageIndices, plain_value, read_fi
 from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
 from forebay.replay.storage import (
     STALEST,
+    StepPassed,
     StorageBackend,
     StorageItem,
     TagValue,
@@ -206,20 +207,24 @@ class ReplayBuffer:
         if not (listed := await label_groups(groups, model_step)):
             return [], []
         async with self._lock.shared():
-            step = await self._see_step(task_name, current_train_step)
-            rows = []
-            for group in listed:
-                rows.append(arrived_row(group, task_name, step, current_train_step, stale_threshold))
-                rows[-1].tags, rows[-1].priority = tags, priority
-                if len(rows) % STORE_AT_ONCE == 0:
-                    await asyncio.sleep(0)
-            try:
-                await self.policy.put_many(rows, self.storage, receipt=receipt)
-                evicted = [] if self.limit is None else await self.storage.evict(self.limit)
-            finally:
-                # Also if cancelled: the groups may be stored.
-                self._changes.note()
-        return rows, evicted
+            step, aged_at = await self._see_step(task_name, current_train_step)
+            while True:
+                rows = []
+                for group in listed:
+                    rows.append(arrived_row(group, task_name, step, current_train_step, stale_threshold))
+                    rows[-1].tags, rows[-1].priority = tags, priority
+                    if len(rows) % STORE_AT_ONCE == 0:
+                        await asyncio.sleep(0)
+                try:
+                    await self.policy.put_many(rows, self.storage, receipt=receipt, **aged_at)
+                    evicted = [] if self.limit is None else await self.storage.evict(self.limit)
+                    return rows, evicted
+                except StepPassed as passed:
+                    # Another process saw a later step of the task: the groups are older than was thought.
+                    step, aged_at = passed.train_step, {"aged_at": passed.train_step}
+                finally:
+                    # Also if cancelled: the groups may be stored.
+                    self._changes.note()
 
     async def get(
         self,
@@ -318,13 +323,15 @@ class ReplayBuffer:
         """Go back to the checkpoint at `train_step`: what was consumed after it is live again.
 
         The groups have the status, the place in the order and the content that they were taken with. They
-        may exceed `limit`; nothing is evicted before the next `put`.
+        may exceed `limit`; nothing is evicted before the next `put`. The next train step that is named for a
+        task stands, also an older one; nothing else makes the step of a task fall.
         """
         query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
         async with self._lock.alone():
             rows = await self.storage.get(query, rows_only=True)
             with self._changes.noted_if_cut_short():
                 await self.storage.update_if([revive_row(row) for row in rows], query)
+                await self.storage.let_train_steps_fall()
             if rows:
                 self._changes.note()
 
@@ -442,12 +449,19 @@ class ReplayBuffer:
         if len(self):
             raise RuntimeError(f"resume needs an empty buffer; this one holds {len(self)} groups")
 
-    async def _see_step(self, task_name: str, current_train_step: int | None) -> int | None:
-        """Remember the train step of the task; without one, return the one last seen."""
-        if current_train_step is None:
-            return await self.storage.get_train_step(task_name)
-        await self.storage.set_train_step(task_name, current_train_step)
-        return current_train_step
+    async def _see_step(
+        self, task_name: str, current_train_step: int | None
+    ) -> tuple[int | None, dict[str, int]]:
+        """The latest train step of the task, which this one becomes if it is later; and what `put_many` gets.
+
+        A store that other processes share takes the step, and judges it, in the transaction of the put.
+        """
+        puts_itself = type(self.policy).put is not ReplayPolicy.put
+        if current_train_step is not None and self.storage.is_shared and not puts_itself:
+            return current_train_step, {"aged_at": current_train_step}
+        if current_train_step is not None:
+            await self.storage.set_train_step(task_name, current_train_step)
+        return await self.storage.get_train_step(task_name), {}
 
     async def _take(
         self,
@@ -476,6 +490,8 @@ class ReplayBuffer:
         self, task_name: str, threshold: int, train_step: int, statuses: Sequence[Status]
     ) -> int:
         await self.storage.set_train_step(task_name, train_step)
+        # Somebody may have named a later one.
+        train_step = await self.storage.get_train_step(task_name) or train_step
         query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
         num_expired = 0
         while rows := await self.storage.get(query, order=STALEST, limit=EXPIRE_AT_ONCE):

@@ -35,15 +35,14 @@ from forebay.replay.query import (
     parse_query,
     plain_value,
 )
+from forebay.replay.row_book import RowBook, checked, replace_row
 from forebay.replay.storage import (
-    RowBook,
     StorageBackend,
     StorageItem,
     archive_row,
     check_priority,
     check_tags,
     parse_order,
-    replace_row,
 )
 
 if TYPE_CHECKING:
@@ -150,7 +149,7 @@ class PandasStorage(StorageBackend):
     async def update(self, items: Iterable[StorageItem]) -> None:
         """See `StorageBackend.update`."""
         # Where a uid comes twice the last one counts.
-        changes = {item.uid: item for item in items}
+        changes = {item.uid: item for item in checked(items)}
         for item in changes.values():
             _check(item)
         stored = self._rows_with(changes)
@@ -163,7 +162,11 @@ class PandasStorage(StorageBackend):
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         """See `StorageBackend.set_train_step`."""
-        self._book.train_steps[task_name] = train_step
+        self._book.set_train_step(task_name, train_step)
+
+    async def let_train_steps_fall(self) -> None:
+        """See `StorageBackend.let_train_steps_fall`."""
+        self._book.let_train_steps_fall()
 
     def __len__(self) -> int:
         return len(self._frame) + len(self._waiting) - self._num_archived
@@ -227,7 +230,8 @@ def _check(item: StorageItem) -> None:
 def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
     """One line per row: its fields but the payload, and a column ``tags.<name>`` per tag.
 
-    Indexed by uid. Columns are nullable and of one type; a tag of several kinds has a column of objects.
+    Indexed by uid; the index has no name, so that "uid" means the column. Columns are nullable and of one
+    type; a tag of several kinds has a column of objects.
     """
     import pandas as pd
 
@@ -236,9 +240,8 @@ def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
     tags = [_tag_series([row.tags.get(name) for row in rows], frame.index) for name in names]
     labels = [*_FIELD_KINDS, *(TAG_PREFIX + name for name in names)]
     # Labels as objects: pandas' own text type cannot hold every name.
-    return pd.concat([frame[list(_FIELD_KINDS)], *tags], axis=1).set_axis(
-        pd.Index(labels, dtype=object), axis=1
-    )
+    whole = pd.concat([frame[list(_FIELD_KINDS)], *tags], axis=1)
+    return whole.set_axis(pd.Index(labels, dtype=object), axis=1).rename_axis(index=None)
 
 
 def _tag_series(values: Sequence[Any], index: Any) -> Series:

@@ -30,15 +30,8 @@ from operator import itemgetter
 from typing import Any
 
 from forebay.replay.query import Query, QueryLike, allowed_values, matches, parse_query, plain_value, simplify
-from forebay.replay.storage import (
-    RowBook,
-    StorageBackend,
-    StorageItem,
-    archive_row,
-    copy_row,
-    parse_order,
-    replace_row,
-)
+from forebay.replay.row_book import RowBook, checked, replace_row
+from forebay.replay.storage import StorageBackend, StorageItem, archive_row, copy_row, parse_order
 from forebay.replay.sum_tree import SumTree
 
 MAX_RUNS = 8
@@ -236,7 +229,7 @@ class IndexedStorage(StorageBackend):
 
     async def update(self, items: Iterable[StorageItem]) -> None:
         """See `StorageBackend.update`."""
-        for item in items:
+        for item in checked(items):
             if (stored := self._rows.get(item.uid)) is not None:
                 self._remove(stored)
                 self._insert(replace_row(stored, item))
@@ -250,7 +243,11 @@ class IndexedStorage(StorageBackend):
         if task_name not in self._book.train_steps:
             for cell in self._cells.get(task_name, {}).values():
                 cell.loose = {}
-        self._book.train_steps[task_name] = train_step
+        self._book.set_train_step(task_name, train_step)
+
+    async def let_train_steps_fall(self) -> None:
+        """See `StorageBackend.let_train_steps_fall`."""
+        self._book.let_train_steps_fall()
 
     def __len__(self) -> int:
         return len(self._rows) - self._num_archived

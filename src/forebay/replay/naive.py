@@ -10,14 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from forebay.replay.query import QueryLike, matches, parse_query
-from forebay.replay.storage import (
-    RowBook,
-    StorageBackend,
-    StorageItem,
-    archive_row,
-    parse_order,
-    replace_row,
-)
+from forebay.replay.row_book import RowBook, checked, replace_row
+from forebay.replay.storage import StorageBackend, StorageItem, archive_row, parse_order
 
 
 class NaiveStorage(StorageBackend):
@@ -73,7 +67,7 @@ class NaiveStorage(StorageBackend):
 
     async def update(self, items: Iterable[StorageItem]) -> None:
         """See `StorageBackend.update`."""
-        for item in items:
+        for item in checked(items):
             if item.uid in self._rows:
                 self._rows[item.uid] = replace_row(self._rows[item.uid], item)
 
@@ -83,7 +77,11 @@ class NaiveStorage(StorageBackend):
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         """See `StorageBackend.set_train_step`."""
-        self._book.train_steps[task_name] = train_step
+        self._book.set_train_step(task_name, train_step)
+
+    async def let_train_steps_fall(self) -> None:
+        """See `StorageBackend.let_train_steps_fall`."""
+        self._book.let_train_steps_fall()
 
     def __len__(self) -> int:
         return sum(1 for row in self._rows.values() if not row.is_archived)

@@ -32,8 +32,9 @@ class ReplayPolicy(ABC):
     """
 
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
-        """Store `item`."""
-        await storage_backend.put(item)
+        """Store `item`; an empty group is ignored."""
+        if not is_empty(item):
+            await storage_backend.put(item)
 
     async def put_many(
         self,
@@ -41,8 +42,9 @@ class ReplayPolicy(ABC):
         storage_backend: StorageBackend,
         *,
         receipt: bytes | None = None,
+        aged_at: int | None = None,
     ) -> None:
-        """Store `items`, all of them or none.
+        """Store `items`, all of them or none; see `StorageBackend.put_many`.
 
         For a policy that has a `put` of its own one by one; if one fails, those before it are taken out.
         """
@@ -51,8 +53,11 @@ class ReplayPolicy(ABC):
                 for item in items:
                     await self.put(item, view)
             items = ()
+        items = [item for item in items if not is_empty(item)]
         if items or receipt is not None:
-            await storage_backend.put_many(items, receipt=receipt)
+            # Other stores need not know the keyword.
+            aged = {"aged_at": aged_at} if storage_backend.is_shared else {}
+            await storage_backend.put_many(items, receipt=receipt, **aged)
 
     @abstractmethod
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
@@ -74,6 +79,11 @@ class ReplayPolicy(ABC):
         """
         if state:
             raise ValueError(f"{type(self).__name__} has no state to load, got {sorted(state)}")
+
+
+def is_empty(item: StorageItem) -> bool:
+    """Whether its payload is a group without a rollout."""
+    return isinstance(item.item, Sequence) and not isinstance(item.item, str | bytes) and not item.item
 
 
 async def take_ranked(

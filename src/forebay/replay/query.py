@@ -211,6 +211,11 @@ def holds(condition: Condition, value: Any) -> bool:
     return _OPERATORS[condition.op](value, condition.value)
 
 
+def is_storable_text(text: str) -> bool:
+    """Whether the text columns of every database can hold it: no NUL, no lone surrogate."""
+    return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
+
+
 def to_float(value: Any) -> float:
     """The float nearest to a number; infinity beyond the largest."""
     try:

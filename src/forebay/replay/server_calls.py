@@ -167,7 +167,9 @@ class Served:
         if not await storage.has_receipt(arguments.key):
             return None
         task, step = arguments.task_name, arguments.current_train_step
-        seen = await storage.get_train_step(task) if step is None else step
+        # Of the two the later one, as for the put itself.
+        seen = await storage.get_train_step(task)
+        seen = step if seen is None else max(seen, step or seen)
         before = list(map(status_of, groups))
         rows = [arrived_row(group, task, seen, step, arguments.stale_threshold) for group in groups]
         return _put_result(rows, before, ())

@@ -32,6 +32,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
+from forebay.replay.row_book import check_state
 from forebay.replay.sql_ids import next_ids, raise_ids
 from forebay.replay.sql_ranking import (
     Ranking,
@@ -82,7 +83,7 @@ from forebay.replay.sql_shared import (
 from forebay.replay.sql_state import StoredItems
 from forebay.replay.sql_turns import turns_of
 from forebay.replay.sql_worker import Sharing, Worker
-from forebay.replay.storage import STATE_VERSION, Codec, StorageBackend, StorageItem, check_state
+from forebay.replay.storage import STATE_VERSION, Codec, StepPassed, StorageBackend, StorageItem
 from forebay.replay.sum_tree import SumTree
 
 Result = TypeVar("Result")
@@ -130,6 +131,7 @@ class SQLStorage(StorageBackend):
     """
 
     keeps_receipts = True
+    is_shared = True
 
     def __init__(
         self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True
@@ -147,7 +149,6 @@ class SQLStorage(StorageBackend):
         self._worker = Worker("forebay-sql")
         self._writer = RowWriter(self._reading, self._writing)
         self._has_receipts = False
-        self._step_wanted: dict[str, int] = {}
         self._rows = Sharing(self._prepare, self._writer.write)
         self._evictions = Sharing(int, lambda limits: evict_together(self._writing, limits, self._codec))
 
@@ -166,10 +167,14 @@ class SQLStorage(StorageBackend):
         [uid] = await self.put_many([item])
         return uid
 
-    async def put_many(self, items: Sequence[StorageItem], *, receipt: bytes | None = None) -> list[int]:
+    async def put_many(
+        self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
+    ) -> list[int]:
         """See `StorageBackend.put_many`."""
         await self._prepare_receipts(receipt)
-        uids: list[int] = await self._worker.share(self._rows, (tuple(items), receipt))
+        uids: list[int] | StepPassed = await self._worker.share(self._rows, (tuple(items), receipt, aged_at))
+        if isinstance(uids, StepPassed):
+            raise uids
         return uids
 
     async def has_receipt(self, receipt: bytes) -> bool:
@@ -339,12 +344,17 @@ class SQLStorage(StorageBackend):
         return step
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """See `StorageBackend.set_train_step`; what this store has written last is not written again."""
-        step = SetTrainStep(task_name, train_step)
-        if self._step_wanted.get(task_name) == train_step and self._writer.has_written(step):
-            return
-        self._step_wanted[task_name] = train_step
-        await self._worker.share(self._rows, step)
+        """See `StorageBackend.set_train_step`."""
+        await self._worker.share(self._rows, SetTrainStep(task_name, train_step))
+
+    async def let_train_steps_fall(self) -> None:
+        """See `StorageBackend.let_train_steps_fall`; for all processes."""
+
+        def work() -> None:
+            with self._writing() as connection:
+                connection.execute(tasks.update().values(may_fall=1))
+
+        await self._worker.call(work)
 
     def __len__(self) -> int:
         with self._reading() as connection:
@@ -400,7 +410,7 @@ class SQLStorage(StorageBackend):
         with self._writing() as connection:
             for table in (tags, payloads, groups):
                 connection.execute(table.delete())
-            connection.execute(tasks.update().values(train_step=None))
+            connection.execute(tasks.update().values(train_step=None, may_fall=0))
             raise_ids(connection, {name: state[f"next_{name}"] for name in ("uid", "timestamp_id")})
             insert_tasks(connection, (row.columns["task_name"] for row in rows))
             insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
@@ -457,11 +467,11 @@ class SQLStorage(StorageBackend):
         delete_rows(connection, [row.uid for row in rows])
         insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
 
-    def _prepare(self, content: tuple[Sequence[StorageItem], bytes | None] | Content) -> Content:
+    def _prepare(self, content: tuple[Sequence[StorageItem], bytes | None, int | None] | Content) -> Content:
         if not isinstance(content, tuple):
             return content
-        items, receipt = content
-        return PreparedRows([prepare(item, self._codec) for item in items], receipt)
+        items, receipt, aged_at = content
+        return PreparedRows([prepare(item, self._codec) for item in items], receipt, aged_at)
 
     @contextmanager
     def _reading(self) -> Iterator[sa.Connection]:

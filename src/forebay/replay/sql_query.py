@@ -32,6 +32,7 @@ from forebay.replay.query import (
     Query,
     Scalar,
     allowed_values,
+    is_storable_text,
     simplify,
 )
 from forebay.replay.sql_schema import LIVE, groups, tags
@@ -310,11 +311,6 @@ def _text_is_ordered(column: sa.ColumnElement[Any], op: str, value: str) -> Clau
     if value[stop] == "\0":
         return _compare(column, "$gt" if above else "$lte", value[:stop])
     return _compare(column, "$gte" if above else "$lt", value[:stop] + "\ue000")
-
-
-def is_storable_text(text: str) -> bool:
-    """Whether a text column can hold it: no NUL, no lone surrogate."""
-    return "\0" not in text and (text.isascii() or not any("\ud800" <= char <= "\udfff" for char in text))
 
 
 def encode_text(text: str) -> bytes:

@@ -18,9 +18,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from forebay.replay.query import ARCHIVED, plain_value
-from forebay.replay.sql_query import INT_MAX, INT_MIN, encode_text, is_storable_text
+from forebay.replay.sql_query import INT_MAX, INT_MIN, encode_text
 from forebay.replay.sql_schema import LIVE, groups, insert_missing, payloads, tags, tasks
-from forebay.replay.storage import Codec, StorageItem, TagValue, staleness_at
+from forebay.replay.storage import Codec, StorageItem, TagValue, check_row, staleness_at
 
 CHUNK = 500
 """Rows that one statement names by uid: databases limit the values of a statement."""
@@ -56,8 +56,9 @@ def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> P
     """The row of `item`; with `keep_payload` an item without payload has no bytes either.
 
     Raises:
-        ValueError: a number or a text of the row does not fit a column, or the codec refuses the payload.
+        ValueError: `check_row` refuses it, or the codec refuses the payload.
     """
+    check_row(item)
     columns = {
         "task_name": item.task_name,
         "status": plain_value(item.status),
@@ -68,11 +69,6 @@ def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> P
         "status_before": plain_value(item.status_before),
         "tags": json.dumps(item.tags) if item.tags else "{}",
     }
-    for name, value in columns.items():
-        if isinstance(value, str) and not is_storable_text(value):
-            raise ValueError(f"{name} must not hold NUL or a lone surrogate in a SQL store, got {value!r}")
-        if isinstance(value, int) and not INT_MIN <= value <= INT_MAX:
-            raise ValueError(f"{name} must be a 64-bit int in a SQL store, got {value!r}")
     data = None if keep_payload and item.item is None else codec.encode(item.item)
     return PreparedRow(columns, data, dict(item.tags), item.uid, item.timestamp_id)
 

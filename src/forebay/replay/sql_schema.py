@@ -25,7 +25,8 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.schema import CreateSequence
 
 FORMAT = "forebay-replay"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1 had neither checksums nor counts."""
 
 PAGE_BYTES = 16_384
 """SQLite's page. Of 4, 16 and 64 KiB, 64 writes groups of 127 KB fastest and 4 small rows; measured per group
@@ -51,6 +52,7 @@ tasks = sa.Table(
     metadata,
     sa.Column("task_name", _text, primary_key=True),
     sa.Column("train_step", _int),
+    sa.Column("may_fall", sa.SmallInteger(), nullable=False, server_default="0"),
     sa.Column("num_evicted", _int, nullable=False, server_default="0"),
 )
 groups = sa.Table(

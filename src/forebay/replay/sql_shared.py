@@ -11,7 +11,7 @@ Evictions have a transaction of their own, so that one that fails costs no put.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -19,7 +19,7 @@ from itertools import islice
 import sqlalchemy as sa
 
 from forebay.replay.sql_ids import next_ids, reserve_ids
-from forebay.replay.sql_ranking import Ranking, count_live, ranked_rows, train_steps
+from forebay.replay.sql_ranking import Ranking, count_live, ranked_rows
 from forebay.replay.sql_rows import (
     PreparedRow,
     decode_payload,
@@ -33,11 +33,10 @@ from forebay.replay.sql_schema import (
     LIVE,
     groups,
     insert_missing,
-    insert_or_update,
     receipts,
     tasks,
 )
-from forebay.replay.storage import ARRIVAL, Codec, StorageItem
+from forebay.replay.storage import ARRIVAL, Codec, StepPassed, StorageItem
 
 RECEIPT_S = 3600
 """Who asks does so as soon as the buffer's server has been started again."""
@@ -67,17 +66,18 @@ class PreparedRows:
 
     rows: list[PreparedRow]
     receipt: bytes | None = None
+    aged_at: int | None = None
 
 
 Content = PreparedRows | SetTrainStep | GetTrainStep
 
 
 class RowWriter:
-    """Writes rows and train steps, many in one transaction; remembers what it need not write again.
+    """Writes rows and train steps, many in one transaction.
 
-    A task that is known stays known, and its name is written once. A train step that this store has written,
-    and that nobody here was told to change since, is not written again. (Another process may have set a later
-    one meanwhile; that stands, as the latest that was seen.)
+    A task that is known stays known, and its name is written once. A train step is written if it is later
+    than the one in the database, whichever process wrote that; rows that were aged at an older one are not
+    written.
 
     >>> writer = RowWriter(reading, writing)
     >>> [uid], _ = writer.write([PreparedRows([prepare(item, codec)]), SetTrainStep("math", 4)])
@@ -87,44 +87,108 @@ class RowWriter:
         self._reading = reading
         self._writing = writing
         self._known_tasks: set[str] = set()
-        self._steps: dict[str, int] = {}
-
-    def has_written(self, step: SetTrainStep) -> bool:
-        """Whether the train step is the last one that was written here."""
-        return self._steps.get(step.task_name) == step.train_step
 
     def forget(self) -> None:
         """The content was replaced."""
         self._known_tasks.clear()
-        self._steps.clear()
 
-    def write(self, contents: Sequence[Content]) -> list[list[int] | int | None]:
-        """The uids of all rows and the train step of each question, as if done in this order."""
-        rows = [row for content in contents if isinstance(content, PreparedRows) for row in content.rows]
-        set_steps = [content for content in contents if isinstance(content, SetTrainStep)]
-        asks = any(isinstance(content, GetTrainStep) for content in contents)
-        kept = [c.receipt for c in contents if isinstance(c, PreparedRows) and c.receipt is not None]
-        with (self._writing if rows or set_steps or kept else self._reading)() as connection:
-            steps = train_steps(connection) if asks else {}
-            names = {row.columns["task_name"] for row in rows} - self._known_tasks
-            ids = reserve_ids(connection, [(row.uid, row.timestamp_id) for row in rows]) if rows else []
+    def write(self, contents: Sequence[Content]) -> list[list[int] | int | StepPassed | None]:
+        """For each of the contents: the uids of its rows, or why they are not written; or the train step."""
+        named = _latest_steps(contents)
+        if not any(isinstance(content, PreparedRows) for content in contents):
+            with self._reading() as connection:
+                steps, later = _steps_and_later(connection, named)
+            if not later:
+                return [_answer(content, steps) for content in contents]
+        with self._writing() as connection:
+            names = {task for content in contents for task in _tasks_of(content)} - self._known_tasks
             insert_tasks(connection, names)
+            steps = _raise_steps(connection, named)
+            answers = [_answer(content, steps) for content in contents]
+            written = [
+                content
+                for content, answer in zip(contents, answers, strict=True)
+                if isinstance(content, PreparedRows) and answer is None
+            ]
+            rows = [row for content in written for row in content.rows]
+            ids = reserve_ids(connection, [(row.uid, row.timestamp_id) for row in rows]) if rows else []
             insert_rows(connection, rows, ids)
-            keep_receipts(connection, kept)
-            written = {step.task_name: step.train_step for step in set_steps}
-            if written:
-                lines = [{"task_name": name, "train_step": written[name]} for name in sorted(written)]
-                insert_or_update(connection, tasks, lines, "train_step")
+            keep_receipts(connection, [content.receipt for content in written if content.receipt is not None])
         # Only now it is certain.
         self._known_tasks |= names
-        self._steps |= written
         uids = iter(uid for uid, _ in ids)
         return [
             list(islice(uids, len(content.rows)))
-            if isinstance(content, PreparedRows)
-            else _step(content, steps)
-            for content in contents
+            if isinstance(content, PreparedRows) and answer is None
+            else answer
+            for content, answer in zip(contents, answers, strict=True)
         ]
+
+
+def _tasks_of(content: Content) -> set[str]:
+    if isinstance(content, PreparedRows):
+        return {row.columns["task_name"] for row in content.rows}
+    return {content.task_name} if isinstance(content, SetTrainStep) else set()
+
+
+def _latest_steps(contents: Sequence[Content]) -> dict[str, int]:
+    """For each task, the latest train step that somebody names."""
+    latest: dict[str, int] = {}
+    for content in contents:
+        if isinstance(content, GetTrainStep):
+            continue
+        step = content.train_step if isinstance(content, SetTrainStep) else content.aged_at
+        if step is not None:
+            latest |= {task: max(step, latest.get(task, step)) for task in _tasks_of(content)}
+    return latest
+
+
+def _steps_and_later(
+    connection: sa.Connection, named: Mapping[str, int]
+) -> tuple[dict[str, int | None], dict[str, int]]:
+    """The train steps of all tasks, and the named ones that take their place."""
+    lines = connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)).all()
+    may_fall = {line.task_name for line in lines if line.may_fall}
+    steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
+    later = {
+        task: step
+        for task, step in named.items()
+        if (before := steps.get(task)) is None or before < step or task in may_fall
+    }
+    return steps, later
+
+
+def _raise_steps(connection: sa.Connection, named: Mapping[str, int]) -> dict[str, int | None]:
+    """Write what is later; the train steps of all tasks, of which the named ones stay until the commit.
+
+    On PostgreSQL another process may name a later step at the same time, and expire what is too old by then.
+    It must either be seen here, or wait until the rows of this transaction can be seen there. Tasks are
+    locked one after another in one order, and none twice, so that two processes never wait for each other.
+    """
+    steps, later = _steps_and_later(connection, named)
+    for task in sorted(named):
+        of_task = tasks.c.task_name == task
+        if task in later:
+            stands = sa.or_(
+                tasks.c.train_step.is_(None), tasks.c.train_step < later[task], tasks.c.may_fall == 1
+            )
+            changed = tasks.update().where(of_task, stands).values(train_step=later[task], may_fall=0)
+            connection.execute(changed)
+            steps[task] = later[task]
+        if connection.dialect.name == "postgresql":
+            held = sa.select(tasks.c.train_step).where(of_task).with_for_update(read=True)
+            steps[task] = connection.scalar(held)
+    return steps
+
+
+def _answer(content: Content, steps: Mapping[str, int | None]) -> int | StepPassed | None:
+    """The train step that is asked for; why rows are not written; or None."""
+    if isinstance(content, GetTrainStep):
+        return steps.get(content.task_name)
+    if isinstance(content, SetTrainStep) or content.aged_at is None:
+        return None
+    reached = [steps.get(task) or 0 for task in _tasks_of(content)]
+    return StepPassed(max(reached)) if max(reached, default=0) > content.aged_at else None
 
 
 def keep_receipts(connection: sa.Connection, kept: Sequence[bytes]) -> None:
@@ -142,13 +206,6 @@ def has_receipt(connection: sa.Connection, receipt: bytes) -> bool:
     """Whether what the receipt is of has happened."""
     found = sa.select(receipts.c.at).where(receipts.c.receipt == receipt)
     return connection.scalar(found) is not None
-
-
-def _step(content: SetTrainStep | GetTrainStep, steps: dict[str, int | None]) -> int | None:
-    if isinstance(content, SetTrainStep):
-        steps[content.task_name] = content.train_step
-        return None
-    return steps.get(content.task_name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The contract of a replay store, and the two things every store in memory needs.
+"""The contract of a replay store.
 
 A store keeps *rows* (light: ids, task, status, age, priority, tags) with one opaque *payload* each, which it
 never looks into. It decides nothing: labelling, expiry, limits and policies are above it.
@@ -15,8 +15,9 @@ What signatures cannot say:
 * **Ids.** `put` gives each row a `uid` and a `timestamp_id` above every one given before; they never rewind,
   also after the store was drained, saved and loaded. Arrival order is the order of `timestamp_id`.
 * **Age.** A row with an `oldest_model_step` has, once a train step of its task is known, the staleness
-  ``train_step - 1 - oldest_model_step`` as of the train step last set for the task; any other row has the
-  staleness it was given. Queries, orders and returned rows all use this value.
+  ``train_step - 1 - oldest_model_step`` as of the latest train step set for the task; any other row has the
+  staleness it was given. Queries, orders and returned rows all use this value. An older step changes nothing:
+  a task's step falls only after `let_train_steps_fall`.
 * **Isolation.** What `get` and `take` return are copies of the rows (the payload by reference, for stores
   that hold it in memory); changing one changes nothing in the store until `update`.
 * **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
@@ -27,6 +28,7 @@ What signatures cannot say:
   and passes over rows that another process is taking; nobody waits longer than one call of another takes.
 * **Durability**, for stores that outlive the process: what a method that returned did stays done. One that
   a death or a cancellation interrupts happened wholly or not at all; a cancelled `take` did not happen.
+* **What every store can hold** is what `check_row` lets through, when a row is put or updated.
 * **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return values.
 * **Unknown uids** are ignored by `take`, `delete` and `update`.
 * ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
@@ -41,6 +43,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import lru_cache
 from typing import Any, ClassVar, Protocol
 
 from forebay.replay.query import (
@@ -48,6 +51,7 @@ from forebay.replay.query import (
     All,
     Condition,
     QueryLike,
+    is_storable_text,
     parse_query,
     plain_value,
     show_value,
@@ -120,6 +124,18 @@ class StorageItem:
         return bool(plain_value(self.status) == ARCHIVED)
 
 
+class StepPassed(Exception):
+    """Rows were judged at an older train step than their task has by now, and are to be judged again.
+
+    >>> StepPassed(7).train_step
+    7
+    """
+
+    def __init__(self, train_step: int) -> None:
+        super().__init__(f"the task is at train step {train_step} already")
+        self.train_step = train_step
+
+
 class StorageBackend(ABC):
     """Keeps groups; the module docstring is the contract.
 
@@ -136,10 +152,20 @@ class StorageBackend(ABC):
         between stores one by one.
         """
 
-    async def put_many(self, items: Sequence[StorageItem], *, receipt: bytes | None = None) -> list[int]:
+    is_shared: ClassVar[bool] = False
+    """Whether other processes may change the content."""
+
+    async def put_many(
+        self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
+    ) -> list[int]:
         """`put` the rows in this order, all of them or none (in memory no `put` fails); return their uids.
 
         A `receipt` is given only to a store that `keeps_receipts`, to `update_if` and `delete_where` too.
+        `aged_at` is given only to one that `is_shared`: the train step at which the rows, all of one task,
+        were judged to be fresh enough. It becomes the task's, in the same transaction.
+
+        Raises:
+            StepPassed: the task has a later train step than `aged_at`; nothing is stored.
         """
         return [await self.put(item) for item in items]
 
@@ -283,15 +309,19 @@ class StorageBackend(ABC):
         """
 
     async def get_train_step(self, task_name: str) -> int | None:
-        """The train step last set for the task."""
+        """The latest train step set for the task."""
         return self._steps_set().get(task_name)
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         """Rows of the task that have an `oldest_model_step` are from now on as stale as at `train_step`.
 
-        Here it is only remembered: a store that does no more keeps the staleness its rows were given.
+        A step that is not later than the one set before changes nothing. Here it is only remembered: a store
+        that does no more keeps the staleness its rows were given.
         """
         self._steps_set()[task_name] = train_step
+
+    async def let_train_steps_fall(self) -> None:  # noqa: B027
+        """The trainer went back to a checkpoint: the next step that is set for a task stands, however old."""
 
     def _steps_set(self) -> dict[str, int]:
         steps: dict[str, int] = self.__dict__.setdefault("_train_steps_set", {})
@@ -324,96 +354,11 @@ class StorageBackend(ABC):
         """Give back threads, files and connections; the store is not used afterwards."""
 
 
-class RowBook:
-    """What a store in memory keeps beside its rows: id counters and the latest train step of each task.
-
-    >>> book = RowBook()
-    >>> stored = book.admit(row)      # with ids
-    >>> book.present(stored)          # a copy to hand out, with its staleness of now
-    """
-
-    def __init__(self) -> None:
-        self.next_uid = 0
-        self.next_timestamp_id = 0
-        self.train_steps: dict[str, int] = {}
-
-    def admit(self, item: StorageItem) -> StorageItem:
-        """A copy of `item` with the ids it will keep."""
-        uid = max(item.uid, self.next_uid)
-        timestamp_id = max(item.timestamp_id, self.next_timestamp_id)
-        self.next_uid, self.next_timestamp_id = uid + 1, timestamp_id + 1
-        return copy_row(item, uid=uid, timestamp_id=timestamp_id)
-
-    def staleness(self, row: StorageItem) -> int:
-        """The row's staleness as of the latest train step of its task."""
-        return staleness_at(row, self.train_steps.get(row.task_name))
-
-    def present(self, row: StorageItem, *, rows_only: bool = False) -> StorageItem:
-        """A copy to hand out."""
-        # Written out, and not `replace`, because every row that leaves the store passes here.
-        return StorageItem(
-            None if rows_only else row.item,
-            row.uid,
-            row.timestamp_id,
-            row.task_name,
-            row.status,
-            self.staleness(row),
-            dict(row.tags),
-            row.priority,
-            row.oldest_model_step,
-            row.train_step,
-            row.status_before,
-        )
-
-    def state_dict(self, rows: Iterable[StorageItem]) -> dict[str, Any]:
-        """The form that `StorageBackend.state_dict` describes."""
-        return {
-            "version": STATE_VERSION,
-            "items": list(rows),
-            "next_uid": self.next_uid,
-            "next_timestamp_id": self.next_timestamp_id,
-            "train_steps": dict(self.train_steps),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[StorageItem]:
-        """Take over counters and train steps; return the rows to store, in arrival order."""
-        rows = check_state(state)
-        self.next_uid = max(self.next_uid, state["next_uid"])
-        self.next_timestamp_id = max(self.next_timestamp_id, state["next_timestamp_id"])
-        self.train_steps = dict(state["train_steps"])
-        return [copy_row(row) for row in rows]
-
-
 def staleness_at(row: StorageItem, train_step: int | None) -> int:
     """The row's staleness at `train_step`; as given if it has no label or no train step is known."""
     if train_step is None or row.oldest_model_step is None:
         return row.staleness
     return train_step - 1 - row.oldest_model_step
-
-
-def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
-    """The rows of a store's state, in arrival order.
-
-    Raises:
-        ValueError: another version, ids that are doubled or not below the counters, or a consumed row that
-            could not be brought back.
-    """
-    if state.get("version") != STATE_VERSION:
-        raise ValueError(f"a store's state has version {STATE_VERSION}, got {state.get('version')!r}")
-    rows: list[StorageItem] = sorted(state["items"], key=lambda row: row.timestamp_id)
-    for name in ("uid", "timestamp_id"):
-        ids = {getattr(row, name) for row in rows}
-        limit = state[f"next_{name}"]
-        if len(ids) != len(rows) or any(not 0 <= id_ < limit for id_ in ids):
-            raise ValueError(f"the state holds a {name} twice, or one that is not in 0..{limit - 1}")
-    for row in rows:
-        if (
-            row.is_archived
-            and row.train_step is not None
-            and plain_value(row.status_before) in (None, ARCHIVED)
-        ):
-            raise ValueError(f"the state does not say what the consumed row {row.uid} was before")
-    return rows
 
 
 def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
@@ -434,10 +379,32 @@ def revive_row(row: StorageItem) -> StorageItem:
     return copy_row(row, status=row.status_before, status_before=None, train_step=None)
 
 
-def replace_row(stored: StorageItem, item: StorageItem) -> StorageItem:
-    """What `update` stores: `item` under the ids of `stored`, with its payload if it brings none."""
-    payload = stored.item if item.item is None else item.item
-    return copy_row(item, timestamp_id=stored.timestamp_id, item=payload)
+def check_row(row: StorageItem) -> None:
+    """Refuse what some store could not hold, so that every store gives the same answer.
+
+    Raises:
+        ValueError: the task's name or a status is not text, or holds NUL or a lone surrogate; or a number
+            does not fit into 64 bits.
+    """
+    _check_text("task_name", row.task_name)
+    _check_text("status", plain_value(row.status))
+    if row.status_before is not None:
+        _check_text("status_before", plain_value(row.status_before))
+    for name in ("staleness", "oldest_model_step", "train_step"):
+        number = getattr(row, name)
+        if number is not None and not -(2**63) <= number < 2**63:
+            raise ValueError(f"{name} must be a 64-bit int, got {show_value(number)}")
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str) or not _is_storable(text):
+        raise ValueError(
+            f"{name} must be text without NUL and without lone surrogates, got {show_value(text)}"
+        )
+
+
+_is_storable = lru_cache(maxsize=1024)(is_storable_text)
+"""The same few names come with every row."""
 
 
 def parse_order(order: str | None) -> tuple[str, bool]:

@@ -8,12 +8,13 @@ that is cancelled or fails half way is given back, and groups of which only some
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from forebay.cancelling import outlast
-from forebay.replay.query import QueryLike
+from forebay.replay.query import ARCHIVED, QueryLike
+from forebay.replay.slices import change, slices_of
 from forebay.replay.storage import StorageBackend, StorageItem, copy_row
 
 
@@ -35,11 +36,15 @@ class ArchivingStorage(StorageBackend):
         """Undo what was done through this view; rows that were not archived come back as the newest."""
         if self.added:
             await self._storage.delete(self.added)
-        if self._train_step is not None:
-            await self._storage.update([copy_row(row, item=None) for row in self.taken])
+        if self._train_step is None:
+            for part in slices_of(self.taken, self._storage.rows_at_once):
+                for row in part:
+                    await self._storage.put(row)
+                await asyncio.sleep(0)
         else:
-            for row in self.taken:
-                await self._storage.put(row)
+            # Only what still is as it was left: another process may have gone back to a checkpoint since.
+            held = {"status": ARCHIVED, "train_step": self._train_step}
+            await change(self._storage, self.taken, lambda row: copy_row(row, item=None), held)
 
     async def put(self, item: StorageItem) -> int:
         """As the store."""
@@ -61,17 +66,20 @@ class ArchivingStorage(StorageBackend):
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
         """Archive or remove these rows and return them as they were."""
-        taken = await self._storage.take(uids, query=query, train_step=self._train_step)
-        self.taken += taken
-        return taken
+        before = len(self.taken)
+        for part in slices_of(uids, self._storage.rows_at_once):
+            self.taken += await self._storage.take(part, query=query, train_step=self._train_step)
+            await self._let_others(len(part))
+        return self.taken[before:]
 
     async def take_first(
         self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
         """Archive or remove the first rows and return them as they were."""
-        taken = await self._storage.take_first(count, query, order=order, train_step=self._train_step)
-        self.taken += taken
-        return taken
+        step = self._train_step
+        return await self._take_slices(
+            count, lambda number: self._storage.take_first(number, query, order=order, train_step=step)
+        )
 
     async def take_drawn(
         self,
@@ -82,9 +90,28 @@ class ArchivingStorage(StorageBackend):
         train_step: int | None = None,
     ) -> list[StorageItem]:
         """Archive or remove drawn rows and return them as they were."""
-        taken = await self._storage.take_drawn(count, query, random, train_step=self._train_step)
-        self.taken += taken
-        return taken
+        step = self._train_step
+        return await self._take_slices(
+            count, lambda number: self._storage.take_drawn(number, query, random, train_step=step)
+        )
+
+    async def _take_slices(
+        self, count: int, take: Callable[[int], Awaitable[list[StorageItem]]]
+    ) -> list[StorageItem]:
+        """Up to `count` rows, a few at a time: the buffer holds its lock, but other work may go on."""
+        at_once = self._storage.rows_at_once or max(count, 1)
+        before = len(self.taken)
+        while (left := count - len(self.taken) + before) > 0:
+            taken = await take(min(left, at_once))
+            self.taken += taken
+            if len(taken) < min(left, at_once):
+                break
+            await self._let_others(len(taken))
+        return self.taken[before:]
+
+    async def _let_others(self, num_rows: int) -> None:
+        if num_rows == self._storage.rows_at_once:
+            await asyncio.sleep(0)
 
     async def delete(self, uids: Iterable[int]) -> None:
         """Archive or remove these rows."""

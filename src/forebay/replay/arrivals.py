@@ -10,19 +10,23 @@ Labelling is done where the rollouts were made; ageing where the train step is k
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from forebay.replay.groups import HeldGroup, StoredGroup, as_stored
-from forebay.replay.storage import StorageItem
+from forebay.replay.changes import Changes
+from forebay.replay.groups import HeldGroup, StoredGroup, as_stored, copy_group
+from forebay.replay.storage import STALEST, StorageBackend, StorageItem
 from forebay.types import (
     RolloutState,
     Status,
+    expire_group,
     fill_token_fields,
     get_group_status,
     maybe_expire_group,
     update_sample_version,
 )
 
+EXPIRE_AT_ONCE = 64
+"""Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
 LABEL_AT_ONCE = 256
 """Groups labelled between two turns of the event loop; with arrays to make it takes about 10 ms."""
 
@@ -93,6 +97,39 @@ def arrived_row(
         staleness=max(staleness_of(group)),
         oldest_model_step=min((step for step in group.steps if step is not None), default=None),
     )
+
+
+async def expire_old(
+    storage: StorageBackend,
+    task_name: str,
+    threshold: int,
+    train_step: int,
+    statuses: Sequence[Status],
+    changes: Changes,
+    is_saving: Callable[[], bool],
+) -> int:
+    """Wipe and store as EXPIRED what is at or over the threshold at `train_step`; return how many groups."""
+    await storage.set_train_step(task_name, train_step)
+    # Somebody may have named a later one.
+    train_step = await storage.get_train_step(task_name) or train_step
+    query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
+    num_expired = 0
+    while rows := await storage.get(query, order=STALEST, limit=EXPIRE_AT_ONCE):
+        for row in rows:
+            # A snapshot being written still reads the rollouts as they were.
+            group = as_stored(row.item)
+            if is_saving() and group is row.item:
+                group = copy_group(group)
+            group.refresh(train_step)
+            expire_group(group)
+            row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
+        # Another process may have taken some since.
+        with changes.noted_if_cut_short():
+            num_expired += await storage.update_if(rows, query)
+        changes.note()
+        # The lock is held, but other work than the buffer's may go on.
+        await asyncio.sleep(0)
+    return num_expired
 
 
 def status_of(group: Sequence[RolloutState]) -> Status:

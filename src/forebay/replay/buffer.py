@@ -33,30 +33,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.replay.archiving import ArchivingStorage, taking
-from forebay.replay.arrivals import arrived_row, check_threshold, label_groups
+from forebay.replay.arrivals import arrived_row, check_threshold, expire_old, label_groups
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
-from forebay.replay.groups import StoredGroup, as_stored, copy_group, hand_out
+from forebay.replay.groups import hand_out
 from forebay.replay.locks import SharedLock
 from forebay.replay.policies import ReplayPolicy
-from forebay.replay.query import QueryLike, StorageIndices, plain_value, read_field
+from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
+from forebay.replay.slices import check_priorities, forget, revive, reweigh
 from forebay.replay.storage import (
-    STALEST,
     StepPassed,
     StorageBackend,
     StorageItem,
     TagValue,
     check_priority,
     check_tags,
-    revive_row,
 )
-from forebay.types import RolloutState, Status, expire_group
+from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -68,8 +67,6 @@ Present = Callable[..., Presented]
 
 _CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
 
-EXPIRE_AT_ONCE = 64
-"""Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
 STORE_AT_ONCE = 256
 """Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""
 COPY_AT_ONCE = 128
@@ -252,7 +249,7 @@ class ReplayBuffer:
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> int:
         """The number of groups of that task and status."""
-        async with self._lock.alone():
+        async with self._looking():
             return await self.policy.count(
                 StorageIndices(task_name, group_status, tags).get_key(), self.storage
             )
@@ -264,7 +261,7 @@ class ReplayBuffer:
         tasks, statuses = tuple(task_names), tuple(statuses)
         cells = [(task, status) for task in tasks for status in statuses]
         queries = [StorageIndices(task, status).get_key() for task, status in cells]
-        async with self._lock.alone():
+        async with self._looking():
             if type(self.policy).count is ReplayPolicy.count:
                 numbers = await self.storage.count_many(queries)
             else:
@@ -315,7 +312,7 @@ class ReplayBuffer:
         query = {"status": Status.ARCHIVED, "train_step": {"$lte": train_step}}
         async with self._lock.alone():
             with self._changes.noted_if_cut_short():
-                num_forgotten = await self.storage.delete_where(query)
+                num_forgotten = await forget(self.storage, query)
             if num_forgotten:
                 self._changes.note()
 
@@ -328,11 +325,10 @@ class ReplayBuffer:
         """
         query = {"status": Status.ARCHIVED, "train_step": {"$gt": train_step}}
         async with self._lock.alone():
-            rows = await self.storage.get(query, rows_only=True)
             with self._changes.noted_if_cut_short():
-                await self.storage.update_if([revive_row(row) for row in rows], query)
+                num_revived = await revive(self.storage, query)
                 await self.storage.let_train_steps_fall()
-            if rows:
+            if num_revived:
                 self._changes.note()
 
     async def refresh_staleness(
@@ -354,11 +350,11 @@ class ReplayBuffer:
         asked = _CAN_EXPIRE if statuses is None else tuple(statuses)
         expiring = [status for status in _CAN_EXPIRE if status in asked]
         async with self._lock.alone():
-            expired = {
-                task: await self._expire(task, threshold, current_train_step, expiring)
-                for task, threshold in task_stale_thresholds.items()
-            }
-        return expired
+            expired = {}
+            for task, threshold in task_stale_thresholds.items():
+                rule = task, threshold, current_train_step, expiring
+                expired[task] = await expire_old(self.storage, *rule, self._changes, self._is_saving)
+            return expired
 
     async def update_priorities(
         self, priorities: Mapping[Any, float], *, by: str = "uid", task_name: str | None = None
@@ -372,12 +368,10 @@ class ReplayBuffer:
         Raises:
             ValueError: there is no such field, or a priority is not one; nothing is changed.
         """
-        wanted = {plain_value(value): check_priority(priority) for value, priority in priorities.items()}
+        wanted = await check_priorities(priorities)
         of_task = {} if task_name is None else {"task_name": task_name}
         async with self._lock.alone():
-            rows = await self.storage.get({"$and": [{by: {"$in": list(wanted)}}, of_task]}, rows_only=True)
-            found = {row.uid: wanted[read_field(row, by)] for row in rows}
-            return await self.storage.update_priorities(found)
+            return await reweigh(self.storage, wanted, by, of_task)
 
     async def to_pandas(self, query: QueryLike | None = None, *, payloads: bool = False) -> DataFrame:
         """The rows that match (all live ones), one line each; with `payloads` one line per rollout.
@@ -445,6 +439,17 @@ class ReplayBuffer:
         async with self._lock.alone():
             await run_to_the_end(self.storage.close)
 
+    def _looking(self) -> AbstractAsyncContextManager[None]:
+        """For one question to the store, which need not wait for puts, and which no put waits for.
+
+        With a limit, a put is two calls of the store; a policy of its own may ask several questions.
+        """
+        is_one = self.limit is None and type(self.policy).count is ReplayPolicy.count
+        return self._lock.shared() if is_one else self._lock.alone()
+
+    def _is_saving(self) -> bool:
+        return self._num_saving > 0
+
     def _require_empty(self) -> None:
         if len(self):
             raise RuntimeError(f"resume needs an empty buffer; this one holds {len(self)} groups")
@@ -485,28 +490,3 @@ class ReplayBuffer:
                 # The lock is held, but other work than the buffer's may go on.
                 await asyncio.sleep(0)
         return handed_out
-
-    async def _expire(
-        self, task_name: str, threshold: int, train_step: int, statuses: Sequence[Status]
-    ) -> int:
-        await self.storage.set_train_step(task_name, train_step)
-        # Somebody may have named a later one.
-        train_step = await self.storage.get_train_step(task_name) or train_step
-        query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
-        num_expired = 0
-        while rows := await self.storage.get(query, order=STALEST, limit=EXPIRE_AT_ONCE):
-            for row in rows:
-                # A snapshot being written still reads the rollouts as they were.
-                group = as_stored(row.item)
-                if self._num_saving and group is row.item:
-                    group = copy_group(group)
-                group.refresh(train_step)
-                expire_group(group)
-                row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
-            # Another process may have taken some since.
-            with self._changes.noted_if_cut_short():
-                num_expired += await self.storage.update_if(rows, query)
-            self._changes.note()
-            # The lock is held, but other work than the buffer's may go on.
-            await asyncio.sleep(0)
-        return num_expired

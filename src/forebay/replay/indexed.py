@@ -7,13 +7,14 @@
                            '-- loose    {staleness: rows in arrival order}           labelled rows, while the
                                                                    task has no train step yet
 
-All rows of one bucket have the same task, status and staleness, so a query is first simplified with these
-three known: buckets that cannot match are skipped, buckets that wholly match are counted by their length and
-walked without looking at a row, and only what is left of the query is checked row by row. Age needs no
-upkeep: a train step moves the staleness of all labelled buckets of its task at once, and "most stale first"
-is a merge of buckets, so labelled rows (whose staleness moves) and others (whose staleness stands) are ranked
-together exactly. Cost: `count` by task and status is O(1), `put` and `take` O(log n) at worst, `get` with a
-limit reads about as many rows as it returns. Orders by priority sort what matches.
+Consumed rows have a bucket for each train step. All rows of one bucket have the same task, status, staleness
+and train step, so a query is first simplified with these four known: buckets that cannot match are skipped,
+buckets that wholly match are counted by their length and walked without looking at a row, and only what is
+left of the query is checked row by row. Age needs no upkeep: a train step moves the staleness of all labelled
+buckets of its task at once, and "most stale first" is a merge of buckets, so labelled rows (whose staleness
+moves) and others (whose staleness stands) are ranked together exactly. Cost: `count` by task and status is
+O(1), `put` and `take` O(log n) at worst, `get` with a limit reads about as many rows as it returns. Orders by
+priority sort what matches.
 
 Draws by priority from one task and status use a sum tree of that cell, made at the first draw and kept from
 then on: who never draws pays nothing, who does pays O(log n) for each draw, put and take. Other queries read
@@ -26,7 +27,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby, islice
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from forebay.replay.query import Query, QueryLike, allowed_values, matches, parse_query, plain_value, simplify
@@ -35,14 +36,17 @@ from forebay.replay.storage import StorageBackend, StorageItem, archive_row, cop
 from forebay.replay.sum_tree import SumTree
 
 MAX_RUNS = 8
-"""A bucket with more runs merges its two shortest: reads stay cheap, and a row moves O(log n) times."""
+"""A bucket with more runs merges the shortest: reads stay cheap, and a row moves O(log n) times."""
+
+_Key = tuple[int, int | None]
+"""Staleness or oldest model step, and the train step that consumed the rows."""
 
 Part = tuple[int, "_Bucket", Query | bool]
 """``(staleness, bucket, what is left of the query for its rows)``."""
 
 
 class _Bucket:
-    """Rows of the same task, status and staleness, as ascending runs ``{timestamp_id: uid}``.
+    """Rows of the same task, status, staleness and train step, as ascending runs ``{timestamp_id: uid}``.
 
     Rows nearly always arrive in order and make one run. One that comes back (restored, or with a changed
     status) may be older than the last; it starts or joins another run instead of moving the rest.
@@ -62,8 +66,12 @@ class _Bucket:
         self.runs.append(OrderedDict(((row.timestamp_id, row.uid),)))
         if len(self.runs) > MAX_RUNS:
             self.runs.sort(key=len, reverse=True)
-            shortest = [*self.runs.pop().items(), *self.runs.pop().items()]
-            self.runs.append(OrderedDict(sorted(shortest)))
+            merged = [*self.runs.pop().items(), *self.runs.pop().items()]
+            # Each is at least twice as long as the next one: else rows in random order, as draws by priority
+            # consume them, would move the same long run again and again.
+            while self.runs and 2 * len(merged) >= len(self.runs[-1]):
+                merged += self.runs.pop().items()
+            self.runs.append(OrderedDict(sorted(merged)))
 
     def discard(self, row: StorageItem) -> None:
         for run in self.runs:
@@ -83,9 +91,9 @@ class _Cell:
 
     def __init__(self) -> None:
         self.size = 0
-        self.by_step: dict[int, _Bucket] = {}
-        self.by_given: dict[int, _Bucket] = {}
-        self.loose: dict[int, _Bucket] = {}
+        self.by_step: dict[_Key, _Bucket] = {}
+        self.by_given: dict[_Key, _Bucket] = {}
+        self.loose: dict[_Key, _Bucket] = {}
         self.priorities: SumTree | None = None
 
     def add(self, row: StorageItem, train_step: int | None) -> None:
@@ -108,14 +116,15 @@ class _Cell:
 
     def buckets(self, train_step: int | None) -> Iterator[tuple[dict[str, Any], _Bucket]]:
         """Each bucket that ranks rows at `train_step`, with the field values that all its rows share."""
-        for staleness, bucket in self.by_given.items():
-            yield {"staleness": staleness, "oldest_model_step": None}, bucket
+        for (staleness, consumed), bucket in self.by_given.items():
+            yield {"staleness": staleness, "oldest_model_step": None, "train_step": consumed}, bucket
         if train_step is None:
-            for staleness, bucket in self.loose.items():
-                yield {"staleness": staleness}, bucket
+            for (staleness, consumed), bucket in self.loose.items():
+                yield {"staleness": staleness, "train_step": consumed}, bucket
         else:
-            for step, bucket in self.by_step.items():
-                yield {"staleness": train_step - 1 - step, "oldest_model_step": step}, bucket
+            for (step, consumed), bucket in self.by_step.items():
+                staleness = train_step - 1 - step
+                yield {"staleness": staleness, "oldest_model_step": step, "train_step": consumed}, bucket
 
     def uids(self) -> Iterator[int]:
         """The uids of all rows, in no order."""
@@ -123,13 +132,15 @@ class _Cell:
             for run in bucket.runs:
                 yield from run.values()
 
-    def _places(self, row: StorageItem, *, has_train_step: bool) -> Iterator[tuple[dict[int, _Bucket], int]]:
+    def _places(
+        self, row: StorageItem, *, has_train_step: bool
+    ) -> Iterator[tuple[dict[_Key, _Bucket], _Key]]:
         if row.oldest_model_step is None:
-            yield self.by_given, row.staleness
+            yield self.by_given, (row.staleness, row.train_step)
             return
-        yield self.by_step, row.oldest_model_step
+        yield self.by_step, (row.oldest_model_step, row.train_step)
         if not has_train_step:
-            yield self.loose, row.staleness
+            yield self.loose, (row.staleness, row.train_step)
 
 
 class IndexedStorage(StorageBackend):
@@ -139,6 +150,8 @@ class IndexedStorage(StorageBackend):
     >>> await store.set_train_step("math", 7)
     >>> stale = await store.get({"task_name": "math", "staleness": {"$gte": 3}}, order="-staleness", limit=64)
     """
+
+    rows_at_once = 128
 
     def __init__(self) -> None:
         self._rows: dict[int, StorageItem] = {}
@@ -181,7 +194,7 @@ class IndexedStorage(StorageBackend):
     ) -> list[StorageItem]:
         """See `StorageBackend.take`."""
         parsed = None if query is None else parse_query(query)
-        taken = []
+        taken, archived = [], []
         for uid in dict.fromkeys(uids):
             if (row := self._rows.get(uid)) is None:
                 continue
@@ -190,7 +203,10 @@ class IndexedStorage(StorageBackend):
                 taken.append(shown)
                 self._remove(row)
                 if train_step is not None:
-                    self._insert(archive_row(row, train_step))
+                    archived.append(archive_row(row, train_step))
+        # In order of arrival, so that they make one run of their bucket.
+        for row in sorted(archived, key=attrgetter("timestamp_id")):
+            self._insert(row)
         return taken
 
     async def take_drawn(

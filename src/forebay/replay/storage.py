@@ -152,6 +152,9 @@ class StorageBackend(ABC):
         between stores one by one.
         """
 
+    rows_at_once: ClassVar[int | None] = None
+    """Rows that one call may be about without holding up the event loop; None: any number."""
+
     is_shared: ClassVar[bool] = False
     """Whether other processes may change the content."""
 

@@ -9,6 +9,7 @@
     forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
     forebay buffer inspect|show|query|export|migrate|serve ...
     forebay ledger RUN_FOLDER
+    forebay keys [PATTERN]
 
 Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
 """
@@ -22,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from forebay import buffer_cli, replay_cli, simulate_cli
+from forebay import buffer_cli, keys, replay_cli, simulate_cli
 from forebay.command import INTERRUPTED, one_message
 from forebay.config import ConfigError
 
@@ -95,6 +96,7 @@ app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(buffer_cli.show_ledger)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
+app.command(name="keys")(keys.show_keys)
 
 
 def main() -> None:

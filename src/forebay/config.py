@@ -54,9 +54,9 @@ class Component(StrictModel):
     """
 
     name: str
-    """A word of the part's table, or ``package.module:Name``."""
+    """The name of a component of this kind, or ``package.module:Name`` of one's own."""
     arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
-    """Keyword arguments."""
+    """Its keyword arguments, as the sections below list them for each name."""
 
     @model_validator(mode="before")
     @classmethod

@@ -76,6 +76,7 @@ class SampleParams:
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
+    """Only the likeliest tokens that have this probability together are drawn; 1: all."""
     top_k: int = 0
     """0 means all tokens."""
     stop: tuple[str, ...] = ()

@@ -40,7 +40,9 @@ class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
     """
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """Names the run and its folder: letters, digits, dots, dashes and underscores."""
     seed: int = Field(default=0, ge=0)
+    """Of everything that is drawn at random."""
     steps: int = Field(ge=0)
     """Train steps in all."""
     batch_size: int = Field(ge=1)

@@ -39,6 +39,7 @@ class PolicyConfig(BaseModel, extra="forbid", frozen=True):
     hidden_size: int = Field(default=64, ge=1)
     """Units of every hidden layer, and H."""
     memory: Literal["none", "gru", "lstm"] = "none"
+    """What the policy remembers from step to step: nothing, or a GRU's or LSTM's state."""
 
 
 class Policy(nn.Module):

@@ -108,7 +108,8 @@ class JudgeConfig(StrictModel):
     """
 
     name: str = ""
-    """A word of `JUDGERS`, or ``package.module:Name`` of a function of a rollout or of a `Judger` class."""
+    """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code``, ``llm``, ``composed``, or
+    ``package.module:Name`` of a function of a rollout or of a `Judger` class."""
     arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
     """Keyword arguments of the judger or function."""
     timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)

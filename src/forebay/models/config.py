@@ -17,8 +17,11 @@ class TinyConfig(StrictModel):
     """The sizes of ``source = "tiny"``: a Llama decoder whose tokens are characters."""
 
     hidden_size: int = Field(default=128, ge=8)
+    """Numbers in a token's hidden state; a multiple of twice `num_heads`."""
     num_layers: int = Field(default=4, ge=1)
+    """Decoder layers."""
     num_heads: int = Field(default=4, ge=1)
+    """Attention heads of a layer."""
     alphabet: str = Field(default=string.printable[:95] + "\n", min_length=1)
     """Its characters, one token each; any other character in a text is an error."""
 
@@ -47,6 +50,7 @@ class ModelConfig(StrictModel):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """On CPU bfloat16 halves the memory but is several times slower."""
     attention: Literal["sdpa", "eager"] = "sdpa"
+    """transformers' implementation of attention; ``sdpa`` is faster, ``eager`` plainer."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and response together, in tokens; None: what the model was made for (tiny: 512)."""
     tiny: TinyConfig = TinyConfig()

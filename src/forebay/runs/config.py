@@ -39,16 +39,21 @@ class TaskConfig(StrictModel):
     """One ``[[tasks]]`` table: a data source, a judge and how to sample."""
 
     name: str
+    """Names the task in metrics, ledger and messages."""
     data: DataConfig
+    """The prompts to train on."""
     eval_data: DataConfig | None = None
     """Held-out prompts; without them the task is not evaluated."""
     judge: JudgeConfig | None = None
-    """Required; None only so that its absence gets a message that helps."""
+    """What gives rollouts their reward; required, and None only so that its absence gets a message that
+    helps."""
     agent: Component = Component(name="single_turn")
-    """``single_turn``, ``multi_turn``, ``tools``, or ``package.module:Class`` of an `AgentLoop`."""
+    """``single_turn``, ``multi_turn``, ``tools``, ``program``, ``verifiers``, or ``package.module:Class`` of an `AgentLoop`."""
     sample: SampleParams = SampleParams()
     weight: float = Field(default=1.0, ge=0)
+    """The task's share of each batch, relative to the other tasks; 0: only evaluated."""
     overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do about prompts that leave no room for a response: ``error`` or ``drop``."""
     max_staleness: int | None = Field(default=None, ge=0)
     """This task's own; None: ``produce.max_staleness``."""
 
@@ -129,14 +134,18 @@ class EvalConfig(StrictModel):
     every: int = Field(default=0, ge=0)
     """Train steps between evaluations; 0: only before and after."""
     rollouts_per_prompt: int = Field(default=1, ge=1)
+    """Responses to each held-out prompt."""
     temperature: float = Field(default=0.0, ge=0)
+    """Of sampling in evaluations; 0: the likeliest token each time."""
 
 
 class RunConfig(StrictModel):
     """A whole run, as `forebay train` takes it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """Names the run and its folder: letters, digits, dots, dashes and underscores."""
     seed: int = Field(default=0, ge=0)
+    """Of everything that is drawn at random; equal seeds give equal runs on one machine."""
     steps: int = Field(ge=0)
     """Train steps in all."""
     batch_size: int = Field(ge=1)
@@ -153,6 +162,7 @@ class RunConfig(StrictModel):
     checkpoint_every: int = Field(default=50, ge=0)
     """Train steps between checkpoints; 0: only at the end or when stopped."""
     keep_checkpoints: int = Field(default=2, ge=1)
+    """How many of the latest checkpoints stay on disk."""
     show_every: int = Field(default=10, ge=0)
     """Train steps between tables of sampled rollouts; 0: never."""
     trace: bool = False
@@ -163,7 +173,7 @@ class RunConfig(StrictModel):
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig
     engine: Component = Component(name="transformers")
-    """``transformers`` (in this process), ``vllm``, ``sglang``, or ``package.module:function``."""
+    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or ``package.module:function``."""
     cluster: Component | None = None
     """``ray``: engines, agents, buffer and trainer as Ray actors. None: everything in this process."""
     tasks: list[TaskConfig] = Field(min_length=1)

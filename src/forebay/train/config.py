@@ -92,6 +92,7 @@ class TrainConfig(StrictModel):
     kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the divergence from the reference model; 0 needs no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """How samples estimate the divergence (Schulman, 2020); ``k3`` is unbiased and never negative."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalisation: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"

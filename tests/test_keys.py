@@ -1,0 +1,61 @@
+"""docs/keys.md and ``forebay keys`` say what every key of a run file means; the models say it once.
+
+``python tests/test_keys.py`` writes the page anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli import app
+from forebay.config import ConfigError
+from forebay.keys import as_page, find_keys, reference
+
+PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
+
+
+def test_the_page_is_what_the_models_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == as_page(), "run: python tests/test_keys.py"
+
+
+def test_every_key_has_a_meaning() -> None:
+    assert not [key.path for section in reference() for key in section.keys if len(key.meaning) < 5]
+
+
+def test_keys_of_components_stand_beside_those_of_the_run_file() -> None:
+    paths = {(key.path, key.of) for section in reference() for key in section.keys}
+    assert paths >= {
+        ("train.lr", ""),
+        ("tasks.0.sample.max_tokens", ""),
+        ("engine.arguments.max_batch", "engine transformers"),
+        ("engine.arguments.servers", "engine sglang"),
+        ("cluster.arguments.num_workers", "cluster ray"),
+        ("tasks.0.judge.arguments.limits.wall_s", "judge code"),
+        ("tasks.0.judge.arguments.parts.0.weight", "judge composed"),
+        ("tasks.0.agent.arguments.environment.arguments.num_tries", "environment second_chances"),
+        ("environment.id", "run in environments"),
+    }
+
+
+def test_a_pattern_is_looked_for_in_paths_and_then_in_meanings() -> None:
+    (lr, *_) = find_keys("train.lr")
+    assert (lr.default, lr.values) == ("1e-06", "number > 0")
+    assert {key.path for key in find_keys("tasks.3.weight")} == {"tasks.0.weight"}
+    assert "produce.filter" in {key.path for key in find_keys("dynamic sampling")}
+    with pytest.raises(ConfigError, match=r"did you mean '.*max_staleness'"):
+        find_keys("max_stalenes_")
+
+
+def test_the_command_prints_one_line_a_key_into_a_pipe() -> None:
+    said = CliRunner().invoke(app, ["keys", "token_budget"])
+    assert said.exit_code == 0
+    assert said.stdout.splitlines()[0].startswith("train.token_budget: Most tokens")
+    assert "default: 16384]" in said.stdout
+    assert CliRunner().invoke(app, ["keys", "no such thing"]).exit_code == 2
+
+
+if __name__ == "__main__":
+    PAGE.write_text(as_page(), encoding="utf-8")

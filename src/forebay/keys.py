@@ -243,8 +243,8 @@ def as_page() -> str:
         "# Keys of a run file",
         "Made from the config models by `python tests/test_keys.py`; `forebay keys PATTERN` shows some of\n"
         "it. A key is written as a path, as in an override (`train.lr=1e-4`); `tasks.0` is the first\n"
-        "`[[tasks]]` table. A default of `none`: the key is left out. Times end in `_s` and are seconds. What\n"
-        "becomes of a row of data: [judges](judges.md#from-a-row-of-data-to-a-rollout).",
+        "`[[tasks]]` table. A default of `none`: the key is left out. Times end in `_s` and are seconds.\n"
+        "What becomes of a row of data: [judges](judges.md#from-a-row-of-data-to-a-rollout).",
     ]
     for section in reference():
         rows = [

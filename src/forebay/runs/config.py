@@ -48,7 +48,8 @@ class TaskConfig(StrictModel):
     """What gives rollouts their reward; required, and None only so that its absence gets a message that
     helps."""
     agent: Component = Component(name="single_turn")
-    """``single_turn``, ``multi_turn``, ``tools``, ``program``, ``verifiers``, or ``package.module:Class`` of an `AgentLoop`."""
+    """``single_turn``, ``multi_turn``, ``tools``, ``program``, ``verifiers``, or
+    ``package.module:Class`` of an `AgentLoop`."""
     sample: SampleParams = SampleParams()
     weight: float = Field(default=1.0, ge=0)
     """The task's share of each batch, relative to the other tasks; 0: only evaluated."""
@@ -173,7 +174,8 @@ class RunConfig(StrictModel):
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig
     engine: Component = Component(name="transformers")
-    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or ``package.module:function``."""
+    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or
+    ``package.module:function``."""
     cluster: Component | None = None
     """``ray``: engines, agents, buffer and trainer as Ray actors. None: everything in this process."""
     tasks: list[TaskConfig] = Field(min_length=1)

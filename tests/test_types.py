@@ -369,6 +369,14 @@ def test_expiry_is_of_the_whole_group() -> None:
     assert [state.seq_staleness for state in group] == [3, 3]
 
 
+@pytest.mark.parametrize("threshold", [0, -1])
+def test_a_threshold_that_would_wipe_fresh_groups_is_refused(threshold: int) -> None:
+    state = finished()
+    with pytest.raises(ValueError, match=f"positive, got {threshold}"):
+        maybe_expire_group([state], threshold)
+    assert state.response == "2"
+
+
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(1, 6), st.sampled_from(Status))
 def test_a_group_expires_at_the_threshold_and_only_if_it_could_be_trained(
     staleness: list[int], threshold: int, status: Status

@@ -413,7 +413,13 @@ def expire_group(group: Sequence[RolloutState]) -> None:
 
 
 def maybe_expire_group(group: Sequence[RolloutState], stale_threshold: int) -> bool:
-    """Expire a COMPLETED or ABORTED group that is at or over `stale_threshold`; return whether it was."""
+    """Expire a COMPLETED or ABORTED group that is at or over `stale_threshold`; return whether it was.
+
+    Raises:
+        ValueError: the threshold is not positive: fresh groups would be wiped.
+    """
+    if stale_threshold <= 0:
+        raise ValueError(f"the stale threshold must be positive, got {stale_threshold}")
     if get_group_status(group) not in (Status.COMPLETED, Status.ABORTED):
         return False
     if max(state.seq_staleness for state in group) < stale_threshold:

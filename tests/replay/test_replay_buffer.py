@@ -11,6 +11,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.replay import (
     AsyncReplayBufferConfig,
     FIFOReplayPolicy,
+    IndexedStorage,
     ReplayBuffer,
     StalenessReplayPolicy,
     StorageIndices,
@@ -78,6 +79,17 @@ async def test_put_expires_the_whole_group_at_the_threshold(buffer, threshold, e
         assert group[1].tokens.tolist() == [1, 2, 3]
         (row,) = await buffer.storage.get({})
         assert (row.staleness, row.oldest_model_step) == (2, None)
+
+
+async def test_a_group_put_as_expired_is_wiped(buffer):
+    group = [make_state("g", 0, steps=[5], status=EXPIRED), make_state("g", 1, steps=[3])]
+    group[0].reward = {"score": 1.0}
+    await buffer.put(group, "math", current_train_step=6)
+    (read,) = await buffer.get(1, "math", EXPIRED)
+    for state in read:
+        assert (len(state.response_ids), state.response, state.reward, state.status) == (0, "", None, EXPIRED)
+        assert state.tokens.tolist() == [1, 2, 3]
+    assert max(state.seq_staleness for state in read) == 2
 
 
 async def test_max_staleness_zero_is_exactly_on_policy(buffer):
@@ -442,10 +454,12 @@ async def test_the_configs_build_what_they_say():
         parse_config(SyncReplayBufferConfig, {"limits": 3})
     with pytest.raises(ConfigError, match="limit"):
         parse_config(SyncReplayBufferConfig, {"limit": 0})
-    with pytest.raises(TypeError, match="limits"):
-        AsyncReplayBufferConfig(limits=3)
-    with pytest.raises(ValueError, match="limit must be at least 1"):
-        AsyncReplayBufferConfig(limit=0).build()
+    for kind in (SyncReplayBufferConfig, AsyncReplayBufferConfig):
+        for wrong in ({"limits": 3}, {"limit": 0}, {"limit": "many"}, {"keep_consumed": 7}):
+            with pytest.raises(ValueError, match=next(iter(wrong))):
+                kind(**wrong)
+        assert isinstance(kind().build().storage, IndexedStorage)
+    assert isinstance(ReplayBuffer(FIFOReplayPolicy()).storage, IndexedStorage)
 
 
 async def test_queries_by_indices_on_the_buffers_store(buffer):

@@ -21,10 +21,10 @@ from forebay.types import (
     expire_group,
     fill_token_fields,
     get_group_status,
-    maybe_expire_group,
     update_sample_version,
 )
 
+CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
 EXPIRE_AT_ONCE = 64
 """Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
 LABEL_AT_ONCE = 256
@@ -79,21 +79,23 @@ def arrived_row(
 ) -> StorageItem:
     """The row of a group that arrives when `seen_step` is the train step last seen for its task.
 
-    At or over the threshold the group is expired, its responses wiped.
+    At or over the threshold the group is expired, its responses wiped; so is one that came EXPIRED.
     """
     group: StoredGroup | HeldGroup = items if isinstance(items, HeldGroup) else StoredGroup(items)
     if seen_step is not None:
         group.refresh(seen_step, reset_unlabelled=current_train_step is not None)
-    if stale_threshold is not None and max(staleness_of(group)) >= stale_threshold:
+    status = status_of(group)
+    is_old = stale_threshold is not None and max(staleness_of(group)) >= stale_threshold
+    if status is Status.EXPIRED or (is_old and status in CAN_EXPIRE):
         states = as_stored(group)
-        if maybe_expire_group(states, stale_threshold):
-            group = StoredGroup(states)
+        expire_group(states)
+        group, status = StoredGroup(states), Status.EXPIRED
     return StorageItem(
         group,
         uid=-1,
         timestamp_id=-1,
         task_name=task_name,
-        status=status_of(group),
+        status=status,
         staleness=max(staleness_of(group)),
         oldest_model_step=min((step for step in group.steps if step is not None), default=None),
     )

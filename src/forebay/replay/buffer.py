@@ -38,10 +38,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from forebay.replay.archiving import ArchivingStorage, taking
-from forebay.replay.arrivals import arrived_row, check_threshold, expire_old, label_groups
+from forebay.replay.arrivals import CAN_EXPIRE, arrived_row, check_threshold, expire_old, label_groups
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
 from forebay.replay.groups import hand_out
+from forebay.replay.indexed import IndexedStorage
 from forebay.replay.locks import SharedLock
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
@@ -65,8 +66,6 @@ Presented = TypeVar("Presented")
 Present = Callable[..., Presented]
 """As `hand_out`: what is made of a group that leaves the store."""
 
-_CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
-
 STORE_AT_ONCE = 256
 """Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""
 COPY_AT_ONCE = 128
@@ -80,7 +79,9 @@ class ReplayBuffer:
     `put` that exceeds it evicts the live groups that arrived first, whatever their task and status; they are
     counted in `num_evicted` and passed to `on_evict`.
 
-    >>> buffer = ReplayBuffer(StalenessReplayPolicy(), IndexedStorage())
+    Without a `storage_backend` the groups are in an `IndexedStorage`, in memory.
+
+    >>> buffer = ReplayBuffer(StalenessReplayPolicy())
     >>> await buffer.put(group, "math", model_step=3, current_train_step=4, stale_threshold=2)
     >>> groups, counts = await buffer.take_batch({"math": 1}, train_step=4)
     >>> await buffer.commit(4)
@@ -89,7 +90,7 @@ class ReplayBuffer:
     def __init__(
         self,
         policy: ReplayPolicy,
-        storage_backend: StorageBackend,
+        storage_backend: StorageBackend | None = None,
         *,
         limit: int | None = None,
         keep_consumed: bool = False,
@@ -98,11 +99,11 @@ class ReplayBuffer:
         if limit is not None and limit < 1:
             raise ValueError(f"limit must be at least 1 group, or None for no limit, got {limit}")
         self.policy = policy
-        self.storage = storage_backend
+        self.storage: StorageBackend = IndexedStorage() if storage_backend is None else storage_backend
         self.limit = limit
         self.keep_consumed = keep_consumed
         self.on_evict = on_evict
-        storage_backend.use_codec(GroupCodec())
+        self.storage.use_codec(GroupCodec())
         # Puts do not exclude each other: a store on disk writes those that wait at the same time together.
         self._lock = SharedLock()
         self._changes = Changes()
@@ -347,8 +348,8 @@ class ReplayBuffer:
         """
         for task, threshold in task_stale_thresholds.items():
             check_threshold(task, threshold)
-        asked = _CAN_EXPIRE if statuses is None else tuple(statuses)
-        expiring = [status for status in _CAN_EXPIRE if status in asked]
+        asked = CAN_EXPIRE if statuses is None else tuple(statuses)
+        expiring = [status for status in CAN_EXPIRE if status in asked]
         async with self._lock.alone():
             expired = {}
             for task, threshold in task_stale_thresholds.items():

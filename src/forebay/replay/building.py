@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pydantic import Field
 
 from forebay.config import StrictModel
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.indexed import IndexedStorage
 from forebay.replay.policies import FIFOReplayPolicy, StalenessReplayPolicy
 
 
@@ -25,25 +22,20 @@ class SyncReplayBufferConfig(StrictModel):
 
     def build(self) -> ReplayBuffer:
         """The buffer."""
-        return ReplayBuffer(
-            FIFOReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
-        )
+        return ReplayBuffer(FIFOReplayPolicy(), limit=self.limit, keep_consumed=self.keep_consumed)
 
 
-@dataclass(frozen=True, kw_only=True)
-class AsyncReplayBufferConfig:
+class AsyncReplayBufferConfig(StrictModel):
     """A buffer in memory that hands out the most stale groups first; an asynchronous run's ``[replay]``.
 
     >>> buffer = AsyncReplayBufferConfig().build()
     """
 
-    limit: int | None = None
+    limit: int | None = Field(default=None, ge=1)
     """Live groups at most; what arrived first is evicted and counted. None: no limit."""
     keep_consumed: bool = False
     """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
 
     def build(self) -> ReplayBuffer:
         """The buffer."""
-        return ReplayBuffer(
-            StalenessReplayPolicy(), IndexedStorage(), limit=self.limit, keep_consumed=self.keep_consumed
-        )
+        return ReplayBuffer(StalenessReplayPolicy(), limit=self.limit, keep_consumed=self.keep_consumed)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import tomllib
 
 import pytest
 
@@ -10,7 +11,7 @@ from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.produce import ProductionError
 from forebay.runs import steps
-from forebay.runs.config import RunConfig
+from forebay.runs.config import SEPARATE_DEFAULTS, ProduceConfig, RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
 from forebay.stalls import StallError
@@ -42,6 +43,7 @@ def run_table(output, **changes):
         "produce": {
             "mode": "separate",
             "max_staleness": 1,
+            "staleness_rule": "drop",
             "over_sample_threshold": 0.5,
             "enable_partial_rollout": True,
         },
@@ -91,11 +93,49 @@ def test_a_separate_run_leaves_everything_it_promises(tmp_path, capsys):
 
 
 def test_without_staleness_every_token_is_on_policy(tmp_path):
-    train(tmp_path, produce={"mode": "separate", "over_sample_threshold": 0.5})
+    train(tmp_path, produce={"mode": "separate", "max_staleness": 0, "over_sample_threshold": 0.5})
     rows = [row for row in train_rows(tmp_path / "run") if "staleness" in row]
     assert [row["staleness"] for row in rows] == [0] * STEPS
     assert all(abs(row["train/mismatch_kl"]) < 1e-4 for row in rows)
     check_books(tmp_path / "run")
+
+
+def test_separate_mode_has_defaults_of_its_own_that_keep_long_groups(tmp_path):
+    resolved = config(tmp_path, produce={"mode": "separate"})
+    assert resolved.produce == ProduceConfig(mode="separate", **SEPARATE_DEFAULTS)
+    assert resolved.train.correction == "ratio"
+    # The resolved file says all of it, and reads back as the same run.
+    assert parse_config(RunConfig, tomllib.loads(to_toml(resolved))) == resolved
+    # What the file says stands.
+    own = {"mode": "separate", "staleness_rule": "drop", "over_sample_threshold": 0.0}
+    assert config(tmp_path, produce=own).produce.model_dump() == {
+        **resolved.produce.model_dump(),
+        **own,
+    }
+    assert config(tmp_path, produce=own).train.correction == "none"
+    corrected = config(tmp_path, produce={"mode": "separate"}, train={"correction": "token_tis"})
+    assert corrected.train.correction == "token_tis"
+    with pytest.raises(ConfigError, match=r"train\.correction = 'none'"):
+        config(tmp_path, produce={"mode": "separate"}, train={"correction": "none"})
+    # Tail batches are made of what expires or starts over.
+    tail = {"mode": "separate", "tail_batch_trigger_size": 2, "tail_batch_max_tries": 2}
+    produce = config(tmp_path, produce=tail).produce
+    assert (produce.staleness_rule, produce.enable_partial_rollout) == ("drop", False)
+    assert config(tmp_path, produce={}).produce == ProduceConfig()
+
+
+def test_with_max_staleness_0_the_separate_run_is_the_colocated_one(tmp_path):
+    rows = {}
+    for mode in ("colocated", "separate"):
+        produce = {"mode": mode} if mode == "colocated" else {"mode": mode, "max_staleness": 0}
+        train(tmp_path / mode, produce=produce, steps=4)
+        rows[mode] = [
+            (row["reward"], row["train/loss"], row["train/grad_norm"])
+            for row in train_rows(tmp_path / mode / "run")
+            if "reward" in row
+        ]
+    assert len(rows["separate"]) == 4
+    assert rows["separate"] == rows["colocated"]
 
 
 def test_a_resumed_run_goes_on_with_every_group_once(tmp_path):

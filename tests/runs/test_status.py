@@ -257,7 +257,12 @@ DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
     "changes",
     [
         {
-            "produce": {"mode": "separate", "max_staleness": 1, "over_sample_threshold": 0.5},
+            "produce": {
+                "mode": "separate",
+                "max_staleness": 1,
+                "staleness_rule": "drop",
+                "over_sample_threshold": 0.5,
+            },
             "evaluate": {"every": 2, "rollouts_per_prompt": 2},
         },
         {"train": {"lr": 1e-3, "correction": "token_tis"}},

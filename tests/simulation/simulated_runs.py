@@ -16,7 +16,13 @@ def run_table(**changes):
         "tasks": [
             {"name": "t", "data": data, "judge": {"name": "exact_match"}, "sample": {"max_tokens": 10_000}}
         ],
-        "produce": {"mode": "separate", "max_staleness": 1, "over_sample_threshold": 0.5},
+        "produce": {
+            "mode": "separate",
+            "max_staleness": 1,
+            "staleness_rule": "drop",
+            "over_sample_threshold": 0.5,
+            "enable_partial_rollout": False,
+        },
     }
     return {**table, **changes}
 

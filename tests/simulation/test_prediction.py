@@ -1,15 +1,19 @@
 """Whole simulations, against what can be worked out by hand."""
 
+import re
+
 import pytest
 from simulated_runs import cluster, run_config
 
 from forebay.produce import ProductionError
+from forebay.runs.display import RunDisplay
 from forebay.simulation import simulate
 from forebay.simulation.prediction import synchronous
 
 PARTIAL = {
     "mode": "separate",
     "max_staleness": 2,
+    "staleness_rule": "drop",
     "over_sample_threshold": 1.0,
     "enable_partial_rollout": True,
 }
@@ -80,3 +84,16 @@ def test_a_run_that_cannot_go_on_says_so():
         simulate(run_config(), cluster(filtered_share=0.999), steps=3)
     with pytest.raises(ValueError, match="at least 2 steps, got 1"):
         simulate(run_config(), cluster(), steps=1)
+
+
+def test_a_run_that_drops_by_length_says_so_once(monkeypatch):
+    said = []
+    monkeypatch.setattr(RunDisplay, "warning", lambda self, text: said.append(text))
+    lengths = cluster(slots=16, tokens_per_s=160.0, lengths={"values": [20, 20, 20, 20, 20, 20, 400]})
+    produce = {**PARTIAL, "max_staleness": 1}
+    assert simulate(run_config(produce=produce), lengths, steps=30).dropped["expired"] > 5
+    (message,) = said
+    assert re.search(r"have \d.* times the tokens .*produce.staleness_rule = 'correct' \(now 'drop'\)", message)
+    said.clear()
+    result = simulate(run_config(produce={"mode": "separate"}), lengths, steps=30)
+    assert (result.dropped, said) == ({}, [])

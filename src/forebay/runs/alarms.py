@@ -202,7 +202,9 @@ class RunAlarms:
         before = self._evaluations[best][1]
         before = sum(first) / len(first) if before is None and first else before
         now = self._evaluations[-1][1]
-        if before is None or now is None or now <= before:
+        # Greedy answers to held-out prompts can get worse for a while as the samples get better; what was
+        # learned by heart shows in the prompts trained on being answered better than the others.
+        if before is None or now is None or now <= max(before, scores[-1]):
             return None
         return (
             f"the held-out score fell from {scores[best]:.3g} to {scores[-1]:.3g} while the reward of "

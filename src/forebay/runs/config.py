@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -59,8 +60,25 @@ class TaskConfig(StrictModel):
     """This task's own; None: ``produce.max_staleness``."""
 
 
+SEPARATE_DEFAULTS: Mapping[str, Any] = {
+    "max_staleness": 1,
+    "staleness_rule": "correct",
+    "over_sample_threshold": 0.5,
+    "enable_partial_rollout": True,
+}
+"""What ``[produce]`` is in separate mode where the run file leaves it out: nothing is dropped for its length
+(benchmarks/results/separate_defaults.md)."""
+SEPARATE_CORRECTION = {"gspo": "token_tis"}
+"""``train.correction`` for the rule ``correct`` where the run file leaves it out, by loss; else ``ratio``,
+which keeps the policy near the weights that sampled. GSPO's clip range is far narrower than a step of lag."""
+
+
 class ProduceConfig(StrictModel):
-    """How rollouts are produced. What only the asynchronous strategy reads is an error without it."""
+    """How rollouts are produced. What only the asynchronous strategy reads is an error without it.
+
+    Separate mode has defaults of its own, `SEPARATE_DEFAULTS`, unless ``max_staleness = 0`` is set: that run
+    trains the very batches of the synchronous one, with the defaults below.
+    """
 
     mode: Literal["colocated", "separate"] = "colocated"
     """``colocated``: generation and training take turns. ``separate``: both work at the same time."""
@@ -71,14 +89,15 @@ class ProduceConfig(StrictModel):
     sync_weights_interval: int = Field(default=1, ge=1)
     """Train steps between two hand-overs of the weights to the engines."""
     max_staleness: int = Field(default=0, ge=0)
-    """Sync intervals that a group may wait beyond its own; 0: on-policy if weights are synced every step."""
+    """Sync intervals that a group may wait beyond its own; 0: on-policy if weights are synced every step.
+    Separate mode: 1."""
     staleness_rule: str = "drop"
     """What happens to groups that got too old: ``drop``, ``requeue``, ``admit``, ``mask``, ``correct``, or
-    ``package.module:Class``."""
+    ``package.module:Class``. Separate mode: ``correct``."""
     over_sample_threshold: float = Field(default=0.0, ge=0)
-    """Share of a batch that is kept in flight beyond what the batch needs."""
+    """Share of a batch that is kept in flight beyond what the batch needs. Separate mode: 0.5."""
     enable_partial_rollout: bool = False
-    """Interrupted rollouts go on from their tokens; otherwise they start over."""
+    """Interrupted rollouts go on from their tokens; otherwise they start over. Separate mode: true."""
     tail_batch_trigger_size: int = Field(default=0, ge=0)
     """So many expired groups are generated again in a round of their own; 0: never."""
     tail_batch_max_tries: int = Field(default=0, ge=0)
@@ -89,6 +108,23 @@ class ProduceConfig(StrictModel):
     """Hand weights over while rollouts run; they go on over the new weights instead of being interrupted."""
     stall_after_s: float = Field(default=900.0, gt=0)
     """Seconds without any progress after which the run ends with a report of what hangs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_separate(cls, given: Any) -> Any:
+        if (
+            not isinstance(given, Mapping)
+            or given.get("mode") != "separate"
+            or given.get("max_staleness") == 0
+        ):
+            return given
+        defaults = dict(SEPARATE_DEFAULTS)
+        # Tail batches are made of what expires or starts over, and these defaults do away with both.
+        if given.get("tail_batch_trigger_size"):
+            del defaults["staleness_rule"]
+        if given.get("tail_batch_max_tries"):
+            del defaults["enable_partial_rollout"]
+        return defaults | dict(given)
 
     @property
     def is_async(self) -> bool:
@@ -190,6 +226,22 @@ class RunConfig(StrictModel):
     def folder(self) -> Path:
         """Where the run keeps everything."""
         return self.output / self.name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_correction(cls, given: Any) -> Any:
+        """The rule ``correct`` needs a correction: give it one unless the run file does."""
+        produce, train = (given.get(name, {}) for name in ("produce", "train"))
+        if isinstance(produce, Mapping) and isinstance(train, Mapping) and "correction" not in train:
+            try:
+                rule = ProduceConfig.model_validate(produce).staleness_rule
+            except ValueError:
+                # Said, with the name of the key, when the table itself is read.
+                return given
+            if rule == "correct":
+                correction = SEPARATE_CORRECTION.get(str(train.get("loss")), "ratio")
+                return {**given, "train": {**train, "correction": correction}}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

@@ -93,7 +93,7 @@ def test_a_run_that_drops_by_length_says_so_once(monkeypatch):
     produce = {**PARTIAL, "max_staleness": 1}
     assert simulate(run_config(produce=produce), lengths, steps=30).dropped["expired"] > 5
     (message,) = said
-    assert re.search(r"have \d.* times the tokens .*produce.staleness_rule = 'correct' \(now 'drop'\)", message)
+    assert re.search(r"have \d.* times the tokens .*staleness_rule = 'correct' \(now 'drop'\)", message)
     said.clear()
     result = simulate(run_config(produce={"mode": "separate"}), lengths, steps=30)
     assert (result.dropped, said) == ({}, [])

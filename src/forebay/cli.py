@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 
-from forebay import buffer_cli, keys, replay_cli, simulate_cli
+from forebay import __version__, buffer_cli, keys, replay_cli, simulate_cli
 from forebay.command import INTERRUPTED, one_message
 from forebay.config import ConfigError
 
@@ -45,9 +45,7 @@ def _root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
     if version:
-        from importlib.metadata import version as installed_version
-
-        typer.echo(f"forebay {installed_version('forebay')}")
+        typer.echo(f"forebay {__version__}")
         raise typer.Exit
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forebay.config import ConfigError
+from forebay.extras import MissingLibraryError, missing
 
 FAILED = 2
 INTERRUPTED = 130
@@ -69,7 +70,7 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] == "forebay":
             raise
-        fail(f"this needs {error.name}, which is not installed: pip install 'forebay[all]'")
+        fail(str(error) if isinstance(error, MissingLibraryError) else str(missing(error.name or "", "this")))
     except Exception as error:
         first = _first(error)
         if not _is_mendable(first, also):

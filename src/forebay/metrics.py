@@ -29,6 +29,7 @@ from typing import Any, NamedTuple, Protocol
 from pydantic import Field, field_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
+from forebay.extras import MissingLibraryError, needed_by
 
 REWARD = "reward"
 """Mean score of the step's rollouts."""
@@ -277,12 +278,12 @@ class WandbSink:
 
 def _import_tracker(module: str) -> Any:
     try:
-        return importlib.import_module(module)
+        with needed_by("the metrics sink"):
+            return importlib.import_module(module)
+    except MissingLibraryError:
+        raise
     except ImportError as error:
-        raise ConfigError(
-            f"the metrics sink needs {module.partition('.')[0]!r}, which cannot be imported ({error}); "
-            f"run: pip install 'forebay[trackers]'"
-        ) from error
+        raise ConfigError(f"the metrics sink cannot import {module!r}: {error}") from error
 
 
 TRACKERS: Mapping[str, Callable[..., Sink]] = {

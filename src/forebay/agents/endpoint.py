@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import ipaddress
 import json
 import secrets
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.agents.chat_messages import RequestError, arguments_as_text
 from forebay.agents.chat_session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
 from forebay.config import ConfigError
+from forebay.extras import require_library
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -170,8 +170,7 @@ def _is_loopback(host: str) -> bool:
 
 def _require_server() -> None:
     for name in ("starlette", "uvicorn"):
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"the chat endpoint needs {name}: pip install 'forebay[http]'")
+        require_library(name, "the chat endpoint")
 
 
 async def _unknown(request: Request) -> Response:

@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 from forebay.config import ConfigError
+from forebay.extras import needed_by
 
 NAMESPACE = "forebay"
 """Of every named actor. Without one each program has its own, and finds no other's actors by name."""
@@ -33,10 +34,8 @@ def import_ray() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needed_by("cluster 'ray'"):
         return import_module("ray")
-    except ImportError as error:
-        raise ConfigError('Ray is not installed; run: pip install "forebay[ray]"') from error
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "TransformersEngine":
         # Loads torch and transformers, which the other names do without.
-        from forebay.engines.transformers import TransformersEngine
+        from forebay.extras import needed_by
+
+        with needed_by("TransformersEngine"):
+            from forebay.engines.transformers import TransformersEngine
 
         return TransformersEngine
     if name == "HTTPEngine":

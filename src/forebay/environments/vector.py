@@ -23,6 +23,7 @@ from pydantic import BaseModel, Field
 
 from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError
+from forebay.extras import needed_by
 
 MODES = {
     "processes": "forebay.environments.processes:ProcessWorkers",
@@ -57,12 +58,8 @@ def import_gymnasium() -> Any:
     Raises:
         ConfigError: it is not installed.
     """
-    try:
+    with needed_by("a run in environments"):
         return import_module("gymnasium")
-    except ImportError as error:
-        raise ConfigError(
-            f'environments need gymnasium ({error}); run: pip install "forebay[environments]"'
-        ) from error
 
 
 def make_env(config: EnvironmentConfig, render_mode: str | None = None) -> Any:

@@ -30,11 +30,10 @@ from weakref import WeakSet, WeakValueDictionary
 import numpy as np
 
 from forebay import durable
+from forebay.extras import needed_by
 
-try:
+with needed_by("forebay.fragments"):
     import lmdb
-except ImportError as error:
-    raise ImportError('forebay.fragments needs LMDB; run: pip install "forebay[fragments]"') from error
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 

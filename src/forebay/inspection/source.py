@@ -22,6 +22,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from forebay.extras import needed_by
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.analysis import join, joined_batches
 from forebay.replay.codec import GroupCodec
@@ -216,12 +217,10 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
         FileNotFoundError: there is no such file, and it is not to be created.
         ValueError: SQLAlchemy is not installed, or the database is not a replay store.
     """
-    try:
+    with needed_by("a SQL store"):
         from sqlalchemy.exc import SQLAlchemyError
 
         from forebay.replay.sql import SQLStorage
-    except ImportError as error:
-        raise ValueError(f"a SQL store needs {error.name}: pip install 'forebay[sql]'") from None
     try:
         return SQLStorage(url, codec=GroupCodec(), create=create)
     except (SQLAlchemyError, ImportError) as error:

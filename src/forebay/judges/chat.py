@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forebay.extras import require_library
 from forebay.judges.base import JudgeError, TransientJudgeError
-from forebay.judges.processes import require_library
 
 if TYPE_CHECKING:
     import httpx
@@ -79,7 +79,7 @@ class ChatClient:
         max_tokens: int | None = None,
         cache: bool | str | Path = True,
     ) -> None:
-        require_library("httpx", "judger 'llm'", extra="http")
+        require_library("httpx", "judger 'llm'")
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
         self._url = f"{base_url.rstrip('/')}/chat/completions"

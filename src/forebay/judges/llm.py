@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from forebay.config import StrictModel
+from forebay.extras import require_library
 from forebay.judges.base import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
@@ -28,7 +29,6 @@ from forebay.judges.base import (
     judge_together,
 )
 from forebay.judges.chat import ChatClient
-from forebay.judges.processes import require_library
 from forebay.judges.replies import Parse, ReplyParser
 from forebay.types import Message, RolloutState
 
@@ -202,7 +202,7 @@ class LLMJudger(Judger):
 
 
 def _compile(template: str) -> jinja2.Template:
-    require_library("jinja2", "judger 'llm'", extra="http")
+    require_library("jinja2", "judger 'llm'")
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

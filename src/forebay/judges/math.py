@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pydantic import Field
 
 from forebay.config import StrictModel
+from forebay.extras import require_library
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
 from forebay.judges.extraction import ground_truth
-from forebay.judges.processes import JudgeProcesses, require_library
+from forebay.judges.processes import JudgeProcesses
 from forebay.types import RolloutState
 
 _LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[")

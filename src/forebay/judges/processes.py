@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import json
 import os
 import queue
@@ -30,7 +29,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from forebay.config import ConfigError, import_object
+from forebay.config import import_object
 
 # Enough for any scorer here, far below what would make a training machine swap.
 _MEMORY_LIMIT_BYTES = 4 << 30
@@ -39,16 +38,6 @@ _CHILD_CODE = "from forebay.judges.processes import serve; serve()"
 
 class JudgeProcessError(RuntimeError):
     """A scoring function raised, took too long, or took its process down."""
-
-
-def require_library(module: str, wanted_by: str, *, extra: str = "tasks") -> None:
-    """Raise unless `module`, which `extra` brings, is installed; it is imported where it is used.
-
-    Raises:
-        ConfigError: it is not; the message says what to install.
-    """
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{wanted_by} needs the library {module}: pip install 'forebay[{extra}]'")
 
 
 class JudgeProcesses:

@@ -15,9 +15,10 @@ from typing import Any
 from pydantic import Field
 
 from forebay.config import StrictModel
+from forebay.extras import require_library
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
 from forebay.judges.extraction import compile_pattern, find_answer
-from forebay.judges.processes import JudgeProcesses, require_library
+from forebay.judges.processes import JudgeProcesses
 from forebay.types import RolloutState
 
 # A group's rollouts are judged close together; a few hundred groups are the most that are under way at once.

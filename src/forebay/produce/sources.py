@@ -36,6 +36,7 @@ import pyarrow.parquet as pq
 
 from forebay.beside import locate
 from forebay.config import ConfigError, StrictModel, check_arguments, look_up
+from forebay.extras import needed_by
 from forebay.produce import demo_tasks
 from forebay.produce.sequences import LazySequence
 
@@ -257,12 +258,8 @@ def _plain(value: Any) -> Any:
 
 
 def _open_saved_data_set(source: str, arguments: Mapping[str, Any]) -> Rows:
-    try:
+    with needed_by(f"data source {source!r}"):
         import datasets
-    except ImportError:
-        raise ConfigError(
-            f"data source {source!r} needs the datasets library: pip install 'forebay[train]'"
-        ) from None
     if unknown := sorted(set(arguments) - {"split"}):
         raise ConfigError(f"data source {source!r} takes only the argument 'split', got {unknown}")
     try:
@@ -324,12 +321,8 @@ def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: i
     A problem's own record holds tuples and other things that do not survive JSON, and some scorers then
     judge it differently; name, arguments and index do survive, and are smaller.
     """
-    try:
+    with needed_by(f"data source {source!r}"):
         from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError:
-        raise ConfigError(
-            f"data source {source!r} needs the reasoning-gym library: pip install 'forebay[tasks]'"
-        ) from None
     name = source.partition(":")[2]
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)

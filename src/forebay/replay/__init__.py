@@ -62,5 +62,8 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        from forebay.extras import needed_by
+
+        with needed_by(f"forebay.replay.{name}"):
+            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
+from forebay.extras import needed_by
 from forebay.replay.dataframe import rows_to_frame
 from forebay.replay.storage import StorageItem
 from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, rollout_batches
@@ -64,9 +65,10 @@ def joined_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
 
 def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> DataFrame:
     """A DataFrame of the rows, or of their rollouts with the columns of `JOINED_SCHEMA`."""
-    if not payloads:
-        return rows_to_frame(items)
-    return pa.Table.from_batches(joined_batches(items), JOINED_SCHEMA).to_pandas()
+    with needed_by("to_pandas"):
+        if not payloads:
+            return rows_to_frame(items)
+        return pa.Table.from_batches(joined_batches(items), JOINED_SCHEMA).to_pandas()
 
 
 def _whole(column: pa.ChunkedArray) -> pa.Array:

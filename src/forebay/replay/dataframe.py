@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.extras import needed_by
 from forebay.replay.query import (
     TAG_PREFIX,
     All,
@@ -94,7 +95,8 @@ class PandasStorage(StorageBackend):
     def __init__(self) -> None:
         self._book = RowBook()
         self._waiting: list[StorageItem] = []
-        self._frame = _build([])
+        with needed_by("PandasStorage"):
+            self._frame = _build([])
         self._num_archived = 0
 
     @property

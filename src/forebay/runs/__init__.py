@@ -23,8 +23,11 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "steps":
-        return importlib.import_module("forebay.runs.steps")
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"forebay.runs.{_HOMES[name]}"), name)
+    from forebay.extras import needed_by
+
+    with needed_by(f"forebay.runs.{name}"):
+        if name == "steps":
+            return importlib.import_module("forebay.runs.steps")
+        if name in _HOMES:
+            return getattr(importlib.import_module(f"forebay.runs.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

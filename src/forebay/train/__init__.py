@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from forebay.extras import needed_by
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.train.corrections import Correction
@@ -64,4 +65,5 @@ _WITH_TORCH = {
 def __getattr__(name: str) -> Any:
     if name not in _WITH_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+    with needed_by(f"forebay.train.{name}"):
+        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)

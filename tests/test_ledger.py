@@ -146,13 +146,13 @@ def ledger_of_checkpoint():
 EVENTS = st.tuples(
     st.sampled_from(["a", "b", 1, 2]),
     st.sampled_from(["math", "code"]),
-    st.sampled_from(["admitted", "produced", "retried", "trained", "dropped", "requeued"]),
+    st.sampled_from(["admitted", "produced", "retried", "left", "trained", "dropped", "requeued"]),
     st.sampled_from(["filtered", "failed"]),
 )
 
 
 def place_after(event, reason, before):
-    if event in ("admitted", "retried"):
+    if event in ("admitted", "retried", "left"):
         return before or "live"
     return {"trained": "trained", "dropped": reason}.get(event, "live")
 
@@ -176,6 +176,7 @@ def test_every_group_is_in_one_place(events, cut):
         assert balance.trained == sum(place == "trained" for place in places.values())
         dropped = Counter(place for place in places.values() if place in ("filtered", "failed"))
         assert balance.dropped == dropped
+        assert balance.left == sum(entry[2] == "left" for entry in events[: number + 1])
 
 
 OPERATIONS = st.one_of(
@@ -351,6 +352,19 @@ def test_a_state_of_another_version_or_shape_is_refused():
         with pytest.raises(ValueError, match="state"):
             ledger.load_state_dict(wrong)
     assert ledger.state_dict() == state
+    assert ledger.balance({"math": 1}).ok
+
+
+def test_rollouts_that_left_are_counted_beside_the_place_of_their_group():
+    ledger = Ledger()
+    for event in ("admitted", "left", "left", "produced"):
+        ledger.record("a", "math", event, reason="failed" if event == "left" else None)
+    assert (ledger.life("a", "math").place, ledger.life("a", "math").num_left) == ("live", 2)
+    state = ledger.state_dict()
+    # The state of version 0.1, in which no rollout could leave.
+    del state["tasks"]["math"]["columns"]["num_left"]
+    ledger.load_state_dict(state)
+    assert ledger.life("a", "math").num_left == ledger.balance({}).left == 0
     assert ledger.balance({"math": 1}).ok
 
 

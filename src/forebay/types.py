@@ -29,6 +29,9 @@ from numpy.typing import NDArray
 UNLABELLED = -1
 """The model step of a token that nobody has labelled yet (real model steps count from 0)."""
 
+FAILED_AT_KEY = "failed_at"
+"""Key in ``extra_fields`` of a FAILED rollout: file and line in a user's code that raised."""
+
 TRAJECTORY_OF_KEY = "trajectory_of"
 """Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
 
@@ -403,6 +406,13 @@ def reset_rollout_response(state: RolloutState) -> None:
     state.error_msg = None
     state.routed_experts = None
     state.tool_calls = None
+
+
+def note_place(state: RolloutState, place: str | None) -> None:
+    """Remember, or forget, where in a user's code `state` failed."""
+    state.extra_fields.pop(FAILED_AT_KEY, None)
+    if place is not None:
+        state.extra_fields[FAILED_AT_KEY] = place
 
 
 def expire_group(group: Sequence[RolloutState]) -> None:

@@ -28,6 +28,8 @@ class Faults:
     group_raises: float = 0.0
     rejected: float = 0.0
     filter_raises: float = 0.0
+    no_score: float = 0.0
+    """An agent of the user's own that takes the score out of a completed rollout."""
 
     @property
     def total(self):
@@ -50,6 +52,16 @@ class Habits:
     num_disturbances: int = 0
     disturbed_every_s: float = 1.0
     """Mean time between two disturbances."""
+
+
+@dataclass(kw_only=True)
+class Members:
+    """What the run asks of its groups (`forebay.produce.rules`)."""
+
+    min_members: int
+    most_tokens: int
+    """Longer responses cannot be trained."""
+    max_failed_groups: int | None
 
 
 @dataclass(kw_only=True)
@@ -86,6 +98,7 @@ class Plan:
     fifo: bool
     faults: Faults
     habits: Habits
+    members: Members | None
     random: random.Random
 
     @property
@@ -101,6 +114,8 @@ class Plan:
     @property
     def may_give_up(self):
         """Whether enough may fail to make production give up."""
+        if self.members is not None and self.members.most_tokens < self.longest:
+            return True
         return self.faults.total > 0 or self.time_limit_s is not None or self.any_time_limit
 
     @property
@@ -143,7 +158,7 @@ def draw_plan(seed):
     faults, habits = _faults(rng), _habits(rng)
     interval, batch_size = rng.choice([1, 1, 2, 3]), rng.randint(1, 5)
     tasks = _tasks(rng, faults, seed)
-    return Plan(
+    plan = Plan(
         seed=seed,
         tasks=tasks,
         colocated=rng.random() < 0.12,
@@ -165,17 +180,33 @@ def draw_plan(seed):
         fifo=rng.random() < 0.2,
         faults=faults,
         habits=habits,
+        members=None,
         random=random.Random(f"on the way/{seed}"),
     )
+    # Of a source of their own, so that the schedules of these seeds are the same otherwise.
+    plan.members = _members(random.Random(f"members/{seed}"), faults, plan.longest)
+    return plan
 
 
 def _faults(rng):
     if rng.random() < 0.35:
         return Faults()
-    rates = {f.name: rng.choice([0.0, 0.0, 0.0, 0.02, 0.08]) for f in fields(Faults)}
+    rates = {f.name: rng.choice([0.0, 0.0, 0.0, 0.02, 0.08]) for f in fields(Faults) if f.name != "no_score"}
     if rng.random() < 0.5:
         rates["engine_hangs"] = rates["agent_hangs"] = 0.0
     return Faults(**rates)
+
+
+def _members(rng, faults, longest):
+    """Without them, which is less often, no rollout loses its score."""
+    if rng.random() < 0.3:
+        return None
+    faults.no_score = rng.choice([0.0, 0.0, 0.02, 0.08])
+    return Members(
+        min_members=rng.choice([1, 1, 2, 3]),
+        most_tokens=rng.choice([10**6, math.ceil(0.9 * longest)]),
+        max_failed_groups=rng.choice([None, None, 30]),
+    )
 
 
 def _habits(rng):

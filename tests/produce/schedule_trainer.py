@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from schedule_plan import draw_plan
-from schedule_world import Record, ScheduleWorld, score_of
+from schedule_world import Record, ScheduleWorld, score_of, why_untrainable
 
 from forebay import virtual_time
 from forebay.produce import ProduceBatchStatus, ProductionError, ProductionStopped
@@ -305,8 +305,11 @@ class Trainer:
             assert (life.place == "dropped") == (group_id in record.dropped), life
             assert life.reason == record.dropped.get(group_id), life
             assert group_id not in record.trained or life.place == "trained", life
+            # Rollouts are conserved too: each shares its group's place, or has left it.
+            assert life.num_left == len(record.left[group_id]), (life, record.left[group_id])
         balance = manager.ledger.balance(await manager.count_live())
         assert balance.ok, balance
+        assert balance.left == sum(map(len, record.left.values()))
 
     async def check_paused(self):
         """Nothing is in flight, nothing runs in an engine."""
@@ -334,7 +337,8 @@ class Trainer:
         for group in result.rollout_states:
             self.record.check_members(group)
             assert group[0].group_id not in self.record.trained
-            assert len(group) == self.plan.tasks[group[0].task_name].group_size
+            num_left = len(self.record.left[group[0].group_id])
+            assert len(group) + num_left == self.plan.tasks[group[0].task_name].group_size
             for state in group:
                 self.check_rollout(state, step)
             self.check_age(group, step)
@@ -342,6 +346,7 @@ class Trainer:
     def check_rollout(self, state, step):
         pieces = self.record.response_of(state.rollout_id)
         assert state.status is Status.COMPLETED
+        assert why_untrainable(self.plan, state) is None
         assert state.response_ids.tolist() == [number for piece in pieces for number in piece.ids]
         assert len(state.logprobs) == len(state.response_mask) == len(state.response_ids) > 0
         assert state.prompt_ids.tolist() == [1 + int(state.message[0]["content"])]

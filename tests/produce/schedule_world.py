@@ -17,6 +17,7 @@ import copy
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from schedule_plan import Plan
@@ -28,7 +29,7 @@ from forebay.engines.base import Completion
 from forebay.engines.scripted import ScriptedEngine
 from forebay.judges.base import Judger
 from forebay.ledger import Ledger
-from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
+from forebay.produce import AgentLoopManager, GroupRules, Prompt, Sampler, TaskRunner
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, StalenessReplayPolicy
 from forebay.types import SampleParams, Status
 
@@ -67,6 +68,10 @@ class Record:
     """Train steps, by group id."""
     terminal: set = field(default_factory=set)
     """Groups that were in the buffer for nothing when the latest batch was taken."""
+    failed: set = field(default_factory=set)
+    """Rollouts that their agent returned failed, or in a state that cannot be trained."""
+    left: dict = field(default_factory=lambda: defaultdict(list))
+    """Rollouts that left their group, by group id."""
     pieces: dict = field(default_factory=lambda: defaultdict(list))
     """What engines returned for each rollout, in order."""
 
@@ -88,11 +93,26 @@ class Record:
         self.out.add(group_id)
 
     def check_members(self, group):
-        ids, messages = self.members[group[0].group_id]
-        assert [state.rollout_id for state in group] == ids
+        """Those that it was taken up with, in their order, but for those that left."""
+        group_id = group[0].group_id
+        ids, messages = self.members[group_id]
+        kept = [i for i, name in enumerate(ids) if name not in self.left[group_id]]
+        messages = [messages[i] for i in kept]
+        assert [state.rollout_id for state in group] == [ids[i] for i in kept]
         assert [state.message for state in group] == messages
         assert all(message == messages[0] for message in messages)
         assert {state.group_id for state in group} == {group[0].group_id}
+
+    def release(self, group, members):
+        """Find out who left a group that is stored: only who failed may, and only from enough others."""
+        here, group_id = {state.rollout_id for state in group}, group[0].group_id
+        gone = [name for name in self.members[group_id][0] if name not in {*here, *self.left[group_id]}]
+        assert members is not None or not gone
+        assert set(gone) <= self.failed
+        assert not gone or len(here) >= members.min_members
+        self.left[group_id] += gone
+        num_failed = sum(state.status is Status.FAILED for state in group)
+        assert members is None or not num_failed or len(here) - num_failed < members.min_members
 
     def store(self, group):
         self.check_members(group)
@@ -122,6 +142,8 @@ class RecordedBuffer(ReplayBuffer):
     plan: Plan
 
     async def put(self, items, task_name, **settings):
+        if items:
+            self.record.release(items, self.plan.members)
         await self.take_time()
         if items:
             self.record.store(items)
@@ -275,6 +297,13 @@ class RecordedAgent(AgentLoop):
             self.record.generating.remove(group_id)
         if self.plan.chance(self.plan.faults.group_raises):
             raise EOFError("the agent's fault, after its rollouts had ended")
+        for state in group:
+            if state.status is Status.COMPLETED and self.plan.chance(self.plan.faults.no_score):
+                state.reward = {"note": "the agent has lost the score"}
+            if state.status is Status.FAILED or why_untrainable(self.plan, state):
+                self.record.failed.add(state.rollout_id)
+            else:
+                self.record.failed.discard(state.rollout_id)
         return group
 
     async def generate_sample(self, state):
@@ -288,6 +317,14 @@ class RecordedAgent(AgentLoop):
         if plan.chance(plan.faults.agent_hangs):
             await asyncio.Event().wait()
         return await self.rollout_controller.generate_sample(state)
+
+
+def why_untrainable(plan, state):
+    if plan.members is None:
+        return None
+    if "score" not in (state.reward or {}):
+        return "no score"
+    return "too long" if len(state.response_ids) > plan.members.most_tokens else None
 
 
 class ScheduleWorld:
@@ -316,6 +353,12 @@ class ScheduleWorld:
             ledger=Ledger(clock=lambda: 0.0),
             stall_watch=plan.stall_watch(self.activities, self.controller),
             activities=self.activities,
+            rules=plan.members
+            and GroupRules(
+                why_untrainable=partial(why_untrainable, plan),
+                min_members=plan.members.min_members,
+                max_failed_groups=plan.members.max_failed_groups,
+            ),
         )
         self.strategies = {r.task_name: r.produce_strategy for r in self.manager.task_runners}
 

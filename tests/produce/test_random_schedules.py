@@ -76,6 +76,9 @@ def test_the_schedules_have_everything_that_a_run_may_have():
     ]
     assert len(on_policy) >= 20
     assert sum(plan.may_stall for plan in plans) >= 20
+    shrinking = [plan for plan in plans if plan.members and plan.may_give_up]
+    assert len(shrinking) >= 100
+    assert sum(plan.members.most_tokens < plan.longest for plan in shrinking) >= 30
     assert sum(plan.limit is not None for plan in plans) >= 50
     assert sum(plan.habits.crashes > 0 and plan.habits.saves > 0 for plan in plans) >= 50
     assert sum(plan.habits.ends_early > 0 and plan.habits.num_disturbances > 0 for plan in plans) >= 50

@@ -29,7 +29,8 @@ from typing import Any, Protocol
 
 from forebay.activity import GENERATE, JUDGE, Activities
 from forebay.agents.interruption import is_cancelled
-from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, reset_rollout_response
+from forebay.tracebacks import raised_at
+from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, note_place, reset_rollout_response
 
 logger = logging.getLogger(__name__)
 
@@ -232,3 +233,4 @@ def _share_verdict(attempt: Attempt) -> None:
 def _fail(state: RolloutState, who: str, error: BaseException) -> None:
     state.status = Status.FAILED
     state.error_msg = f"rollout {state.rollout_id}: {who}: {type(error).__name__}: {error}"
+    note_place(state, raised_at(error))

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from forebay.types import RolloutState, Status
+from forebay.tracebacks import raised_at
+from forebay.types import RolloutState, Status, note_place
 
 Target = TypeVar("Target", RolloutState, list[RolloutState])
 ResultT = TypeVar("ResultT")
@@ -41,7 +42,14 @@ _LONGEST_PAUSE_S = 60.0
 
 
 class JudgeError(Exception):
-    """Why a rollout has no verdict; as text, it is what the rollout's ``error_msg`` ends in."""
+    """Why a rollout has no verdict; as text, it is what the rollout's ``error_msg`` ends in.
+
+    `place` is the file and line in the judge's own code, if it raised.
+    """
+
+    def __init__(self, message: str, *, place: str | None = None) -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class TransientJudgeError(Exception):
@@ -109,6 +117,7 @@ class Judger(ABC):
                 state.reward = None
                 state.status = Status.FAILED
                 state.error_msg = f"rollout {state.rollout_id}: judger {self.name}: {verdict}"
+                note_place(state, verdict.place)
             else:
                 state.reward = verdict
         return target
@@ -133,7 +142,7 @@ class Judger(ABC):
         except Exception as error:
             if limit.expired():
                 return JudgeError(f"no verdict within {self.timeout_s} s")
-            return error if isinstance(error, JudgeError) else JudgeError(f"{type(error).__name__}: {error}")
+            return error if isinstance(error, JudgeError) else _as_judge_error(error)
 
     async def _with_retries(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
         pause_s = _FIRST_PAUSE_S
@@ -215,7 +224,11 @@ def _checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeErr
         return error
     # One member's failure, of whatever kind, must not be its siblings'.
     except Exception as error:
-        return JudgeError(f"{type(error).__name__}: {error}")
+        return _as_judge_error(error)
+
+
+def _as_judge_error(error: Exception) -> JudgeError:
+    return JudgeError(f"{type(error).__name__}: {error}", place=raised_at(error))
 
 
 def checked_reward(verdict: Verdict) -> dict[str, Any]:

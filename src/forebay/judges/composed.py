@@ -116,7 +116,7 @@ class ComposedJudger(Judger):
         reward: dict[str, Any] = {"score": 0.0}
         for part, verdict in verdicts.items():
             if isinstance(verdict, JudgeError):
-                return JudgeError(f"part {part.label}: {verdict}")
+                return JudgeError(f"part {part.label}: {verdict}", place=verdict.place)
             reward["score"] += part.weight * verdict["score"]
             reward[part.label] = verdict["score"]
             reward |= {f"{part.label}/{name}": value for name, value in verdict.items() if name != "score"}

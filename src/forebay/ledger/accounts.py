@@ -11,7 +11,9 @@ Each group is in exactly one of these places, so for every task, at any moment::
     generated = trained + dropped (by reason) + live
 
 where a group counts as generated from its first event on, and as live from then until it is trained or
-dropped: in the buffer, or in flight. `balance` holds the ledger's own `live` against what the caller counted;
+dropped: in the buffer, or in flight. The books count groups. A rollout that failed and left its group, which
+goes on without it, is an event of that group (``left``, one for each rollout); so every rollout either shares
+its group's place or has left. `balance` holds the ledger's own `live` against what the caller counted;
 a difference is a lost or doubled group. The ledger decides nothing and stores no rollouts. With a path, each
 event is also a line in an append-only file (`journal`), and a checkpoint needs no more than how far that file
 went: `checkpoint` costs the same after a million events as after ten.
@@ -67,6 +69,8 @@ class Balance:
     """How often groups were taken up again to be generated anew or continued."""
     lost_events: int = 0
     """Events that are missing in the ledger's file; what they said of their groups is not in the numbers."""
+    left: int = 0
+    """Rollouts that failed and left their group, which went on without them."""
     by_task: dict[str, Balance] = field(default_factory=dict)
 
     @property
@@ -147,9 +151,10 @@ class Ledger:
         """Enter an event of a group.
 
         ``admitted`` (taken up for the first time), ``produced`` (generated and stored), ``retried`` (taken up
-        again), ``trained``, ``dropped`` (with a reason) or ``requeued``. Of a production, `num_tokens` counts
-        the response tokens of all rollouts, `latency_s` the seconds it took, `score` is the mean score.
-        `details` are further JSON values; they go into the file only.
+        again), ``left`` (one of its rollouts has left it), ``trained``, ``dropped`` (with a reason) or
+        ``requeued``. Of a production, `num_tokens` counts the response tokens of all rollouts that were
+        generated, `latency_s` the seconds it took, `score` is the mean score. `details` are further JSON
+        values; they go into the file only.
 
         Raises:
             ValueError: another event, no group id, ``dropped`` without a reason, or a number too large.
@@ -233,6 +238,7 @@ class Ledger:
             repeated=sum(part.repeated for part in tasks.values()),
             retried=sum(part.retried for part in tasks.values()),
             lost_events=self.lost_events,
+            left=sum(part.left for part in tasks.values()),
             by_task=tasks,
         )
 
@@ -374,6 +380,7 @@ class Ledger:
             live=live,
             repeated=self._repeated[task_name],
             retried=lives.num_retries,
+            left=lives.num_left,
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -6,8 +6,9 @@
                   |---> trained (train step)
                   '---> dropped (reason)
 
-A group costs about 100 bytes beside its name, so that a million of them fit. This module keeps
-no file and no balance.
+A rollout that leaves its group does not move the group: those that left are counted beside the place. A
+group costs about 100 bytes beside its name, so that a million of them fit. This module keeps no file and no
+balance.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ RETRIED = "retried"
 REQUEUED = "requeued"
 TRAINED = "trained"
 DROPPED = "dropped"
+LEFT = "left"
 LIVE = "live"
 
-EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, TRAINED, DROPPED)
+EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, DROPPED)
 
 _PLACES = (ADMITTED, LIVE, TRAINED)
 """The places with a code of their own; a group dropped for the i-th reason has the code 3 + i."""
@@ -43,6 +45,7 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
     "place": ("H", 0),
     "train_step": ("i", -1),
     "num_retries": ("H", 0),
+    "num_left": ("H", 0),
     "first_s": ("d", math.nan),
     "last_s": ("d", math.nan),
     "num_tokens": ("i", -1),
@@ -53,8 +56,8 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
 
 MAX_COUNT = 2**31 - 1
 """What the columns of train steps and tokens hold."""
-_MAX_RETRIES = 2**16 - 1
-"""What the column can count; a group tried more often than that shows this number."""
+_MAX_SMALL = 2**16 - 1
+"""What the columns of retries and of rollouts that left can count; more than that shows this number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,8 @@ class GroupLife:
     """The train step that consumed it last."""
     num_retries: int
     """How often it was taken up again to be generated anew or continued."""
+    num_left: int
+    """Rollouts that failed and left the group, which went on without them."""
     first_s: float
     """Time of its first event, seconds since the epoch."""
     last_s: float
@@ -105,6 +110,7 @@ class Lives:
         self._columns: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _COLUMNS.items()}
         self.counts: Counter[str] = Counter()
         self.num_retries = 0
+        self.num_left = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -137,7 +143,10 @@ class Lives:
         columns["last_s"][row] = time_s
         if event == RETRIED:
             self.num_retries += 1
-            columns["num_retries"][row] = min(columns["num_retries"][row] + 1, _MAX_RETRIES)
+            columns["num_retries"][row] = min(columns["num_retries"][row] + 1, _MAX_SMALL)
+        if event == LEFT:
+            self.num_left += 1
+            columns["num_left"][row] = min(columns["num_left"][row] + 1, _MAX_SMALL)
         if train_step is not None:
             columns["train_step"][row] = train_step
         if num_tokens is not None:
@@ -189,7 +198,9 @@ class Lives:
         lives = cls()
         lives._rows = {group_id: row for row, group_id in enumerate(state["groups"])}
         lives._reasons = list(state["reasons"])
-        lives._columns = {name: _unpack(name, state["columns"][name]) for name in _COLUMNS}
+        # Version 0.1 did not count rollouts that left: none could.
+        stored = {"num_left": _pack("num_left", array("H", bytes(2 * len(lives)))), **state["columns"]}
+        lives._columns = {name: _unpack(name, stored[name]) for name in _COLUMNS}
         lengths = {name: len(column) for name, column in lives._columns.items()}
         if set(lengths.values()) != {len(lives)}:
             raise ValueError(f"the ledger's state holds {len(lives)} groups but columns of {lengths} entries")
@@ -197,6 +208,7 @@ class Lives:
         places = [lives._name(code) for code in codes.tolist()]
         lives.counts = Counter(dict(zip(places, counts.tolist(), strict=True)))
         lives.num_retries = int(lives.column("num_retries").sum())
+        lives.num_left = int(lives.column("num_left").sum())
         return lives
 
     def _move(self, row: int, before: str | None, after: str) -> None:
@@ -229,8 +241,9 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
         return f"{DROPPED}:{reason}"
     if event == TRAINED:
         return TRAINED
-    if event in (ADMITTED, RETRIED):
-        # Being taken up changes nothing for a group that has a place: what comes of it is told later.
+    if event in (ADMITTED, RETRIED, LEFT):
+        # Being taken up, or going on with fewer rollouts, changes nothing for a group that has a place: what
+        # comes of it is told later.
         return before or (ADMITTED if event == ADMITTED else LIVE)
     return LIVE
 

@@ -16,6 +16,7 @@ from forebay.produce.manager import AgentLoopManager
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.prompts import DataConfig, Prompt, load_prompts
 from forebay.produce.results import ProduceBatchResult, TaskResult
+from forebay.produce.rules import GroupRules
 from forebay.produce.sampler import Sampler
 from forebay.produce.staleness import (
     STALENESS_RULES,
@@ -41,6 +42,7 @@ __all__ = [
     "AsyncProduceStrategy",
     "AsyncProduceStrategyConfig",
     "DataConfig",
+    "GroupRules",
     "IsValidSampleFn",
     "Outlook",
     "ProduceBatchResult",

@@ -14,12 +14,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from forebay.ledger import Ledger
-from forebay.produce.context import name_group
+from forebay.produce.context import name_group, record_left, why_failed
 from forebay.produce.results import LEFTOVER_STATUSES
+from forebay.produce.rules import GroupRules
 from forebay.produce.strategies import ProduceStrategy
 from forebay.produce.tasks import TaskRunner, in_flight
 from forebay.replay import ReplayBuffer, StorageItem
-from forebay.types import RolloutState, Status, calculate_seq_staleness, oldest_step_of
+from forebay.types import (
+    RolloutState,
+    Status,
+    calculate_seq_staleness,
+    get_group_status,
+    oldest_step_of,
+)
 
 GroupsByTask = dict[str, list[list[RolloutState]]]
 
@@ -27,9 +34,6 @@ _TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
 
 _NEVER_STALE = 2**31 - 1
 """A threshold that nothing reaches: the groups of a task without one are aged all the same."""
-
-_ERROR_LENGTH = 200
-"""Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
 
 
 class Accounts:
@@ -43,9 +47,17 @@ class Accounts:
     """
 
     def __init__(
-        self, runners: Mapping[str, TaskRunner], replay_buffer: ReplayBuffer, ledger: Ledger
+        self,
+        runners: Mapping[str, TaskRunner],
+        replay_buffer: ReplayBuffer,
+        ledger: Ledger,
+        rules: GroupRules | None = None,
     ) -> None:
+        """With `rules`, a batch holds only what the trainer can take."""
         self.ledger = ledger
+        self.num_untrainable = 0
+        """Groups that were found in the buffer and dropped, because they cannot be trained."""
+        self.rules = rules
         self._runners = runners
         self._buffer = replay_buffer
         self._on_evict = replay_buffer.on_evict
@@ -76,6 +88,8 @@ class Accounts:
             await self._buffer.restore(train_step - 1)
             await self.age(train_step)
             return None
+        if await self._drop_untrainable(groups_by_task, train_step):
+            return await self.take(sizes, train_step)
         for name, groups in groups_by_task.items():
             for group in groups:
                 self.ledger.record(name_group(group), name, "trained", train_step=train_step)
@@ -91,6 +105,35 @@ class Accounts:
                     state.seq_staleness = calculate_seq_staleness(model_step, train_step)
                 are_fresh = are_fresh and state.seq_staleness < threshold
         return are_fresh
+
+    async def _drop_untrainable(self, groups_by_task: GroupsByTask, train_step: int) -> bool:
+        """Whether the trainer cannot take some group: then the batch is live again, without such groups.
+
+        The producer stores none. They come from elsewhere, as from the checkpoint of an older version; the
+        trainer would refuse the batch, and after every resume it would meet it again.
+        """
+        rules = self.rules
+        if rules is None:
+            return False
+        affected = [n for n, groups in groups_by_task.items() if not all(map(rules.accepts, groups))]
+        if not affected:
+            return False
+        await self._buffer.restore(train_step - 1)
+        for name in affected:
+            # All of them: put back in the order they come in, they keep it.
+            num_completed = await self._buffer.count(name, Status.COMPLETED)
+            for group in await self._buffer.get(num_completed, name, Status.COMPLETED):
+                group_id, left = name_group(group), rules.release_failed(group)
+                record_left(self.ledger, name, group_id, left)
+                if get_group_status(group) is Status.COMPLETED:
+                    await self._buffer.put(group, name)
+                else:
+                    self._record_drop(group, name, Status.FAILED)
+                    self.num_untrainable += 1
+        return True
+
+    def _record_drop(self, group: Sequence[RolloutState], task_name: str, status: Status) -> None:
+        self.ledger.record(name_group(group), task_name, "dropped", reason=status.value, **why_failed(group))
 
     def _threshold(self, task_name: str) -> int:
         strategy = self._runners[task_name].produce_strategy
@@ -113,14 +156,7 @@ class Accounts:
             keeps_expired = getattr(runner.produce_strategy, "keeps_expired", False)
             for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
                 for group in await self._buffer.get(cells[name][status], name, status):
-                    error = next((state.error_msg for state in group if state.error_msg), None)
-                    self.ledger.record(
-                        name_group(group),
-                        name,
-                        "dropped",
-                        reason=status.value,
-                        error=error and error[:_ERROR_LENGTH],
-                    )
+                    self._record_drop(group, name, status)
 
     async def count_leftovers(self) -> dict[str, dict[Status, int]]:
         """The groups of each task in the buffer, by status."""

@@ -193,7 +193,9 @@ class AsyncProduceStrategy(ProduceStrategy):
             if not self.should_continue_fn(available, ctx.target_abs):
                 self._budget.reset()
                 return ProduceBatchStatus.NORMAL
-            self._budget.check(ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size)
+            self._budget.check(
+                ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size, rules=ctx.rules
+            )
             for _ in range(self._num_to_start(ctx, plan, available)):
                 self._start(ctx, plan)
             if not len(self._pending):

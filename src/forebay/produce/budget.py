@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
-from forebay.types import RolloutState, Status
+from forebay.produce.rules import GroupRules
+from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 MAX_FAILED_PER_GROUP = 2
-"""Failed groups allowed per group asked for, before production gives up: more is a fault, not bad luck."""
+"""Failed groups allowed per group asked for, before production gives up: more is a fault, not bad luck. A run
+file may set the number itself."""
 MIN_FAILED = 8
 """Small batches may have a few failures in a row before that says anything."""
 MAX_STARTED_PER_GROUP = 64
@@ -29,20 +31,27 @@ class ProductionBudget:
 
     def __init__(self) -> None:
         self._outcomes: Counter[Status] = Counter()
-        self._last_error: str | None = None
+        self._first_error: str | None = None
 
     def count(self, status: Status, group: list[RolloutState]) -> None:
         """Enter that a group ended with `status`."""
         self._outcomes[status] += 1
         if status is Status.FAILED:
-            self._last_error = next((state.error_msg for state in group if state.error_msg), self._last_error)
+            failed = next((state for state in group if state.error_msg), None)
+            # The first: what comes later may be what it has led to.
+            if failed is not None and self._first_error is None:
+                place = failed.extra_fields.get(FAILED_AT_KEY)
+                self._first_error = f"{failed.error_msg}{f' ({place})' if place else ''}"
 
     def reset(self) -> None:
         """The batch is there; the next one has a budget of its own."""
         self._outcomes.clear()
+        self._first_error = None
 
-    def check(self, task_name: str, *, train_step: int, batch_size: int) -> None:
-        """Raise if going on makes no sense.
+    def check(
+        self, task_name: str, *, train_step: int, batch_size: int, rules: GroupRules | None = None
+    ) -> None:
+        """Raise if going on makes no sense; a run's `rules` may say how many groups may fail.
 
         Raises:
             ProductionError: too many groups failed or were aborted, or almost none was accepted.
@@ -51,8 +60,16 @@ class ProductionBudget:
         # A call may produce far more than its batch; that allows for more failures.
         yardstick = max(size, outcomes[Status.COMPLETED])
         allowed = max(MIN_FAILED, MAX_FAILED_PER_GROUP * yardstick)
-        if outcomes[Status.FAILED] >= allowed:
-            problem = f"; the last failure: {self._last_error or 'no reason given'}"
+        limit = None if rules is None else rules.max_failed_groups
+        if outcomes[Status.FAILED] >= (allowed if limit is None else limit + 1):
+            problem = f"; the first failure: {self._first_error or 'no reason given'}"
+            if rules is not None:
+                problem += (
+                    f". Either mend what fails, or let more groups be replaced: set "
+                    f"produce.max_failed_groups, now {allowed - 1 if limit is None else limit}. A group goes "
+                    f"on without its failed rollouts if {rules.min_members} remain "
+                    f"(produce.min_members = {rules.min_members})"
+                )
         elif outcomes[Status.ABORTED] >= allowed and not outcomes[Status.COMPLETED]:
             problem = "; the engine aborts everything: is it paused or closed?"
         elif outcomes.total() >= MAX_STARTED_PER_GROUP * yardstick:

@@ -3,8 +3,9 @@
 ::
 
     sample_group -> generate_group -> put_generated_group
-                 |  stamps wall time   count new tokens
-                 |  checks members     COMPLETED: count rewards, then the validity function
+                 |  stamps wall time   with rules: failed members leave (`forebay.produce.rules`)
+                 |  checks members     count new tokens
+                 |                     COMPLETED: count rewards, then the validity function
                  |                     (rejected: FILTERED, response wiped)
                  |                     buffer.put with model step, consumer step and threshold
                  '-> put_back          as it was taken, or without its response: ABORTED
@@ -26,8 +27,11 @@ import numpy as np
 from forebay.activity import PUT, Activities
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
+from forebay.produce.rules import GroupRules
 from forebay.replay import ReplayBuffer
+from forebay.tracebacks import raised_at
 from forebay.types import (
+    FAILED_AT_KEY,
     TOKEN_FIELDS,
     TRAJECTORY_OF_KEY,
     UNLABELLED,
@@ -35,6 +39,7 @@ from forebay.types import (
     Status,
     fill_token_fields,
     get_group_status,
+    note_place,
     reset_rollout_response,
 )
 
@@ -118,6 +123,9 @@ def name_group(group: Sequence[RolloutState]) -> str | int:
     return group_id
 
 
+_ERROR_LENGTH = 200
+"""Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
+
 GroupCallback = Callable[[str, Sequence[RolloutState]], None]
 """Told of every stored group: task name and group; for displays, never for decisions."""
 
@@ -141,6 +149,8 @@ class ProduceContext:
     ledger: Ledger | None = None
     on_group: GroupCallback | None = None
     activities: Activities | None = None
+    rules: GroupRules | None = None
+    """What a run asks of its groups; None: they are stored as they are."""
 
     @property
     def consumer_step(self) -> int:
@@ -193,6 +203,7 @@ class ProduceContext:
         started = clock()
         lengths = [len(state.response_ids) for state in rollout_state]
         for state in rollout_state:
+            note_place(state, None)
             goes_on = enable_partial_rollout or state.status is Status.COMPLETED
             if not (goes_on and len(state.response_ids)):
                 # It starts over, perhaps because it had expired: whatever it will hold is new.
@@ -206,7 +217,7 @@ class ProduceContext:
         except Exception as error:
             logger.exception("task %s: group %s failed", self.task_name, rollout_state[0].group_id)
             group = rollout_state
-            fail_group(group, f"{type(error).__name__}: {error}")
+            fail_group(group, f"{type(error).__name__}: {error}", raised_at(error))
         elapsed_s = clock() - started
         for state in group:
             state.extra_fields[GROUP_GENERATE_TIME_KEY] = elapsed_s
@@ -217,13 +228,20 @@ class ProduceContext:
     ) -> bool:
         """Count, filter and store a generated group; return whether it may be trained on.
 
-        `before_put` may change what is stored of a group that did not complete, or was rejected.
+        By the `rules` of a run, failed members leave the list `group`. `before_put` may change what is stored
+        of a group that did not complete, or was rejected.
         """
+        # What was generated counts whole, whoever leaves: groups must be comparable by their length.
+        generated = list(group)
+        if self.rules is not None:
+            left = self.rules.release_failed(group)
+            if self.ledger is not None and left:
+                record_left(self.ledger, self.task_name, name_group(generated), left)
         is_completed = get_group_status(group) is Status.COMPLETED
-        tokens = _count_new_tokens(group, may_come_again=not is_completed)
+        tokens = _count_new_tokens(generated, may_come_again=not is_completed)
         # Read before the validity function and the put, which wipe what they reject.
         score, latency_s = _mean_score(group), group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
-        length = sum(len(state.response_ids) for state in group)
+        length = sum(len(state.response_ids) for state in generated)
         if is_completed:
             self._count_rewards(group)
             is_completed = self._filter(group)
@@ -240,7 +258,7 @@ class ProduceContext:
                 score=score,
             )
         await self._put(group)
-        self.progress.add_produced(self.task_name, samples=len(group), tokens=tokens)
+        self.progress.add_produced(self.task_name, samples=len(generated), tokens=tokens)
         if self.on_group is not None:
             self.on_group(self.task_name, group)
         # A put that finds it too stale expires every member.
@@ -284,7 +302,8 @@ class ProduceContext:
         except Exception as error:
             name = getattr(self.is_valid_sample_fn, "__name__", repr(self.is_valid_sample_fn))
             logger.exception("task %s: validity function %s failed", self.task_name, name)
-            fail_group(group, f"validity function {name}: {type(error).__name__}: {error}")
+            reason = f"validity function {name}: {type(error).__name__}: {error}"
+            fail_group(group, reason, raised_at(error))
             return False
         if not valid:
             for state in group:
@@ -306,9 +325,33 @@ class ProduceContext:
         self.progress.add_raw_rewards(self.task_name, sum(scores), len(scores))
 
 
-def fail_group(group: Sequence[RolloutState], reason: str) -> None:
-    """Make the group FAILED; members that failed by themselves keep their own reason."""
+def record_left(ledger: Ledger, task_name: str, group_id: str | int, left: Sequence[RolloutState]) -> None:
+    """Enter the rollouts that left their group because they failed."""
+    for state in left:
+        ledger.record(
+            group_id,
+            task_name,
+            "left",
+            reason=Status.FAILED.value,
+            rollout=state.rollout_id,
+            **why_failed([state]),
+        )
+
+
+def why_failed(group: Sequence[RolloutState]) -> dict[str, Any]:
+    """The first error in `group` and where it was raised, as details of an entry in the ledger."""
+    state = next((state for state in group if state.error_msg), group[0])
+    return {
+        "error": state.error_msg and state.error_msg[:_ERROR_LENGTH],
+        "at": state.extra_fields.get(FAILED_AT_KEY),
+    }
+
+
+def fail_group(group: Sequence[RolloutState], reason: str, place: str | None = None) -> None:
+    """Make the group FAILED, by what raised at `place`; members that failed before keep their own reason."""
     for state in group:
+        if not state.error_msg:
+            note_place(state, place)
         reason_of_its_own = state.error_msg
         reset_rollout_response(state)
         state.status = Status.FAILED

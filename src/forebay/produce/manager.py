@@ -45,6 +45,7 @@ from forebay.produce.budget import ProductionError
 from forebay.produce.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import ProduceBatchResult, TaskResult, summarise
+from forebay.produce.rules import GroupRules
 from forebay.produce.starvation import StarvationAlarm
 from forebay.produce.strategies import ProduceBatchStatus
 from forebay.produce.tasks import TaskRunner, count_pending, name_pending, split_batch
@@ -76,6 +77,7 @@ class AgentLoopManager:
         on_group: told of every stored group; for displays, never for decisions.
         stall_watch: ends waits for production in which nothing has progressed for too long.
         activities: where waits and puts are noted.
+        rules: what is asked of a generated group; None: groups are stored, and trained, as they are.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class AgentLoopManager:
         on_group: GroupCallback | None = None,
         stall_watch: StallWatch | None = None,
         activities: Activities | None = None,
+        rules: GroupRules | None = None,
     ) -> None:
         names = [runner.task_name for runner in task_runners]
         if not names or len(set(names)) != len(names):
@@ -101,7 +104,8 @@ class AgentLoopManager:
         self.progress = ProduceProgress.build(names)
         """Of the separate run; one object for producer and consumer."""
         self._runners = {runner.task_name: runner for runner in task_runners}
-        self._accounts = Accounts(self._runners, replay_buffer, Ledger() if ledger is None else ledger)
+        ledger = Ledger() if ledger is None else ledger
+        self._accounts = Accounts(self._runners, replay_buffer, ledger, rules)
         self._background = BackgroundProducer(
             self._runners,
             self.progress,
@@ -170,17 +174,34 @@ class AgentLoopManager:
         progress = ProduceProgress.build_local(self.task_names, sizes, train_step)
         # What was left over may have grown too old: it would be counted now and expire when it is taken.
         await self._accounts.age(train_step)
-        statuses, pauses_s = await self._produce_colocated(sizes, train_step, model_step, progress)
-        await self._accounts.age(train_step)
-        progress.add_produce_time(clock() - started_s)
-
-        async def take() -> ProduceBatchResult:
-            groups_by_task = await self._accounts.take(sizes, train_step)
-            if groups_by_task is None:
+        result = None
+        while result is None:
+            num_untrainable = self._accounts.num_untrainable
+            statuses, pauses_s = await self._produce_colocated(sizes, train_step, model_step, progress)
+            await self._accounts.age(train_step)
+            progress.add_produce_time(clock() - started_s)
+            started_s = clock()
+            result = await whole_or_undone(
+                self._take_colocated(sizes, train_step, statuses, pauses_s, progress),
+                lambda result: self._undo(result, train_step),
+            )
+            if result is None and self._accounts.num_untrainable == num_untrainable:
                 raise ProductionError(f"no whole batch: {await self._describe(sizes, train_step)}")
-            return await self._result(sizes, groups_by_task, statuses, pauses_s, progress)
+            # What was dropped because it cannot be trained is replaced in another round.
+        return result
 
-        return await whole_or_undone(take(), lambda result: self._undo(result, train_step))
+    async def _take_colocated(
+        self,
+        sizes: dict[str, int],
+        train_step: int,
+        statuses: Mapping[str, ProduceBatchStatus],
+        pauses_s: Mapping[str, float],
+        progress: ProduceProgress,
+    ) -> ProduceBatchResult | None:
+        groups_by_task = await self._accounts.take(sizes, train_step)
+        if groups_by_task is None:
+            return None
+        return await self._result(sizes, groups_by_task, statuses, pauses_s, progress)
 
     async def _produce_colocated(
         self, sizes: Mapping[str, int], train_step: int, model_step: int, progress: ProduceProgress
@@ -342,6 +363,7 @@ class AgentLoopManager:
             ledger=self.ledger,
             on_group=self._note_group,
             activities=self.activities,
+            rules=self._accounts.rules,
         )
 
     def _note_group(self, task_name: str, group: Sequence[RolloutState]) -> None:

@@ -187,7 +187,9 @@ class _SyncBatch:
         """Start what is missing."""
         ctx = self.ctx
         self.pending.raise_error()
-        self.budget.check(ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size)
+        self.budget.check(
+            ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size, rules=ctx.rules
+        )
         for _ in range(self._num_missing() - len(self.pending)):
             self.pending.start(
                 partial(ctx.sample_group, from_expired_pool=False),

@@ -103,7 +103,14 @@ class ProduceConfig(StrictModel):
     tail_batch_max_tries: int = Field(default=0, ge=0)
     """Interruptions without partial rollout after which a group joins the tail batch; 0: it never does."""
     max_retries: int = Field(default=1, ge=0)
-    """How often the failed rollouts of a group are generated again before the group is dropped."""
+    """How often the failed rollouts of a group that cannot go on without them are generated again before the
+    group is dropped."""
+    min_members: int = Field(default=2, ge=1)
+    """A group goes on without its failed rollouts if at least so many remain; otherwise another takes its
+    place. ``rollouts_per_prompt``: only whole groups are trained."""
+    max_failed_groups: int | None = Field(default=None, ge=0)
+    """Failed groups of a task that are replaced while one batch is made; with one more the run ends. None:
+    twice the batch, and at least 8."""
     in_flight_update: bool = False
     """Hand weights over while rollouts run; they go on over the new weights instead of being interrupted."""
     stall_after_s: float = Field(default=900.0, gt=0)

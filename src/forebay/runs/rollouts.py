@@ -11,11 +11,14 @@ With a cluster, the agent loops and engines are there, and what stands here talk
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from forebay.activity import Activities
 from forebay.agents import prompt_tools
@@ -26,6 +29,7 @@ from forebay.produce import (
     STALENESS_RULES,
     AgentLoopManager,
     AsyncProduceStrategyConfig,
+    GroupRules,
     ProduceStrategy,
     Prompt,
     Sampler,
@@ -40,6 +44,8 @@ from forebay.runs.placement import Cluster
 from forebay.runs.record.observers import RecordedReplayBuffer
 from forebay.runs.task_loops import build_task_loop, task_agent
 from forebay.stalls import StallWatch
+from forebay.train import TrainConfig
+from forebay.train.batch import why_untrainable
 from forebay.types import RolloutState
 
 WARN_AFTER_S = 60.0
@@ -195,6 +201,7 @@ def build_rollouts(
         rollout_controller=controller,
         stall_watch=_watch(config, activities, controller),
         activities=activities,
+        rules=group_rules(config, context) if trains else None,
     )
     return Rollouts(
         tokenizer=tokenizer,
@@ -228,6 +235,32 @@ def _runner(
         sampler=sampler,
         weight=task.weight,
     )
+
+
+def group_rules(config: RunConfig, context: int) -> GroupRules:
+    """What the run asks of its groups; `context` is the longest sequence that the model is for, in tokens."""
+    produce, train = config.produce, config.train
+    # A batch needs a sequence for each mini-batch, and pass@k needs k attempts, whoever left the groups.
+    per_mini_batch = math.ceil(train.mini_batches / config.batch_size)
+    return GroupRules(
+        why_untrainable=partial(_why_untrainable, train, context),
+        min_members=max(produce.min_members, train.pass_k or 1, per_mini_batch),
+        max_failed_groups=produce.max_failed_groups,
+    )
+
+
+def _why_untrainable(train: TrainConfig, context: int, state: RolloutState) -> str | None:
+    temperature = 1.0 if state.sample_params is None else state.sample_params.temperature
+    if (reason := why_untrainable(state, temperature)) is not None:
+        return reason
+    length = len(state.prompt_ids) + len(state.response_ids)
+    for key, limit in {"train.token_budget": train.token_budget, "model.max_context": context}.items():
+        if length > limit:
+            return f"its {length} tokens are more than {key} = {limit}; raise that, or limit the agent"
+    unknown = np.isnan(state.logprobs) & (state.response_mask != 0)
+    if train.correction == "ratio" and unknown.any():
+        return f"{unknown.sum()} generated tokens have no logprobs, which train.correction = 'ratio' needs"
+    return None
 
 
 def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:

@@ -443,6 +443,7 @@ async def group_counts(run: Run) -> dict[str, dict[str, int]]:
             "live": part.live,
             **{f"dropped ({reason})": count for reason, count in part.dropped.items()},
             "retried": part.retried,
+            "rollouts left out (failed)": part.left,
         }
         for name, part in balance.by_task.items()
     }

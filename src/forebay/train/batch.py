@@ -13,6 +13,7 @@ Shapes: S sequences, T tokens of all sequences one after the other, R response t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -267,7 +268,7 @@ def _check_trainable(
     problems = [
         f"{state.rollout_id!r} ({problem})"
         for state, temperature in zip(states, temperatures, strict=True)
-        if (problem := _problem(state, temperature)) is not None
+        if (problem := why_untrainable(state, temperature)) is not None
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -277,13 +278,23 @@ def _check_trainable(
         )
 
 
-def _problem(state: RolloutState, temperature: float) -> str | None:
+def why_untrainable(state: RolloutState, temperature: float) -> str | None:
+    """Why a rollout that was sampled at `temperature` cannot be trained on; None if it can."""
     if state.status is not Status.COMPLETED:
         return str(state.status.value)
     if state.reward is None or "score" not in state.reward:
         return "no score"
+    if not _is_finite_number(state.reward["score"]):
+        return f"the score {state.reward['score']!r} is no finite number"
     if len(state.prompt_ids) == 0:
         return "no prompt tokens"
     if temperature <= 0:
         return "greedy: temperature 0"
     return None
+
+
+def _is_finite_number(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,23 @@
+"""Where a user's own code raised, for messages that a user reads: file and line, not a traceback."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from pathlib import Path
+
+_LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+_NOT_THE_USERS = ("<", *(os.path.join(path, "") for path in [str(Path(__file__).parent), *_LIBRARIES]))
+"""What the files of Forebay, of installed packages, of the standard library and of no file begin with. What
+fails in there was usually called wrongly from the user's code."""
+
+
+def raised_at(error: BaseException) -> str | None:
+    """The last frame in a user's own code, as ``FILE, line N``; None if the error has passed through none."""
+    # Without source lines, which nobody reads here and which would be looked up in the files.
+    frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+    for frame in reversed(frames):
+        if not frame.filename.startswith(_NOT_THE_USERS):
+            return f"{frame.filename}, line {frame.lineno}"
+    return None

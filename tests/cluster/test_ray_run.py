@@ -54,6 +54,7 @@ def run_config(output, **changes):
 SEPARATE = {
     "mode": "separate",
     "max_staleness": 1,
+    "staleness_rule": "drop",
     "over_sample_threshold": 1.0,
     "enable_partial_rollout": True,
 }

@@ -39,6 +39,7 @@ train = {{ lr = 1e-3 }}
 [produce]
 mode = "separate"
 max_staleness = {STALE_FROM - 1}
+staleness_rule = "drop"
 over_sample_threshold = 1.0
 enable_partial_rollout = true
 filter = "reward_variance"

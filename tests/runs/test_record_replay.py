@@ -72,6 +72,7 @@ def config(output, **changes):
         "produce": {
             "mode": "separate",
             "max_staleness": 1,
+            "staleness_rule": "drop",
             "over_sample_threshold": 1.0,
             "enable_partial_rollout": True,
             "in_flight_update": True,

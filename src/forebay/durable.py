@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 CHECKSUMS = "checksums.json"
 """The list that `seal` writes into a folder."""
@@ -161,6 +161,11 @@ def _read_list(path: Path) -> dict[str, list[int]]:
     raise DamagedError(f"{str(path)!r} is damaged: its content is not what its checksum says")
 
 
+def is_disk_error(error: BaseException | None) -> TypeGuard[OSError]:
+    """Whether the operating system says of a disk, or of a path on it, that it cannot be used."""
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS
+
+
 @contextmanager
 def disk_errors_named(use: str) -> Iterator[None]:
     """Turn what the operating system says of a full, read-only or failing disk into a `DiskError`.
@@ -172,9 +177,8 @@ def disk_errors_named(use: str) -> Iterator[None]:
     except DiskError:
         raise
     except OSError as error:
-        if error.errno is None or error.errno not in _DISK_ERRORS:
+        if not is_disk_error(error):
             raise
         place = "" if error.filename is None else f": {str(error.filename)!r}"
-        raise DiskError(
-            f"{use} cannot be written or read{place}: {error.strerror or error}; {_DISK_ERRORS[error.errno]}"
-        ) from error
+        helps = _DISK_ERRORS[error.errno or 0]
+        raise DiskError(f"{use} cannot be written or read{place}: {error.strerror}; {helps}") from error

@@ -31,13 +31,13 @@ from forebay.config import ConfigError
 from forebay.durable import write_json
 from forebay.environments.config import FragmentRunConfig
 from forebay.runs.folder import (
-    begin_checkpoint,
     check_checkpoint,
     checkpoint_path,
     list_checkpoints,
     prune_checkpoints,
     publish,
     saved_as,
+    unfinished,
 )
 
 NUM_CHECKPOINTS = 2
@@ -80,12 +80,12 @@ async def save_checkpoint(
     """Write the checkpoint of `step`, unless it is there; then delete those before the last ones."""
     final = checkpoint_path(folder, step)
     if not final.exists():
-        temporary = begin_checkpoint(final)
-        np.savez(temporary / "arrays.npz", **dict(arrays))  # type: ignore[arg-type]
-        write_json(temporary / "run.json", dict(counts))
-        await save_buffer(str(temporary / "fragments"))
-        # In a thread: workers are answered meanwhile.
-        await asyncio.to_thread(publish, temporary, final)
+        with unfinished(final) as temporary:
+            np.savez(temporary / "arrays.npz", **dict(arrays))  # type: ignore[arg-type]
+            write_json(temporary / "run.json", dict(counts))
+            await save_buffer(str(temporary / "fragments"))
+            # In a thread: workers are answered meanwhile.
+            await asyncio.to_thread(publish, temporary, final)
     prune_checkpoints(folder, NUM_CHECKPOINTS)
 
 

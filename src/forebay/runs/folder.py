@@ -123,12 +123,20 @@ def checkpoint_path(folder: Path, train_step: int) -> Path:
     return folder / "checkpoints" / f"step_{train_step:06d}"
 
 
-def begin_checkpoint(final: Path) -> Path:
-    """An empty folder to write the checkpoint `final` in, for `publish`."""
+@contextlib.contextmanager
+def unfinished(final: Path) -> Iterator[Path]:
+    """An empty folder in which the checkpoint `final` is written; the block ends with `publish`.
+
+    If it raises, the folder is deleted: on a full disk, nothing half done takes the room.
+    """
     temporary = final.with_name(f"{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    return temporary
+    try:
+        yield temporary
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def prune_checkpoints(folder: Path, keep: int) -> None:
@@ -153,7 +161,12 @@ def occupied(folder: Path) -> Iterator[None]:
     # Whichever link leads there.
     folder = folder.resolve()
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "a+", encoding="ascii") as file:
+    try:
+        lock = open(folder.with_name(f".{folder.name}.lock"), "a+", encoding="ascii")  # noqa: SIM115
+    except FileNotFoundError as error:
+        # The folder is there; this is how file systems such as /proc say that they make no files.
+        raise PermissionError(errno.EPERM, "no file can be made there", str(folder.parent)) from error
+    with lock as file:
         try:
             # Unlike `flock`, it does not pass to processes that are forked from this one.
             if fcntl is not None:

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from forebay.config import ConfigError
-from forebay.durable import DamagedError, check
+from forebay.durable import DamagedError, check, is_disk_error
 from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
 from forebay.produce import ProductionError
@@ -151,6 +151,9 @@ def _lost_part(run: Run, error: Exception) -> str:
         return f"the buffer is lost: {error}"
     if run.cluster is not None and (lost := run.cluster.none_is_left()):
         return f"{lost} ({error})"
+    if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
+        # Groups could not be entered in the books: it is the disk that a person has to look at.
+        raise error.__cause__
     raise error
 
 

@@ -33,7 +33,7 @@ from forebay.durable import check, write_json
 from forebay.engines import EngineLost
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
-from forebay.runs.folder import begin_checkpoint, checkpoint_path, prune_checkpoints, publish
+from forebay.runs.folder import checkpoint_path, prune_checkpoints, publish, unfinished
 from forebay.runs.pictures import learning_curve
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.observers import note_training
@@ -341,8 +341,7 @@ async def checkpoint(run: Run) -> Path:
     final = checkpoint_path(run.folder, run.train_step)
     if final.exists():
         return final
-    temporary = await compute(run, begin_checkpoint, final)
-    with phase(run, "checkpoint", CHECKPOINT):
+    with phase(run, "checkpoint", CHECKPOINT), unfinished(final) as temporary:
         await compute(run, run.trainer.save, temporary / "trainer")
         await run.manager.save(temporary / "manager")
         state = {

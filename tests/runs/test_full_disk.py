@@ -1,0 +1,101 @@
+"""A disk that takes no more ends a run with one sentence, and nothing that was saved is lost."""
+
+import asyncio
+import errno
+import os
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+from test_colocated_run import config as run_config
+from test_colocated_run import losses
+from typer.testing import CliRunner
+
+from forebay.cli import app
+from forebay.durable import DiskError
+from forebay.ledger.journal import Journal
+from forebay.runs.config import to_toml
+from forebay.runs.folder import list_checkpoints, saved_config
+from forebay.runs.launch import launch
+from forebay.train import checkpoint as checkpoint_module
+
+
+def small_run(output):
+    return run_config(output, steps=3, checkpoint_every=1, keep_checkpoints=3, batch_size=2, warmup=None)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    config = small_run(tmp_path_factory.mktemp("whole"))
+    asyncio.run(launch(config))
+    return losses(config.folder)
+
+
+class Filling:
+    """A writing function whose disk is full after so many calls."""
+
+    def __init__(self, function, calls, error):
+        self.function, self.calls, self.error = function, calls, error
+
+    def __get__(self, owner, kind=None):
+        return self if owner is None else lambda *args: self(owner, *args)
+
+    def __call__(self, *args, **kwargs):
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error
+        return self.function(*args, **kwargs)
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+PLACES = {
+    "weights": (
+        checkpoint_module,
+        "save_file",
+        5,
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ),
+    "books": (Journal, "write", 9, FULL),
+    "sync": (os, "fsync", 80, FULL),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_run_on_a_full_disk_is_one_sentence_and_goes_on_later(tmp_path, monkeypatch, undisturbed, place):
+    owner, name, calls, error = PLACES[place]
+    config = small_run(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, Filling(getattr(owner, name), calls, error))
+        with pytest.raises(DiskError) as caught:
+            asyncio.run(launch(config))
+    message, saved = str(caught.value), list_checkpoints(config.folder)
+    assert "\n" not in message
+    assert "No space left on device" in message
+    assert "free some space" in message
+    assert 1 <= len(saved) < 3
+    assert f"{saved[-1].name} is saved, go on from it with --resume {config.folder}" in message
+    # Nothing half done takes the room.
+    assert not list(config.folder.glob("checkpoints/*.tmp"))
+    asyncio.run(launch(saved_config(config.folder), resume=config.folder))
+    assert losses(config.folder) == undisturbed
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "/proc", "/etc/passwd/deeper", "/dev/null"])
+def test_a_place_where_no_folder_can_be_is_one_sentence(tmp_path, place):
+    file = tmp_path / "run.toml"
+    file.write_text(to_toml(small_run(tmp_path)))
+    result = CliRunner().invoke(app, ["train", str(file), f"output={place}"])
+    assert result.exit_code == 2
+    (line,) = result.output.splitlines()
+    assert line.startswith(f"error: the run in '{place}/run' cannot be written")
+    assert "name another place" in line
+
+
+def test_a_folder_without_permission_is_one_sentence(tmp_path, monkeypatch):
+    def refuse(self, *args, **kwargs):
+        # The superuser, who may run this, is refused nothing by the system.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(DiskError, match=r"Permission denied; allow it, or name another place"):
+        asyncio.run(launch(small_run(tmp_path / "new")))

@@ -19,6 +19,9 @@ from collections.abc import Callable
 SILENCE_LIMIT_S = 30.0
 """Without a sign of life. A busy event loop is late by some milliseconds, a swapping machine by seconds."""
 
+UNDO_S = 0.5
+"""A cancelled caller waits so long for the other end to undo its call; one that is up needs milliseconds."""
+
 BEATS = 4
 """Within the limit, so that a few may be late."""
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forebay.cluster import buffer
 from forebay.cluster.buffer import locate
 from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
 from forebay.cluster.library import Given, why
@@ -339,6 +340,14 @@ async def test_a_buffer_that_is_gone_for_good_is_a_lost_connection():
     # What the actor itself says is not.
     with pytest.raises(exceptions.RayTaskError):
         await locate(Place(carried(ValueError("no such store"))))
+
+
+async def test_a_buffer_that_does_not_say_where_it_is_is_a_lost_connection(monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setattr(buffer, "LOCATE_LIMIT_S", 0.01)
+    hanging = SimpleNamespace(place=SimpleNamespace(remote=asyncio.Event().wait))
+    with pytest.raises(ConnectionLost, match=r"did not answer within 0\.01 s"):
+        await locate(hanging)
 
 
 def test_the_network_interface_of_an_address():

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEng
 from forebay.engines.base import EngineLost
 from forebay.engines.process import EngineRecipe, ProcessEngine
 from forebay.engines.weight_handover import BroadcastHandOver
+from forebay.framing import framed
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
 from forebay.types import SampleParams
@@ -269,6 +271,16 @@ async def test_a_cancelled_request_frees_its_place(engine: Any) -> None:
     # The abort is on its way before this question, and calls are begun in order.
     while (await engine.health()).num_running:
         await asyncio.sleep(0.01)
+
+
+async def test_answers_that_cannot_be_read_end_the_calls() -> None:
+    reader, child, lost = asyncio.StreamReader(), object(), []
+    reader.feed_data(framed(b"\xc1 is no MessagePack"))
+    engine: Any = SimpleNamespace(_child=child, _lose=lost.append, _note=None)
+    reading: Any = ProcessEngine._read
+    await reading(engine, reader, child)
+    [why] = lost
+    assert "could not be read" in why
 
 
 @pytest.mark.filterwarnings("ignore:.*is not an async function")

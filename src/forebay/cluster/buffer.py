@@ -34,6 +34,12 @@ DEFAULT_NAME = "forebay_buffer"
 MAX_CALLS = 10_000
 """Clients that ask at the same time where the buffer is; an answer takes a millisecond."""
 
+LOCATE_LIMIT_S = 300.0
+"""For an answer to where the buffer is: a restart, and a store on disk that recovers, may take minutes."""
+
+CLOSE_LIMIT_S = 60.0
+"""For what runs to come to its end; then the actor is killed. A database loses nothing by that."""
+
 LOOPBACK = "127.0.0.1"
 
 Place = tuple[str, str]
@@ -170,13 +176,16 @@ async def locate(actor: Any) -> tuple[Address, str]:
     """Where the buffer of `actor` is served now, and the token for it.
 
     Raises:
-        ConnectionLost: the actor has ended for good, or cannot be reached.
+        ConnectionLost: the actor has ended for good, cannot be reached, or does not answer.
         OSError, ValueError: its store cannot be opened.
     """
     exceptions = import_ray().exceptions
     try:
         # Ray answers when the actor runs: a call during a restart waits for its end.
-        address, token = await actor.place.remote()
+        async with asyncio.timeout(LOCATE_LIMIT_S):
+            address, token = await actor.place.remote()
+    except TimeoutError:
+        raise ConnectionLost(f"the buffer's actor did not answer within {LOCATE_LIMIT_S:g} s") from None
     except exceptions.RayTaskError:
         # There is an actor, and that is what it says.
         raise
@@ -190,8 +199,13 @@ async def stop_buffer(name: str = DEFAULT_NAME) -> None:
 
     Raises:
         ValueError: there is no actor of that name.
+        TimeoutError: it did not end what it does in time, and was killed.
     """
     ray = import_ray()
     actor = ray.get_actor(name, NAMESPACE)
-    await actor.close.remote()
-    ray.kill(actor)
+    try:
+        async with asyncio.timeout(CLOSE_LIMIT_S):
+            await actor.close.remote()
+    finally:
+        # Also one that hangs.
+        ray.kill(actor)

@@ -343,9 +343,14 @@ class ProcessEngine:
 
     async def _read(self, reader: asyncio.StreamReader, child: _Child) -> None:
         """consumes: the child's frames; waits for: the next one; woken by: it, or the child's end."""
-        while (frame := await read_frame(reader)) is not None:
-            self._note(*msgspec.msgpack.decode(frame))
-        cause = await asyncio.to_thread(child.cause_of_end)
+        try:
+            while (frame := await read_frame(reader)) is not None:
+                self._note(*msgspec.msgpack.decode(frame))
+        except Exception as error:
+            # Whatever it is: calls that wait for a task that is gone would wait forever.
+            cause = f"what came from it could not be read: {error!r}"
+        else:
+            cause = await asyncio.to_thread(child.cause_of_end)
         # There may be another by now.
         if self._child is child:
             self._lose(cause)

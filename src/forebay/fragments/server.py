@@ -23,15 +23,23 @@ from typing import Any
 
 from forebay.fragments import wire
 from forebay.fragments.actor import ReplayBufferActor
-from forebay.framing import read_frame
+from forebay.framing import is_answered, read_frame
+from forebay.heartbeat import beat
+
+BACKLOG = 4096
+"""Connections that wait to be accepted; the system lowers it to its own limit."""
 
 STREAM_BYTES = 1 << 20
 """Read ahead of one client: a few thousand fragments."""
 
 
 @contextlib.asynccontextmanager
-async def serve(buffer: ReplayBufferActor, path: str | os.PathLike[str]) -> AsyncIterator[None]:
+async def serve(
+    buffer: ReplayBufferActor, path: str | os.PathLike[str], *, client_limit_s: float = wire.CLIENT_LIMIT_S
+) -> AsyncIterator[None]:
     """Answer clients at the socket `path` as long as the block runs; the buffer stays open after it.
+
+    A client without a sign of life for `client_limit_s` is given up as one that went away.
 
     >>> async with serve(buffer, "run/fragments.sock"):
     ...     await done.wait()
@@ -46,7 +54,7 @@ async def serve(buffer: ReplayBufferActor, path: str | os.PathLike[str]) -> Asyn
         assert task is not None
         connections.add(task)
         try:
-            await _Connection(buffer, reader, writer).run()
+            await _Connection(buffer, reader, writer, client_limit_s).run()
         except asyncio.CancelledError:
             # Only `serve` cancels it; asyncio would report that as an error.
             return
@@ -54,7 +62,7 @@ async def serve(buffer: ReplayBufferActor, path: str | os.PathLike[str]) -> Asyn
             connections.discard(task)
 
     listening = _listen(os.fspath(path))
-    server = await asyncio.start_unix_server(connected, sock=listening, limit=STREAM_BYTES)
+    server = await asyncio.start_unix_server(connected, sock=listening, limit=STREAM_BYTES, backlog=BACKLOG)
     try:
         yield
     finally:
@@ -69,7 +77,7 @@ async def serve(buffer: ReplayBufferActor, path: str | os.PathLike[str]) -> Asyn
 def _listen(path: str) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX)
     try:
-        if os.path.exists(path) and not _is_answered(path):
+        if os.path.exists(path) and not is_answered(path):
             # Left by a server that was killed.
             os.unlink(path)
         sock.bind(path)
@@ -81,11 +89,6 @@ def _listen(path: str) -> socket.socket:
     return sock
 
 
-def _is_answered(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        return probe.connect_ex(path) == 0
-
-
 class _Connection:
     """One client.
 
@@ -95,29 +98,45 @@ class _Connection:
     """
 
     def __init__(
-        self, buffer: ReplayBufferActor, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        buffer: ReplayBufferActor,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        limit_s: float,
     ) -> None:
-        self._buffer = buffer
+        self._buffer, self._limit_s = buffer, limit_s
+        self._num_heard = 0
         self._reader, self._writer = reader, writer
         self._running: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
+        watching = asyncio.create_task(self._watch())
         try:
             while (frame := await read_frame(self._reader)) is not None:
+                self._num_heard += 1
                 await self._begin(wire.decode_call(frame))
         except ValueError:
             # It speaks something else: there is nobody to answer.
             return
         finally:
+            watching.cancel()
             for task in self._running.values():
                 task.cancel()
             await asyncio.gather(*self._running.values(), return_exceptions=True)
             self._writer.close()
 
+    async def _watch(self) -> None:
+        """End the connection of a client that is silent; its own signs of life are answered."""
+        await beat(lambda: None, lambda: self._num_heard, limit_s=self._limit_s)
+        self._writer.transport.abort()
+
     async def _begin(self, call: wire.Call) -> None:
         if call.method == wire.CANCEL:
             if call.number in self._running:
                 self._running[call.number].cancel()
+            return
+        if call.method == wire.ALIVE:
+            wire.write_frame(self._writer, wire.Answer(call.number, wire.encode(None)))
             return
         task = asyncio.create_task(self._answer(call))
         self._running[call.number] = task

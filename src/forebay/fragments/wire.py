@@ -6,6 +6,7 @@
            -- length | Call 2 ----------------------->
            <---------- length | Answer 2 (value) -----          in any order, by number
            -- length | Call 1 (no method: cancel) --->
+           -- length | Call 3 (alive) --------------->           answered at once
            <---------- length | Answer 1 (error) -----          every call has exactly one answer
 
 Ids and metadata only: payloads are in the store, which both sides map into memory.
@@ -26,6 +27,10 @@ from forebay.framing import MAX_BYTES, framed
 
 CANCEL = ""
 """In place of a method."""
+ALIVE = "alive"
+"""In place of a method: a sign of life, which is answered by one (`forebay.heartbeat`)."""
+CLIENT_LIMIT_S = 60.0
+"""Without a sign of life a client is given up; twice what it allows a server."""
 CANCELLED = "cancelled"
 """In place of an error's kind."""
 _ERRORS: dict[str, type[Exception]] = {

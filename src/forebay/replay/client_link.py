@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.heartbeat import SILENCE_LIMIT_S, beat
+from forebay.heartbeat import SILENCE_LIMIT_S, UNDO_S, beat
 from forebay.replay import server_messages as messages
 from forebay.replay.arrivals import label_group
 from forebay.replay.locks import Window
@@ -49,10 +49,6 @@ Returned = tuple[Any, list[list[RolloutState]]]
 PIECE_BYTES = 512 << 10
 """Groups that go in one message while more are packed. With less, both sides wake each other more often,
 which costs more than it saves where no core is free; with more, the server is idle at first where one is."""
-
-
-UNDO_S = 0.5
-"""A cancelled caller waits so long for the server to undo its call; one that is up needs milliseconds."""
 
 
 class Pieces:

@@ -23,6 +23,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from forebay.framing import connect_unix, is_answered
 from forebay.heartbeat import SILENCE_LIMIT_S
 
 MIN_TOKEN_LENGTH = 16
@@ -30,9 +31,6 @@ MIN_TOKEN_LENGTH = 16
 
 BACKLOG = 4096
 """Connections that wait to be accepted; the system lowers it to its own limit (``net.core.somaxconn``)."""
-
-RETRY_S = 0.05
-"""Between attempts at a Unix socket whose queue of connections is full: nothing tells of room in it."""
 
 _TCP_LIMITS = {
     "TCP_KEEPIDLE": 10,
@@ -100,24 +98,13 @@ async def listen(address: Address, token: str | None) -> tuple[socket.socket, Ad
 
 async def dial(address: Address) -> socket.socket:
     """A socket connected to `address`, as soon as there is room; OSError if nobody listens there."""
-    place: str | tuple[str, int]
     if address.path is not None:
-        family, place = int(socket.AF_UNIX), str(address.path)
-    else:
-        family, place = await _resolve(address)
+        return await connect_unix(str(address.path))
+    family, place = await _resolve(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
-        # Not `sock_connect` for a path: it waits for a full queue as for a connection that is being made,
-        # which it is not, and fails with EINVAL.
-        while address.path is not None:
-            try:
-                sock.connect(place)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(RETRY_S)
-        else:
-            await asyncio.get_running_loop().sock_connect(sock, place)
+        await asyncio.get_running_loop().sock_connect(sock, place)
     except BaseException:
         sock.close()
         raise
@@ -175,17 +162,9 @@ def _remove_left_over(path: Path) -> None:
         return
     if not stat.S_ISSOCK(mode):
         raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # A server that hangs lets its queue fill, where a blocking connect would wait.
-        probe.setblocking(False)
-        try:
-            probe.connect(str(path))
-        except BlockingIOError:
-            pass
-        except ConnectionRefusedError:
-            path.unlink()
-            return
-    raise FileExistsError(f"another server listens on {str(path)!r}")
+    if is_answered(str(path)):
+        raise FileExistsError(f"another server listens on {str(path)!r}")
+    path.unlink()
 
 
 def _listening(sock: socket.socket, place: str | tuple[str, int]) -> socket.socket:

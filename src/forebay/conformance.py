@@ -370,7 +370,9 @@ class StorageConformance:
     @_runs
     async def test_delete_where_removes_what_matches_and_counts_it(self, storage: StorageBackend) -> None:
         await fill(storage)
-        assert await storage.delete_where({"staleness": {"$gte": 2}}) == 3
+        assert await storage.delete_where({"staleness": {"$gte": 2}}, expected=2) == 3
+        assert await storage.count({"staleness": {"$gte": 2}}) == 3
+        assert await storage.delete_where({"staleness": {"$gte": 2}}, expected=3) == 3
         assert await storage.delete_where({"staleness": {"$gte": 2}}) == 0
         assert await storage.delete_where({"status": "archived", "train_step": {"$lte": 6}}) == 0
         assert await storage.delete_where({"status": "archived", "train_step": {"$lte": 7}}) == 1
@@ -397,7 +399,9 @@ class StorageConformance:
         row.item = "new"
         other = rows[1]
         other.status = "failed"
-        assert await storage.update_if([row, other, unknown], {"status": "expired"}) == 1
+        assert await storage.update_if([row, other], {"status": "expired"}, expected=2) == 1
+        assert [r.item for r in await storage.get({"status": "expired"})] == ["a"]
+        assert await storage.update_if([row, other, unknown], {"status": "expired"}, expected=1) == 1
         assert [r.item for r in await storage.get({"status": "expired"})] == ["new"]
         assert await storage.count({"status": "failed"}) == 0
 

@@ -13,7 +13,7 @@ from forebay.replay import (
     ReplayBuffer,
     SQLStorage,
     serve,
-    sql_shared,
+    sql_rows,
 )
 from forebay.replay import server_messages as messages
 from forebay.replay.client_link import Link
@@ -83,14 +83,14 @@ async def test_evicted_groups_of_which_nobody_was_told_are_back(buffer, monkeypa
     for name in "abc":
         await buffer.put(make_group(name), "math")
     decoding, go_on = threading.Event(), threading.Event()
-    decode = sql_shared.Evicted.decode
+    decode = sql_rows.Removed.decode
 
     def wait_for_the_test(evicted, codec):
         decoding.set()
         assert go_on.wait(timeout=20)
         decode(evicted, codec)
 
-    monkeypatch.setattr(sql_shared.Evicted, "decode", wait_for_the_test)
+    monkeypatch.setattr(sql_rows.Removed, "decode", wait_for_the_test)
     evicting = asyncio.create_task(buffer.storage.evict(1))
     await asyncio.to_thread(decoding.wait)
     evicting.cancel()
@@ -130,7 +130,8 @@ async def test_a_confirmation_that_comes_after_a_resume_removes_nothing_of_the_s
         await link.call("take_batch", messages.TakeArguments(b"key", {"math": 1}, COMPLETED, None))
         async with await RemoteReplayBuffer.connect(server.address) as other:
             await other.resume(tmp_path / "snapshot")
-            await link.call("keep", messages.KeyArguments(b"key"))
+            with pytest.raises(messages.ConnectionLost, match="in the buffer again"):
+                await link.call("keep", messages.KeyArguments(b"key"))
             assert names(await other.get(9, "math", COMPLETED)) == ["a"]
         await link.close()
 

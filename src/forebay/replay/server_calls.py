@@ -115,7 +115,11 @@ class Served:
         self._watching: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Recover what an earlier server left, count, and begin to watch the buffer."""
+        """Recover what an earlier server left, count, and begin to watch the buffer.
+
+        A server that still runs on the same database is fenced off first: it must keep nothing any more.
+        """
+        await self.buffer.storage.claim()
         await recover(self.buffer)
         await self._look()
         self.buffer.on_evict = self._note_eviction
@@ -270,8 +274,7 @@ class Served:
         return Result()
 
     async def _keep(self, key: bytes, handover: Handover) -> None:
-        await handover.keep(key)
-        self._kept.remember(key, True)
+        self._kept.remember(key, await handover.keep(key))
 
     async def release(self, key: bytes, handover: Handover | None) -> Result:
         """Nobody has the groups of `handover`, which were taken under `key`."""

@@ -28,7 +28,8 @@ from forebay.replay.archiving import taking
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.packed import pack_out
 from forebay.replay.packing import PackedGroup
-from forebay.replay.storage import StorageItem, TagValue, archive_row, copy_row, revive_row
+from forebay.replay.slices import change, revive
+from forebay.replay.storage import StorageItem, TagValue, archive_row, copy_row
 from forebay.types import Status
 
 PARKED_STEP = 0
@@ -58,21 +59,29 @@ class Handover:
     is_kept: bool = False
     """Whether they stay taken when the client is gone."""
 
-    async def keep(self, key: bytes) -> None:
-        """They are with the client: the store forgets them, or archives them for the train step."""
+    async def keep(self, key: bytes) -> bool:
+        """They are with the client: the store forgets them, or archives them for the train step.
+
+        False, and they are live again, if one of them is not parked any more: a snapshot was resumed, say.
+        """
         storage = self.buffer.storage
         noted = {"receipt": key} if storage.keeps_receipts else {}
         # Only what is still parked: a snapshot that was resumed meanwhile may use the same uids.
         parked = {"uid": {"$in": [row.uid for row in self.rows]}, **PARKED}
+        num_rows = num_kept = len(self.rows)
         async with self.buffer._lock.alone():
             if self.held is PARKED and self.train_step is None:
-                await storage.delete_where(parked, **noted)
-                self.held = None
+                num_kept = await storage.delete_where(parked, expected=num_rows, **noted)
+                self.held = None if num_kept == num_rows else PARKED
             elif self.held is PARKED and self.train_step is not None:
                 archived = [archive_row(copy_row(row, item=None), self.train_step) for row in self.rows]
-                await storage.update_if(archived, parked, **noted)
-                self.held = {"status": Status.ARCHIVED, "train_step": self.train_step}
-        self.is_kept = True
+                num_kept = await storage.update_if(archived, parked, expected=num_rows, **noted)
+                if num_kept == num_rows:
+                    self.held = {"status": Status.ARCHIVED, "train_step": self.train_step}
+        self.is_kept = num_kept == num_rows
+        if not self.is_kept:
+            await self.release()
+        return self.is_kept
 
     async def release(self) -> int:
         """Nobody has them: they are as they were; return how many are live."""
@@ -82,12 +91,13 @@ class Handover:
             if not rows:
                 return 0
             if self.held is not None:
-                await buffer.storage.update_if([copy_row(row, item=None) for row in rows], self.held)
+                num_back = await change(buffer.storage, rows, lambda row: copy_row(row, item=None), self.held)
             else:
+                num_back = len(rows)
                 for row in rows:
                     await buffer.storage.put(row)
             buffer._changes.note()
-        return sum(not row.is_archived for row in rows)
+        return min(num_back, sum(not row.is_archived for row in rows))
 
 
 async def take_over(
@@ -116,8 +126,10 @@ async def take_over(
                 groups[task] = []
             _check_sizes(groups[task], max_bytes)
         rows = view.taken
-        if parks and rows:
-            await buffer.storage.update([_parked(row) for row in rows])
+        # Only what still is as it was taken, and all of it: another server may have recovered some.
+        taken = {"status": Status.ARCHIVED, "train_step": PARKED_STEP}
+        if parks and await change(buffer.storage, rows, _parked, taken) != len(rows):
+            raise RuntimeError("groups were taken from this server by another one on the same database")
         if rows:
             buffer._changes.note()
     archived = {"status": Status.ARCHIVED, "train_step": train_step}
@@ -140,11 +152,9 @@ async def recover(buffer: ReplayBuffer) -> int:
     was = {"status_before": {"$ne": None}}
     interrupted = {**PARKED, "train_step": {"$in": [None, PARKED_STEP]}, **was}
     async with buffer._lock.alone():
-        rows = await buffer.storage.get(interrupted, rows_only=True)
-        await buffer.storage.update_if([revive_row(row) for row in rows], interrupted)
-        if rows:
+        if num_revived := await revive(buffer.storage, interrupted):
             buffer._changes.note()
-    return len(rows)
+    return num_revived
 
 
 def _parked(row: StorageItem) -> StorageItem:

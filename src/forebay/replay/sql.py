@@ -2,7 +2,7 @@
 
 ::
 
-    put ---------> queue --+   one thread (`sql_worker`)    +--> groups, tags     light rows, with indexes
+    put ---------> queue --+   a thread (`sql_worker`)      +--> groups, tags     light rows, with indexes
     put ---------> queue --+-> prepare all, one commit -----+--> payloads         bytes, read when taken
     set_train_step queue --+                                +--> tasks            train steps, evictions
     take_first, get, ...  ---> a transaction each
@@ -22,7 +22,6 @@ A query too large for a database is evaluated here, on light rows.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ import sqlalchemy as sa
 from forebay.replay.query import Query, QueryLike, matches, parse_query
 from forebay.replay.row_book import check_state
 from forebay.replay.sql_ids import next_ids, raise_ids
+from forebay.replay.sql_links import Links
 from forebay.replay.sql_ranking import (
     Ranking,
     count_live,
@@ -46,6 +46,7 @@ from forebay.replay.sql_ranking import (
     train_steps,
 )
 from forebay.replay.sql_rows import (
+    Removed,
     archive_rows,
     attach_payloads,
     delete_rows,
@@ -53,6 +54,8 @@ from forebay.replay.sql_rows import (
     insert_tasks,
     lock_rows,
     prepare,
+    put_back,
+    read_payloads,
     read_rows,
     replace_rows,
     select_rows,
@@ -63,6 +66,7 @@ from forebay.replay.sql_schema import (
     create_receipts,
     groups,
     insert_or_update,
+    is_in_memory,
     open_engine,
     payloads,
     tags,
@@ -70,7 +74,6 @@ from forebay.replay.sql_schema import (
 )
 from forebay.replay.sql_shared import (
     Content,
-    Evicted,
     GetTrainStep,
     PreparedRows,
     RowWriter,
@@ -81,41 +84,12 @@ from forebay.replay.sql_shared import (
     keep_receipts,
 )
 from forebay.replay.sql_state import StoredItems
-from forebay.replay.sql_turns import turns_of
+from forebay.replay.sql_transactions import JsonCodec, Transactions
 from forebay.replay.sql_worker import Sharing, Worker
 from forebay.replay.storage import STATE_VERSION, Codec, StepPassed, StorageBackend, StorageItem
 from forebay.replay.sum_tree import SumTree
 
 Result = TypeVar("Result")
-
-
-class JsonCodec:
-    """Payloads that are JSON values; what a SQL store uses until it is handed another codec.
-
-    >>> JsonCodec().decode(JsonCodec().encode({"prompt": [1, 2]}))
-    {'prompt': [1, 2]}
-    """
-
-    def encode(self, payload: Any) -> bytes:
-        """The payload as JSON; ValueError if it is none."""
-        try:
-            return json.dumps(payload).encode()
-        except TypeError as error:
-            raise ValueError(f"the payload is no JSON value ({error}); give the store a codec") from None
-
-    def decode(self, data: bytes) -> Any:
-        """The payload; ValueError if the bytes are no JSON."""
-        try:
-            return json.loads(data)
-        except ValueError:
-            raise ValueError(
-                f"the payload is no JSON, it starts with {data[:8]!r}; open the store with the codec that "
-                f"wrote it"
-            ) from None
-
-    def status(self, value: str) -> str:
-        """The value."""
-        return value
 
 
 class SQLStorage(StorageBackend):
@@ -145,8 +119,13 @@ class SQLStorage(StorageBackend):
         self._engine = open_engine(url, create=create)
         self._codec: Codec = JsonCodec() if codec is None else codec
         self._is_codec_fixed = codec is not None
-        self._my_turn = turns_of(self._engine.url)
-        self._worker = Worker("forebay-sql")
+        self._transactions = Transactions(self._engine)
+        self._reading, self._writing = self._transactions.reading, self._transactions.writing
+        links = Links(self._engine) if self._engine.dialect.name == "postgresql" else None
+        self._worker = Worker("forebay-sql", links)
+        self._reader = Worker("forebay-sql-read", links, changes_nothing=True)
+        # An SQLite database in memory lives as long as a connection.
+        self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
         self._writer = RowWriter(self._reading, self._writing)
         self._has_receipts = False
         self._rows = Sharing(self._prepare, self._writer.write)
@@ -158,9 +137,16 @@ class SQLStorage(StorageBackend):
             self._codec = codec
 
     def close(self) -> None:
-        """Finish what was called, end the thread, close the connections."""
-        self._worker.close()
+        """Finish what was called, end the threads, close the connections."""
+        for worker in (self._worker, self._reader):
+            worker.close()
+        if self._keeper is not None:
+            self._keeper.close()
         self._engine.dispose()
+
+    async def claim(self) -> None:
+        """See `StorageBackend.claim`."""
+        await self._worker.call(self._transactions.claim)
 
     async def put(self, item: StorageItem) -> int:
         """See `StorageBackend.put`."""
@@ -185,7 +171,7 @@ class SQLStorage(StorageBackend):
             with self._reading() as connection:
                 return has_receipt(connection, receipt)
 
-        return await self._worker.call(work)
+        return await self._reader.call(work)
 
     async def _prepare_receipts(self, receipt: bytes | None) -> None:
         if receipt is not None and not self._has_receipts:
@@ -205,7 +191,7 @@ class SQLStorage(StorageBackend):
                     attach_payloads(connection, rows, self._codec)
             return rows
 
-        return await self._worker.call(work)
+        return await self._reader.call(work)
 
     async def count(self, query: QueryLike) -> int:
         """See `StorageBackend.count`."""
@@ -220,7 +206,7 @@ class SQLStorage(StorageBackend):
             with self._reading() as connection:
                 return [count_rows(connection, query, self._codec) for query in parsed]
 
-        return await self._worker.call(work)
+        return await self._reader.call(work)
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
@@ -260,7 +246,7 @@ class SQLStorage(StorageBackend):
             with self._reading() as connection:
                 return read_priorities(connection, parsed, self._codec)
 
-        tree = await self._worker.call(read)
+        tree = await self._reader.call(read)
         drawing = partial(lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
         return await self._take(drawing, train_step, None)
 
@@ -276,7 +262,7 @@ class SQLStorage(StorageBackend):
 
     async def evict(self, limit: int) -> list[StorageItem]:
         """See `StorageBackend.evict`."""
-        evicted: Evicted = await self._worker.share(self._evictions, limit, undo=self._give_back_evicted)
+        evicted: Removed = await self._worker.share(self._evictions, limit, undo=self._give_back_evicted)
         if evicted.rows:
             # Only now: they are gone, whether their payloads can be read or not.
             try:
@@ -298,7 +284,9 @@ class SQLStorage(StorageBackend):
 
         await self._worker.call(work)
 
-    async def delete_where(self, query: QueryLike, *, receipt: bytes | None = None) -> int:
+    async def delete_where(
+        self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
+    ) -> int:
         """See `StorageBackend.delete_where`."""
         parsed = parse_query(query)
         await self._prepare_receipts(receipt)
@@ -306,24 +294,36 @@ class SQLStorage(StorageBackend):
         def work() -> int:
             with self._writing() as connection:
                 uids = lock_matching(connection, parsed, self._codec)
-                delete_rows(connection, uids)
-                keep_receipts(connection, _listed(receipt))
+                if expected in (None, len(uids)):
+                    delete_rows(connection, uids)
+                    keep_receipts(connection, _listed(receipt))
             return len(uids)
 
         return await self._worker.call(work)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
         """See `StorageBackend.update`."""
-        await self._update(items, None, None)
+        await self._update(items, None)
 
     async def update_if(
-        self, items: Iterable[StorageItem], query: QueryLike, *, receipt: bytes | None = None
+        self,
+        items: Iterable[StorageItem],
+        query: QueryLike,
+        *,
+        receipt: bytes | None = None,
+        expected: int | None = None,
     ) -> int:
         """See `StorageBackend.update_if`."""
         await self._prepare_receipts(receipt)
-        return await self._update(items, parse_query(query), receipt)
+        return await self._update(items, parse_query(query), receipt, expected)
 
-    async def _update(self, items: Iterable[StorageItem], query: Query | None, receipt: bytes | None) -> int:
+    async def _update(
+        self,
+        items: Iterable[StorageItem],
+        query: Query | None,
+        receipt: bytes | None = None,
+        expected: int | None = None,
+    ) -> int:
         listed = list(items)
 
         def work() -> int:
@@ -332,8 +332,9 @@ class SQLStorage(StorageBackend):
             with self._writing() as connection:
                 found = lock_rows(connection, uids, self._codec, train_steps(connection))
                 known = {uid for uid, row in found.items() if query is None or matches(query, row)}
-                replace_rows(connection, [row for row in rows if row.uid in known])
-                keep_receipts(connection, _listed(receipt))
+                if expected in (None, len(known)):
+                    replace_rows(connection, [row for row in rows if row.uid in known])
+                    keep_receipts(connection, _listed(receipt))
             return len(known)
 
         return await self._worker.call(work)
@@ -430,67 +431,65 @@ class SQLStorage(StorageBackend):
         groups before each new prompt, and there are hardly ever any.
         """
 
-        def work() -> list[StorageItem]:
+        def work() -> Removed:
             if query is not None and not self._may_match(query):
-                return []
-            with self._writing() as connection:
-                rows = choose(connection)
-                # Before the commit: a payload that cannot be read must not cost its group.
-                attach_payloads(connection, rows, self._codec)
-                if train_step is None:
-                    delete_rows(connection, [row.uid for row in rows])
-                else:
-                    archive_rows(connection, [row.uid for row in rows], train_step)
-            return rows
+                return Removed([], {})
+            taken = Removed([], {}, train_step)
+            try:
+                with self._writing() as connection:
+                    self._remove(connection, choose(connection), taken)
+            except sa.exc.DBAPIError as error:
+                if error.connection_invalidated:
+                    # Whether it was committed is not known, and nobody is going to have these groups.
+                    self._give_back(taken)
+                raise
+            try:
+                # After it, because others wait for the commit, and this takes longer.
+                taken.decode(self._codec)
+            except BaseException:
+                self._give_back(taken)
+                raise
+            return taken
 
-        return await self._worker.call(work, undo=self._give_back)
+        return (await self._worker.call(work, undo=self._give_back)).rows
+
+    def _remove(self, connection: sa.Connection, rows: list[StorageItem], taken: Removed) -> None:
+        """Remove or archive the rows; afterwards they are in `taken`, with the bytes of their payloads."""
+        uids = [row.uid for row in rows]
+        data = read_payloads(connection, uids)
+        for uid in uids:
+            # Before the commit: a payload that cannot be read must not cost its group.
+            data[uid].checked(uid)
+        if taken.train_step is None:
+            delete_rows(connection, uids)
+        else:
+            archive_rows(connection, uids, taken.train_step)
+        taken.rows.extend(rows)
+        taken.data.update(data)
 
     def _may_match(self, query: Query) -> bool:
         with self._reading() as connection:
             return has_rows(connection, query)
 
-    def _give_back(self, items: list[StorageItem]) -> None:
-        """Undo a take whose caller was cancelled."""
-        with self._writing() as connection:
-            self._put_back(connection, items)
+    def _give_back(self, taken: Removed) -> None:
+        """Undo a take whose caller was cancelled, or that could not be decoded; a later owner may have it."""
+        rows = taken.prepared(self._codec)
+        with self._writing(is_fenced=False) as connection:
+            put_back(connection, taken, rows, self._codec)
 
-    def _give_back_evicted(self, evicted: Evicted) -> None:
+    def _give_back_evicted(self, evicted: Removed) -> None:
         """Undo an eviction whose caller was cancelled."""
-        evicted.decode(self._codec)
-        with self._writing() as connection:
+        rows = evicted.prepared(self._codec)
+        with self._writing(is_fenced=False) as connection:
             for row in evicted.rows:
                 count_evicted(connection, row.task_name, -1)
-            self._put_back(connection, evicted.rows)
-
-    def _put_back(self, connection: sa.Connection, items: list[StorageItem]) -> None:
-        rows = [prepare(item, self._codec) for item in items]
-        delete_rows(connection, [row.uid for row in rows])
-        insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
+            put_back(connection, evicted, rows, self._codec)
 
     def _prepare(self, content: tuple[Sequence[StorageItem], bytes | None, int | None] | Content) -> Content:
         if not isinstance(content, tuple):
             return content
         items, receipt, aged_at = content
         return PreparedRows([prepare(item, self._codec) for item in items], receipt, aged_at)
-
-    @contextmanager
-    def _reading(self) -> Iterator[sa.Connection]:
-        """A transaction that sees one moment of the database."""
-        with self._engine.connect() as connection:
-            if connection.dialect.name == "postgresql":
-                connection = connection.execution_options(isolation_level="REPEATABLE READ")
-            with connection.begin():
-                yield connection
-
-    @contextmanager
-    def _writing(self) -> Iterator[sa.Connection]:
-        """A transaction that is committed at the end, or rolled back by an error."""
-        with (
-            self._my_turn(),
-            self._engine.connect().execution_options(forebay_write=True) as connection,
-            connection.begin(),
-        ):
-            yield connection
 
 
 def _listed(receipt: bytes | None) -> list[bytes]:

@@ -10,17 +10,27 @@
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from forebay.replay.query import ARCHIVED, plain_value
 from forebay.replay.sql_query import INT_MAX, INT_MIN, encode_text
 from forebay.replay.sql_schema import LIVE, groups, insert_missing, payloads, tags, tasks
-from forebay.replay.storage import Codec, StorageItem, TagValue, check_row, staleness_at
+from forebay.replay.storage import (
+    Codec,
+    DamagedRowError,
+    StorageItem,
+    TagValue,
+    check_row,
+    copy_row,
+    staleness_at,
+)
 
 CHUNK = 500
 """Rows that one statement names by uid: databases limit the values of a statement."""
@@ -46,6 +56,8 @@ class PreparedRow:
     """Of `groups`, without the ids."""
     data: bytes | None
     """The payload; None where the item has none."""
+    checksum: int
+    """Of `data` alone."""
     tags: dict[str, TagValue]
     uid: int
     timestamp_id: int
@@ -70,7 +82,30 @@ def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> P
         "tags": json.dumps(item.tags) if item.tags else "{}",
     }
     data = None if keep_payload and item.item is None else codec.encode(item.item)
-    return PreparedRow(columns, data, dict(item.tags), item.uid, item.timestamp_id)
+    return PreparedRow(
+        columns, data, 0 if data is None else zlib.crc32(data), dict(item.tags), item.uid, item.timestamp_id
+    )
+
+
+class StoredPayload(NamedTuple):
+    """The bytes of a payload as they were read, and what was noted of them when they were written."""
+
+    data: bytes
+    checksum: int
+
+    def checked(self, uid: int) -> bytes:
+        """The bytes; DamagedRowError if they are not those that were stored for this row."""
+        if self.checksum != checksum_of(uid, zlib.crc32(self.data)):
+            raise DamagedRowError(uid, "its checksum does not fit")
+        return self.data
+
+
+def checksum_of(uid: int, checksum: int) -> int:
+    """CRC-32 of a payload and the uid of its row: bytes that stand at another row do not fit either."""
+    return zlib.crc32(_UID.pack(uid), checksum)
+
+
+_UID = struct.Struct("<q")
 
 
 def insert_rows(
@@ -87,7 +122,11 @@ def insert_rows(
         ],
     )
     connection.execute(
-        payloads.insert(), [{"uid": uid, "data": row.data} for row, (uid, _) in zip(rows, ids, strict=True)]
+        payloads.insert(),
+        [
+            {"uid": uid, "data": row.data, "checksum": checksum_of(uid, row.checksum)}
+            for row, (uid, _) in zip(rows, ids, strict=True)
+        ],
     )
     _insert_tags(connection, {uid: row.tags for row, (uid, _) in zip(rows, ids, strict=True)})
 
@@ -106,7 +145,11 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
         return
     insert_tasks(connection, (row.columns["task_name"] for row in rows))
     connection.execute(_UPDATE, [{"key": row.uid, **row.columns} for row in rows])
-    data = [{"key": row.uid, "data": row.data} for row in rows if row.data is not None]
+    data = [
+        {"key": row.uid, "data": row.data, "checksum": checksum_of(row.uid, row.checksum)}
+        for row in rows
+        if row.data is not None
+    ]
     if data:
         connection.execute(payloads.update().where(payloads.c.uid == sa.bindparam("key")), data)
     latest = {row.uid: row.tags for row in rows}
@@ -220,25 +263,70 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
             item.item = decode_payload(item.uid, data.pop(item.uid), codec)
 
 
-def decode_payload(uid: int, data: bytes, codec: Codec) -> Any:
+def decode_payload(uid: int, payload: StoredPayload, codec: Codec) -> Any:
     """The payload of the row.
 
     Raises:
-        ValueError: it is damaged or of another codec; the message names the row.
+        DamagedRowError: it is not what was stored.
+        ValueError: it is of another codec; the message names the row.
     """
+    data = payload.checked(uid)
     try:
         return codec.decode(data)
     except ValueError as error:
         raise ValueError(f"the row with uid {uid}: {error}") from error
 
 
-def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, bytes]:
-    """The bytes of the payloads of these rows."""
-    found: dict[int, bytes] = {}
+def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, StoredPayload]:
+    """The bytes of the payloads of these rows, unchecked; DamagedRowError if there are none."""
+    found: dict[int, StoredPayload] = {}
     for chunk in chunks(uids):
-        statement = sa.select(payloads.c.uid, payloads.c.data).where(payloads.c.uid.in_(chunk))
-        found.update((uid, data) for uid, data in connection.execute(statement))
+        statement = sa.select(payloads).where(payloads.c.uid.in_(chunk))
+        found.update((uid, StoredPayload(data, sum_)) for uid, data, sum_ in connection.execute(statement))
+        for uid in chunk:
+            if uid not in found:
+                raise DamagedRowError(uid, "it is missing")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    """Rows that a call removed, or archived for a train step, and the bytes of those not yet decoded."""
+
+    rows: list[StorageItem]
+    data: dict[int, StoredPayload]
+    train_step: int | None = None
+
+    def decode(self, codec: Codec) -> None:
+        """Give the rows their payloads; ValueError if one is damaged or of another codec."""
+        for row in self.rows:
+            row.item = decode_payload(row.uid, self.data[row.uid], codec)
+            # Each is let go when it is decoded.
+            del self.data[row.uid]
+
+    def prepared(self, codec: Codec) -> list[PreparedRow]:
+        """The rows as they were, to be put back."""
+        keep = self.train_step is not None
+        rows = []
+        for item in self.rows:
+            left = self.data.get(item.uid)
+            bare = keep or left is not None
+            row = prepare(copy_row(item, item=None) if bare else item, codec, keep_payload=bare)
+            if left is not None and not keep:
+                row = replace(row, data=left.data, checksum=zlib.crc32(left.data))
+            rows.append(row)
+        return rows
+
+
+def put_back(connection: sa.Connection, removed: Removed, rows: Sequence[PreparedRow], codec: Codec) -> None:
+    """Undo a removal; rows that somebody has changed since are left alone."""
+    found = lock_rows(connection, [row.uid for row in rows], codec, {})
+    if removed.train_step is None:
+        missing = [row for row in rows if row.uid not in found]
+        insert_rows(connection, missing, [(row.uid, row.timestamp_id) for row in missing])
+        return
+    held = {uid for uid, row in found.items() if row.is_archived and row.train_step == removed.train_step}
+    replace_rows(connection, [row for row in rows if row.uid in held])
 
 
 def select_rows() -> sa.Select[Any]:

@@ -22,7 +22,7 @@ from forebay.replay.sql_ids import next_ids, reserve_ids
 from forebay.replay.sql_ranking import Ranking, count_live, ranked_rows
 from forebay.replay.sql_rows import (
     PreparedRow,
-    decode_payload,
+    Removed,
     delete_rows,
     insert_rows,
     insert_tasks,
@@ -36,7 +36,7 @@ from forebay.replay.sql_schema import (
     receipts,
     tasks,
 )
-from forebay.replay.storage import ARRIVAL, Codec, StepPassed, StorageItem
+from forebay.replay.storage import ARRIVAL, Codec, StepPassed
 
 RECEIPT_S = 3600
 """Who asks does so as soon as the buffer's server has been started again."""
@@ -208,22 +208,9 @@ def has_receipt(connection: sa.Connection, receipt: bytes) -> bool:
     return connection.scalar(found) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """Rows that one call of `StorageBackend.evict` removed, and the bytes of their payloads."""
-
-    rows: list[StorageItem]
-    data: dict[int, bytes]
-
-    def decode(self, codec: Codec) -> None:
-        """Give the rows their payloads; ValueError if one is damaged."""
-        for row in self.rows:
-            row.item = decode_payload(row.uid, self.data[row.uid], codec)
-
-
-def evict_together(writing: Open, limits: Sequence[int], codec: Codec) -> list[Evicted]:
+def evict_together(writing: Open, limits: Sequence[int], codec: Codec) -> list[Removed]:
     """Evict until so many live rows are left, and count it; the first of equal calls gets what is removed."""
-    evicted: list[Evicted] = []
+    evicted: list[Removed] = []
     with writing() as connection:
         if connection.dialect.name == "postgresql":
             # Two that count at once would both remove the excess.
@@ -231,16 +218,16 @@ def evict_together(writing: Open, limits: Sequence[int], codec: Codec) -> list[E
         reached: int | None = None
         for limit in limits:
             if reached is not None and limit >= reached:
-                evicted.append(Evicted([], {}))
+                evicted.append(Removed([], {}))
                 continue
             evicted.append(_evict(connection, limit, codec))
             reached = limit
     return evicted
 
 
-def _evict(connection: sa.Connection, limit: int, codec: Codec) -> Evicted:
+def _evict(connection: sa.Connection, limit: int, codec: Codec) -> Removed:
     if _at_most_live(connection) <= limit:
-        return Evicted([], {})
+        return Removed([], {})
     excess = count_live(connection) - limit
     rows = ranked_rows(connection, Ranking.of({}, ARRIVAL, excess), codec, lock="wait")
     if connection.dialect.name == "postgresql":
@@ -250,7 +237,7 @@ def _evict(connection: sa.Connection, limit: int, codec: Codec) -> Evicted:
     delete_rows(connection, [row.uid for row in rows])
     for name in sorted({row.task_name for row in rows}):
         count_evicted(connection, name, sum(row.task_name == name for row in rows))
-    return Evicted(rows, data)
+    return Removed(rows, data)
 
 
 def count_evicted(connection: sa.Connection, task_name: str, number: int) -> None:

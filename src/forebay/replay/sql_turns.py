@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import sqlalchemy as sa
 
+from forebay.replay.sql_schema import is_in_memory
+
 try:
     import fcntl
 except ImportError:  # not a POSIX system: SQLite's own waiting has to do
@@ -29,7 +31,7 @@ def turns_of(url: sa.URL) -> Callable[[], AbstractContextManager[None]]:
     >>> my_turn = turns_of(sa.make_url("sqlite:///runs/buffer.db"))
     >>> with my_turn(), engine.begin() as connection: ...
     """
-    if fcntl is None or url.get_backend_name() != "sqlite":
+    if fcntl is None or url.get_backend_name() != "sqlite" or is_in_memory(url):
         return nullcontext
     path = f"{url.database}{SUFFIX}"
 

@@ -16,7 +16,9 @@ Consumes jobs, waits for the next one, is woken by the queue, produces the resul
 jobs that are already there; later calls are a `RuntimeError`.
 
 Cancelling a call that has not begun keeps it from happening. One that has begun cannot be stopped: its caller
-gets the `CancelledError` when it is done, and undone if the call says how.
+gets the `CancelledError` when it is done, and undone if the call says how. But no caller waits for a database
+that does not answer: after `GRACE_S` the connection is cut, and at the latest a second later the caller goes
+on; the thread undoes the call when it is through. Nobody waits for the end of a call that changes nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +30,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from typing import Any, TypeVar
 
 from forebay.cancelling import outlast
+from forebay.replay.sql_links import SILENT_S, Links
 
 Result = TypeVar("Result")
+
+GRACE_S = 2.0
+"""How long a cancelled caller waits for a call that has begun; a commit takes milliseconds."""
+CUT_S = 1.0
+"""How long it takes a thread at most to notice that its connection was cut, on a busy machine."""
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +70,9 @@ class _Job:
     future: asyncio.Future[Any]
     """Where the caller waits; it belongs to the caller's event loop."""
     state: str = "waiting"
-    """waiting -> begun or cancelled."""
+    """waiting -> begun or cancelled; begun -> done, or left by its caller."""
+    undo: Callable[[Any], None] | None = None
+    """What the thread does about the result of a job that was left."""
     result: Any = None
     error: BaseException | None = None
 
@@ -82,7 +93,9 @@ class Worker:
     >>> rows = await worker.call(lambda: select(query))
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, links: Links | None = None, *, changes_nothing: bool = False) -> None:
+        self._links = links
+        self._changes_nothing = changes_nothing
         self._jobs: deque[_Job] = deque()
         self._is_closed = False
         self._changed = threading.Condition()
@@ -99,8 +112,8 @@ class Worker:
     async def call_to_the_end(self, work: Callable[[], object]) -> None:
         """Do `work()` in the thread though the caller is cancelled; its error is logged."""
         job = self._submit(work, None)
-        await outlast(job.future)
-        if job.error is not None:
+        self._watch(job)
+        if await self._see_out(job, may_cut=False) and job.error is not None:
             _log.error("what a cancelled call had done could not be undone", exc_info=job.error)
 
     async def share(
@@ -114,7 +127,9 @@ class Worker:
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        while self._thread.is_alive():
+            self._thread.join(GRACE_S)
+            self._cut_if_silent()
 
     def _submit(self, work: Callable[[], Any] | Sharing, content: Any) -> _Job:
         loop = asyncio.get_running_loop()
@@ -132,6 +147,7 @@ class Worker:
             self._changed.notify()
 
     async def _outcome(self, job: _Job, undo: Callable[[Any], None] | None) -> Any:
+        self._watch(job)
         try:
             return await asyncio.shield(job.future)
         except asyncio.CancelledError:
@@ -139,18 +155,54 @@ class Worker:
                 if job.state == "waiting":
                     job.state = "cancelled"
                     self._jobs.remove(job)
-            if job.state == "begun":
+            if job.state == "cancelled" or self._changes_nothing:
+                raise
+            if not await self._see_out(job):
+                with self._changed:
+                    if job.state != "done":
+                        job.state, job.undo = "left", undo
+                        raise
                 await outlast(job.future)
-                if undo is not None and job.error is None:
-                    await self.call_to_the_end(lambda: undo(job.result))
+            if undo is not None and job.error is None:
+                await self.call_to_the_end(lambda: undo(job.result))
             raise
+
+    async def _see_out(self, job: _Job, *, may_cut: bool = True) -> bool:
+        """Wait for the end of a job, whoever cancels that, for a bounded time; whether it ended."""
+        for limit_s in (GRACE_S, CUT_S):
+            await outlast(asyncio.ensure_future(asyncio.wait([job.future], timeout=limit_s)))
+            if job.future.done():
+                break
+            if self._links is not None and may_cut:
+                self._links.cut(self._thread.ident)
+        return job.future.done()
+
+    def _watch(self, job: _Job) -> None:
+        """Look again and again whether the database still answers, until the job is done."""
+        if self._links is None:
+            return
+        timer = job.future.get_loop().call_later(SILENT_S, self._look_again, job)
+        job.future.add_done_callback(lambda _: timer.cancel())
+
+    def _look_again(self, job: _Job) -> None:
+        if job.state in ("begun", "left"):
+            self._cut_if_silent()
+        if job.state != "cancelled" and not job.future.done():
+            self._watch(job)
+
+    def _cut_if_silent(self) -> None:
+        if self._links is not None and self._links.silent_s(self._thread.ident) > SILENT_S:
+            self._links.cut(self._thread.ident)
 
     def _run(self) -> None:
         while jobs := self._next_jobs():
+            if self._links is not None:
+                self._links.begin()
             if isinstance(jobs[0].work, Sharing):
                 self._share(jobs)
             else:
                 _do(jobs[0], jobs[0].work)
+            self._end(jobs)
             for loop in {job.future.get_loop() for job in jobs}:
                 # One call for all: each costs the event loop a wake-up.
                 of_loop = [job for job in jobs if job.future.get_loop() is loop]
@@ -160,6 +212,19 @@ class Worker:
                 del of_loop
             # Results must not live on here while the thread waits.
             del jobs
+
+    def _end(self, jobs: list[_Job]) -> None:
+        """Undo those whose callers did not wait for the end."""
+        with self._changed:
+            left = [job for job in jobs if job.state == "left"]
+            for job in jobs:
+                job.state = "done"
+        for job in left:
+            if job.error is None and (undo := job.undo) is not None:
+                undoing = _Job(work := partial(undo, job.result), None, job.future)
+                _do(undoing, work)
+                if undoing.error is not None:
+                    _log.error("what a cancelled call had done could not be undone", exc_info=undoing.error)
 
     def _next_jobs(self) -> list[_Job]:
         """One job, or the shared ones that wait next to each other; none after `close`."""

@@ -124,6 +124,25 @@ class StorageItem:
         return bool(plain_value(self.status) == ARCHIVED)
 
 
+class DamagedRowError(ValueError):
+    """The payload of one row is not what was stored; the other rows can be read.
+
+    >>> DamagedRowError(17, "its checksum does not fit").uid
+    17
+    """
+
+    def __init__(self, uid: int, reason: str) -> None:
+        super().__init__(
+            f"the payload of the row with uid {uid} is damaged ({reason}); other rows can be read, and "
+            f"`storage.delete([{uid}])` removes this one"
+        )
+        self.uid = uid
+
+
+class OwnerLost(RuntimeError):
+    """Another process has taken the content over: what an earlier owner still wants to change is refused."""
+
+
 class StepPassed(Exception):
     """Rows were judged at an older train step than their task has by now, and are to be judged again.
 
@@ -171,6 +190,13 @@ class StorageBackend(ABC):
             StepPassed: the task has a later train step than `aged_at`; nothing is stored.
         """
         return [await self.put(item) for item in items]
+
+    async def claim(self) -> None:  # noqa: B027
+        """Own the content from now on, in place of any earlier owner, whose changes are an `OwnerLost`.
+
+        Stores that never claimed it, in this process or others, may change it as before. Nothing happens
+        where no other process has the content.
+        """
 
     keeps_receipts: ClassVar[bool] = False
     """Whether a call can be asked for after the process died; only for what is still there then."""
@@ -266,13 +292,22 @@ class StorageBackend(ABC):
         return len(rows)
 
     async def update_if(
-        self, items: Iterable[StorageItem], query: QueryLike, *, receipt: bytes | None = None
+        self,
+        items: Iterable[StorageItem],
+        query: QueryLike,
+        *,
+        receipt: bytes | None = None,
+        expected: int | None = None,
     ) -> int:
-        """`update` those whose rows still match `query`, and belong to no other, in one step; how many."""
+        """`update` those whose rows still match `query`, and belong to no other, in one step; how many.
+
+        If that are not as many as `expected`, nothing is changed.
+        """
         by_uid = {item.uid: item for item in items}
         still = All((Condition("uid", "$in", tuple(by_uid)), parse_query(query)))
         matching = [by_uid[row.uid] for row in await self.get(still, rows_only=True)]
-        await self.update(matching)
+        if expected in (None, len(matching)):
+            await self.update(matching)
         return len(matching)
 
     async def evict(self, limit: int) -> list[StorageItem]:
@@ -298,10 +333,13 @@ class StorageBackend(ABC):
     async def delete(self, uids: Iterable[int]) -> None:
         """Remove these rows."""
 
-    async def delete_where(self, query: QueryLike, *, receipt: bytes | None = None) -> int:
-        """Remove the rows that match, and return how many there were."""
+    async def delete_where(
+        self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
+    ) -> int:
+        """Remove the rows that match, and return how many there were; none if not as many as `expected`."""
         rows = await self.get(query, rows_only=True)
-        await self.delete([row.uid for row in rows])
+        if expected in (None, len(rows)):
+            await self.delete([row.uid for row in rows])
         return len(rows)
 
     @abstractmethod

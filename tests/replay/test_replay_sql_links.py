@@ -1,0 +1,138 @@
+"""A PostgreSQL that does not answer: no caller waits for it for ever, and every caller can be cancelled."""
+
+import asyncio
+import os
+import signal
+import threading
+
+import pytest
+import sqlalchemy as sa
+from replay_factory import make_row
+
+from forebay.replay import SQLStorage, sql_links, sql_worker
+
+
+@pytest.fixture
+def store(postgres_url):
+    opened = SQLStorage(postgres_url)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def freeze(postgres_server):
+    """Stops the processes that serve the store; at the end they go on, and are waited for."""
+    server = sa.create_engine(
+        postgres_server.replace("postgresql:", "postgresql+psycopg:"), isolation_level="AUTOCOMMIT"
+    )
+    others = "FROM pg_stat_activity WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+    frozen = []
+
+    def stop():
+        with server.connect() as connection:
+            frozen.extend(connection.scalars(sa.text(f"SELECT pid {others}")))
+        for pid in frozen:
+            os.kill(pid, signal.SIGSTOP)
+
+    def go_on():
+        while frozen:
+            os.kill(frozen.pop(), signal.SIGCONT)
+
+    stop.go_on = go_on
+    yield stop
+    go_on()
+    server.dispose()
+
+
+async def test_callers_of_a_frozen_server_can_be_cancelled(store, freeze, monkeypatch):
+    monkeypatch.setattr(sql_worker, "GRACE_S", 0.02)
+    uid = await store.put(make_row("a"))
+    await asyncio.gather(store.count({}), store.put(make_row("b")))
+    freeze()
+    calls = (
+        lambda: store.count({}),
+        lambda: store.get({}),
+        lambda: store.put(make_row("c")),
+        lambda: store.take([uid], train_step=1),
+    )
+    for call in calls:
+        calling = asyncio.create_task(call())
+        await asyncio.sleep(0.01)
+        calling.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+    freeze.go_on()
+    # The store connects anew. Of a put that was cut off nobody knows; a take comes back.
+    assert [row.item for row in await store.get({})][:2] == ["a", "b"]
+    assert await store.count({"status": "archived"}) == 0
+
+
+@pytest.mark.parametrize("train_step", [None, 3])
+async def test_a_take_whose_commit_got_no_answer_comes_back(store, train_step, monkeypatch):
+    await store.put_many([make_row("a"), make_row("b")])
+    dialect = store._engine.dialect
+    commit = dialect.do_commit
+
+    def lose_the_answer(connection):
+        monkeypatch.undo()
+        commit(connection)
+        store._worker._links.cut(threading.get_ident())
+        connection.execute("SELECT 1")
+
+    monkeypatch.setattr(dialect, "do_commit", lose_the_answer)
+    with pytest.raises(sa.exc.OperationalError):
+        await store.take([0], train_step=train_step)
+    assert [row.item for row in await store.get({})] == ["a", "b"]
+    assert await store.count({"status": "archived"}) == 0
+
+
+async def test_a_server_that_is_silent_for_too_long_is_lost(store, freeze, monkeypatch):
+    monkeypatch.setattr(sql_worker, "SILENT_S", 0.05)
+    await asyncio.gather(store.count({}), store.put(make_row("a")))
+    freeze()
+    calls = [store.put(make_row("b")), store.take_first(1, {}), store.count({})]
+    for result in await asyncio.gather(*calls[::2], return_exceptions=True):
+        assert isinstance(result, sa.exc.OperationalError)
+    monkeypatch.undo()
+    assert [row.item for row in await calls[1]] == ["a"], "it connects anew"
+
+
+async def test_what_a_caller_left_is_undone_by_the_thread(store, monkeypatch):
+    """The thread may be in a place that nobody can cut off: connecting, say."""
+    monkeypatch.setattr(sql_worker, "GRACE_S", 0.01)
+    monkeypatch.setattr(sql_worker, "CUT_S", 0.01)
+    go_on, begun = threading.Event(), threading.Event()
+    undone = []
+
+    def work():
+        begun.set()
+        assert go_on.wait(timeout=20)
+        return "result"
+
+    calling = asyncio.create_task(store._worker.call(work, undo=undone.append))
+    await asyncio.to_thread(begun.wait)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
+    assert undone == []
+    go_on.set()
+    # The thread does one thing after the other.
+    assert await store.put(make_row("a")) == 0
+    assert undone == ["result"]
+
+
+async def test_a_partition_is_noticed_by_the_link_and_a_long_statement_by_the_server(store):
+    with store._reading() as connection:
+        parameters = connection.connection.dbapi_connection.info.get_parameters()
+        for name, value in sql_links.LINK.items():
+            assert parameters[name] == str(value)
+        assert connection.scalar(sa.text("SHOW statement_timeout")) == "50s"
+        assert sql_links.STATEMENT_S < sql_links.SILENT_S
+
+
+def test_limits_that_the_url_names_stand(postgres_url):
+    store = SQLStorage(f"{postgres_url}%20-cstatement_timeout%3D7000&connect_timeout=3")
+    with store._reading() as connection:
+        assert connection.scalar(sa.text("SHOW statement_timeout")) == "7s"
+        assert connection.connection.dbapi_connection.info.get_parameters()["connect_timeout"] == "3"
+    store.close()

@@ -16,6 +16,7 @@ from forebay.replay.policies import (
 )
 from forebay.replay.query import StorageIndices, parse_query
 from forebay.replay.storage import StorageBackend, StorageItem
+from forebay.replay.store_errors import DamagedRowError, OwnerLost
 
 if TYPE_CHECKING:
     from forebay.replay.client import RemoteReplayBuffer
@@ -28,9 +29,11 @@ __all__ = [
     "BufferClosed",
     "BufferServer",
     "ConnectionLost",
+    "DamagedRowError",
     "FIFOReplayPolicy",
     "IndexedStorage",
     "NaiveStorage",
+    "OwnerLost",
     "PandasStorage",
     "PrioritizedReplayPolicy",
     "RemoteReplayBuffer",

@@ -48,14 +48,8 @@ from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
 from forebay.replay.slices import check_priorities, forget, revive, reweigh
-from forebay.replay.storage import (
-    StepPassed,
-    StorageBackend,
-    StorageItem,
-    TagValue,
-    check_priority,
-    check_tags,
-)
+from forebay.replay.storage import StorageBackend, StorageItem, TagValue, check_priority, check_tags
+from forebay.replay.store_errors import StepPassed
 from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:

@@ -86,7 +86,8 @@ from forebay.replay.sql_shared import (
 from forebay.replay.sql_state import StoredItems
 from forebay.replay.sql_transactions import JsonCodec, Transactions
 from forebay.replay.sql_worker import Sharing, Worker
-from forebay.replay.storage import STATE_VERSION, Codec, StepPassed, StorageBackend, StorageItem
+from forebay.replay.storage import STATE_VERSION, Codec, StorageBackend, StorageItem
+from forebay.replay.store_errors import StepPassed
 from forebay.replay.sum_tree import SumTree
 
 Result = TypeVar("Result")

@@ -22,15 +22,8 @@ import sqlalchemy as sa
 from forebay.replay.query import ARCHIVED, plain_value
 from forebay.replay.sql_query import INT_MAX, INT_MIN, encode_text
 from forebay.replay.sql_schema import LIVE, groups, insert_missing, payloads, tags, tasks
-from forebay.replay.storage import (
-    Codec,
-    DamagedRowError,
-    StorageItem,
-    TagValue,
-    check_row,
-    copy_row,
-    staleness_at,
-)
+from forebay.replay.storage import Codec, StorageItem, TagValue, check_row, copy_row, staleness_at
+from forebay.replay.store_errors import DamagedRowError
 
 CHUNK = 500
 """Rows that one statement names by uid: databases limit the values of a statement."""

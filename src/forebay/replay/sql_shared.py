@@ -36,7 +36,8 @@ from forebay.replay.sql_schema import (
     receipts,
     tasks,
 )
-from forebay.replay.storage import ARRIVAL, Codec, StepPassed
+from forebay.replay.storage import ARRIVAL, Codec
+from forebay.replay.store_errors import StepPassed
 
 RECEIPT_S = 3600
 """Who asks does so as soon as the buffer's server has been started again."""

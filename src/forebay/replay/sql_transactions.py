@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from forebay.replay.sql_schema import insert_or_update, meta
 from forebay.replay.sql_turns import turns_of
-from forebay.replay.storage import OwnerLost
+from forebay.replay.store_errors import OwnerLost
 
 
 class JsonCodec:

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.config import ConfigError, parse_config
-from forebay.metrics import JsonlSink, MetricsConfig, MetricsLogger, PhaseTimer, TensorBoardSink, read_jsonl
+from forebay.metrics import (
+    JsonlSink,
+    MetricsConfig,
+    MetricsLogger,
+    PhaseTimer,
+    TensorBoardSink,
+    nearest_rank,
+    read_jsonl,
+)
+from forebay.produce import TaskResult
 
 
 class Recorder:
@@ -280,3 +290,19 @@ def test_phases_may_lie_inside_each_other() -> None:
     with timer.phase("generate"), timer.phase("judge"):
         pass
     assert timer.consume() == {"judge": (2.0, 0.0), "generate": (10.0, 0.0)}
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.sampled_from([1, 7, 50, 95, 99, 100]))
+def test_a_percentile_is_the_value_of_the_nearest_rank(values: list[int], percent: int) -> None:
+    expected = sorted(values)[max(1, -(-percent * len(values) // 100)) - 1]
+    assert nearest_rank(values, percent) == expected
+    counts = Counter(values)
+    assert nearest_rank(list(counts), percent, counts=list(counts.values())) == expected
+
+
+def test_percentiles_are_never_in_between() -> None:
+    assert nearest_rank([1.0, 2.0, 3.0, 4.0], 50) == 2.0
+    assert nearest_rank(range(1, 101), 7) == 7.0
+    assert nearest_rank([], 50) == 0.0
+    result = TaskResult(group_gen_times_s=[4.0, 2.0, 1.0, 3.0])
+    assert (result.group_gen_p50_s, result.group_gen_p99_s) == (2.0, 4.0)

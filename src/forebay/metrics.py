@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import ArrayLike
 from pydantic import Field, field_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
@@ -47,6 +49,24 @@ EVAL_SCORE = "eval/score"
 """Mean score over all held-out prompts."""
 
 Row = dict[str, float | None]
+
+
+def nearest_rank(values: ArrayLike, percent: int, *, counts: Sequence[int] | None = None) -> float:
+    """The least of `values` that `percent` of them do not exceed; 0 if there are none.
+
+    It is always one of them. `counts` says how often each occurs; once if left out.
+
+    >>> nearest_rank([4, 1, 3, 2], 50), nearest_rank([0, 7], 95, counts=[19, 1])
+    (2.0, 0.0)
+    """
+    values_N = np.asarray(values)
+    if not values_N.size:
+        return 0.0
+    order = np.argsort(values_N)
+    ends_N = np.cumsum(np.ones_like(order) if counts is None else np.asarray(counts)[order])
+    # In whole numbers: 0.07 * 100 is a little more than 7, and its ceiling is 8.
+    rank = -(-percent * int(ends_N[-1]) // 100)
+    return float(values_N[order[np.searchsorted(ends_N, rank)]])
 
 
 class Sink(Protocol):

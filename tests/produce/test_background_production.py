@@ -3,6 +3,7 @@
 import asyncio
 import logging
 
+import numpy as np
 import pytest
 from production_world import World, train
 
@@ -761,6 +762,89 @@ def test_pause_times_and_windows_are_reported_with_the_next_batch():
         assert result.group_gen_count == 2
         assert (await world.manager.get_batch(2, 2)).group_gen_pause_time_s == 0.0
         await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_an_empty_result_carries_what_is_left_over_and_the_pauses_so_far():
+    async def main():
+        world = World(weights={"a": 1.0, "b": 1.0}).build()
+        manager = world.manager
+        producing = asyncio.create_task(manager.produce_loop(2))
+        await manager.get_batch(2, 1)
+        for runner in manager.task_runners:
+            pause = runner.produce_strategy.pause_produce
+
+            async def slow_pause(ctx, pause=pause):
+                return await pause(ctx) + 1.5
+
+            runner.produce_strategy.pause_produce = slow_pause
+        await world.sync(0)
+        await world.buffer.put(completed(9, "a"), "a")
+        empty = await manager.get_batch(2, 2)
+        assert (empty.rollout_states, empty.status) == ([], ProduceBatchStatus.EXPIRED_BATCH)
+        assert (empty.group_gen_pause_time_s, empty.leftovers[Status.EXPIRED]) == (3.0, 1)
+        of_a = empty.task_results["a"]
+        assert (of_a.group_gen_pause_time_s, of_a.leftovers[Status.EXPIRED]) == (1.5, 1)
+        assert of_a.status is ProduceBatchStatus.EXPIRED_BATCH
+        assert empty.metrics()["produce/left_expired"] == 1.0
+        # Read and reset: the next result has the pauses after this one, and all that was produced.
+        await world.sync(1)
+        batch = await manager.get_batch(2, 2)
+        assert batch.group_gen_pause_time_s == 3.0
+        assert batch.produced_samples == 2 * world.k
+        batch.add_pauses_of(empty)
+        assert batch.metrics()["produce/pause_s"] == 6.0
+        assert batch.metrics()["produce/b/pause_s"] == 3.0
+        await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"a": 2}, "must name the tasks"),
+        ({"a": 1, "b": 0, "c": 1}, "must name the tasks"),
+        ({"a": 3, "b": -1}, "at least 0"),
+        ({"a": 1.0, "b": 1.0}, "whole numbers"),
+        ({"a": True, "b": True}, "whole numbers"),
+        ({"a": 1, "b": 0}, "must sum to the batch of 2, not to 1"),
+        ({"a": 3, "b": 3}, "must sum to the batch of 2, not to 6"),
+        ([1, 1], "must name the tasks"),
+        (None, "must name the tasks"),
+    ],
+)
+def test_a_split_of_ones_own_that_is_none_is_refused_before_anything_is_taken(sizes, message):
+    async def main():
+        world = World(weights={"a": 1.0, "b": 1.0}).build()
+        manager, buffer = world.manager, world.buffer
+        for index in range(8):
+            await buffer.put(completed(index, "a"), "a")
+            await buffer.put(completed(index, "b"), "b")
+        manager.get_task_batch_sizes = lambda batch_size, train_step: sizes
+        with pytest.raises(ValueError, match=f"get_task_batch_sizes returned .*{message}"):
+            await manager.get_batch(2, 1)
+        with pytest.raises(ValueError, match=message):
+            await manager.produce_batch(2, 1, 0)
+        with pytest.raises(ValueError, match=message):
+            await manager.produce_loop(2)
+        assert len(buffer) == 16
+        assert await buffer.count("a", Status.ARCHIVED) == await buffer.count("b", Status.ARCHIVED) == 0
+        assert manager.progress.consumed_samples == {"a": 0, "b": 0}
+        assert not world.engine.requests
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    virtual_time.run(main())
+
+
+def test_a_split_of_ones_own_may_use_any_whole_numbers_in_any_order():
+    async def main():
+        world = World(weights={"a": 1.0, "b": 1.0}).build()
+        world.manager.get_task_batch_sizes = lambda size, step: {"b": np.int64(size), "a": 0}
+        result = await world.manager.produce_batch(2, 1, 0)
+        assert [group[0].task_name for group in result.rollout_states] == ["b", "b"]
+        assert list(result.task_batch_sizes.items()) == [("a", 0), ("b", 2)]
 
     virtual_time.run(main())
 

@@ -44,11 +44,18 @@ from forebay.produce.batch_wait import BatchWait
 from forebay.produce.budget import ProductionError
 from forebay.produce.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.results import ProduceBatchResult, TaskResult, summarise
+from forebay.produce.results import ProduceBatchResult, TaskResult, expired_result, summarise
 from forebay.produce.rules import GroupRules
 from forebay.produce.starvation import StarvationAlarm
 from forebay.produce.strategies import ProduceBatchStatus
-from forebay.produce.tasks import TaskRunner, count_pending, name_pending, split_batch
+from forebay.produce.tasks import (
+    TaskRunner,
+    check_batch_size,
+    check_split,
+    count_pending,
+    name_pending,
+    split_batch,
+)
 from forebay.produce.waiting import Awaited, whole_or_undone
 from forebay.replay import ReplayBuffer
 from forebay.stalls import StallWatch
@@ -109,8 +116,7 @@ class AgentLoopManager:
         self._background = BackgroundProducer(
             self._runners,
             self.progress,
-            # Looked up when called, so that a subclass or a test may replace it.
-            allocate=lambda batch_size, step: self.get_task_batch_sizes(batch_size, step),
+            allocate=self._split,
             make_context=self._background_context,
             controller=rollout_controller,
         )
@@ -146,8 +152,13 @@ class AgentLoopManager:
         return self._background.model_step
 
     def get_task_batch_sizes(self, global_batch_size: int, train_step: int) -> dict[str, int]:
-        """Groups per task in the batch of `train_step`."""
+        """Groups per task in the batch of `train_step`; may be overridden, and is checked then."""
         return split_batch(global_batch_size, {name: r.weight for name, r in self._runners.items()})
+
+    def _split(self, batch_size: int, train_step: int) -> dict[str, int]:
+        """The checked answer of `get_task_batch_sizes`, before anything is produced or taken by it."""
+        check_batch_size(batch_size)
+        return check_split(self.get_task_batch_sizes(batch_size, train_step), self.task_names, batch_size)
 
     def pending_task_count(self) -> dict[str, int]:
         """Groups of each task that are in flight."""
@@ -163,13 +174,12 @@ class AgentLoopManager:
         """One batch of `batch_size` groups for `train_step`, made by the weights of `model_step`.
 
         Raises:
-            ValueError: `batch_size` is less than 1.
+            ValueError: `batch_size` is less than 1, or an overridden `get_task_batch_sizes` gives no split.
             ProductionError: production cannot go on, or a task came back short; nothing was taken then.
         """
-        _check_batch_size(batch_size)
         clock = asyncio.get_running_loop().time
         started_s = clock()
-        sizes = self.get_task_batch_sizes(batch_size, train_step)
+        sizes = self._split(batch_size, train_step)
         self._starvation.count_batch(sizes, train_step)
         progress = ProduceProgress.build_local(self.task_names, sizes, train_step)
         # What was left over may have grown too old: it would be counted now and expire when it is taken.
@@ -237,22 +247,22 @@ class AgentLoopManager:
             RuntimeError: it is running already.
             ProductionError: production cannot go on; `get_batch` raises one, too.
         """
-        _check_batch_size(batch_size)
+        check_batch_size(batch_size)
         await self._background.run(batch_size)
 
     async def get_batch(self, batch_size: int, train_step: int) -> ProduceBatchResult:
         """Wait for the batch of `train_step` and take it.
 
         Empty, with EXPIRED_BATCH, if newer weights than the producer's exist and only they can help:
-        synchronise, `continue_produce`, and ask again for the same step.
+        synchronise, `continue_produce`, and ask again for the same step. An empty result carries what is left
+        over and the time of the pauses since the last result; what was produced comes with the next batch.
 
         Raises:
-            ValueError: `batch_size` is less than 1.
+            ValueError: `batch_size` is less than 1, or an overridden `get_task_batch_sizes` gives no split.
             ProductionError: no batch will come; the message states the counters.
             StallError: nothing has progressed for too long.
         """
-        _check_batch_size(batch_size)
-        sizes = self.get_task_batch_sizes(batch_size, train_step)
+        sizes = self._split(batch_size, train_step)
         self.progress.begin_consume(train_step)
         await self._accounts.age(train_step)
         result = None
@@ -260,9 +270,7 @@ class AgentLoopManager:
             with self._span(train_step):
                 async with self._watched():
                     if not await self._wait.until_ready(sizes, train_step):
-                        return ProduceBatchResult(
-                            status=ProduceBatchStatus.EXPIRED_BATCH, task_batch_sizes=sizes
-                        )
+                        return await self._empty_result(sizes)
             result = await whole_or_undone(
                 self._take(sizes, train_step), lambda result: self._undo(result, train_step)
             )
@@ -318,8 +326,7 @@ class AgentLoopManager:
         progress.finish_consume(train_step)
         self._taken = {train_step: counts}
         self._starvation.count_batch(sizes, train_step)
-        pauses_s, self._pause_times_s = self._pause_times_s, dict.fromkeys(self._runners, 0.0)
-        result = await self._result(sizes, groups_by_task, {}, pauses_s, progress)
+        result = await self._result(sizes, groups_by_task, {}, self._consume_pauses(), progress)
         # Now rather than with the next call: what expires can be replaced while the trainer trains.
         await self._accounts.age(train_step + 1)
         self._background.reconsider()
@@ -403,6 +410,14 @@ class AgentLoopManager:
         }
         return summarise(results, sizes, worst_status(statuses.values()), progress.consume_produce_time())
 
+    async def _empty_result(self, sizes: dict[str, int]) -> ProduceBatchResult:
+        leftovers = await self._accounts.count_leftovers()
+        return expired_result(leftovers, self._consume_pauses(), sizes)
+
+    def _consume_pauses(self) -> dict[str, float]:
+        pauses_s, self._pause_times_s = self._pause_times_s, dict.fromkeys(self._runners, 0.0)
+        return pauses_s
+
     async def _describe(self, sizes: Mapping[str, int], train_step: int) -> str:
         """Every counter that may explain why a batch does not come."""
         leftovers = await self._accounts.count_leftovers()
@@ -483,8 +498,3 @@ class AgentLoopManager:
 def _sampler_path(path: Path, task_name: str) -> Path:
     # Task names are free text; those of files are not.
     return path / f"sampler-{quote(task_name, safe='')}.json"
-
-
-def _check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from forebay.agents.counts import mean_counts
 from forebay.judges import mean_parts
+from forebay.metrics import nearest_rank
 from forebay.produce.context import GROUP_GENERATE_TIME_KEY
 from forebay.produce.strategies import ProduceBatchStatus
 from forebay.types import RolloutState, Status
@@ -80,13 +81,13 @@ class TaskResult:
 
     @property
     def group_gen_p50_s(self) -> float:
-        """Median (nearest rank) seconds."""
-        return self._percentile(50)
+        """50th percentile (nearest rank) in seconds; 0 without groups."""
+        return nearest_rank(self.group_gen_times_s, 50)
 
     @property
     def group_gen_p99_s(self) -> float:
-        """99th percentile (nearest rank) seconds."""
-        return self._percentile(99)
+        """99th percentile (nearest rank) in seconds; 0 without groups."""
+        return nearest_rank(self.group_gen_times_s, 99)
 
     @property
     def group_gen_p99_p50_ratio(self) -> float:
@@ -98,11 +99,6 @@ class TaskResult:
         """Mean score of everything generated, before filtering; NaN when nothing was."""
         return self.raw_rewards_sum / self.raw_rewards_count if self.raw_rewards_count else float("nan")
 
-    def _percentile(self, q: float) -> float:
-        if not self.group_gen_times_s:
-            return 0.0
-        return float(np.percentile(self.group_gen_times_s, q, method="nearest"))
-
 
 @dataclass(kw_only=True)
 class ProduceBatchResult(TaskResult):
@@ -112,6 +108,12 @@ class ProduceBatchResult(TaskResult):
     task_results: dict[str, TaskResult] = field(default_factory=dict)
     produce_time_s: float = 0.0
 
+    def add_pauses_of(self, earlier: ProduceBatchResult) -> None:
+        """Add the pauses of an empty result that came before this one."""
+        self.group_gen_pause_time_s += earlier.group_gen_pause_time_s
+        for name, result in self.task_results.items():
+            result.group_gen_pause_time_s += earlier.task_results[name].group_gen_pause_time_s
+
     def metrics(self) -> dict[str, float]:
         """The numbers worth logging, flat; per task too when there are several."""
         values = _metrics(self, "produce")
@@ -120,6 +122,20 @@ class ProduceBatchResult(TaskResult):
             for name, result in self.task_results.items():
                 values.update(_metrics(result, f"produce/{name}"))
         return values
+
+
+def expired_result(
+    leftovers: Mapping[str, Mapping[Status, int]],
+    pauses_s: Mapping[str, float],
+    task_batch_sizes: dict[str, int],
+) -> ProduceBatchResult:
+    """A batch without groups, because only newer weights can help; `leftovers` and `pauses_s` are by task."""
+    status = ProduceBatchStatus.EXPIRED_BATCH
+    results = {
+        name: TaskResult(status=status, leftovers=dict(cells), group_gen_pause_time_s=pauses_s[name])
+        for name, cells in leftovers.items()
+    }
+    return summarise(results, task_batch_sizes, status, produce_time_s=0.0)
 
 
 def summarise(

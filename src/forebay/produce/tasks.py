@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Integral
 from pathlib import Path
 from typing import Protocol
 
@@ -68,6 +69,37 @@ def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]
     for name in by_remainder[: batch_size - sum(sizes.values())]:
         sizes[name] += 1
     return sizes
+
+
+def check_split(sizes: object, task_names: Collection[str], batch_size: int) -> dict[str, int]:
+    """`sizes`, the groups of each task in a batch, in the order of `task_names`.
+
+    `AgentLoopManager.get_task_batch_sizes` may be overridden, and what it gives decides what is taken.
+
+    Raises:
+        ValueError: a task is missing or unknown, a size is negative or no whole number, or the sum is wrong.
+    """
+    problem = None
+    if not isinstance(sizes, Mapping) or set(sizes) != set(task_names):
+        problem = f"it must name the tasks {list(task_names)}, each once (0 for one without a share)"
+    elif any(isinstance(size, bool) or not isinstance(size, Integral) or size < 0 for size in sizes.values()):
+        problem = "the sizes must be whole numbers of at least 0"
+    elif sum(sizes.values()) != batch_size:
+        problem = f"the sizes must sum to the batch of {batch_size}, not to {sum(sizes.values())}"
+    if problem is not None:
+        raise ValueError(f"get_task_batch_sizes returned {sizes!r:.500}: {problem}")
+    assert isinstance(sizes, Mapping)
+    return {name: int(sizes[name]) for name in task_names}
+
+
+def check_batch_size(batch_size: int) -> None:
+    """Raise unless a batch has at least one group.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
 
 
 def count_pending(runner: TaskRunner) -> int:

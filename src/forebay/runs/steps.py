@@ -113,11 +113,17 @@ async def next_batch(run: Run, train_step: int) -> ProduceBatchResult | None:
         ProductionError: the producer has ended, or nothing can make progress.
         StallError: nothing has moved for ``produce.stall_after_s``.
     """
+    empty: list[ProduceBatchResult] = []
     while True:
         with phase(run, "wait", WAIT_BATCH):
             batch = await _unless_stopped(run, run.manager.get_batch(run.config.batch_size, train_step))
-        if batch is None or batch.rollout_states:
+        if batch is None:
+            return None
+        if batch.rollout_states:
+            for earlier in empty:
+                batch.add_pauses_of(earlier)
             return batch
+        empty.append(batch)
         async with production_paused(run):
             await sync_weights(run)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.activity import Activity
+from forebay.metrics import nearest_rank
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import Segment
 
@@ -68,12 +69,7 @@ class Lag:
     @property
     def p95(self) -> int:
         """The least staleness that 95% do not exceed."""
-        missing = 0.95 * sum(self.counts.values())
-        for lag in sorted(self.counts):
-            missing -= self.counts[lag]
-            if missing <= 0:
-                return lag
-        return 0
+        return int(nearest_rank(list(self.counts), 95, counts=list(self.counts.values())))
 
     @property
     def max(self) -> int:

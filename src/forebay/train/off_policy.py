@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.config import look_up
+from forebay.metrics import nearest_rank
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.corrections import (
@@ -123,7 +124,7 @@ def staleness_measures(batch: TrainBatch, train_step: int) -> dict[str, float]:
     staleness_N = batch.token_staleness(train_step)[batch.in_loss]
     return {
         "train/staleness_mean": _mean(staleness_N),
-        "train/staleness_p95": float(np.percentile(staleness_N, 95)) if len(staleness_N) else 0.0,
+        "train/staleness_p95": nearest_rank(staleness_N, 95),
         "train/staleness_max": float(staleness_N.max()) if len(staleness_N) else 0.0,
         "train/stale_masked": _mean(~batch.in_loss[batch.response_mask]),
     }

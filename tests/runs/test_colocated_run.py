@@ -17,7 +17,7 @@ from forebay.environments.config import FragmentRunConfig
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.models import resolve_model
-from forebay.produce import ProductionError, Prompt
+from forebay.produce import Prompt
 from forebay.runs import steps
 from forebay.runs.build import ProductionProgress, _drawn
 from forebay.runs.config import RunConfig, to_toml
@@ -189,11 +189,12 @@ def raising_judge(state):
     raise RuntimeError("the judge is broken")
 
 
-def test_a_judger_that_raises_ends_the_run_with_its_message(tmp_path):
+def test_a_judger_that_raises_is_found_before_the_warm_up(tmp_path):
     task = {**run_table(tmp_path)["tasks"][0], "judge": {"name": f"{__name__}:raising_judge"}}
     del task["eval_data"]
-    with pytest.raises(ProductionError, match="the judge is broken"):
+    with pytest.raises(ConfigError, match=r"the judge is broken.*tried before the start on sorting, row 0"):
         train(tmp_path, tasks=[task])
+    assert not (tmp_path / "run").exists()
 
 
 def bad_runs():
@@ -271,7 +272,7 @@ def test_overwriting_puts_the_earlier_run_back_when_the_new_one_cannot_start(tmp
     with pytest.raises(ConfigError, match="leaves no room"):
         asyncio.run(launch(config(tmp_path, tasks=[too_long]), overwrite=True))
     assert losses(tmp_path / "run") == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".run.lock", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
 def test_a_start_that_was_cut_off_is_not_in_the_way(tmp_path):
@@ -365,7 +366,7 @@ def test_the_log_of_the_library_is_shown_with_one_traceback(tmp_path, capsys):
     task = {**run_table(tmp_path)["tasks"][0], "data": data, "eval_data": {**data, "size": 2}}
     train(tmp_path, tasks=[task], steps=1)
     out = " ".join(capsys.readouterr().out.split())
-    assert "held out" in out
+    assert "training prompts are left out: their text is among the evaluation's" in out
     with RunDisplay() as display, _logs_shown(display):
         for number in range(2):
             try:

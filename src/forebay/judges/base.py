@@ -240,7 +240,12 @@ def checked_reward(verdict: Verdict) -> dict[str, Any]:
     reward = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
     if "score" not in reward:
         raise ValueError(f"the verdict has no 'score', only {sorted(reward)}")
-    score = float(reward["score"])
+    try:
+        score = float(reward["score"])
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"it returned {verdict!r}; a judge returns a number, or a mapping with a number as 'score'"
+        ) from None
     if not math.isfinite(score):
         raise ValueError(f"the score is {score}; it must be finite")
     reward["score"] = score

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -22,13 +21,14 @@ class TinyConfig(StrictModel):
     """Decoder layers."""
     num_heads: int = Field(default=4, ge=1)
     """Attention heads of a layer."""
-    alphabet: str = Field(default=string.printable[:95] + "\n", min_length=1)
-    """Its characters, one token each; any other character in a text is an error."""
+    alphabet: str | None = Field(default=None, min_length=1)
+    """Its characters, one token each; any other character in a text is an error. None: printable ASCII and
+    every other character of a run's data; fewer are learned faster."""
 
     @field_validator("alphabet")
     @classmethod
-    def _distinct(cls, alphabet: str) -> str:
-        if repeated := sorted({c for c in alphabet if alphabet.count(c) > 1}):
+    def _distinct(cls, alphabet: str | None) -> str | None:
+        if repeated := sorted({c for c in alphabet or "" if (alphabet or "").count(c) > 1}):
             raise ValueError(f"the alphabet has {repeated} more than once")
         return alphabet
 
@@ -45,7 +45,7 @@ class TinyConfig(StrictModel):
 class ModelConfig(StrictModel):
     """Which model, and how it is held in memory."""
 
-    source: str = Field(min_length=1)
+    source: str
     """A folder, a hub id ``owner/name``, ``pypi:PACKAGE`` (a package with a GGUF file), or ``tiny``."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """On CPU bfloat16 halves the memory but is several times slower."""

@@ -10,6 +10,7 @@ what the assistant says. So a prompt ``12+30=`` is answered by ``42`` and the en
 
 from __future__ import annotations
 
+import string
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ _MLP_RATIO = 3
 """Width of the feed-forward part over the hidden size; Llama's three matrices make 8/3 the usual ratio."""
 
 
+DEFAULT_ALPHABET = string.printable[:95] + "\n"
+"""Where the config leaves the alphabet open and nobody looked at the data: ASCII text."""
 DEFAULT_CONTEXT = 512
 """Tokens, where the config leaves the context open: plenty for tasks that so small a model can learn."""
 
@@ -35,7 +38,7 @@ def write_tiny(folder: Path, config: TinyConfig, *, max_context: int, seed: int)
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    tokenizer = character_tokenizer(config.alphabet)
+    tokenizer = character_tokenizer(config.alphabet or DEFAULT_ALPHABET)
     # Half as many key and value heads as query heads, as current decoders have: a smaller cache.
     num_key_value_heads = config.num_heads // 2 if config.num_heads % 2 == 0 else config.num_heads
     model_config = LlamaConfig(

@@ -17,7 +17,8 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -49,6 +50,8 @@ class Prompt:
     """As in the chat API: ``"none"`` offers no tools."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The row's other columns; they become the rollouts' ``extra_fields``."""
+    place: str = ""
+    """Where the row stands, for messages."""
 
 
 class DataConfig(StrictModel):
@@ -130,7 +133,11 @@ def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[
             f"give them different parts of the data with start and size"
         )
     if len(kept) < len(prompts):
-        logger.info("held out %d prompts that the evaluation uses", len(prompts) - len(kept))
+        logger.info(
+            "%d of %d training prompts are left out: their text is among the evaluation's, too",
+            len(prompts) - len(kept),
+            len(prompts),
+        )
     return _subset(prompts, kept)
 
 
@@ -154,13 +161,16 @@ def check_prompt_lengths(
     for index in range(len(prompts)):
         prompt = prompts[index]
         offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
-        num_tokens = len(render_prompt(tokenizer, prompt.message, offered))
+        with known_characters(prompt, tokenizer):
+            num_tokens = len(render_prompt(tokenizer, prompt.message, offered))
         if num_tokens <= limit_tokens:
             kept.append(index)
         elif policy == "error":
+            place = f" ({prompt.place})" if prompt.place else ""
             raise ConfigError(
-                f"prompt {index} has {num_tokens} tokens, more than the {limit_tokens} that leave room for "
-                f"a response; shorten it, raise the context, or drop prompts that are too long"
+                f"prompt {index} has {num_tokens} tokens, more than the {limit_tokens} that leave "
+                f"room for a response; shorten it{place}, raise model.max_context, lower sample.max_tokens, "
+                f"or leave out such prompts with overlong_prompts = 'drop'"
             )
     if not kept:
         raise ConfigError(f"all {len(prompts)} prompts are longer than {limit_tokens} tokens")
@@ -172,6 +182,57 @@ def check_prompt_lengths(
             limit_tokens,
         )
     return _subset(prompts, kept)
+
+
+@contextmanager
+def known_characters(prompt: Prompt, tokenizer: Any) -> Iterator[None]:
+    """A character of `prompt` that `tokenizer` cannot encode inside is told as what it is.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    # A tokenizer without an "unknown" token raises a bare Exception, which does not say for what.
+    except Exception as error:
+        characters = dict.fromkeys("".join(texts_of(prompt)))
+        unknown = [character for character in characters if not _knows(tokenizer, character)]
+        if not unknown:
+            raise
+        raise ConfigError(
+            f"{prompt.place or 'a prompt'}: the model has no token for the character {unknown[0]!r} "
+            f"(U+{ord(unknown[0]):04X}); add it to model.tiny.alphabet, or leave that key out, so that the "
+            f"alphabet is taken from the data"
+        ) from error
+
+
+def texts_of(prompt: Prompt) -> Iterator[str]:
+    """What a model may have to read or to write for `prompt`: messages, answer and demonstration."""
+    shown = prompt.extra.get("demonstration")
+    for message in [*prompt.message, *(shown if isinstance(shown, list) else ())]:
+        content = message.get("content") if isinstance(message, dict) else None
+        yield content if isinstance(content, str) else ""
+    yield str((prompt.reward_model or {}).get("ground_truth", ""))
+
+
+def _knows(tokenizer: Any, character: str) -> bool:
+    try:
+        tokenizer.encode(character, add_special_tokens=False)
+    # As above: whatever it raises, it does not know the character.
+    except Exception:
+        return False
+    return True
+
+
+def last_user_text(message: Sequence[Message]) -> str:
+    """What the user said last; else what was said last."""
+    contents = [turn.get("content") for turn in message if turn.get("role") == "user"]
+    content = contents[-1] if contents else (message[-1].get("content") if message else "")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in content)
+    return str(content or "")
 
 
 def _subset(prompts: Sequence[Prompt], kept: list[int]) -> Sequence[Prompt]:
@@ -204,6 +265,7 @@ def _make_prompt(row: Any, config: DataConfig, place: str) -> Prompt:
         tools=_read_tools(rest.pop("tools", None), place),
         tool_choice=_read_tool_choice(rest.pop("tool_choice", None), place),
         extra=rest,
+        place=place,
     )
 
 

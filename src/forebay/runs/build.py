@@ -38,15 +38,17 @@ from forebay.produce import (
     AgentLoopManager,
     Prompt,
 )
+from forebay.produce.prompts import known_characters
 from forebay.produce.sequences import LazySequence
 from forebay.runs.alarms import RunAlarms
 from forebay.runs.config import RunConfig, to_toml
+from forebay.runs.data import TaskData, check_lengths, load_data, with_alphabet
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer
 from forebay.runs.record.observers import observe
 from forebay.runs.record.writer import Recorder
-from forebay.runs.rollouts import EvalSet, TaskData, build_rollouts, load_data, warn_after_s
+from forebay.runs.rollouts import EvalSet, build_rollouts, warn_after_s
 from forebay.runs.status import RunStatus
 from forebay.runs.verify import WeightCheck
 from forebay.tracing import TraceWriter
@@ -122,16 +124,21 @@ class Beginning(NamedTuple):
     data: list[TaskData]
 
 
-def find_beginning(config: RunConfig, folder: Path, display: RunDisplay) -> Beginning:
-    """The model of the run in `folder`, warmed up if the config says so, and its prompts.
+def find_beginning(
+    config: RunConfig, folder: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
+) -> Beginning:
+    """The model of the run in `folder`, warmed up if the config says so, and its prompts (`data`, if loaded).
 
     Raises:
         ConfigError: the model or the data does not fit.
     """
     torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
+    if data is None:
+        data = load_data(config)
+        config = with_alphabet(config, data)
     model_folder = resolve_model(config.model, seed=config.seed)
-    data = load_data(config)
+    data = check_lengths(config, model_folder, data)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
     return Beginning(model_folder, data)
@@ -273,9 +280,17 @@ def warm_up(
     shown = Demonstrations(tokenizer)
     drawn = _drawn(prompts, settings, config.seed)
     try:
-        examples = [example for prompt in drawn for example in shown.examples(prompt)]
+        examples = []
+        for prompt in drawn:
+            with known_characters(prompt, tokenizer):
+                examples += list(shown.examples(prompt))
         losses = supervised_warmup(
-            model, examples, settings, pad_token_id=tokenizer.pad_token_id, seed=config.seed
+            model,
+            examples,
+            settings,
+            pad_token_id=tokenizer.pad_token_id,
+            seed=config.seed,
+            on_step=lambda step, loss: display.progress(step, settings.steps, f"loss {loss:.3f}"),
         )
     except ValueError as error:
         raise ConfigError(f"[warmup] cannot be done: {error}") from error

@@ -13,6 +13,7 @@ control characters.
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,10 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from forebay.agents.transcript import conversation_of
 from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, SAMPLES, STEP_S, TIME_PREFIX, TOKENS_PER_S
-from forebay.runs.live import LiveView, StepNow, panel
+from forebay.produce.prompts import last_user_text
+from forebay.runs.live import MIN_PERIOD_S, LiveView, StepNow, panel
 from forebay.runs.pictures import Rows, terminal_curve
 from forebay.runs.status import RunStatus
 from forebay.runs.wording import clean, duration, mean, number
@@ -41,8 +44,10 @@ _RECENT_STEPS = 20
 """Steps of the smoothed reward and of the estimate of the remaining time: recent enough to follow lengthening
 responses."""
 _SHOWN_GROUPS = 2
-_MAX_PROMPT, _MAX_RESPONSE = 120, 240
-"""Characters of a sampled rollout; both ends stay, for the answer is usually at the end."""
+_MAX_MESSAGE = 240
+"""Characters of a message of a sampled rollout; both ends stay, for the answer is usually at the end."""
+PROGRESS_EVERY_S = 10.0
+"""Between two lines of progress where there is no terminal: enough to see that it goes on."""
 
 _COLUMNS = {"step": 9, "reward": 8, "eval": 7, "tokens/s": 10, "length": 8, "s/step": 8, "ETA": 7}
 _EVAL_SHOWN = ("score", "accuracy", "length", "truncated")
@@ -51,7 +56,7 @@ _SAVED = {
     "learning_curve.png": "reward, length, speed and time by step",
     "metrics.jsonl": "every number of every step",
     "rollouts.jsonl": "sampled rollouts of every step",
-    "checkpoints": "to go on from: forebay train --resume",
+    "checkpoints": "to go on from",
     "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
 }
 
@@ -84,6 +89,7 @@ class RunDisplay:
         self._eval_score: float | None = None
         self._step, self._total = 0, 0
         self._phase, self._phase_at = "", clock()
+        self._phase_name, self._progress_at = "", self._phase_at
         self._produced: tuple[int, int] | None = None
 
     def __enter__(self) -> RunDisplay:
@@ -115,10 +121,24 @@ class RunDisplay:
     def phase(self, name: str) -> None:
         """The run now does `name`."""
         self._phase, self._phase_at, self._produced = name, self._clock(), None
+        self._phase_name, self._progress_at = name, self._phase_at
         if self._live is not None and self._status is None:
             # While a run is being built the event loop stands still, and no timer would draw.
             self._live.draw()
         self._note()
+
+    def progress(self, done: int, total: int, note: str) -> None:
+        """`done` of `total` parts of the present phase are done: in the live view, or a line now and then."""
+        now = self._clock()
+        text = f"{self._phase_name} {done}/{total}, {note}"
+        if self._live is not None:
+            if now - self._progress_at >= MIN_PERIOD_S:
+                self._phase, self._progress_at = text, now
+                self._live.draw()
+        elif now - self._progress_at >= PROGRESS_EVERY_S and done < total:
+            self._progress_at = now
+            rest_s = (now - self._phase_at) * (total - done) / done
+            self.message(f"{text}, about {duration(rest_s)} to go")
 
     def production(self, done: int, total: int) -> None:
         """`done` of the `total` groups of this step are there."""
@@ -137,7 +157,7 @@ class RunDisplay:
         self._note()
 
     def rollouts(self, groups: Sequence[Sequence[RolloutState]]) -> None:
-        """A table of the best and the worst rollout of a few groups."""
+        """A table of the best and the worst rollout of a few groups, with the whole conversation of each."""
         table = Table(box=box.SIMPLE_HEAD, width=min(WIDTH, self._console.width), header_style="dim")
         table.add_column("prompt", ratio=2, overflow="fold")
         table.add_column("response", ratio=3, overflow="fold")
@@ -147,10 +167,10 @@ class RunDisplay:
         for group in groups[::stride][:_SHOWN_GROUPS]:
             ranked = sorted(group, key=_score, reverse=True)
             for state in ranked[:: max(1, len(ranked) - 1)]:
-                prompt = clean(_last_user_text(state.message), _MAX_PROMPT) if state is ranked[0] else ""
+                turns = conversation_of(state)
                 table.add_row(
-                    Text(prompt),
-                    Text(clean(state.response, _MAX_RESPONSE)),
+                    Text(_told(_without_system(state.message)) if state is ranked[0] else ""),
+                    Text(_told(turns) if turns else clean(state.response, _MAX_MESSAGE)),
                     number(_score(state) if state.reward else None),
                     str(len(state.response_ids)),
                     Text(clean(state.finish_reason or state.status.value)),
@@ -222,6 +242,19 @@ class RunDisplay:
         self._print_facts(facts)
         self._print(Text("\nsaved", "bold"))
         self._print_facts({str(path): what for name, what in _SAVED.items() for path in folder.glob(name)})
+        self._print(Text("\nnext", "bold"))
+        self._print_facts(self._next_commands(shlex.quote(str(folder)), is_evaluated=bool(evaluations)))
+
+    def _next_commands(self, folder: str, *, is_evaluated: bool) -> dict[str, str]:
+        done = self._step >= self._total
+        commands = {"try it": f"forebay eval {folder}"} if is_evaluated else {}
+        more = f" steps={2 * max(1, self._total)}" if done else ""
+        return {**commands, "go on": f"forebay train --resume {folder}{more}"}
+
+    def stopped(self, what_is_kept: str) -> None:
+        """The run was stopped before its first step."""
+        during = f" ({self._phase_name})" if self._phase_name else ""
+        self.message(f"stopped before the first train step{during}: {what_is_kept}")
 
     def close(self) -> None:
         """End the live view."""
@@ -352,12 +385,18 @@ def _worth_showing(values: Mapping[str, float | None]) -> dict[str, float | None
     return shown
 
 
-def _last_user_text(message: Sequence[Message]) -> str:
-    contents = [turn.get("content") for turn in message if turn.get("role") == "user"]
-    content = contents[-1] if contents else (message[-1].get("content") if message else "")
-    if isinstance(content, list):
-        content = " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in content)
-    return str(content or "")
+def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
+    """It is the same for all prompts of a task."""
+    return [message for message in messages if message.get("role") != "system"] or messages
+
+
+def _told(messages: Sequence[Message]) -> str:
+    """The messages one under the other, each behind who says it; a single one is only its text."""
+    texts = [clean(last_user_text([message]), _MAX_MESSAGE) for message in messages]
+    if len(texts) == 1:
+        return texts[0]
+    roles = [clean(str(message.get("role", "?"))) for message in messages]
+    return "\n".join(f"{role}: {text}" for role, text in zip(roles, texts, strict=True))
 
 
 def _score(state: RolloutState) -> float:

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import filecmp
 import logging
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from forebay.config import ConfigError, ModelT, load_config
 from forebay.durable import (
@@ -67,6 +70,23 @@ def saved_as(model: type[ModelT], folder: Path, overrides: Sequence[str] = ()) -
     config = load_config(model, folder / RUN_FILE, overrides)
     folder = folder.resolve()
     return config.model_copy(update={"output": folder.parent, "name": folder.name})
+
+
+def is_finished(folder: Path, checkpoint: Path) -> bool:
+    """Whether the published model of the run in `folder` is that of its last `checkpoint`."""
+    saved, published = checkpoint / "trainer" / "model", folder / "model"
+    names = [path.name for path in saved.glob("*.safetensors")]
+    # By size and time, which the copy keeps: only files that differ in these are read.
+    return bool(names) and filecmp.cmpfiles(saved, published, names)[0] == names
+
+
+def finished_line(folder: Path, num_steps: int) -> str:
+    """For who resumes a run that has nothing left to do."""
+    place = shlex.quote(str(folder))
+    return (
+        f"the run in {place} is finished: all {num_steps} train steps are done; to go on, add steps=N, for "
+        f"example forebay train --resume {place} steps={2 * max(1, num_steps)}"
+    )
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -160,13 +180,23 @@ def occupied(folder: Path) -> Iterator[None]:
     """
     # Whichever link leads there.
     folder = folder.resolve()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = open(folder.with_name(f".{folder.name}.lock"), "a+", encoding="ascii")  # noqa: SIM115
-    except FileNotFoundError as error:
-        # The folder is there; this is how file systems such as /proc say that they make no files.
-        raise PermissionError(errno.EPERM, "no file can be made there", str(folder.parent)) from error
-    with lock as file:
+    with _locked(folder) as file:
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        try:
+            yield
+        finally:
+            # While it is still held: a process that opened it before finds that it is gone.
+            # A disk that refuses it hides no other error: a left-over lock does no harm.
+            with contextlib.suppress(OSError):
+                Path(file.name).unlink()
+
+
+def _locked(folder: Path) -> TextIO:
+    """The lock file beside `folder`, opened and locked."""
+    while True:
+        file = _open_lock(folder)
         try:
             # Unlike `flock`, it does not pass to processes that are forked from this one.
             if fcntl is not None:
@@ -175,17 +205,35 @@ def occupied(folder: Path) -> Iterator[None]:
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 # Some network file systems lock nothing; that is no reason not to run there.
                 logger.warning("%r cannot be locked (%s): start no second run in it", str(folder), error)
-                yield
-                return
-            file.seek(0)
+                return file
+            with file:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
             raise ConfigError(
-                f"a run is at work in {str(folder)!r} (process {file.read().strip() or 'unknown'}): stop "
-                f"that, wait for its end, or choose another name=..."
+                f"a run is at work in {str(folder)!r} (process {holder}): stop that, wait for its end, or "
+                f"choose another name=..."
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
+                return file
+        # A run ended, and removed it, between opening and locking.
+        file.close()
+
+
+def _open_lock(folder: Path) -> TextIO:
+    """The lock file beside `folder`, opened.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    try:
+        return open(folder.with_name(f".{folder.name}.lock"), "a+", encoding="ascii")
+    except FileNotFoundError as error:
+        # The folder is there; this is how file systems such as /proc say that they make no files.
+        raise PermissionError(errno.EPERM, "no file can be made there", str(folder.parent)) from error
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,19 +30,25 @@ from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs import steps
 from forebay.runs.build import Run, build_run, find_beginning
+from forebay.runs.changes import changed
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
+from forebay.runs.data import TaskData, load_data, with_alphabet
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import (
     check_checkpoint,
     disk_errors_of_run,
+    finished_line,
+    is_finished,
     list_checkpoints,
     new_folder,
     occupied,
+    saved_config,
     write_run_file,
 )
 from forebay.runs.placement import Cluster, PartLost, make_cluster
-from forebay.runs.rollouts import build_rollouts, load_data
+from forebay.runs.preflight import try_judges
+from forebay.runs.rollouts import build_rollouts
 from forebay.runs.separate import run_separate
 from forebay.train.ranks import RankError
 
@@ -74,18 +81,51 @@ async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) ->
     _silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
+    changes = [] if checkpoint is None else changed(saved_config(config.folder), config)
+    if checkpoint is not None and step >= config.steps and is_finished(config.folder, checkpoint):
+        return finished_line(config.folder, step), False
     with RunDisplay() as display, _logs_shown(display):
         display.start(config.name, _facts(config), step=step, total=config.steps)
+        for line in changes:
+            display.message(line)
         async with _cluster(config) as cluster:
-            if checkpoint is None:
-                with new_folder(config, overwrite=overwrite):
-                    run = await _built(config, display, cluster)
-            else:
-                run = await _resumed(config, checkpoint, step, display, cluster)
-                # Only now: overrides that do not fit must not spoil the run file.
-                write_run_file(config, config.folder)
+            try:
+                if checkpoint is None:
+                    run = await _begun(config, display, cluster, overwrite=overwrite)
+                else:
+                    run = await _resumed(config, checkpoint, step, display, cluster)
+                    # Only now: overrides that do not fit must not spoil the run file.
+                    write_run_file(config, config.folder)
+            except (KeyboardInterrupt, asyncio.CancelledError):
+                kept = "nothing of this run is kept" if checkpoint is None else "the run is as it was"
+                display.stopped(f"{kept}; start it again with the same command")
+                raise
             run = await _to_the_end(run)
     return steps.accuracy_line(run), run.stop_requested
+
+
+async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None, *, overwrite: bool) -> Run:
+    """A new run; what can be wrong with its data and judges is found before its folder is touched."""
+    display.phase("data")
+    with _ended_by_ctrl_c():
+        data = load_data(config)
+        config = with_alphabet(config, data)
+    await try_judges(config, data)
+    with new_folder(config, overwrite=overwrite):
+        return await _built(config, display, cluster, data=data)
+
+
+@contextlib.contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Ctrl-C ends at once what does not await anything; the event loop's own handler would wait for that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.asynccontextmanager
@@ -99,13 +139,19 @@ async def _cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
 
 
 async def _built(
-    config: RunConfig, display: RunDisplay, cluster: Cluster | None, step: int | None = None
+    config: RunConfig,
+    display: RunDisplay,
+    cluster: Cluster | None,
+    step: int | None = None,
+    data: Sequence[TaskData] | None = None,
 ) -> Run:
-    if cluster is None:
-        return build_run(config, config.folder, display, resume_step=step)
-    display.phase("ray")
-    await cluster.open()
-    beginning = find_beginning(config, config.folder, display)
+    if cluster is not None:
+        display.phase("ray")
+        await cluster.open()
+    with _ended_by_ctrl_c():
+        beginning = find_beginning(config, config.folder, display, data)
+        if cluster is None:
+            return build_run(config, config.folder, display, resume_step=step, beginning=beginning)
     display.phase("ray")
     # It takes minutes where a model is large, and what is on the cluster already needs the event loop.
     await asyncio.to_thread(cluster.start, beginning.model_folder)
@@ -304,6 +350,8 @@ def _stop_on_signals(run: Run) -> Callable[[], None]:
 
     def leave(*_: object) -> None:
         run.display.close()
+        kept = "the last checkpoint is kept" if list_checkpoints(run.folder) else "no checkpoint was made yet"
+        run.display.message(f"left at once; {kept} in {run.folder}")
         os._exit(130)
 
     def stop() -> None:

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from forebay.activity import Activities
-from forebay.agents import prompt_tools
 from forebay.config import ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.models import load_tokenizer
@@ -37,12 +36,12 @@ from forebay.produce import (
     TaskRunner,
 )
 from forebay.produce.context import GroupGenerator
-from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer
 from forebay.runs.config import FILTERS, RunConfig, TaskConfig
+from forebay.runs.data import TaskData, fitting
 from forebay.runs.placement import Cluster
 from forebay.runs.record.observers import RecordedReplayBuffer
-from forebay.runs.task_loops import build_task_loop, task_agent
+from forebay.runs.task_loops import build_task_loop
 from forebay.stalls import StallWatch
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -52,14 +51,6 @@ WARN_AFTER_S = 60.0
 """Seconds without progress after which a run says what it waits for: longer than a usual generation."""
 EVAL_SEED = -1
 """Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
-
-
-class TaskData(NamedTuple):
-    """The prompts of one task."""
-
-    training: Sequence[Prompt]
-    held_out: Sequence[Prompt]
-    """Empty for a task that is not evaluated."""
 
 
 @dataclass(kw_only=True)
@@ -94,20 +85,6 @@ class Rollouts:
     eval_sets: list[EvalSet]
     manager: AgentLoopManager
     activities: Activities
-
-
-def load_data(config: RunConfig) -> list[TaskData]:
-    """The prompts of every task; those held out are not among those to train on.
-
-    Raises:
-        ConfigError: a data source does not fit.
-    """
-    data = []
-    for task in config.tasks:
-        held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
-        training = load_prompts(task.data)
-        data.append(TaskData(hold_out(training, held_out) if held_out else training, held_out))
-    return data
 
 
 def build_run_engines(
@@ -181,9 +158,8 @@ def build_rollouts(
     eval_sets: list[EvalSet] = []
     runners = []
     for task, part in zip(config.tasks, data, strict=True):
-        prompts = _checked(config, task, part.training, tokenizer, context) if trains else part.training
-        if part.held_out:
-            held_out = _checked(config, task, part.held_out, tokenizer, context)
+        prompts, held_out, _ = fitting(config, task, part, tokenizer, context, trains=trains)
+        if held_out:
             eval_sets.append(
                 EvalSet(
                     task_name=task.name,
@@ -276,36 +252,6 @@ def _watch(config: RunConfig, activities: Activities, controller: RolloutControl
 def warn_after_s(config: RunConfig) -> float:
     """Seconds without progress after which a run with this config says so."""
     return min(WARN_AFTER_S, config.produce.stall_after_s / 2)
-
-
-def _checked(
-    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
-) -> Sequence[Prompt]:
-    budget, room = config.train.token_budget, task.sample.max_tokens
-    agent = task_agent(config, task)
-    tools = prompt_tools(agent)
-    own_limit = agent.arguments.get("max_context") or context
-    if context <= room:
-        raise ConfigError(
-            f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
-            f"{context}; lower it, or raise model.max_context"
-        )
-    try:
-        # An agent's own limit ends an episode early, but a prompt must leave room for something.
-        limit = min(context - room, own_limit - 1)
-        prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
-    except ConfigError as error:
-        raise ConfigError(f"task {task.name!r}: {error}") from None
-    if budget < context:
-        # Rendering all prompts again is the price of finding out before the first rollout.
-        try:
-            check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools)
-        except ConfigError as error:
-            raise ConfigError(
-                f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "
-                f"sample.max_tokens = {room} may have; raise it ({error})"
-            ) from None
-    return prompts
 
 
 def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:

@@ -198,7 +198,7 @@ def test_a_package_that_is_not_there_or_has_no_model_says_so(tmp_path, monkeypat
 
 def test_without_the_gguf_reader_it_is_asked_for(package, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install gguf"):
+    with pytest.raises(ConfigError, match=r"needs gguf, .* pip install 'forebay\[train\]'"):
         resolve_model("pypi:tiny-gguf", cache_dir=tmp_path / "cache")
 
 

@@ -48,7 +48,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
     Raises:
         ConfigError: the gguf package is missing, which transformers reads the file with.
     """
-    require_library("gguf", f"to read {str(file)!r} one")
+    require_library("gguf", f"the model in {str(file)!r}")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 

@@ -345,6 +345,9 @@ def _facts(config: RunConfig) -> dict[str, object]:
 
 def _stop_on_signals(run: Run) -> Callable[[], None]:
     """First Ctrl-C, or SIGTERM: stop after this step. Second: leave now, without saving."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python gives signals to the main thread only; who runs a loop in another one ends it from there.
+        return lambda: None
     loop = asyncio.get_running_loop()
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

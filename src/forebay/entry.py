@@ -1,0 +1,209 @@
+"""A run from Python: ``forebay.run(config, judge=..., data=...)``, in a script or a notebook.
+
+::
+
+    dict, file or RunConfig --judge, data by name (forebay.given)--> RunConfig --launch--> RunResult
+    run: in the calling thread; in a running event loop (a notebook's): in a thread with a loop of its own
+    run_async: in the running event loop
+
+It is what ``forebay train`` does, with objects in place of names; the display, the run folder and the errors
+are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from forebay import given
+from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
+from forebay.runs.config import RunConfig
+from forebay.runs.folder import RUN_FILE
+
+Judge = Callable[..., Any]
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """What a run left behind."""
+
+    folder: Path
+    """The run folder; ``forebay eval`` and ``forebay.run(resume=...)`` take it."""
+    model: Path | None
+    """The trained model, a Hugging Face folder; None if the run was stopped before its end."""
+    metrics: list[dict[str, Any]]
+    """The rows of ``metrics.jsonl``, one for each train step, and those of evaluations."""
+    summary: str | None
+    """Accuracy on the held-out prompts before and after; None without such prompts."""
+    interrupted: bool
+    """Whether Ctrl-C or SIGTERM ended it early; it can be resumed."""
+
+
+def run(
+    config: Mapping[str, Any] | Path | str | RunConfig | None = None,
+    *overrides: str,
+    judge: Judge | Mapping[str, Judge] | None = None,
+    data: Rows | Mapping[str, Rows] | None = None,
+    eval_data: Rows | Mapping[str, Rows] | None = None,
+    resume: Path | str | None = None,
+    overwrite: bool = False,
+) -> RunResult:
+    """Train a model, or go on with the run in the folder `resume`; returns when it is done.
+
+    In a notebook, whose event loop runs already, it works in a thread with an event loop of its own; a
+    keyboard interrupt then cancels it, and the last checkpoint remains.
+
+    >>> result = forebay.run(
+    ...     "run.toml",
+    ...     "train.lr=1e-3",
+    ...     judge=lambda state: float(state.response == "46"),
+    ...     data=[{"prompt": "12+34=", "answer": "46"}],
+    ... )                                                                           # doctest: +SKIP
+
+    Args:
+        config: a run file's tables, its path, or a `RunConfig`; None only with `resume`. Without ``tasks`` it
+            gets one, called ``task``.
+        overrides: as ``forebay train`` takes them.
+        judge: a plain or async function of a rollout; of several tasks, a mapping from task to function.
+        data: rows as a data file has them; of several tasks, a mapping likewise.
+        eval_data: held-out rows, likewise.
+        resume: folder of an earlier run; what was given to it as objects is given again.
+        overwrite: replace an earlier run in the run's folder.
+
+    Raises:
+        ConfigError: something does not fit.
+        ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
+    """
+    made = run_async(
+        config,
+        *overrides,
+        judge=judge,
+        data=data,
+        eval_data=eval_data,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(made)
+    return _in_a_thread(made)
+
+
+def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
+    done: Future[RunResult] = Future()
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+
+    async def main() -> RunResult:
+        task = asyncio.current_task()
+        assert task is not None
+        started.set_result((asyncio.get_running_loop(), task))
+        return await work
+
+    def target() -> None:
+        try:
+            done.set_result(asyncio.run(main()))
+        # Whatever it is, it is raised in the caller's thread.
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=target, name="forebay-run")
+    thread.start()
+    try:
+        return done.result()
+    except KeyboardInterrupt:
+        loop, task = started.result()
+        loop.call_soon_threadsafe(task.cancel)
+        raise
+    finally:
+        thread.join()
+
+
+async def run_async(
+    config: Mapping[str, Any] | Path | str | RunConfig | None = None,
+    *overrides: str,
+    judge: Judge | Mapping[str, Judge] | None = None,
+    data: Rows | Mapping[str, Rows] | None = None,
+    eval_data: Rows | Mapping[str, Rows] | None = None,
+    resume: Path | str | None = None,
+    overwrite: bool = False,
+) -> RunResult:
+    """`run`, in the running event loop: ``result = await forebay.run_async(...)``."""
+    from forebay.runs.launch import launch
+
+    # The folder may have been moved.
+    folder = None if resume is None else await asyncio.to_thread(Path(resume).resolve)
+    tables, beside = _tables(config, folder)
+    objects: dict[str, Any] = {}
+    for kind, value in (("judge", judge), ("data", data), ("eval_data", eval_data)):
+        if value is not None:
+            _put(kind, value, tables, objects)
+    with given.during(objects):
+        read = parse_config(
+            RunConfig, apply_overrides(tables, overrides), source=str(beside or "config"), beside=beside
+        )
+        if objects and read.cluster is not None:
+            raise ConfigError(
+                "a judge or rows given as Python objects stay in this process, and a cluster runs judges in "
+                "others; name them as 'package.module:Name', or leave cluster out"
+            )
+        if folder is not None:
+            read = read.model_copy(update={"output": folder.parent, "name": folder.name})
+        summary, interrupted = await launch(read, resume=folder, overwrite=overwrite)
+    lines = (read.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    model = read.folder / "model"
+    return RunResult(
+        folder=read.folder,
+        model=model if model.is_dir() else None,
+        metrics=[json.loads(line) for line in lines],
+        summary=summary,
+        interrupted=interrupted,
+    )
+
+
+def _tables(
+    config: Mapping[str, Any] | Path | str | RunConfig | None, resume: Path | None
+) -> tuple[dict[str, Any], Path | None]:
+    """The run file's tables, and the folder that what they name is looked for in."""
+    if (config is None) == (resume is None):
+        raise ConfigError("give either config or resume, the folder of an earlier run")
+    if isinstance(config, RunConfig):
+        return config.model_dump(mode="json", exclude_unset=True), None
+    if isinstance(config, Mapping):
+        return apply_overrides(config, ()), None
+    path = Path(config) if config is not None else Path(resume or ".") / RUN_FILE
+    return read_toml(path), path.parent
+
+
+def _put(kind: str, value: Any, tables: dict[str, Any], objects: dict[str, Any]) -> None:
+    """Have the tasks in `tables` name what they are given, under names that `objects` gets."""
+    tasks = tables.setdefault("tasks", [{"name": "task"}])
+    by_task = value if isinstance(value, Mapping) else {task.get("name"): value for task in tasks}
+    if not isinstance(value, Mapping) and len(tasks) > 1:
+        raise ConfigError(f"there are {len(tasks)} tasks: give {kind} as {{task name: {kind}}}")
+    names = [task.get("name") for task in tasks]
+    for name, item in by_task.items():
+        if name not in names:
+            raise ConfigError(f"{kind} is for task {name!r}, but the tasks are {', '.join(map(str, names))}")
+        number = names.index(name)
+        word = f"{kind}_{number}"
+        table = tasks[number].get(kind)
+        kept = dict(table) if isinstance(table, Mapping) else {}
+        if kind == "judge":
+            objects[word] = item
+            tasks[number][kind] = {**kept, "name": f"{given.__name__}:{word}"}
+        else:
+            rows = list(item)
+            objects[word] = partial(list, rows)
+            if rows and "answer" not in rows[0]:
+                # A judge of one's own may need none.
+                kept.setdefault("answer_column", "")
+            tasks[number][kind] = {**kept, "source": f"{given.__name__}:{word}"}

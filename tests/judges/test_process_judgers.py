@@ -131,9 +131,7 @@ async def test_close_ends_what_is_being_judged(tmp_path) -> None:
 
 
 def test_a_missing_library_says_what_to_install() -> None:
-    with pytest.raises(
-        ConfigError, match=r"judger 'x' needs no_such_lib, .* pip install 'foreb"
-    ):
+    with pytest.raises(ConfigError, match=r"judger 'x' needs no_such_lib, .* pip install 'foreb"):
         require_library("no_such_lib", "judger 'x'")
 
 

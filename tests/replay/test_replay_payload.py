@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -108,7 +109,7 @@ class Renamed(dict):
     [
         (Strange(), "Strange"),
         (Renamed(), "Renamed"),
-        ({1, 2}, "set"),
+        (Path("a"), "PosixPath"),
         (np.zeros(1, [("a", "i4")])[0], "void"),
         (np.ma.masked_array([1]), "MaskedArray"),
         (np.zeros(1, [("a", "i4"), ("b", "O")]), "dtype"),

@@ -2,9 +2,13 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 
 import numpy as np
 import pytest
+import torch
+from pydantic import BaseModel
 from replay_factory import make_state, same
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
@@ -14,6 +18,23 @@ from ray_cluster import local_cluster
 
 pytestmark = pytest.mark.xdist_group("ray")
 
+
+@dataclass
+class Seen:
+    moment: datetime
+
+
+class Answer(BaseModel):
+    texts: set[str]
+
+
+POINTED_TO = {
+    "tensor": torch.arange(5).to(torch.bfloat16),
+    "kinds": {1, 2},
+    "seen": Seen(datetime(2026, 1, 2, tzinfo=UTC)),
+    "answer": Answer(texts={"a", "b"}),
+    "waited": timedelta(seconds=3),
+}
 IMAGE = np.arange(12, dtype=np.uint8).reshape(3, 4)
 
 
@@ -25,7 +46,7 @@ def ray():
 
 def make_group(ray):
     """References at every depth, one of them in both members, one that points to a reference."""
-    shared, lone = ray.put({"pixels": IMAGE}), ray.put([1, ("two", None)])
+    shared, lone = ray.put({"pixels": IMAGE}), ray.put([1, ("two", None), POINTED_TO])
     outer = ray.put({"inner": shared})
     first = make_state("g", 0, steps=[1], mm_info={"images": [shared, (lone, {"deep": shared})]})
     second = make_state("g", 1, steps=[1], mm_info=shared, extra_fields={"outer": outer, 3: [lone]})
@@ -41,7 +62,10 @@ def check(ray, group, originals):
     assert lone == group[1].extra_fields[3][0]
     assert not {images, lone, outer} & set(originals)
     assert same(ray.get(images), {"pixels": IMAGE})
-    assert ray.get(lone) == [1, ("two", None)]
+    *plain, pointed_to = ray.get(lone)
+    assert plain == [1, ("two", None)]
+    assert torch.equal(pointed_to.pop("tensor"), POINTED_TO["tensor"])
+    assert pointed_to == {name: value for name, value in POINTED_TO.items() if name != "tensor"}
     inner = ray.get(outer)["inner"]
     assert isinstance(inner, ray.ObjectRef)
     assert same(ray.get(inner), {"pixels": IMAGE})

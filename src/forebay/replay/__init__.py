@@ -8,6 +8,7 @@ from forebay.replay.changes import BufferClosed
 from forebay.replay.dataframe import PandasStorage
 from forebay.replay.indexed import IndexedStorage
 from forebay.replay.naive import NaiveStorage
+from forebay.replay.objects import SavedFields
 from forebay.replay.policies import (
     FIFOReplayPolicy,
     PrioritizedReplayPolicy,
@@ -40,6 +41,7 @@ __all__ = [
     "ReplayBuffer",
     "ReplayPolicy",
     "SQLStorage",
+    "SavedFields",
     "ServerClosed",
     "StalenessReplayPolicy",
     "StorageBackend",

@@ -17,11 +17,13 @@ Plain JSON values stand for themselves. What JSON cannot say is an object with o
 ``$scalar``        ``[dtype, base64]`` of a numpy scalar
 ``$status``        the value of a `Status`
 ``$sample_params`` the fields of a `SampleParams`
+``$tensor``        ``[dtype, shape, position of its blob]`` of a torch tensor
 ``$ref``           ``[number, value]`` of a Ray object reference; ``[number]`` where it comes again
 =================  ==================================================================================
 
-Types must match exactly: a subclass would come back as something else, so it is refused. Arrays and
-references that several members of a group share are stored once and shared again after decoding.
+Sets, dates and times, dataclasses and pydantic models are taken apart first (`objects`). Types must match
+exactly: a subclass would come back as something else, so it is refused. Arrays, tensors and references that
+several members of a group share are stored once and shared again after decoding.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import ast
 import base64
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import lru_cache
@@ -39,6 +41,15 @@ from typing import Any
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
+from forebay.replay.objects import (
+    OBJECT_TAGS,
+    check_tensor,
+    is_tensor,
+    put_tensor_together,
+    put_together,
+    take_apart,
+    take_tensor_apart,
+)
 from forebay.types import SampleParams, Status
 
 MAX_DEPTH = 100
@@ -59,6 +70,9 @@ class Encoder:
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
         self._arrays: dict[int, dict[str, Any]] = {}
+        """By `id`, so whatever is in it must live as long as this."""
+        self._fetched: list[Any] = []
+        """Values of references, which nothing else holds."""
         self._refs: dict[Any, int] = {}
         self._depth = 0
 
@@ -96,7 +110,7 @@ class Encoder:
     def _encode_rare(self, value: Any, where: str) -> Any:
         kind = type(value)
         if kind is bytes:
-            return {"$bytes": self._add_blob(value)}
+            return {"$bytes": self._add_blob(lambda: value)}
         if isinstance(value, np.generic) and not isinstance(value, np.void):
             text = base64.b64encode(value.tobytes()).decode("ascii")
             return {"$scalar": [_dtype_text(value.dtype, where), text]}
@@ -107,9 +121,18 @@ class Encoder:
             return {"$sample_params": self.encode(params, where)}
         if _is_ref(value):
             return self._encode_ref(value, where)
+        try:
+            if is_tensor(value):
+                return self._encode_tensor(value)
+            taken = take_apart(value)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
+        if taken is not None:
+            tag, content = taken
+            return {tag: self.encode(content, where)}
         raise ValueError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot hold; "
-            f"use dicts, lists, tuples, plain values, bytes or numpy arrays"
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot hold; use dicts, "
+            f"lists, sets, plain values, bytes, times, arrays, tensors, dataclasses or pydantic models"
         )
 
     def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
@@ -123,7 +146,6 @@ class Encoder:
         }
 
     def _encode_array(self, value: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
-        # `blobs` and `_arrays` live as long as the group, so an id is not used twice.
         if id(value) not in self._arrays:
             shape = list(value.shape)
             if value.dtype.kind == "O":
@@ -131,18 +153,44 @@ class Encoder:
                 items = [self.encode(item, f"{where}.flat[{i}]") for i, item in flat]
                 return {"$objects": [shape, items]}
             dtype = _dtype_text(value.dtype, where)
-            self._arrays[id(value)] = {"$array": [dtype, shape, self._add_blob(value.tobytes())]}
+            self._arrays[id(value)] = {"$array": [dtype, shape, self._add_blob(value.tobytes)]}
+        return self._arrays[id(value)]
+
+    def _encode_tensor(self, value: Any) -> dict[str, Any]:
+        if id(value) not in self._arrays:
+            dtype, shape, raw = take_tensor_apart(value)
+            self._arrays[id(value)] = {"$tensor": [dtype, shape, self._add_blob(lambda: raw)]}
         return self._arrays[id(value)]
 
     def _encode_ref(self, ref: Any, where: str) -> dict[str, Any]:
         if ref in self._refs:
             return {"$ref": [self._refs[ref]]}
         number = self._refs[ref] = len(self._refs)
-        return {"$ref": [number, self.encode(sys.modules["ray"].get(ref), where)]}
+        self._fetched.append(sys.modules["ray"].get(ref))
+        return {"$ref": [number, self.encode(self._fetched[-1], where)]}
 
-    def _add_blob(self, data: bytes) -> int:
-        self.blobs.append(data)
+    def _add_blob(self, make: Callable[[], bytes]) -> int:
+        self.blobs.append(make())
         return len(self.blobs) - 1
+
+
+class Checker(Encoder):
+    """Says what an `Encoder` would refuse, without copying arrays or fetching what references point to.
+
+    >>> Checker().encode({"path": Path("a")}, "extra_fields")
+    Traceback (most recent call last):
+    ValueError: extra_fields['path'] is a pathlib.PosixPath, which a snapshot cannot hold; ...
+    """
+
+    def _add_blob(self, make: Callable[[], bytes]) -> int:
+        return 0
+
+    def _encode_tensor(self, value: Any) -> dict[str, Any]:
+        check_tensor(value)
+        return {}
+
+    def _encode_ref(self, ref: Any, where: str) -> dict[str, Any]:
+        return {}
 
 
 class Decoder:
@@ -154,7 +202,7 @@ class Decoder:
 
     def __init__(self, blobs: Sequence[Any]) -> None:
         self._blobs = blobs
-        self._arrays: dict[int, np.ndarray[Any, Any]] = {}
+        self._arrays: dict[int, Any] = {}
         self._refs: dict[int, Any] = {}
 
     def decode(self, tree: Any) -> Any:
@@ -197,8 +245,12 @@ class Decoder:
                 return Status(content)
             case "$sample_params":
                 return SampleParams(**self.decode(content))
+            case "$tensor":
+                return self._decode_tensor(*content)
             case "$ref":
                 return self._decode_ref(*content)
+            case _ if tag in OBJECT_TAGS:
+                return put_together(tag, self.decode(content))
         raise ValueError(f"unknown tag {tag!r} in a stored value")
 
     def _decode_array(self, dtype: str, shape: list[int], position: int) -> np.ndarray[Any, Any]:
@@ -209,6 +261,12 @@ class Decoder:
             view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), self._blobs[position])
             _check_text(view)
             self._arrays[position] = view.copy()
+        array: np.ndarray[Any, Any] = self._arrays[position]
+        return array
+
+    def _decode_tensor(self, dtype: str, shape: list[int], position: int) -> Any:
+        if position not in self._arrays:
+            self._arrays[position] = put_tensor_together(dtype, shape, self._blobs[position])
         return self._arrays[position]
 
     def _decode_objects(self, shape: list[int], items: list[Any]) -> np.ndarray[Any, Any]:

@@ -3,7 +3,13 @@
 from typing import TYPE_CHECKING, Any
 
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.build import ENGINES, EngineSurroundings, build_engines, find_engine
+from forebay.engines.build import (
+    ENGINES,
+    EngineConfig,
+    EngineSurroundings,
+    build_engines,
+    find_engine,
+)
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 
@@ -15,6 +21,7 @@ __all__ = [
     "ENGINES",
     "Completion",
     "Engine",
+    "EngineConfig",
     "EngineHealth",
     "EngineLost",
     "EngineSurroundings",

@@ -11,7 +11,21 @@ from typing import Any
 from forebay.config import Component, ConfigError, check_arguments, look_up
 from forebay.engines.arguments import HTTPArguments, check_engine
 from forebay.engines.base import Engine, EngineLost
-from forebay.models import ModelConfig, load_model
+from forebay.models import ModelConfig, Precision, load_model
+
+
+class EngineConfig(Component):
+    """The run file's ``[engine]`` table.
+
+    >>> EngineConfig.model_validate("vllm").dtype
+    'float32'
+    """
+
+    name: str = "transformers"
+    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, ``package.module:function``."""
+    dtype: Precision = "float32"
+    """What engines hold the weights in, and compute in; on a CPU bfloat16 halves the memory and is several
+    times slower. The trainer's weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +35,8 @@ class EngineSurroundings:
     model_folder: Path
     """Hugging Face folder of the weights the run starts from."""
     model: ModelConfig
-    """How it is held in memory."""
+    dtype: Precision = "float32"
+    """What engines hold the weights in, and compute in."""
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""
@@ -34,7 +49,7 @@ def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[En
 
     return [
         TransformersEngine(
-            load_model(surroundings.model_folder, surroundings.model),
+            load_model(surroundings.model_folder, surroundings.model, dtype=surroundings.dtype),
             surroundings.tokenizer,
             max_context_tokens=surroundings.model.max_context,
             **arguments,
@@ -58,6 +73,7 @@ def _processes(
     recipe = EngineRecipe(
         model_folder=surroundings.model_folder,
         model=surroundings.model,
+        dtype=surroundings.dtype,
         engine=Component(name=engine, arguments=arguments),
         threads=threads,
     )
@@ -85,7 +101,7 @@ def _http(kind: str) -> Callable[..., list[Engine]]:
             kind,
             HTTPArguments(**arguments),
             model_folder=surroundings.model_folder,
-            dtype=surroundings.model.dtype,
+            dtype=surroundings.dtype,
             max_context_tokens=surroundings.model.max_context,
             tokenizer=surroundings.tokenizer,
             scratch=surroundings.scratch,

@@ -132,6 +132,7 @@ def main() -> None:
     surroundings = EngineSurroundings(
         model_folder=folder,
         model=ModelConfig.model_validate(recipe["model"]),
+        dtype=recipe["dtype"],
         tokenizer=load_tokenizer(folder),
         scratch=folder,
     )

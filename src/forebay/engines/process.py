@@ -37,7 +37,7 @@ import numpy as np
 from forebay.config import Component
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.framing import LENGTH, framed, read_frame
-from forebay.models import ModelConfig
+from forebay.models import ModelConfig, Precision
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
 
 if TYPE_CHECKING:
@@ -66,6 +66,8 @@ class EngineRecipe:
     model_folder: Path
     model: ModelConfig
     engine: Component
+    dtype: Precision = "float32"
+    """What the engine holds the weights in."""
     threads: int = 1
     """For torch."""
 
@@ -75,6 +77,7 @@ class EngineRecipe:
             {
                 "model_folder": str(self.model_folder),
                 "model": self.model.model_dump(mode="json"),
+                "dtype": self.dtype,
                 "engine": self.engine.model_dump(mode="json"),
                 "threads": self.threads,
             }

@@ -7,12 +7,13 @@
 Everything ends as a folder in Hugging Face format, so the rest of the program knows one kind of model only.
 """
 
-from forebay.models.config import ModelConfig, TinyConfig
+from forebay.models.config import ModelConfig, Precision, TinyConfig
 from forebay.models.loading import load_model, load_tokenizer
 from forebay.models.sources import default_cache_dir, resolve_model
 
 __all__ = [
     "ModelConfig",
+    "Precision",
     "TinyConfig",
     "default_cache_dir",
     "load_model",

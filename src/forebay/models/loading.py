@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.config import ConfigError
-from forebay.models.config import ModelConfig
+from forebay.models.config import ModelConfig, Precision
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -18,8 +18,8 @@ _TOKENIZER_FILES = (
 """One of these holds the vocabulary of every tokenizer that transformers reads."""
 
 
-def load_model(folder: Path, config: ModelConfig | None = None) -> Any:
-    """The decoder in `folder`, in evaluation mode and on the CPU, held as `config` says.
+def load_model(folder: Path, config: ModelConfig | None = None, *, dtype: Precision = "float32") -> Any:
+    """The decoder in `folder`, in evaluation mode and on the CPU, its weights held in `dtype`.
 
     Raises:
         ConfigError: there is no folder, no config or no weights in it, or they do not fit each other.
@@ -32,7 +32,7 @@ def load_model(folder: Path, config: ModelConfig | None = None) -> Any:
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
-            dtype=getattr(torch, config.dtype),
+            dtype=getattr(torch, dtype),
             attn_implementation=config.attention,
             local_files_only=True,
         )

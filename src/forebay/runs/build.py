@@ -234,7 +234,7 @@ def build_trainer(
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model = _load(model_folder, config)
+    model = load_model(model_folder, config.model)
     try:
         return TrainController(
             model,
@@ -245,15 +245,12 @@ def build_trainer(
             tokenizer=tokenizer,
             device=device,
             ranks=ranks,
+            engine_dtype=config.engine.dtype,
         )
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"[train] cannot be built: {error}") from error
-
-
-def _load(folder: Path, config: RunConfig) -> Any:
-    return load_model(folder, config.model)
 
 
 def warm_up(
@@ -272,7 +269,7 @@ def warm_up(
             raise ConfigError(f"{error}; delete {str(target)!r} to have the warm-up made again") from None
         return target
     display.phase("warm-up")
-    model, tokenizer = _load(source, config), load_tokenizer(source)
+    model, tokenizer = load_model(source, config.model), load_tokenizer(source)
     prompts = [
         _with_tools(part.training, prompt_tools(task.agent))
         for task, part in zip(config.tasks, data or load_data(config), strict=True)

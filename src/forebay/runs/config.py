@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -18,7 +19,7 @@ from forebay.config import (
     import_object,
     look_up,
 )
-from forebay.engines import find_engine
+from forebay.engines import EngineConfig, find_engine
 from forebay.judges import JudgeConfig, build_judger
 from forebay.metrics import MetricsConfig
 from forebay.models import ModelConfig
@@ -27,6 +28,8 @@ from forebay.produce.sources import check_source
 from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
+
+logger = logging.getLogger(__name__)
 
 CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
 """What ``cluster`` may be, by import path: this row knows no cluster."""
@@ -216,9 +219,7 @@ class RunConfig(StrictModel):
     record: bool = False
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig
-    engine: Component = Component(name="transformers")
-    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or
-    ``package.module:function``."""
+    engine: EngineConfig = EngineConfig()
     cluster: Component | None = None
     """``ray``: engines, agents, buffer and trainer as Ray actors. None: everything in this process."""
     tasks: list[TaskConfig] = Field(min_length=1)
@@ -249,6 +250,27 @@ class RunConfig(StrictModel):
                 correction = SEPARATE_CORRECTION.get(str(train.get("loss")), "ratio")
                 return {**given, "train": {**train, "correction": correction}}
         return given
+
+    @model_validator(mode="before")
+    @classmethod
+    def _retire_model_dtype(cls, data: Any) -> Any:
+        """Run files of version 0.1 had one key for the weights of the trainer and of the engines."""
+        model = data.get("model") if isinstance(data, dict) else None
+        if not isinstance(model, dict) or "dtype" not in model:
+            return data
+        dtype = model["dtype"]
+        engine, train = data.get("engine", {}), data.get("train", {})
+        engine = {"name": engine} if isinstance(engine, str) else engine
+        logger.warning(
+            "model.dtype is now train.dtype (for the trainer's passes) and engine.dtype (for engines): both "
+            "are set to %r, unless the run file sets them. The trainer's weights are always float32",
+            dtype,
+        )
+        return data | {
+            "model": {key: value for key, value in model.items() if key != "dtype"},
+            "engine": {"dtype": dtype} | engine,
+            "train": {"dtype": dtype} | train,
+        }
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

@@ -106,6 +106,7 @@ def build_run_engines(
     surroundings = EngineSurroundings(
         model_folder=model_folder,
         model=model,
+        dtype=config.engine.dtype,
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,

@@ -192,7 +192,8 @@ def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, writes: 
         if writes:
             save_tensors(gathered, folder / f"{name}.safetensors")
     if writes:
-        save_json({**parts.kind(), "train_step": train_step}, folder / "trainer.json")
+        dtype = str(next(parts.model.parameters()).dtype).removeprefix("torch.")
+        save_json({**parts.kind(), "train_step": train_step, "dtype": dtype}, folder / "trainer.json")
 
 
 def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:

@@ -73,7 +73,8 @@ class TrainConfig(StrictModel):
     ``shared_prompt``: a prompt's keys and values are computed once for all its responses; needs full
     attention in every layer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward pass (autocast); the weights keep their own."""
+    """Of the forward passes (autocast). The trained weights and their moments are float32 always, or steps of
+    a small learning rate would be lost in rounding."""
     ranks: int = Field(default=1, ge=1)
     """Processes that hold a slice of the weights each and share out the micro-batches."""
     gradient_checkpointing: bool = False

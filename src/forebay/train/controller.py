@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from forebay.models.config import Precision
 from forebay.train import checkpoint, weight_sync
 from forebay.train.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.batch import TrainBatch
@@ -57,6 +58,9 @@ class TrainController:
     With ``lora_rank`` the given model gets adapters in place. With ``kl_coef`` and neither LoRA nor a
     `ref_model`, the reference is a frozen copy of the model as given. With ``critic_lr`` and no
     `value_model`, the critic starts as a copy of the model's body.
+
+    Trained weights and their moments are float32: a model given in another dtype is cast, in place (with
+    `lora_rank` the adapters are float32, and what lies below them stays). Engines get `engine_dtype`.
 
     The models go to `device`; left out, they stay where they are. With ``config.ranks`` over 1 they are split
     over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other
@@ -94,6 +98,7 @@ class TrainController:
         tokenizer: Any = None,
         device: torch.device | str | None = None,
         ranks: Ranks | None = None,
+        engine_dtype: Precision = "float32",
     ) -> None:
         if ranks is not None and config.ranks not in (1, ranks.num_ranks):
             raise ValueError(
@@ -105,6 +110,7 @@ class TrainController:
         """Completed train steps."""
         self._temperature = temperature
         self._seed = seed
+        self._engine_dtype: Precision = engine_dtype
         self._total_steps = total_steps
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
@@ -114,7 +120,11 @@ class TrainController:
             where = torch.device(device) if device is not None else next(model.parameters()).device
             ranks = self._own_ranks = LocalRanks(config.ranks, device=where.type)
         models: dict[str, Any] = {"ref_model": ref_model, "value_model": value_model}
-        settings: dict[str, Any] = {"pad_token_id": pad_token_id, "total_steps": total_steps}
+        settings: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "total_steps": total_steps,
+            "engine_dtype": engine_dtype,
+        }
         self._learner: Learner | RankedLearner
         if ranks is None:
             self._learner = Learner(model, config, **models, **settings, device=device)
@@ -299,7 +309,9 @@ class TrainController:
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
-        await weight_sync.sync_weights(self._learner, rollout_controller, self.model_step)
+        await weight_sync.sync_weights(
+            self._learner, rollout_controller, self.model_step, dtype=self._engine_dtype
+        )
 
     def save(self, path: Path | str) -> None:
         """Write everything that continuing needs into the folder `path`, whole or not at all.

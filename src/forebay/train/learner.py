@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 from forebay.config import look_up
+from forebay.models.config import Precision
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
-from forebay.train import checkpoint, lora
+from forebay.train import checkpoint, lora, weight_sync
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate, to_device
 from forebay.train.config import TrainConfig
@@ -73,14 +74,19 @@ class Learner:
         total_steps: int | None = None,
         device: torch.device | str | None = None,
         shard: Callable[[nn.Module], None] = lambda model: None,
+        engine_dtype: Precision = "float32",
     ) -> None:
         output_head(model)
         self.config = config
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
-        self.critic = (value_model or Critic.from_policy(model)) if config.uses_critic else None
+        if config.lora_rank == 0:
+            # Steps of a small learning rate are lost in the rounding of anything shorter.
+            model.float()
+        self.critic = (value_model or Critic.from_policy(model)).float() if config.uses_critic else None
         base_fingerprint = None
         if config.lora_rank > 0:
-            base_fingerprint = fingerprint(model.named_parameters())
+            # As engines hold them, which compare.
+            base_fingerprint = fingerprint(weight_sync.cast(model.named_parameters(), engine_dtype))
             alpha = config.lora_alpha or 2.0 * config.lora_rank
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
         self.model = model

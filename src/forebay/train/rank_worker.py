@@ -27,6 +27,7 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from forebay.models.config import Precision
 from forebay.train import checkpoint
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
@@ -81,6 +82,7 @@ class RankWorker:
         pad_token_id: int,
         total_steps: int | None,
         random_state: torch.Tensor,
+        engine_dtype: Precision = "float32",
     ) -> dict[str, Any] | None:
         """Make the trainer's models and optimisers; returns `Learner.adapter_config`.
 
@@ -98,6 +100,7 @@ class RankWorker:
             total_steps=total_steps,
             device=self.device,
             shard=partial(shard, mesh=self._mesh),
+            engine_dtype=engine_dtype,
         )
         return self._learner.adapter_config
 

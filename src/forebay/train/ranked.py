@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forebay.models.config import Precision
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.critic import Critic
@@ -49,6 +50,7 @@ class RankedLearner:
         ref_model: nn.Module | None = None,
         value_model: Critic | None = None,
         total_steps: int | None = None,
+        engine_dtype: Precision = "float32",
     ) -> None:
         output_head(model)
         self.config = config
@@ -56,7 +58,13 @@ class RankedLearner:
         given = {"model": model, "ref_model": ref_model, "value_model": value_model}
         models = {name: to_parts(module) for name, module in given.items() if module is not None}
         built = self._call(
-            "build", models, config.model_dump(), pad_token_id, total_steps, torch.get_rng_state()
+            "build",
+            models,
+            config.model_dump(),
+            pad_token_id,
+            total_steps,
+            torch.get_rng_state(),
+            engine_dtype,
         )
         self.adapter_config: dict[str, Any] | None = built[0]
         """As `Learner.adapter_config`."""

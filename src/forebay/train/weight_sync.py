@@ -21,6 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from forebay.models.config import Precision
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
 
 logger = logging.getLogger(__name__)
@@ -85,8 +86,12 @@ class WeightSource(Protocol):
         ...
 
 
-async def sync_weights(source: WeightSource, receiver: WeightReceiver, model_step: int) -> None:
+async def sync_weights(
+    source: WeightSource, receiver: WeightReceiver, model_step: int, *, dtype: Precision = "float32"
+) -> None:
     """Give `receiver` the adapters, if it takes them, else all weights, and return once they are in use.
+
+    Whole weights are cast to `dtype` here, once for all engines; adapters stay float32.
 
     One that does not hold the starting weights gets them before its first adapters; not if it says, by a
     `model_step` above 0, that it has trained ones, for what runs there must not fall back to those of step 0.
@@ -95,16 +100,16 @@ async def sync_weights(source: WeightSource, receiver: WeightReceiver, model_ste
     config = source.adapter_config
     if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:
         try:
-            return await _give_adapters(source, receiver, model_step, config)
+            return await _give_adapters(source, receiver, model_step, config, dtype)
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
-    await receiver.update_weights(await _gather(source.weights), model_step)
+    await receiver.update_weights(await _gather(source.weights, dtype), model_step)
 
 
 async def _give_adapters(
-    source: WeightSource, receiver: Any, model_step: int, config: Mapping[str, Any]
+    source: WeightSource, receiver: Any, model_step: int, config: Mapping[str, Any], dtype: Precision
 ) -> None:
-    adapters = await _gather(source.adapters)
+    adapters = await _gather(source.adapters, "float32")
     # Before it is told of new ones.
     held_step = getattr(receiver, "model_step", 0)
     try:
@@ -113,9 +118,15 @@ async def _give_adapters(
         if held_step > 0:
             raise
         # They are the weights of step 0: adapters begin as nothing.
-        await receiver.update_weights(await _gather(source.base_weights), 0)
+        await receiver.update_weights(await _gather(source.base_weights, dtype), 0)
         await receiver.update_adapters(adapters, model_step, config=config)
 
 
-async def _gather(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]) -> Weights:
-    return await asyncio.to_thread(lambda: list(weights()))
+async def _gather(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], dtype: Precision) -> Weights:
+    return await asyncio.to_thread(lambda: list(cast(weights(), dtype)))
+
+
+def cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: Precision) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another."""
+    for name, tensor in weights:
+        yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor

@@ -247,7 +247,7 @@ async def test_what_servers_begin_with_is_known_by_every_bit_and_dtype(tiny, tmp
     for dtype, other, fits in [
         ("float32", source, True),
         ("bfloat16", source, False),
-        ("bfloat16", Source(load_model(tiny, ModelConfig(source="", dtype="bfloat16")), rank=RANK), True),
+        ("bfloat16", Source(load_model(tiny, dtype="bfloat16"), rank=RANK), True),
         ("float32", Source(make_other(tiny), rank=RANK), False),
     ]:
         files = WeightFiles(tmp_path / "weights", tiny, starting_dtype=dtype)

@@ -15,11 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import get_args
 
+from pydantic import BaseModel
+
 import forebay
 from forebay.agents.build import AGENT_ARGUMENTS
 from forebay.agents.environment_table import ENVIRONMENT_ARGUMENTS
 from forebay.cluster.arguments import RayArguments
-from forebay.config import StrictModel
+from forebay.config import Component, StrictModel
 from forebay.engines.arguments import ENGINE_ARGUMENTS
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
 from forebay.produce.sources import SOURCE_ARGUMENTS
@@ -148,7 +150,7 @@ def test_a_run_file_has_few_keys() -> None:
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     # Of a kind of component, agents for example, a key that several take is one key to learn.
-    kinds: dict[str, list[type[StrictModel]]] = {
+    kinds: dict[str, list[type[BaseModel]]] = {
         "engines": [*ENGINE_ARGUMENTS.values()],
         "agents": [*AGENT_ARGUMENTS.values()],
         "judges": [*JUDGE_ARGUMENTS.values(), JudgeConfig, PartConfig],
@@ -159,7 +161,7 @@ def test_a_run_file_has_few_keys() -> None:
     elsewhere = {model for models in [*kinds.values(), inner] for model in models}
     keys = {
         model.__name__: sorted(_own_fields(model))
-        for model in _subclasses(StrictModel)
+        for model in (*_subclasses(StrictModel), Component, *_subclasses(Component))
         if model not in elsewhere
     }
     keys["SampleParams"] = sorted(SampleParams.__dataclass_fields__)
@@ -172,7 +174,7 @@ def test_a_run_file_has_few_keys() -> None:
     )
 
 
-def _subclasses(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
+def _subclasses(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
     """Ours only: tests define models too."""
     for subclass in model.__subclasses__():
         if subclass.__module__.partition(".")[0] == forebay.__name__:
@@ -180,7 +182,7 @@ def _subclasses(model: type[StrictModel]) -> Iterator[type[StrictModel]]:
         yield from _subclasses(subclass)
 
 
-def _own_fields(model: type[StrictModel]) -> set[str]:
+def _own_fields(model: type[BaseModel]) -> set[str]:
     inherited = {name for base in model.__bases__ for name in getattr(base, "model_fields", {})}
     # The name of a table is a heading: what counts is what is under it.
     tables = {name for name, field in model.model_fields.items() if _names_a_table(field.annotation)}
@@ -188,7 +190,7 @@ def _own_fields(model: type[StrictModel]) -> set[str]:
 
 
 def _names_a_table(annotation: object) -> bool:
-    if isinstance(annotation, type) and issubclass(annotation, StrictModel | SampleParams | Limits):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel | SampleParams | Limits):
         return True
     return any(map(_names_a_table, get_args(annotation)))
 

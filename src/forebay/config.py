@@ -43,7 +43,7 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
-class Component(StrictModel):
+class Component(BaseModel):
     """Which implementation of a part of the run, and its own settings.
 
     In a run file it is a table, or only the name: ``cluster = "ray"`` is ``cluster = { name = "ray" }``. What
@@ -52,6 +52,8 @@ class Component(StrictModel):
     >>> Component.model_validate("transformers") == Component(name="transformers", arguments={})
     True
     """
+
+    model_config = StrictModel.model_config
 
     name: str
     """The name of a component of this kind, or ``package.module:Name`` of one's own."""

@@ -118,10 +118,12 @@ def keys_of(model: Any, prefix: str = "", *, of: str = "") -> Iterator[Key]:
 
 @cache
 def field_docstrings(model: Any) -> Mapping[str, str]:
-    """The docstring below each field of a class, by the field's name."""
+    """The docstring below each field of a class and of our own that it derives from, by the field's name."""
+    own = [base for base in model.__bases__ if base.__module__.startswith(f"{__package__}.")]
+    inherited = {name: text for base in own for name, text in field_docstrings(base).items()}
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(tree, ast.ClassDef)
-    return {
+    return inherited | {
         field.target.id: inspect.cleandoc(text.value.value)
         for field, text in zip(tree.body, tree.body[1:], strict=False)
         if isinstance(field, ast.AnnAssign)

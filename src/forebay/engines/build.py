@@ -22,7 +22,6 @@ class EngineConfig(Component):
     """
 
     name: str = "transformers"
-    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, ``package.module:function``."""
     dtype: Precision = "float32"
     """What engines hold the weights in, and compute in; on a CPU bfloat16 halves the memory and is several
     times slower. The trainer's weights stay float32 and are cast once (``train.dtype`` is for its passes)."""

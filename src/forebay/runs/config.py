@@ -220,6 +220,8 @@ class RunConfig(StrictModel):
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
+    """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or
+    ``package.module:function``."""
     cluster: Component | None = None
     """``ray``: engines, agents, buffer and trainer as Ray actors. None: everything in this process."""
     tasks: list[TaskConfig] = Field(min_length=1)

@@ -239,7 +239,7 @@ def _strategy(rng, faults, seed):
     accept = Filter(faults, seed)
     more = {"should_continue_fn": wants_more} if rng.random() < 0.08 else {}
     if rng.random() < 0.08:
-        return SyncProduceStrategyConfig(is_valid_sample_fn=accept)
+        return SyncProduceStrategyConfig(is_valid_sample_fn=accept, **more)
     return AsyncProduceStrategyConfig(
         is_valid_sample_fn=accept,
         max_staleness=rng.choice([0, 0, 1, 2]),

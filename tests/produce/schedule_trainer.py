@@ -13,7 +13,12 @@ from schedule_plan import draw_plan
 from schedule_world import Record, ScheduleWorld, score_of, why_untrainable
 
 from forebay import virtual_time
-from forebay.produce import ProduceBatchStatus, ProductionError, ProductionStopped
+from forebay.produce import (
+    ProduceBatchStatus,
+    ProductionError,
+    ProductionStopped,
+    SyncProduceStrategyConfig,
+)
 from forebay.stalls import StallError
 from forebay.types import RolloutState, Status, calculate_seq_staleness
 
@@ -366,6 +371,9 @@ class Trainer:
         if strategy.stale_threshold is not None:
             assert max(ages) < strategy.stale_threshold
         config = self.plan.tasks[group[0].task_name].strategy
+        if isinstance(config, SyncProduceStrategyConfig):
+            # A producer in the background begins with a step before the weights of the last one are there.
+            assert max(ages) < self.plan.interval + (not self.plan.colocated)
         if strategy.stale_threshold is not None and self.plan.interval == 1 and config.max_staleness == 0:
             assert set(ages) == {0}, "not on-policy"
 

@@ -451,6 +451,54 @@ def test_reward_variance_is_the_filter_it_says(scores):
     assert has_reward_variance(group) == any(a != b for a, b in itertools.pairwise(scores))
 
 
+@pytest.mark.parametrize("interval", [1, 3])
+async def test_what_is_left_over_is_trained_only_within_the_sync_interval(interval):
+    """A `should_continue_fn` that wants twice the batch leaves a batch over at every step."""
+    config = SyncProduceStrategyConfig(should_continue_fn=lambda done, size, **_: done < 2 * size)
+    manager = make_manager({"t": ScriptedLoop()})
+    (runner,) = manager.task_runners
+    runner.produce_strategy = config.build(sync_weights_interval=interval)
+    trained = []
+    for step in range(1, 13):
+        model_step = (step - 1) // interval * interval
+        result = await manager.produce_batch(2, step, model_step)
+        states = [state for group in result.rollout_states for state in group]
+        assert max(state.seq_staleness for state in states) < interval
+        assert all(step - 1 - min(state.response_model_steps) < interval for state in states)
+        trained += [group[0].group_id for group in result.rollout_states]
+        await manager.replay_buffer.commit(step)
+    assert len(trained) == len(set(trained)) == 24
+    balance = manager.ledger.balance(await manager.count_live())
+    assert balance.ok, balance
+    # Of each interval of the same weights, what was left over of its last step, once only.
+    assert balance.dropped == {"expired": 2 * (12 // interval - 1)}
+
+
+async def test_what_is_left_over_of_weights_that_were_not_synchronised_is_no_worse_than_what_is_new():
+    config = SyncProduceStrategyConfig(should_continue_fn=lambda done, size, **_: done < size + 1)
+    manager = make_manager({"t": ScriptedLoop()})
+    (runner,) = manager.task_runners
+    runner.produce_strategy = config.build()
+    assert len((await manager.produce_batch(2, 1, 0)).rollout_states) == 2
+    for step in (5, 6):
+        result = await manager.produce_batch(2, step, 0)
+        assert {state.seq_staleness for group in result.rollout_states for state in group} == {step - 1}
+
+
+async def test_what_a_bare_context_left_over_is_counted_only_while_it_is_fresh():
+    ctx = make_context(ScriptedLoop(), batch_size=2, train_step=5, model_step=4)
+    old, fresh = make_group("t", 100), make_group("t", 101)
+    for group, step in ((old, 1), (fresh, 4)):
+        for state in group:
+            state.append([1], model_step=step)
+            state.status, state.reward = Status.COMPLETED, {"score": 1.0}
+        await ctx.replay_buffer.put(group, "t")
+    await SyncProduceStrategyConfig().build().produce_batch(ctx)
+    assert ctx.agent_loop.started == [0]
+    assert await ctx.replay_buffer.count("t", Status.COMPLETED) == 2
+    assert await ctx.replay_buffer.count("t", Status.EXPIRED) == 1
+
+
 async def test_more_than_the_batch_is_produced_side_by_side_and_no_more_than_wanted():
     loop = ScriptedLoop(delay=lambda index: 5)
     ctx, most = make_context(loop, batch_size=4), []

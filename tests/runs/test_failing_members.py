@@ -173,6 +173,7 @@ def old_group():
             task_name="sorting",
             prompt_ids=[1, 2],
             response_ids=[3],
+            logprobs=[-1.0],
             response_model_steps=[STEPS],
             status=Status.COMPLETED,
             reward={"score": 1.0} if member == 0 else None,

@@ -137,7 +137,8 @@ class Accounts:
 
     def _threshold(self, task_name: str) -> int:
         strategy = self._runners[task_name].produce_strategy
-        return getattr(strategy, "stale_threshold", None) or _NEVER_STALE
+        thresholds = (getattr(strategy, name, None) for name in ("leftover_threshold", "stale_threshold"))
+        return next(filter(None, thresholds), _NEVER_STALE)
 
     async def give_back(
         self, groups_by_task: Mapping[str, Sequence[Sequence[RolloutState]]], train_step: int

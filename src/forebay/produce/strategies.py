@@ -33,7 +33,8 @@ from forebay.produce.context import (
     default_should_continue_fn,
 )
 from forebay.produce.pending import Ended, Group, PendingGroups
-from forebay.types import Status, get_group_status
+from forebay.produce.staleness import calculate_stale_threshold
+from forebay.types import Status, get_group_status, reset_rollout_response
 
 
 class ProduceBatchStatus(enum.Enum):
@@ -64,6 +65,8 @@ class ProduceStrategy(ABC):
 
     stale_threshold: int | None = None
     """Groups this stale expire in the buffer; None: never."""
+    leftover_threshold: int | None = None
+    """Groups this stale expire where they were left over from a batch; None: as `stale_threshold` says."""
     max_lag: int | None = None
     """Weights that are so many train steps behind the step they produce for are too old; None: never."""
     keeps_expired = False
@@ -121,23 +124,38 @@ class SyncProduceStrategyConfig(ProduceStrategyConfig):
     """Builds a `SyncProduceStrategy`."""
 
     def build(self, *, sync_weights_interval: int = 1, rollout_controller: Any = None) -> SyncProduceStrategy:
-        """The strategy; it holds nothing between calls, so the interval does not matter to it."""
-        return SyncProduceStrategy(self.is_valid_sample_fn, self.should_continue_fn)
+        """The strategy for weights that are synchronised every `sync_weights_interval` train steps."""
+        return SyncProduceStrategy(
+            self.is_valid_sample_fn, self.should_continue_fn, sync_weights_interval=sync_weights_interval
+        )
 
 
 class SyncProduceStrategy(ProduceStrategy):
     """Produces exactly what one train step needs, while the trainer waits.
 
     Invariants: at most ``task_batch_size`` groups are in flight; nothing is in flight after the call; which
-    prompts end up in the batch does not depend on which generation finishes first.
+    prompts end up in the batch does not depend on which generation finishes first; a group that was left over
+    (`should_continue_fn` may want more than a batch) is no staler than one that is made now could be.
 
     consumes: prompts; waits for: the next group to finish, or a pause; woken by: the group's task, the
     update event; produces: stored groups.
     """
 
-    def __init__(self, is_valid_sample_fn: IsValidSampleFn, should_continue_fn: ShouldContinueFn) -> None:
+    def __init__(
+        self,
+        is_valid_sample_fn: IsValidSampleFn,
+        should_continue_fn: ShouldContinueFn,
+        *,
+        sync_weights_interval: int = 1,
+    ) -> None:
         super().__init__(is_valid_sample_fn, should_continue_fn)
+        self._max_lag = calculate_stale_threshold(0, sync_weights_interval)
+        self.leftover_threshold: int = self._max_lag
         self._pending = PendingGroups()
+
+    def limit_lag(self, train_steps: int) -> None:
+        """See `ProduceStrategy.limit_lag`; it never raises the limit."""
+        self._max_lag = min(self._max_lag, train_steps)
 
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         """Start what is missing and replace what does not complete, until `should_continue_fn` says stop.
@@ -148,7 +166,7 @@ class SyncProduceStrategy(ProduceStrategy):
         if ctx.should_abort():
             return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
         batch = _SyncBatch(ctx, self._pending, self.should_continue_fn)
-        batch.completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
+        batch.completed = await self._count_fresh(ctx)
         try:
             async with woken_by(ctx.update_event, self._pending):
                 while self.should_continue_fn(batch.completed, ctx.task_batch_size):
@@ -161,6 +179,17 @@ class SyncProduceStrategy(ProduceStrategy):
             await self._pending.cancel()
             self._pending.raise_error()
         return ProduceBatchStatus.NORMAL
+
+    async def _count_fresh(self, ctx: ProduceContext) -> int:
+        """The COMPLETED groups that were left over, once those that are too stale have expired."""
+        # Weights that were not synchronised when due make groups that are as stale: those are no worse.
+        self.leftover_threshold = max(self._max_lag, ctx.train_step - ctx.model_step)
+        buffer, name = ctx.replay_buffer, ctx.task_name
+        expired = await buffer.refresh_staleness(
+            task_stale_thresholds={name: self.leftover_threshold}, current_train_step=ctx.train_step
+        )
+        self.num_expired += expired[name]
+        return await buffer.count(name, Status.COMPLETED)
 
     def pending_task_count(self) -> int:
         """See `ProduceStrategy.pending_task_count`."""
@@ -212,8 +241,15 @@ class _SyncBatch:
         """Count and store one group."""
         if ended is Ended.RETURNED:
             # In two lines: others may be stored while this one is, and all of them count.
-            is_completed = await self.ctx.put_generated_group(group)
+            is_completed = await self.ctx.put_generated_group(group, before_put=_forget_aborted)
             self.completed += is_completed
             self.budget.count(get_group_status(group), group)
         else:
             await self.ctx.put_back(group, wipe=ended is Ended.INTERRUPTED)
+
+
+def _forget_aborted(group: Group) -> None:
+    """Wipe what was aborted: it will start over, and must not grow old meanwhile."""
+    for state in group:
+        if state.status is Status.ABORTED:
+            reset_rollout_response(state)

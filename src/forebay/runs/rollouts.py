@@ -260,7 +260,9 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
     produce = config.produce
     accept = look_up("filter", produce.filter, FILTERS)
     if not produce.is_async:
-        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build()
+        return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(
+            sync_weights_interval=produce.sync_weights_interval
+        )
     own, rule = task.max_staleness, look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
     return AsyncProduceStrategyConfig(
         is_valid_sample_fn=accept,

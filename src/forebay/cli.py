@@ -10,6 +10,7 @@
     forebay buffer inspect|show|query|export|migrate|serve ...
     forebay ledger RUN_FOLDER
     forebay keys [PATTERN]
+    forebay init [NAME] [FOLDER]
 
 Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
 """
@@ -23,7 +24,7 @@ from typing import Annotated
 
 import typer
 
-from forebay import __version__, buffer_cli, keys, replay_cli, simulate_cli
+from forebay import __version__, buffer_cli, init_cli, keys, replay_cli, simulate_cli
 from forebay.command import INTERRUPTED, one_message
 from forebay.config import ConfigError
 
@@ -95,6 +96,7 @@ app.command(name="ledger")(buffer_cli.show_ledger)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
 app.command(name="keys")(keys.show_keys)
+app.command(name="init")(init_cli.init)
 
 
 def main() -> None:

@@ -1,0 +1,75 @@
+"""``forebay init`` writes what can be trained at once, from a checkout and from a wheel."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli import app
+from forebay.config import ConfigError
+from forebay.init_cli import find_starts, write_start
+
+MAIN = "from forebay.cli import main; main()"
+ROOT = Path(__file__).parent.parent
+
+
+def test_everything_to_start_from_is_listed_with_a_sentence() -> None:
+    lines = CliRunner().invoke(app, ["init"]).stdout.splitlines()
+    names = {line.split()[0]: line.split(maxsplit=1)[1] for line in lines[:-2]}
+    assert (
+        set(names) == set(find_starts()) >= {"own_task", "demo_tiny", "cartpole_fragments", "low_level_loop"}
+    )
+    assert all(len(sentence) > 20 for sentence in names.values())
+
+
+def test_a_task_of_ones_own_trains_from_any_folder(tmp_path: Path) -> None:
+    runner = CliRunner()
+    said = runner.invoke(app, ["init", "own_task", str(tmp_path / "mine")])
+    assert said.stdout.splitlines()[-1] == f"next: forebay train {tmp_path / 'mine' / 'run.toml'}"
+    changes = ["steps=1", "warmup.steps=1", "show_every=0", f"output={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-c", MAIN, "train", str(tmp_path / "mine" / "run.toml"), *changes],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "own_task" / "model").is_dir()
+    # What is there is not overwritten.
+    assert runner.invoke(app, ["init", "own_task", str(tmp_path / "mine")]).exit_code == 2
+
+
+def test_a_run_file_alone_becomes_run_toml(tmp_path: Path) -> None:
+    assert write_start("demo_tiny", tmp_path) == [tmp_path / "run.toml"]
+    with pytest.raises(ConfigError, match="did you mean 'demo_tiny'"):
+        write_start("demo_tinny", tmp_path)
+
+
+def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=100)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        names = set(packed.namelist())
+        packed.extractall(tmp_path / "site")
+    wanted = [*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "examples").glob("*.py")]
+    wanted += [*(ROOT / "recipes").rglob("*.jsonl"), ROOT / "recipes" / "own_task" / "rewards.py"]
+    assert {f"forebay/{path.relative_to(ROOT)}" for path in wanted} <= names
+    # As installed: nothing of the checkout is in sight.
+    code = "from forebay.init_cli import find_starts; print(find_starts()['own_task'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == str(tmp_path / "site" / "forebay" / "recipes" / "own_task")

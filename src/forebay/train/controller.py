@@ -79,8 +79,8 @@ class TrainController:
         await trainer.sync_weights(rollout_controller)
 
     Raises:
-        ValueError: the model is no causal language model, or a falling schedule has no `total_steps`, or
-            `ranks` are not as many as the config says.
+        ValueError: the model is no causal language model, or cannot be trained in the config's layout, or a
+            falling schedule has no `total_steps`, or `ranks` are not as many as the config says.
         RankError: a rank could not be started; so from every step if a rank fails or dies.
     """
 

@@ -144,7 +144,7 @@ def _check_cache(cache: Any) -> None:
         return
     raise ValueError(
         f"layout 'shared_prompt' needs full attention with plain keys and values in every layer, but this "
-        f"model keeps {type(cache).__name__}; use layout 'padded' or 'packed'"
+        f"model keeps {type(cache).__name__}; use layout 'padded'"
     )
 
 

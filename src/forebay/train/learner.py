@@ -34,6 +34,7 @@ from forebay.train.collate import MicroBatch, collate, to_device
 from forebay.train.config import TrainConfig
 from forebay.train.critic import Critic
 from forebay.train.forward import checkpoint_activations, output_head, response_logprobs
+from forebay.train.layout_check import check_layout
 from forebay.train.losses import POLICY_LOSSES, PolicyInputs, PolicyLossFunction, kl_penalty, value_loss
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.off_policy import Corrector
@@ -97,9 +98,12 @@ class Learner:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model
         self._starting_weights = checkpoint.fingerprint(frozen) if frozen is not None else None
-        for part in (lora.without_adapters(model), self.ref_model, self.critic):
-            if part is not None:
-                shard(part.to(self.device))
+        parts = [p for p in (lora.without_adapters(model), self.ref_model, self.critic) if p is not None]
+        for part in parts:
+            part.to(self.device)
+        check_layout(model.eval(), config.layout, self.device)
+        for part in parts:
+            shard(part)
         self._pad_token_id = pad_token_id
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config)

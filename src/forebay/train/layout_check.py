@@ -71,7 +71,7 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
         # So that NaN is refused too.
         if not difference <= limit:
             raise ValueError(
-                f"layout {layout!r} is wrong for models of type {kind!r}: the log probabilities of a sequence "
+                f"layout {layout!r} is wrong for models of type {kind!r}: a sequence's log probabilities "
                 f"change with its neighbours (by {difference:.2g}), as where layers carry a state from token "
                 f"to token; use layout 'padded'"
             )

@@ -3,6 +3,7 @@
 ::
 
     forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
+    forebay train RUN.toml [key=value ...] --check        one sample of everything, nothing trained
     forebay train --resume RUN_FOLDER [key=value ...]
     forebay eval  RUN_FOLDER [key=value ...]
     forebay replay RUN_FOLDER [--until STEP]
@@ -18,6 +19,7 @@ Errors a person can mend are one message and exit status 2; an interrupted run e
 from __future__ import annotations
 
 import asyncio
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +59,9 @@ def train(
     ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file only.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Try data, model, engine and judge on one sample; train nothing.")
+    ] = False,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
     ] = None,
@@ -75,7 +80,10 @@ def train(
     if verify_weights:
         overrides = [*(overrides or []), "verify_weights=true"]
     with one_message():
-        _train(run_file, overrides or [], dry_run, resume, overwrite)
+        if check:
+            _check(run_file, overrides or [])
+        else:
+            _train(run_file, overrides or [], dry_run, resume, overwrite)
 
 
 @app.command(name="eval")
@@ -131,6 +139,23 @@ def _train(
         typer.echo(last_line)
     if interrupted:
         sys.exit(INTERRUPTED)
+
+
+def _check(run_file: Path | None, overrides: list[str]) -> None:
+    if run_file is None:
+        raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
+    if _is_in_environments(run_file):
+        raise ConfigError("--check is for runs that train language models; --dry-run reads any run file")
+    from forebay.config import load_config
+    from forebay.runs.config import RunConfig
+    from forebay.runs.launch import silence_progress_bars
+    from forebay.runs.preflight import try_all
+
+    silence_progress_bars()
+    asyncio.run(try_all(load_config(RunConfig, run_file, overrides), typer.echo))
+    typer.echo(
+        f"all of it works; nothing was trained or kept. To start: forebay train {shlex.quote(str(run_file))}"
+    )
 
 
 def _is_in_environments(run_file: Path | None) -> bool:

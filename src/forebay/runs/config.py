@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from forebay.agents import check_agent
 from forebay.config import (
@@ -146,15 +146,21 @@ class ProduceConfig(StrictModel):
         look_up("filter", self.filter, FILTERS)
         look_up("staleness_rule", self.staleness_rule, STALENESS_RULES)
         if self.mode == "separate" and not self.is_async:
-            raise ConfigError("mode 'separate' needs strategy 'async': groups outlive the batch they are for")
+            raise ConfigError(
+                "produce.mode 'separate' needs strategy 'async', since groups outlive the batch they are for: "
+                "leave produce.strategy out"
+            )
         if self.mode == "colocated" and self.in_flight_update:
-            raise ConfigError("in_flight_update needs mode 'separate': colocated engines rest while training")
+            raise ConfigError(
+                "in_flight_update needs mode 'separate', since colocated engines rest while training: set "
+                "produce.mode = 'separate', or leave it out"
+            )
         unread = [
             name for name in _ASYNC_ONLY if getattr(self, name) != type(self).model_fields[name].default
         ]
         if unread and not self.is_async:
             raise ConfigError(
-                f"{', '.join(unread)}: only read by strategy 'async'; set it, or leave them out"
+                f"{', '.join(unread)}: only read by strategy 'async'; {_MAKE_ASYNC}, or leave them out"
             )
         if self.enable_partial_rollout and self.tail_batch_max_tries:
             raise ConfigError(
@@ -164,6 +170,7 @@ class ProduceConfig(StrictModel):
         return self
 
 
+_MAKE_ASYNC = "set produce.mode = 'separate', or produce.strategy = 'async' in a colocated run"
 _ASYNC_ONLY = (
     "max_staleness",
     "staleness_rule",
@@ -303,8 +310,8 @@ class RunConfig(StrictModel):
             ),
             (
                 bool(own_limits) and not self.produce.is_async,
-                f"max_staleness of task {', '.join(own_limits)}: only read by produce.strategy 'async'; set "
-                f"it, or leave max_staleness out",
+                f"max_staleness of task {', '.join(own_limits)}: only read by strategy 'async'; "
+                f"{_MAKE_ASYNC}, or leave max_staleness out",
             ),
             (
                 self.steps > 0 and needs_group and group_size < 2,

@@ -78,7 +78,7 @@ async def launch(
 
 
 async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) -> tuple[str | None, bool]:
-    _silence_progress_bars()
+    silence_progress_bars()
     checkpoint = _last_checkpoint(config.folder) if resume is not None else None
     step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
     changes = [] if checkpoint is None else changed(saved_config(config.folder), config)
@@ -236,7 +236,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
         ConfigError: the run holds out no prompts, or the model does not load.
         PartLost: no engine or no worker of the cluster is left.
     """
-    _silence_progress_bars()
+    silence_progress_bars()
     torch.set_num_threads(config.threads)
     if model_folder is None:
         model_folder = await asyncio.to_thread(_newest_model, config.folder)
@@ -260,7 +260,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
     return metrics
 
 
-def _silence_progress_bars() -> None:
+def silence_progress_bars() -> None:
     """Those of transformers, for loading and writing, would tear the display; a run has its own."""
     transformers.utils.logging.disable_progress_bar()
 

@@ -8,14 +8,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
 
 from forebay.config import ConfigError
 from forebay.judges import build_judger
+from forebay.models import load_tokenizer, resolve_model
 from forebay.produce import Prompt
 from forebay.produce.prompts import last_user_text
+from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
-from forebay.runs.data import TaskData
+from forebay.runs.data import TaskData, check_lengths, load_data, with_alphabet
+from forebay.runs.folder import RUN_FILE, occupied
+from forebay.runs.placement import Cluster, make_cluster
+from forebay.runs.rollouts import build_rollouts
+from forebay.runs.steps import close_rollouts
+from forebay.runs.wording import clean
 from forebay.types import RolloutState, Status
 
 
@@ -64,3 +76,62 @@ def _answered(task_name: str, prompt: Prompt) -> RolloutState:
     # Judges of length count tokens; no tokenizer is needed for so many.
     state.append([0] * len(response), logprobs=[0.0] * len(response), model_step=0)
     return state
+
+
+async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Open everything that the run needs, make one group of each task, and say what worked; keep nothing.
+
+    Raises:
+        ConfigError: something does not fit, or all rollouts of a group failed.
+    """
+    with occupied(config.folder):
+        state = "holds a run: --overwrite replaces it" if (config.folder / RUN_FILE).exists() else "is free"
+        say(f"folder  {config.folder} {state}")
+    data = load_data(config)
+    config = with_alphabet(config, data)
+    for task, part in zip(config.tasks, data, strict=True):
+        held_out = f", {len(part.held_out)} held out" if part.held_out else ""
+        say(f"data    {task.name}: {len(part.training)} prompts to train on{held_out}")
+    torch.set_num_threads(config.threads)
+    model_folder = resolve_model(config.model, seed=config.seed)
+    data = check_lengths(config, model_folder, data)
+    with tempfile.TemporaryDirectory(prefix="forebay-check-") as scratch:
+        trial = config.model_copy(update={"output": Path(scratch)})
+        cluster = make_cluster(trial)
+        try:
+            if cluster is None:
+                trainer = build_trainer(trial, model_folder, load_tokenizer(model_folder))
+                trainer.close()
+            else:
+                await cluster.open()
+                await asyncio.to_thread(cluster.start, model_folder)
+            say(f"model   {config.model.source}, and its trainer")
+            await _try_tasks(trial, model_folder, data, cluster, say)
+        finally:
+            if cluster is not None:
+                await cluster.close()
+
+
+async def _try_tasks(
+    config: RunConfig,
+    model_folder: Path,
+    data: Sequence[TaskData],
+    cluster: Cluster | None,
+    say: Callable[[str], None],
+) -> None:
+    rollouts = build_rollouts(config, model_folder, data, cluster=cluster)
+    try:
+        for runner in rollouts.manager.task_runners:
+            group = await runner.sampler.sample(runner.task_name)
+            made = await runner.agent_loop.generate_group(group)
+            failed = [state for state in made if state.status is Status.FAILED]
+            if len(failed) == len(made):
+                raise ConfigError(f"task {runner.task_name!r}: {failed[0].error_msg}")
+            if failed:
+                say(f"warning {len(failed)} of {len(made)} rollouts failed: {failed[0].error_msg}")
+            state = next(state for state in made if state.status is not Status.FAILED)
+            prompt, response = last_user_text(state.message), state.response
+            say(f"engine  {config.engine.name}: {clean(prompt, 60)!r} -> {clean(response, 60)!r}")
+            say(f"judge   {runner.task_name}: {state.reward}")
+    finally:
+        await close_rollouts(rollouts)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from forebay.config import (
     ConfigError,
@@ -21,6 +23,8 @@ from forebay.config import (
     parse_config,
     read_toml,
 )
+from forebay.runs.changes import FIXED, FREE
+from forebay.runs.config import RunConfig
 from forebay.types import SampleParams
 
 
@@ -250,3 +254,27 @@ def test_the_order_of_overrides_of_different_keys_does_not_matter(overrides: lis
     assert apply_overrides({}, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}
     given = {"engine": {"name": "process", "arguments": {"engines": 2}}}
     assert apply_overrides(given, overrides) == {"engine": {"name": "vllm", "arguments": {"servers": 2}}}
+
+
+def keys_below(annotation: Any, key: str = "") -> set[str]:
+    """Every key below a model, with ``*`` for the place in a list."""
+    parts = typing.get_args(annotation)
+    fields: dict[str, Any]
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = {name: field.annotation for name, field in annotation.model_fields.items()}
+    elif annotation is SampleParams:
+        fields = {field.name: None for field in dataclasses.fields(SampleParams)}
+    elif any(isinstance(part, type) and issubclass(part, BaseModel) for part in parts):
+        (model,) = [part for part in parts if part is not type(None)]
+        is_list = typing.get_origin(annotation) is list
+        return keys_below(model, f"{key}.*" if is_list else key)
+    else:
+        return {key}
+    return set().union(*(keys_below(inner, f"{key}.{name}".lstrip(".")) for name, inner in fields.items()))
+
+
+def test_every_key_says_whether_it_may_change_when_a_run_goes_on() -> None:
+    everything = keys_below(RunConfig)
+    assert everything - FREE - set(FIXED) == set(), "put new keys into FIXED or FREE in forebay.runs.changes"
+    assert (FREE | set(FIXED)) - everything == set(), "keys that are gone"
+    assert FREE & set(FIXED) == set()

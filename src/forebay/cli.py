@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -109,7 +110,13 @@ app.command(name="init")(init_cli.init)
 
 def main() -> None:
     """The entry point of the ``forebay`` command."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            # A second Ctrl-C would only print what the libraries think of it while they close.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
 
 
 def _train(
@@ -153,9 +160,8 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
 
     silence_progress_bars()
     asyncio.run(try_all(load_config(RunConfig, run_file, overrides), typer.echo))
-    typer.echo(
-        f"all of it works; nothing was trained or kept. To start: forebay train {shlex.quote(str(run_file))}"
-    )
+    command = shlex.join(["forebay", "train", str(run_file), *overrides])
+    typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
 
 
 def _is_in_environments(run_file: Path | None) -> bool:

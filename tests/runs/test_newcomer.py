@@ -15,6 +15,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import occupied, saved_config
 from forebay.runs.launch import launch
+from forebay.runs.preflight import try_all
 
 
 def score(state):
@@ -175,3 +176,31 @@ def test_a_run_off_the_main_thread_needs_no_signals(tmp_path):
     thread.start()
     thread.join()
     assert done == [True]
+
+
+def sometimes(state):
+    if state.rollout_id.endswith("0"):
+        raise RuntimeError("the service is down")
+    return 1.0
+
+
+def test_check_tries_one_sample_of_everything_and_keeps_nothing(tmp_path):
+    said = []
+    asyncio.run(try_all(config(tmp_path), said.append))
+    assert [line.split()[0] for line in said] == ["folder", "data", "model", "engine", "judge"]
+    assert said[1] == "data    add: 8 prompts to train on"
+    assert "{'score': 0.0}" in said[-1]
+    assert list(tmp_path.iterdir()) == [tmp_path / "rows.jsonl"]
+
+
+def test_check_tells_of_failures_among_the_rollouts(tmp_path):
+    said = []
+    asyncio.run(try_all(config(tmp_path, judge=f"{__name__}:sometimes"), said.append))
+    assert any("warning 1 of 2 rollouts failed" in line and "the service is down" in line for line in said)
+    with pytest.raises(ConfigError, match="it returned None"):
+        asyncio.run(try_all(config(tmp_path, judge=f"{__name__}:nothing"), said.append))
+
+
+def test_arguments_of_the_default_engine_need_no_name(tmp_path):
+    changed = config(tmp_path, engine={"arguments": {"max_batch": 4}})
+    assert changed.engine.name == "transformers"

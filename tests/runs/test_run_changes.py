@@ -1,16 +1,12 @@
-"""Every key of the run file says whether it may change when a run goes on."""
+"""Which changes a resumed run refuses and tells; that every key is in one table: tests/test_config.py."""
 
-import dataclasses
-import typing
 from pathlib import Path
 
 import pytest
-from pydantic import BaseModel
 
 from forebay.config import ConfigError, parse_config
-from forebay.runs.changes import FIXED, FREE, changed
+from forebay.runs.changes import changed
 from forebay.runs.config import RunConfig
-from forebay.types import SampleParams
 
 RUN = {
     "name": "run",
@@ -24,29 +20,6 @@ RUN = {
 
 def config(**changes):
     return parse_config(RunConfig, {**RUN, **changes})
-
-
-def keys(annotation, key=""):
-    """Every key below a model, with ``*`` for the place in a list."""
-    parts = typing.get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        fields = {name: field.annotation for name, field in annotation.model_fields.items()}
-    elif annotation is SampleParams:
-        fields = {field.name: None for field in dataclasses.fields(SampleParams)}
-    elif any(isinstance(part, type) and issubclass(part, BaseModel) for part in parts):
-        (model,) = [part for part in parts if part is not type(None)]
-        is_list = typing.get_origin(annotation) is list
-        return keys(model, f"{key}.*" if is_list else key)
-    else:
-        return {key}
-    return set().union(*(keys(inner, f"{key}.{name}".lstrip(".")) for name, inner in fields.items()))
-
-
-def test_every_key_is_classified_once():
-    everything = keys(RunConfig)
-    assert everything - FREE - set(FIXED) == set(), "put new keys into FIXED or FREE in forebay.runs.changes"
-    assert (FREE | set(FIXED)) - everything == set(), "keys that are gone"
-    assert FREE & set(FIXED) == set()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ On a terminal a bar shows how far the run is; a pipe or a log gets the same line
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -139,6 +140,9 @@ class FragmentDisplay:
         for name, what in _SAVED.items():
             if (folder / name).exists():
                 self._print(Text.assemble((f"  {folder / name}", "green"), f"  {what}"))
+        place = shlex.quote(str(folder))
+        self._print(Text(f"  try it      forebay eval {place}"))
+        self._print(Text(f"  go on       forebay train --resume {place} steps=N"))
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)

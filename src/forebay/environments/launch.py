@@ -30,7 +30,7 @@ from forebay.environments.run import FragmentRun, draw, train, working
 from forebay.environments.vector import MODES, spaces
 from forebay.fragments import FragmentStore, ReplayBufferActor
 from forebay.metrics import MetricsConfig
-from forebay.runs.folder import disk_errors_of_run, occupied, prepare, write_run_file
+from forebay.runs.folder import disk_errors_of_run, finished_line, occupied, prepare, write_run_file
 
 INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""
@@ -52,6 +52,10 @@ async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overw
 async def _launch(config: FragmentRunConfig, resume: Path | None, *, overwrite: bool) -> bool:
     trainer, mode = build_trainer(config), build_mode(config)
     saved = None if resume is None else _load(newest_checkpoint(config.folder), trainer)
+    if saved is not None and trainer.step >= config.steps:
+        with FragmentDisplay() as display:
+            display.message(finished_line(config.folder, trainer.step))
+        return False
     if saved is None:
         prepare(config, overwrite=overwrite)
     else:

@@ -45,8 +45,8 @@ FIXED = {
 
 _FREE_WORDS = """
     steps batch_size search_path threads checkpoint_every keep_checkpoints show_every trace verify_weights
-    model.dtype model.attention model.max_context
-    engine.name engine.arguments cluster.name cluster.arguments
+    model.attention model.max_context
+    engine.name engine.arguments engine.dtype cluster.name cluster.arguments
     tasks.*.data.source tasks.*.data.arguments tasks.*.data.prompt_column tasks.*.data.answer_column
     tasks.*.data.system_prompt
     tasks.*.eval_data.source tasks.*.eval_data.arguments tasks.*.eval_data.prompt_column
@@ -62,6 +62,7 @@ _FREE_WORDS = """
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries produce.in_flight_update
     produce.stall_after_s
+    produce.min_members produce.max_failed_groups
     train.lr train.schedule train.schedule_warmup_steps train.weight_decay train.max_grad_norm
     train.mini_batches train.epochs train.token_budget train.layout train.dtype train.ranks
     train.gradient_checkpointing train.advantage train.loss train.clip train.dual_clip train.kl_coef

@@ -147,8 +147,8 @@ class ProduceConfig(StrictModel):
         look_up("staleness_rule", self.staleness_rule, STALENESS_RULES)
         if self.mode == "separate" and not self.is_async:
             raise ConfigError(
-                "produce.mode 'separate' needs strategy 'async', since groups outlive the batch they are for: "
-                "leave produce.strategy out"
+                "produce.mode 'separate' needs strategy 'async', since groups outlive the batch they are "
+                "for: leave produce.strategy out"
             )
         if self.mode == "colocated" and self.in_flight_update:
             raise ConfigError(
@@ -243,6 +243,12 @@ class RunConfig(StrictModel):
     def folder(self) -> Path:
         """Where the run keeps everything."""
         return self.output / self.name
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _of_default_engine(cls, value: Any) -> Any:
+        """``engine.arguments.max_batch=4`` alone is for the engine that there is without it."""
+        return {"name": "transformers", **value} if isinstance(value, dict) else value
 
     @model_validator(mode="before")
     @classmethod

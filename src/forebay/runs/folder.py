@@ -65,6 +65,8 @@ def saved_as(model: type[ModelT], folder: Path, overrides: Sequence[str] = ()) -
             raise ConfigError(
                 f"{override!r} cannot be changed: the run stays in {str(folder)!r}; leave it out"
             )
+    if folder.is_file():
+        raise ConfigError(f"{str(folder)!r} is a file; name the folder of a run, for example runs/NAME")
     if not (folder / RUN_FILE).exists():
         raise ConfigError(f"no run in {str(folder)!r}: it has no {RUN_FILE}")
     config = load_config(model, folder / RUN_FILE, overrides)

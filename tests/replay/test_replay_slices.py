@@ -72,9 +72,11 @@ async def test_a_large_batch_that_is_cancelled_comes_back_whole(train_step):
     while len(buffer) == NUM_GROUPS:
         await asyncio.sleep(0)
     assert len(buffer) > 0, "it was taken in slices"
+    waiting = asyncio.create_task(buffer.wait_for_change(buffer.version))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    await waiting
     assert len(buffer) == NUM_GROUPS
     # What was archived is in its old place, what was removed comes back as the newest.
     back = names(await buffer.get(NUM_GROUPS, "math", COMPLETED))

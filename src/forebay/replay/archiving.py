@@ -27,6 +27,8 @@ class ArchivingStorage(StorageBackend):
     def __init__(self, storage: StorageBackend, train_step: int | None) -> None:
         self._storage = storage
         self._train_step = train_step
+        self.held: QueryLike = {"status": ARCHIVED, "train_step": train_step}
+        """What the archived rows are until the batch is done."""
         self.taken: list[StorageItem] = []
         """What was removed through this view, as it was."""
         self.added: list[int] = []
@@ -43,8 +45,7 @@ class ArchivingStorage(StorageBackend):
                 await asyncio.sleep(0)
         else:
             # Only what still is as it was left: another process may have gone back to a checkpoint since.
-            held = {"status": ARCHIVED, "train_step": self._train_step}
-            await change(self._storage, self.taken, lambda row: copy_row(row, item=None), held)
+            await change(self._storage, self.taken, lambda row: copy_row(row, item=None), self.held)
 
     async def put(self, item: StorageItem) -> int:
         """As the store."""

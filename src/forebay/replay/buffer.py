@@ -32,8 +32,8 @@ no longer visited, and is still freed as soon as nobody holds it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -234,7 +234,7 @@ class ReplayBuffer:
             query = StorageIndices(task_name, group_status, tags).get_key()
             if not await self.policy.count(query, self.storage):
                 return []
-            async with taking(self.storage, None) as view:
+            async with self._taking(None) as view:
                 groups: list[Group] = await self._take(batch_size, task_name, group_status, view, tags=tags)
                 if groups:
                     self._changes.note()
@@ -285,7 +285,7 @@ class ReplayBuffer:
         Without `train_step` they are deleted. With it they become ARCHIVED with that step, until `commit`
         prunes them or `restore` brings them back.
         """
-        async with self._lock.alone(), taking(self.storage, train_step) as view:
+        async with self._lock.alone(), self._taking(train_step) as view:
             still_held = train_step is not None
             groups: dict[str, list[Group]] = {
                 task: await self._take(size, task, group_status, view, still_held=still_held)
@@ -433,6 +433,13 @@ class ReplayBuffer:
         self._changes.close()
         async with self._lock.alone():
             await run_to_the_end(self.storage.close)
+
+    @asynccontextmanager
+    async def _taking(self, train_step: int | None) -> AsyncIterator[ArchivingStorage]:
+        """`taking`, and what is given back is noted: somebody may have seen that it was gone (``len``)."""
+        with self._changes.noted_if_cut_short():
+            async with taking(self.storage, train_step) as view:
+                yield view
 
     def _looking(self) -> AbstractAsyncContextManager[None]:
         """For one question to the store, which need not wait for puts, and which no put waits for.

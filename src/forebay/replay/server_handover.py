@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.replay.archiving import taking
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.packed import pack_out
 from forebay.replay.packing import PackedGroup
@@ -118,7 +117,7 @@ async def take_over(
     """
     parks = group_status is not Status.ARCHIVED
     groups: dict[str, list[PackedGroup]] = {}
-    async with buffer._lock.alone(), taking(buffer.storage, PARKED_STEP if parks else train_step) as view:
+    async with buffer._lock.alone(), buffer._taking(PARKED_STEP if parks else train_step) as view:
         for task, size in task_batch_sizes.items():
             if size > 0:
                 groups[task] = await buffer._take(size, task, group_status, view, tags=tags, present=pack_out)
@@ -128,6 +127,9 @@ async def take_over(
         rows = view.taken
         # Only what still is as it was taken, and all of it: another server may have recovered some.
         taken = {"status": Status.ARCHIVED, "train_step": PARKED_STEP}
+        if parks:
+            # A cancelled call may have parked some of them.
+            view.held = {"status": Status.ARCHIVED, "train_step": {"$in": [PARKED_STEP, None]}}
         if parks and await change(buffer.storage, rows, _parked, taken) != len(rows):
             raise RuntimeError("groups were taken from this server by another one on the same database")
         if rows:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from pathlib import Path
+
 import gymnasium
 import numpy as np
 import torch
@@ -92,3 +95,17 @@ def small_run(tmp_path, **changes):
     for name, value in changes.items():
         values[name] = {**values[name], **value} if isinstance(value, dict) else value
     return FragmentRunConfig.model_validate(values)
+
+
+def pid_of(worker_uuid):
+    # A test beside this one names its workers alike: only a child of this process is meant.
+    for child in own_children():
+        with contextlib.suppress(OSError):
+            if f'"worker_uuid":"{worker_uuid}"' in Path(f"/proc/{child}/cmdline").read_text():
+                return child
+    raise AssertionError(f"no process of {worker_uuid}")
+
+
+def own_children():
+    for task in Path("/proc/self/task").iterdir():
+        yield from map(int, (task / "children").read_text().split())

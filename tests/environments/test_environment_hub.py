@@ -1,13 +1,23 @@
 """The hub, without workers and policies."""
 
 import asyncio
+import os
+import signal
+import socket
 
+import msgspec
 import pytest
+from environment_factory import pid_of, small_run
 
+from forebay.environments import sockets
+from forebay.environments.crew import Crew
 from forebay.environments.hub import Hub
-from forebay.environments.messages import Orders, Report
+from forebay.environments.launch import build_trainer
+from forebay.environments.messages import Orders, Report, WorkerDied, WorkerSpec
+from forebay.environments.processes import ProcessWorkers
 from forebay.environments.sockets import SocketLink
 from forebay.fragments import RateLimit, ReplayBufferActor
+from forebay.framing import framed, read_frame
 
 
 @pytest.fixture
@@ -125,3 +135,104 @@ async def test_a_hub_is_reachable_however_long_the_path_for_temporary_files(tmp_
         _, writer = await asyncio.open_unix_connection(hub.address)
         writer.close()
         await writer.wait_closed()
+
+
+def test_a_worker_gives_up_a_trainer_that_is_frozen(tmp_path):
+    # What a stopped process leaves to its clients: the kernel lets them connect and send.
+    with socket.socket(socket.AF_UNIX) as frozen:
+        frozen.bind(str(tmp_path / "hub"))
+        frozen.listen()
+        with (
+            SocketLink(str(tmp_path / "hub"), limit_s=0.05) as link,
+            pytest.raises(EOFError, match=r"the trainer is gone: it has been silent for 0\.05 s"),
+        ):
+            link.report(report(version=-1))
+
+
+async def test_a_worker_that_waits_hears_that_its_trainer_lives(buffer):
+    hub = Hub(buffer, "run", limit_s=0.04)
+    async with hub.listening():
+        reader, writer = await asyncio.open_unix_connection(hub.address)
+        writer.write(framed(b"w") + framed(msgspec.msgpack.encode(report(version=-1))))
+        assert [await read_frame(reader) for _ in range(2)] == [b"", b""]
+        writer.close()
+        await writer.wait_closed()
+
+
+async def forever():
+    await asyncio.get_running_loop().create_future()
+
+
+async def test_a_worker_that_does_not_connect_is_lost():
+    hub = Hub(buffer=None, session_id="run", start_limit_s=0.01)
+    with pytest.raises(WorkerDied, match=r"did not connect to its trainer within 0\.01 s"):
+        await hub.while_heard("w", forever())
+
+
+@pytest.mark.parametrize("end", ["silence", "close", "hanging environment"])
+async def test_a_worker_without_a_sign_of_life_is_lost(monkeypatch, end):
+    hub = Hub(buffer=None, session_id="run", limit_s=0.04)
+    async with hub.listening():
+        living = asyncio.ensure_future(hub.while_heard("w", forever()))
+        reason = r"no sign of life for 0\.04 s"
+        if end == "hanging environment":
+            monkeypatch.setattr(sockets, "WORK_LIMIT_S", 0.0)
+            with SocketLink(hub.address, "w", limit_s=0.04):
+                await asyncio.wait([living])
+        else:
+            _, writer = await asyncio.open_unix_connection(hub.address)
+            writer.write(framed(b"w"))
+            if end == "close":
+                writer.close()
+                reason = r"closed its connection and did not end within 0\.04 s"
+            await asyncio.wait([living])
+            writer.close()
+            await writer.wait_closed()
+        with pytest.raises(WorkerDied, match=reason):
+            await living
+
+
+class Watched(ProcessWorkers):
+    """Knows the process of the worker that it started last."""
+
+    async def run(self, spec, hub):
+        self.uuid = spec.worker_uuid
+        await super().run(spec, hub)
+
+
+async def test_a_frozen_worker_is_replaced_and_counted(tmp_path):
+    config = small_run(tmp_path)
+    database = {"path": str(tmp_path / "store"), "max_bytes": 1 << 24}
+    buffer = ReplayBufferActor(database_config=database, **config.buffer_settings())
+    # Long enough for a busy machine; a healthy worker that is replaced as well spoils nothing here.
+    hub = Hub(buffer, "run", limit_s=2.0)
+    mode = Watched()
+
+    def make_spec(worker_uuid, seed):
+        return WorkerSpec(
+            worker_uuid=worker_uuid,
+            environment=config.environment,
+            policy=config.policy.model_dump(),
+            length=config.fragments.length,
+            database_config=database,
+            session_id="run",
+            seed=seed,
+            limit_s=2.0,
+        )
+
+    crew = Crew(hub, mode, make_spec=make_spec, seed=0)
+    await hub.publish(0, build_trainer(config).policy.weights())
+    async with hub.listening(), asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(crew.keep(0))
+        batch = await buffer.fetch_fragments(1)
+        frozen = mode.uuid
+        os.kill(pid_of(frozen), signal.SIGSTOP)
+        while mode.uuid == frozen or not hub.num_fragments(mode.uuid):
+            await buffer.release(batch.lease)
+            batch = await buffer.fetch_fragments(1)
+        assert crew.num_restarts >= 1
+        with pytest.raises(AssertionError, match="no process"):
+            pid_of(frozen)
+        hub.stop()
+        await buffer.close()
+        await keeping

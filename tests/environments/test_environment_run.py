@@ -1,17 +1,15 @@
 """Whole runs: they learn, they go on after a stop, and they outlive their workers."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import sys
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
-from environment_factory import small_run
+from environment_factory import pid_of, small_run
 from typer.testing import CliRunner
 
 from forebay.cli import app
@@ -150,20 +148,6 @@ class Murderous(ProcessWorkers):
             self.groups.append(os.getpgid(pid))
             os.kill(pid, signal.SIGKILL)
         await running
-
-
-def pid_of(worker_uuid):
-    # A test beside this one names its workers alike: only a child of this process is meant.
-    for child in own_children():
-        with contextlib.suppress(OSError):
-            if f'"worker_uuid":"{worker_uuid}"' in Path(f"/proc/{child}/cmdline").read_text():
-                return child
-    raise AssertionError(f"no process of {worker_uuid}")
-
-
-def own_children():
-    for task in Path("/proc/self/task").iterdir():
-        yield from map(int, (task / "children").read_text().split())
 
 
 async def test_a_killed_worker_is_started_again(tmp_path):

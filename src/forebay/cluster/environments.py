@@ -18,12 +18,13 @@ from forebay.environments.messages import Answering, WorkerDied, WorkerSpec
 
 
 class _Actor:
-    def work(self, address: str, spec: str) -> None:
+    def work(self, address: str, encoded: str) -> None:
         from forebay.environments.sockets import SocketLink
         from forebay.environments.worker import work_alone
 
-        with SocketLink(address) as link:
-            work_alone(WorkerSpec.model_validate_json(spec), link)
+        spec = WorkerSpec.model_validate_json(encoded)
+        with SocketLink(address, spec.worker_uuid, limit_s=spec.limit_s) as link:
+            work_alone(spec, link)
 
 
 class RayWorkers:
@@ -38,9 +39,12 @@ class RayWorkers:
 
     async def run(self, spec: WorkerSpec, hub: Answering) -> None:
         """See `WorkerMode`."""
+        await hub.while_heard(spec.worker_uuid, self._run(spec, hub.address))
+
+    async def _run(self, spec: WorkerSpec, address: str) -> None:
         actor = self._start()
         try:
-            await actor.work.remote(hub.address, spec.model_dump_json())
+            await actor.work.remote(address, spec.model_dump_json())
         except self._ray.exceptions.RayError as error:
             raise WorkerDied(why(error)) from error
         finally:

@@ -6,7 +6,8 @@
     process  --socket--> one task a connection --answer+--> buffer.add_fragment --> newest weights
     Ray actor -socket-'                                        (waits its turn)
 
-It also knows what workers saw: episodes that ended, steps taken, who is alive.
+It also knows what workers saw: episodes that ended, steps taken, who is alive. A worker at the socket that
+connects too late, or then gives no sign of life, is reported to whoever runs it (`while_heard`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from forebay.environments.messages import Orders, Report
+from forebay.environments.messages import Orders, Report, WorkerDied
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
 from forebay.framing import framed, read_frame
+from forebay.heartbeat import SILENCE_LIMIT_S, beat
 
 MAX_FOLDER_BYTES = 80
 """Of the path of the folder for temporary files: what is left of 107 bytes is for the socket's own name."""
+START_LIMIT_S = 300.0
+"""For a worker to connect: many that start together on a few cores load their libraries for minutes."""
 NUM_RECENT = 100
 """Episodes behind the mean return of a step: what CartPole is judged by."""
 
@@ -45,7 +49,15 @@ class Hub:
     0
     """
 
-    def __init__(self, buffer: ReplayBufferActor, session_id: str) -> None:
+    def __init__(
+        self,
+        buffer: ReplayBufferActor,
+        session_id: str,
+        *,
+        limit_s: float = SILENCE_LIMIT_S,
+        start_limit_s: float = START_LIMIT_S,
+    ) -> None:
+        """A worker has `start_limit_s` to connect; later, one that is silent for `limit_s` is given up."""
         self.num_steps = 0
         """Environment steps so far."""
         self.num_episodes = 0
@@ -59,6 +71,9 @@ class Hub:
         self._taking: dict[str, asyncio.Task[None]] = {}
         self._forgotten: set[str] = set()
         self._known: dict[str, int] = {}
+        self._limit_s, self._start_limit_s = limit_s, start_limit_s
+        self._lost: dict[str, asyncio.Future[str]] = {}
+        self._due: dict[str, asyncio.TimerHandle] = {}
 
     async def publish(self, version: int, weights: bytes) -> None:
         """These are the newest weights: every worker gets them with its next answer."""
@@ -139,6 +154,41 @@ class Hub:
         self.num_episodes += len(report.episodes)
         self.recent.extend(report.episodes)
 
+    async def while_heard(self, worker_uuid: str, life: Coroutine[Any, Any, None]) -> None:
+        """See `Answering`.
+
+        consumes: nothing / waits for: the end of `life`, or that the worker is lost / woken by: it, `_serve`,
+        the clock / produces: nothing
+        """
+        lost = self._lost[worker_uuid] = asyncio.get_running_loop().create_future()
+        self._expect(worker_uuid, self._start_limit_s, "did not connect to its trainer")
+        living = asyncio.ensure_future(life)
+        try:
+            await asyncio.wait([living, lost], return_when=asyncio.FIRST_COMPLETED)
+            if not living.done():
+                raise WorkerDied(lost.result())
+        finally:
+            self._due.pop(worker_uuid).cancel()
+            del self._lost[worker_uuid]
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
+        living.result()
+
+    def _expect(self, worker_uuid: str, limit_s: float, otherwise: str) -> None:
+        """Let the worker be lost unless it comes to something else within `limit_s`."""
+        if worker_uuid in self._lost:
+            if worker_uuid in self._due:
+                self._due[worker_uuid].cancel()
+            reason = f"it {otherwise} within {limit_s:g} s: it hangs or was stopped"
+            self._due[worker_uuid] = asyncio.get_running_loop().call_later(
+                limit_s, self._lose, worker_uuid, reason
+            )
+
+    def _lose(self, worker_uuid: str, reason: str) -> None:
+        lost = self._lost.get(worker_uuid)
+        if lost is not None and not lost.done():
+            lost.set_result(reason)
+
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
         """Be reachable at `address` for workers in other processes of this machine."""
@@ -171,27 +221,59 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection.
 
-        consumes: reports / waits for: the next one, its answer / woken by: the socket, `answer` / produces:
-        orders; ends with the connection
+        consumes: reports / waits for: the next one / woken by: the socket / produces: tasks that answer;
+        ends with the connection
         """
+        worker_uuid, num_heard = "", 0
         try:
-            while (report := await _next_report(reader)) is not None:
-                orders = await self.answer(report)
-                writer.write(framed(msgspec.msgpack.encode(orders)))
-                await writer.drain()
-        except (ConnectionError, asyncio.CancelledError):
+            worker_uuid = (await _next_frame(reader)).decode(errors="replace")
+            if worker_uuid in self._due:
+                self._due[worker_uuid].cancel()
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._beat(worker_uuid, writer, lambda: num_heard))
+                while True:
+                    frame = await _next_frame(reader)
+                    num_heard += 1
+                    if frame:
+                        tasks.create_task(self._reply(frame, writer))
+        except* (EOFError, asyncio.CancelledError):
             # The worker is gone: whoever started it sees it end, with its last words.
             pass
         finally:
             writer.close()
             with contextlib.suppress(ConnectionError, asyncio.CancelledError):
                 await writer.wait_closed()
+            self._expect(worker_uuid, self._limit_s, "closed its connection and did not end")
+
+    async def _reply(self, frame: bytes, writer: asyncio.StreamWriter) -> None:
+        try:
+            report = msgspec.msgpack.decode(frame, type=Report)
+        except msgspec.DecodeError as error:
+            raise EOFError(f"not a report: {error}") from error
+        orders = await self.answer(report)
+        writer.write(framed(msgspec.msgpack.encode(orders)))
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+
+    async def _beat(
+        self, worker_uuid: str, writer: asyncio.StreamWriter, num_heard: Callable[[], int]
+    ) -> None:
+        def say() -> None:
+            # What waits to be sent is a sign of life as soon as the worker reads it.
+            if not writer.transport.get_write_buffer_size():
+                writer.write(framed(b""))
+
+        silent_s = await beat(say, num_heard, limit_s=self._limit_s)
+        self._lose(worker_uuid, f"it gave no sign of life for {silent_s:g} s: it hangs or was stopped")
+        writer.transport.abort()
 
 
-async def _next_report(reader: asyncio.StreamReader) -> Report | None:
-    """None: there are no more, or what came is nonsense; whoever started the worker sees it end."""
+async def _next_frame(reader: asyncio.StreamReader) -> bytes:
+    """EOFError: there are no more, or what came is no frame."""
     try:
         frame = await read_frame(reader)
-        return None if frame is None else msgspec.msgpack.decode(frame, type=Report)
-    except ValueError:
-        return None
+    except ValueError as error:
+        raise EOFError from error
+    if frame is None:
+        raise EOFError
+    return frame

@@ -5,18 +5,22 @@
     worker --Report(fragment stored, episodes, version it has)--> hub --buffer.add_fragment--> waits its turn
     worker <--Orders(go on, newer weights if there are any)------ hub <----------------------'
 
+    over a socket: the worker's uuid first; empty messages, both ways, are signs of life
+
 One question, one answer: the worker goes on when the buffer has taken its fragment, so whoever is too far
 ahead waits, and begins the next fragment with the newest weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 import msgspec
 from pydantic import BaseModel
 
 from forebay.environments.vector import EnvironmentConfig
+from forebay.heartbeat import SILENCE_LIMIT_S
 
 
 class WorkerDied(RuntimeError):
@@ -45,6 +49,8 @@ class WorkerSpec(BaseModel, extra="forbid", frozen=True):
     """Of the store, which is on the same machine."""
     session_id: str
     seed: int
+    limit_s: float = SILENCE_LIMIT_S
+    """A trainer that gives no sign of life for so long is gone; it expects one of the worker as often."""
 
 
 class Report(msgspec.Struct, array_like=True):
@@ -95,6 +101,14 @@ class Answering(Protocol):
 
     async def answer(self, report: Report) -> Orders:
         """For a worker of this process."""
+        ...
+
+    async def while_heard(self, worker_uuid: str, life: Coroutine[Any, Any, None]) -> None:
+        """Run `life`, of a worker that uses the socket; cancel it once the worker gives no sign of life.
+
+        Raises:
+            WorkerDied: the worker is frozen, or its process hangs before its connection or after it.
+        """
         ...
 
 

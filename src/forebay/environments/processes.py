@@ -5,7 +5,8 @@
     run --starts--> python -m forebay.environments.processes ADDRESS SPEC --socket--> hub
      '---- waits for its end; what it wrote last is in the error if that came too early
 
-A worker whose trainer is gone, however it went, ends by itself: its connection is closed by the kernel.
+A worker whose trainer is gone, however it went, ends by itself: its connection is closed by the kernel, or
+silent. One that is frozen is killed.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ class ProcessWorkers:
 
     async def run(self, spec: WorkerSpec, hub: Answering) -> None:
         """See `WorkerMode`."""
+        await hub.while_heard(spec.worker_uuid, self._run(spec, hub.address))
+
+    async def _run(self, spec: WorkerSpec, address: str) -> None:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", __name__, hub.address, spec.model_dump_json()),
+            *(sys.executable, "-m", __name__, address, spec.model_dump_json()),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -69,9 +73,10 @@ class ProcessWorkers:
 
 def main() -> None:
     """The worker's side: its address and its spec are the arguments."""
-    address, spec = sys.argv[1:]
-    with SocketLink(address) as link:
-        work_alone(WorkerSpec.model_validate_json(spec), link)
+    address, encoded = sys.argv[1:]
+    spec = WorkerSpec.model_validate_json(encoded)
+    with SocketLink(address, spec.worker_uuid, limit_s=spec.limit_s) as link:
+        work_alone(spec, link)
 
 
 if __name__ == "__main__":

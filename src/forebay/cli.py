@@ -127,6 +127,7 @@ def _train(
         return
     from forebay.config import load_config
     from forebay.runs.config import RunConfig, to_toml
+    from forebay.train.papers import differences
 
     if resume is not None:
         from forebay.runs.folder import saved_config
@@ -138,6 +139,8 @@ def _train(
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
     if dry_run:
         typer.echo(to_toml(config), nl=False)
+        for difference in differences(config.train):
+            typer.echo(f"warning: {difference}", err=True)
         return
     from forebay.runs.launch import launch
 

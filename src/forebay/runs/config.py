@@ -268,6 +268,18 @@ class RunConfig(StrictModel):
 
     @model_validator(mode="before")
     @classmethod
+    def _fill_generation_budget(cls, given: Any) -> Any:
+        """Dr. GRPO divides by a constant: the generation budget. GSPO's own normalisation goes first."""
+        train = given.get("train")
+        if not isinstance(train, Mapping) or train.get("advantage") != "dr_grpo":
+            return given
+        budget = _generation_budget(given.get("tasks"))
+        if budget is None or "normalisation" in train or train.get("loss") == "gspo":
+            return given
+        return {**given, "train": {**train, "normalisation": budget}}
+
+    @model_validator(mode="before")
+    @classmethod
     def _retire_model_dtype(cls, data: Any) -> Any:
         """Run files of version 0.1 had one key for the weights of the trainer and of the engines."""
         model = data.get("model") if isinstance(data, dict) else None
@@ -352,6 +364,16 @@ def check_cluster(config: RunConfig) -> None:
     model = import_object("cluster", CLUSTER_ARGUMENTS[name])
     check_arguments("cluster", name, model, arguments)
     model(**arguments).check(config)
+
+
+def _generation_budget(tasks: Any) -> int | None:
+    """The largest ``max_tokens`` of the tasks as the run file has them; None if something there is wrong."""
+    try:
+        samples = [task.get("sample", {}) for task in tasks]
+        return max(int(sample.get("max_tokens", SampleParams().max_tokens)) for sample in samples)
+    except (AttributeError, TypeError, ValueError):
+        # Said, with the name of the key, when the table itself is read.
+        return None
 
 
 def _check_task(number: int, task: TaskConfig) -> None:

@@ -7,7 +7,8 @@ Names that choose code (`advantage`, `loss`, `correction`) come from a literal t
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -17,6 +18,7 @@ from forebay.train.batch import Layout
 from forebay.train.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.guard import GuardAction, check_bands
+from forebay.train.papers import fill_in
 
 LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `forebay.train.losses.POLICY_LOSSES`, here so that a run file is checked without torch."""
@@ -87,7 +89,7 @@ class TrainConfig(StrictModel):
     """``clipped``, ``gspo``, ``cispo``, or ``package.module:function``."""
     clip: NonNegative | tuple[NonNegative, NonNegative] = 0.2
     """The probability ratio counts from ``1 - clip`` to ``1 + clip``; a pair is (low, high). The high one is
-    also the critic's clip range."""
+    also the critic's clip range. With loss ``gspo`` [3e-4, 4e-4], with ``cispo`` [1.0, 4.0]."""
     dual_clip: float | None = Field(default=None, gt=1)
     """Bound on the ratio of tokens with a negative advantage (``clipped`` only); None: no bound."""
     kl_coef: float = Field(default=0.0, ge=0)
@@ -97,8 +99,8 @@ class TrainConfig(StrictModel):
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
     normalisation: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
-    """A number is the fixed-length normalisation: each sequence's token losses are summed and divided by it
-    (Dr. GRPO: the generation budget in tokens)."""
+    """A number is the fixed-length normalisation: each sequence's token losses are summed and divided by it.
+    With loss ``gspo`` ``sequence-mean``, with advantage ``dr_grpo`` the tasks' largest ``max_tokens``."""
     # Off-policy data (forebay.train.corrections, forebay.train.guard)
     correction: str = "none"
     """How the loss accounts for tokens that other weights, or an engine that computes otherwise, sampled:
@@ -170,6 +172,11 @@ class TrainConfig(StrictModel):
         """
         may_mask = self.weighs_tokens and (":" in self.correction or self.correction.endswith("_mask"))
         return may_mask or self.correction == "ratio" or self.optimiser_steps > 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        return fill_in(given) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

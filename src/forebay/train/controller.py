@@ -39,6 +39,7 @@ from forebay.train.normalisation import batch_token_weights
 from forebay.train.off_policy import Corrector, staleness_measures
 from forebay.train.optimisation import schedule_factor
 from forebay.train.packing import Packer
+from forebay.train.papers import differences
 from forebay.train.ranked import RankedLearner
 from forebay.train.ranks import LocalRanks, Ranks
 from forebay.types import FloatArray, RolloutState
@@ -105,6 +106,8 @@ class TrainController:
                 f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given; give as many, or "
                 f"leave config.ranks out"
             )
+        for difference in differences(config):
+            logger.warning("%s", difference)
         self.config = config
         self.train_step = 0
         """Completed train steps."""

@@ -1,8 +1,10 @@
 """Training on two ranks is training on one: gradients, steps, checkpoints, weights; and ranks that fail."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
-from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
+from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController, frames
+from forebay.train import ranks as ranks_module
 from forebay.train.losses import POLICY_LOSSES
 
 
@@ -219,6 +222,29 @@ def test_a_rank_that_fails_alone_is_reported_with_its_traceback_and_all_are_ende
     with pytest.raises(RankError, match="close was called, but the ranks have ended"):
         pool.call("close", [[], []])
     pool.close()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 24])
+def test_a_frozen_rank_is_named_and_no_process_is_left(num_bytes):
+    """Also one that was to be sent more than a pipe holds."""
+    pool = LocalRanks(1, limit_s=1.0)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(RankError, match="rank 0 gave no sign of life for 1 s in resume: it hangs"):
+        pool.call("resume", [[np.zeros(num_bytes, np.uint8)]])
+    assert pool.pids == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_rank_at_work_gives_signs_of_life():
+    ours, theirs = multiprocessing.Pipe()
+    with ours:
+        thread = threading.Thread(target=ranks_module._beat, args=(theirs, threading.Lock(), 0.01))
+        thread.start()
+        assert [frames.receive(ours) for _ in range(3)] == [None] * 3
+    thread.join()
+    theirs.close()
 
 
 def die_on_rank_1(inputs, config):

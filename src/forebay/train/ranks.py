@@ -7,7 +7,8 @@
     LocalRanks   caller                                     process of rank r
                  frames.send(method, arguments) --pipe-->   RankWorker.method(*arguments)
                  waits for: a reply of every rank   <--     frames.send(result | error with traceback)
-                 woken by: a reply, or the end of a process
+                 woken by: a reply, or the end of a process; a thread of the process sends None as a sign of
+                 life every `limit_s` / 4
 
 `LocalRanks` starts processes on this machine. `Ranks` is all that the trainer needs of them, so that they
 can live elsewhere.
@@ -15,10 +16,14 @@ can live elsewhere.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import socket
+import struct
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -34,10 +39,17 @@ from typing import Any, Protocol
 import torch
 
 from forebay.config import ConfigError
+from forebay.heartbeat import BEATS, check_limit
 from forebay.train import frames
 
 GRACE_S = 10.0
 """How long the other ranks may take to fail as well, or to end, once one has failed; then they are killed."""
+
+SILENCE_LIMIT_S = 120.0
+"""Without a sign of life: longer than elsewhere, for single operations that hold the interpreter."""
+
+START_LIMIT_S = 300.0
+"""The same while it starts: many that start together load torch for minutes."""
 
 EXPECTED: dict[str, type[Exception]] = {
     error.__name__: error for error in (ConfigError, FloatingPointError, ValueError)
@@ -80,9 +92,10 @@ class _Rank:
 class LocalRanks:
     """Ranks as processes of this machine, which end with this one.
 
-    Invariants: one call at a time; when a rank dies, or fails alone, the call ends at once with a
-    `RankError` and no process is left. `device` is ``cpu`` or ``cuda`` (each rank then has the GPU of its
-    number). `threads` are those of each rank; left out, the ranks share what this process has.
+    Invariants: one call at a time; when a rank dies, fails alone, or gives no sign of life for `limit_s`,
+    the call ends with a `RankError` and no process is left. `device` is ``cpu`` or ``cuda`` (each rank then
+    has the GPU of its number). `threads` are those of each rank; left out, the ranks share what this process
+    has.
 
     Processes are spawned: a script that makes one needs ``if __name__ == "__main__":`` around what it does.
     Several trainers may use them one after the other.
@@ -94,17 +107,25 @@ class LocalRanks:
     """
 
     def __init__(
-        self, num_ranks: int, *, device: str = "cpu", timeout_s: float = 600.0, threads: int | None = None
+        self,
+        num_ranks: int,
+        *,
+        device: str = "cpu",
+        timeout_s: float = 600.0,
+        threads: int | None = None,
+        limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        check_limit("limit_s", limit_s)
+        self._limit_s = limit_s
         self._num_ranks = num_ranks
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-ranks-")
         init_method = f"file://{Path(self._folder.name) / 'rendezvous'}"
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[_Rank] = []
         for rank in range(num_ranks):
-            self._ranks.append(_start(rank, num_ranks, init_method, device, timeout_s, threads))
+            self._ranks.append(_start(rank, num_ranks, init_method, device, timeout_s, threads, limit_s))
         self._collect("start")
 
     @property
@@ -127,9 +148,13 @@ class LocalRanks:
         if not self._ranks:
             raise RankError(f"{method} was called, but the ranks have ended")
         assert len(arguments) == self._num_ranks
+        number = 0
         try:
-            for rank, own in zip(self._ranks, arguments, strict=True):
-                frames.send(rank.connection, [method, list(own)])
+            for number, own in enumerate(arguments):
+                frames.send(self._ranks[number].connection, [method, list(own)])
+        except BlockingIOError:
+            self._kill()
+            raise self._silence(method, number) from None
         except OSError:
             # A rank that is gone is found, and named, by the wait for its reply.
             pass
@@ -153,12 +178,12 @@ class LocalRanks:
     def _collect(self, method: str) -> list[Any]:
         """The result of every rank, or the error that they add up to."""
         replies: dict[int, dict[str, Any]] = {}
-        deadline_s: float | None = None
+        deadline_s = math.inf
+        silent_at = [time.monotonic() + self._limit_of(method)] * self._num_ranks
         try:
-            while len(replies) < self._num_ranks:
-                if not self._wait(method, replies, deadline_s):
-                    break
-                if deadline_s is None and any(reply["error"] for reply in replies.values()):
+            while len(replies) < self._num_ranks and time.monotonic() < deadline_s:
+                self._wait(method, replies, silent_at, deadline_s)
+                if math.isinf(deadline_s) and any(reply["error"] for reply in replies.values()):
                     deadline_s = time.monotonic() + GRACE_S
         except BaseException:
             # Whatever ended the wait: a reply that comes later would be taken for the next call's.
@@ -169,22 +194,42 @@ class LocalRanks:
             return [replies[rank]["result"] for rank in range(self._num_ranks)]
         raise self._error(method, failed, [r for r in range(self._num_ranks) if r not in replies])
 
-    def _wait(self, method: str, replies: dict[int, dict[str, Any]], deadline_s: float | None) -> bool:
-        """Add the replies that have come to `replies`; False if none came in time."""
+    def _wait(
+        self, method: str, replies: dict[int, dict[str, Any]], silent_at: list[float], deadline_s: float
+    ) -> None:
+        """Wait for a while, and add replies that came to `replies`; see who is `silent_at` that time."""
         awaited = {i: rank for i, rank in enumerate(self._ranks) if i not in replies}
         ends = {rank.process.sentinel: i for i, rank in awaited.items()}
-        timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        # Before the wait: if this process was stopped meanwhile, what ranks have sent is found first.
+        now_s = time.monotonic()
+        timeout_s = max(0.0, min(self._limit_s / BEATS, deadline_s - now_s))
         ready = pipes.wait([*(rank.connection for rank in awaited.values()), *ends], timeout_s)
         for number, rank in awaited.items():
             if rank.connection in ready:
                 try:
-                    replies[number] = frames.receive(rank.connection)
+                    reply = frames.receive(rank.connection)
+                except BlockingIOError:
+                    raise self._silence(method, number) from None
                 except (EOFError, OSError):
                     raise self._death(method, number) from None
+                silent_at[number] = time.monotonic() + self._limit_of(method)
+                if reply is not None:
+                    replies[number] = reply
         for sentinel, number in ends.items():
             if sentinel in ready and number not in replies:
                 raise self._death(method, number)
-        return bool(ready)
+        for number, rank in awaited.items():
+            if rank.connection not in ready and now_s > silent_at[number]:
+                raise self._silence(method, number)
+
+    def _limit_of(self, method: str) -> float:
+        return START_LIMIT_S if method == "start" else self._limit_s
+
+    def _silence(self, method: str, number: int) -> RankError:
+        limit_s = self._limit_of(method)
+        return RankError(
+            f"rank {number} gave no sign of life for {limit_s:g} s in {method}: it hangs or was stopped"
+        )
 
     def _death(self, method: str, number: int) -> RankError:
         process = self._ranks[number].process
@@ -236,12 +281,26 @@ def _describe_exit(code: int | None) -> str:
     )
 
 
-def _start(rank: int, num_ranks: int, init_method: str, device: str, timeout_s: float, threads: int) -> _Rank:
+def _start(
+    rank: int,
+    num_ranks: int,
+    init_method: str,
+    device: str,
+    timeout_s: float,
+    threads: int,
+    limit_s: float,
+) -> _Rank:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
+    # Beside signs of life: a rank may be stopped in the middle of a message, which then stands still.
+    with socket.socket(fileno=os.dup(ours.fileno())) as ours_as_socket:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours_as_socket.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
+            )
     process = context.Process(
         target=_serve,
-        args=(theirs, rank, num_ranks, init_method, device, timeout_s, threads),
+        args=(theirs, rank, num_ranks, init_method, device, timeout_s, threads, limit_s),
         name=f"forebay-rank-{rank}",
         daemon=True,
     )
@@ -258,6 +317,7 @@ def _serve(
     device: str,
     timeout_s: float,
     threads: int,
+    limit_s: float,
 ) -> None:
     """The main function of a rank's process: one reply for being there, then one for each call.
 
@@ -265,6 +325,8 @@ def _serve(
     """
     # Ctrl-C reaches every process of the terminal; the caller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sending = threading.Lock()
+    threading.Thread(target=_beat, args=(connection, sending, limit_s), daemon=True).start()
     _stay_on_this_machine()
     torch.set_num_threads(threads)
 
@@ -275,15 +337,26 @@ def _serve(
 
     worker, reply = _attempt(start)
     try:
-        frames.send(connection, {**reply, "result": None})
+        with sending:
+            frames.send(connection, {**reply, "result": None})
         while worker is not None:
             method, arguments = frames.receive(connection)
             _, reply = _attempt(partial(getattr(worker, method), *arguments))
-            frames.send(connection, reply)
+            with sending:
+                frames.send(connection, reply)
     except (EOFError, OSError):
         # The caller closed its end, or is gone.
         if worker is not None:
             worker.close()
+
+
+def _beat(connection: Connection, sending: threading.Lock, limit_s: float) -> None:
+    """Send signs of life until the caller is gone; while it does not read, a full pipe ends the sending."""
+    with contextlib.suppress(OSError):
+        while True:
+            with sending:
+                frames.send(connection, None)
+            time.sleep(limit_s / BEATS)
 
 
 def _stay_on_this_machine() -> None:

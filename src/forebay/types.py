@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import numpy as np
@@ -250,6 +251,7 @@ ROLLOUT_SLOTS: dict[str, Any] = {name: RolloutState.__dict__[name] for name in R
 """The fields' descriptors. Writing through one skips the conversion: for values that are right by origin."""
 
 _write_steps = ROLLOUT_SLOTS["response_model_steps"].__set__
+_read_token_fields = attrgetter(*TOKEN_FIELDS)
 
 
 def _converting(name: str, dtype: type[np.generic]) -> property:
@@ -340,7 +342,10 @@ def get_group_status(group: Sequence[RolloutState]) -> Status:
     statuses = [state.status for state in group]
     if statuses.count(Status.COMPLETED) == len(statuses):
         return Status.COMPLETED
-    return next(status for status in _GROUP_PRECEDENCE if status in statuses)
+    for status in _GROUP_PRECEDENCE:
+        if status in statuses:
+            return status
+    raise TypeError(f"the statuses of rollouts are of the enum Status, got {statuses}")
 
 
 def calculate_seq_staleness(model_step: int, current_train_step: int) -> int:
@@ -386,6 +391,33 @@ def oldest_step_of(state: RolloutState) -> int | None:
         # Tokens of a tool or an environment were made by no weights.
         labelled &= mask != 0
     return int(steps[labelled].min()) if labelled.any() else None
+
+
+def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
+    """`update_sample_version`, `fill_token_fields` and `oldest_step_of` at once, looking at each array once.
+
+    Raises:
+        ValueError: token fields have different lengths.
+    """
+    ids, logprobs, mask, steps = _read_token_fields(state)
+    length, at = len(ids), 0
+    if not len(steps):
+        if not length or model_step is None or model_step <= UNLABELLED:
+            fill_token_fields(state)
+            return None
+        # All tokens get this one label.
+        _write_steps(state, _constant(length, model_step, np.int32))
+        smallest = model_step
+    elif (smallest := int(steps[at := int(steps.argmin())])) <= UNLABELLED:
+        if model_step is not None:
+            update_sample_version(state, model_step)
+        fill_token_fields(state)
+        return oldest_step_of(state)
+    if not (length == len(logprobs) == len(mask) and len(steps) in (0, length)):
+        fill_token_fields(state)
+        mask = state.response_mask
+    # What the policy did not generate was made by no weights; mostly, where it was looked, it did.
+    return smallest if mask[at] else oldest_step_of(state)
 
 
 def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:

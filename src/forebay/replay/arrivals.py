@@ -2,9 +2,9 @@
 
 ::
 
-    put, here or in a client: label_group --> arrived_row (where the store is) --> policy --> store
+    put, here or in a client: check, label_group --> arrived_row (where the store is) --> policy --> store
 
-Labelling is done where the rollouts were made; ageing where the train step is known.
+Checking and labelling are done where the rollouts were made; ageing where the train step is known.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 
 from forebay.replay.changes import Changes
 from forebay.replay.groups import HeldGroup, StoredGroup, as_stored, copy_group
+from forebay.replay.storable import check_group
 from forebay.replay.storage import STALEST, StorageBackend, StorageItem
 from forebay.types import (
     RolloutState,
     Status,
     expire_group,
-    fill_token_fields,
     get_group_status,
-    update_sample_version,
+    label_and_fill,
 )
 
 CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
@@ -58,16 +58,14 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequen
     """The group, its tokens labelled and its token fields filled.
 
     Raises:
-        ValueError: token fields of a rollout have different lengths.
+        ValueError: token fields of a rollout have different lengths, or a value cannot be stored.
+        TypeError: it is no group of rollouts, or a field is of a type that it never has.
     """
     if isinstance(group, HeldGroup):
         # It came from a client, which has done so.
         return group
-    for state in group:
-        if model_step is not None:
-            update_sample_version(state, model_step)
-        fill_token_fields(state)
-    return group
+    check_group(group)
+    return StoredGroup.with_steps(group, [label_and_fill(state, model_step) for state in group])
 
 
 def arrived_row(
@@ -81,23 +79,24 @@ def arrived_row(
 
     At or over the threshold the group is expired, its responses wiped; so is one that came EXPIRED.
     """
-    group: StoredGroup | HeldGroup = items if isinstance(items, HeldGroup) else StoredGroup(items)
+    group = items if isinstance(items, (HeldGroup, StoredGroup)) else StoredGroup(items)
     if seen_step is not None:
         group.refresh(seen_step, reset_unlabelled=current_train_step is not None)
-    status = status_of(group)
-    is_old = stale_threshold is not None and max(staleness_of(group)) >= stale_threshold
+    status, staleness = status_of(group), max(staleness_of(group))
+    is_old = stale_threshold is not None and staleness >= stale_threshold
     if status is Status.EXPIRED or (is_old and status in CAN_EXPIRE):
         states = as_stored(group)
         expire_group(states)
         group, status = StoredGroup(states), Status.EXPIRED
+    steps = [step for step in group.steps if step is not None]
     return StorageItem(
         group,
         uid=-1,
         timestamp_id=-1,
         task_name=task_name,
         status=status,
-        staleness=max(staleness_of(group)),
-        oldest_model_step=min((step for step in group.steps if step is not None), default=None),
+        staleness=staleness,
+        oldest_model_step=min(steps, default=None),
     )
 
 

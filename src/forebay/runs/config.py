@@ -308,12 +308,13 @@ class RunConfig(StrictModel):
             raise ValueError("at least one task needs a positive weight")
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
-        find_engine(self.engine)
-        check_cluster(self)
-        check_staleness_rule(self.produce.staleness_rule, self.train)
+        # Before the arguments of components: a rule knows of one that was removed.
         for wrong, message in self._rules():
             if wrong:
                 raise ConfigError(message)
+        find_engine(self.engine)
+        check_cluster(self)
+        check_staleness_rule(self.produce.staleness_rule, self.train)
         return self
 
     def _rules(self) -> list[tuple[bool, str]]:

@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+import re
 
 import pytest
+from typer.testing import CliRunner
 
 from forebay.agents import SingleTurnAgentLoop
+from forebay.cli import app
 from forebay.config import parse_config
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
@@ -15,13 +18,16 @@ from forebay.runs.config import RunConfig
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
 from forebay.runs.record.replayer import Replay
+from forebay.runs.rollouts import group_rules
 from forebay.types import RolloutState, SampleParams, Status
 
 STEPS, BATCH_SIZE, GROUP_SIZE, TOKEN_BUDGET = 3, 2, 8, 64
 
 
 def member_of(state):
-    return int(state.rollout_id.rpartition("/")[2])
+    """Its place in the group; of the rollout that the judge is tried with before the start, 0."""
+    place = state.rollout_id.rpartition("/")[2]
+    return int(place) if place.isdigit() else 0
 
 
 def judge_that_fails_on_one_of_eight(state):
@@ -31,7 +37,10 @@ def judge_that_fails_on_one_of_eight(state):
 
 
 def judge_that_fails(state):
-    raise KeyError("the answer")
+    """In the run; not when it is tried before the start."""
+    if state.rollout_id[-1].isdigit():
+        raise KeyError("the answer")
+    return 1.0
 
 
 class Careless(SingleTurnAgentLoop):
@@ -115,6 +124,9 @@ def test_a_judge_that_fails_on_one_rollout_of_eight_lets_the_run_train_to_the_en
     assert {event["at"] for event in left} == {f"{__file__}, line {line}"}
     assert "rollouts left out (failed)" in capsys.readouterr().out
 
+    report = CliRunner().invoke(app, ["ledger", str(folder)]).output
+    assert re.search(rf"rollouts left *$.*^ +sorting .* {balance.left} *$", report, re.M | re.S), report
+
     async def replay():
         return [step.differences async for step in Replay(folder).steps()]
 
@@ -136,10 +148,20 @@ def test_what_the_trainer_cannot_take_fails_before_it_is_stored(tmp_path, produc
 def test_a_judge_that_always_fails_ends_the_run_with_its_place_and_the_keys(tmp_path):
     with pytest.raises(ProductionError) as failure:
         train(tmp_path, judge="judge_that_fails", produce={"max_failed_groups": 1})
-    line = judge_that_fails.__code__.co_firstlineno + 1
+    line = judge_that_fails.__code__.co_firstlineno + 3
     assert f"KeyError: 'the answer' ({__file__}, line {line})" in str(failure.value)
     assert "produce.max_failed_groups, now 1" in str(failure.value)
     assert "2 failed groups" in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("train_table", "expected"),
+    [({}, 2), ({"advantage": "pass_at_5"}, 5), ({"mini_batches": 16}, 8), ({"mini_batches": 3}, 2)],
+)
+def test_a_batch_of_the_smallest_groups_is_enough_for_the_trainer(tmp_path, train_table, expected):
+    """pass@k compares k attempts, and every mini-batch needs a sequence, whoever has left."""
+    table = {"lr": 1e-3, "token_budget": TOKEN_BUDGET, **train_table}
+    assert group_rules(config(tmp_path, train=table), context=512).min_members == expected
 
 
 @pytest.mark.parametrize("produce", [{}, SEPARATE], ids=["colocated", "separate"])

@@ -260,9 +260,12 @@ def version_spans(state: RolloutState) -> str:
 
 
 def balance_table(balance: Balance) -> Table:
-    """By task: generated = trained + dropped by reason + live."""
+    """By task: generated = trained + dropped by reason + live; and the rollouts that left, if any did."""
     reasons = sorted(balance.dropped)
-    shown = table("task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried")
+    left = ["rollouts left"] if balance.left else []
+    shown = table(
+        "task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried", *left
+    )
     parts = list(balance.by_task.items())
     for name, part in [*parts, *([("all", balance)] if len(parts) > 1 else [])]:
         shown.add_row(
@@ -276,6 +279,7 @@ def balance_table(balance: Balance) -> Table:
                 for value in (part.difference, part.repeated)
             ),
             number(part.retried),
+            *(number(part.left) for _ in left),
         )
     return shown
 

@@ -28,7 +28,7 @@ from forebay.runs.placement import Cluster, make_cluster
 from forebay.runs.rollouts import build_rollouts
 from forebay.runs.steps import close_rollouts
 from forebay.runs.wording import clean
-from forebay.types import RolloutState, Status
+from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
 async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
@@ -50,6 +50,8 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
             await judger.aclose()
         if state.status is Status.FAILED:
             reason = (state.error_msg or "").removeprefix(f"rollout {state.rollout_id}: ")
+            if raised := state.extra_fields.get(FAILED_AT_KEY):
+                reason += f" ({raised})"
             place = part.training[0].place or "the first row"
             raise ConfigError(
                 f"task {task.name!r}: {reason} (tried before the start on {place}, with the response "

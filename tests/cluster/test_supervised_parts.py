@@ -125,6 +125,34 @@ def test_a_process_that_ray_makes_no_more_is_not_set_up():
     virtual_time.run(main())
 
 
+def test_a_frozen_process_is_killed_and_replaced():
+    async def main():
+        actor, told = Actor(), []
+        frozen = asyncio.get_running_loop().create_future()
+
+        async def set_up():
+            return actor.pid
+
+        ready = actor.__ray_ready__
+        kill = actor.kill
+
+        def kill_and_thaw(**how):
+            actor.__ray_ready__ = ready
+            kill(**how)
+
+        actor.kill = kill_and_thaw
+        supervisor = watched(actor, set_up, on_restart=lambda *what: told.append(what))
+        await asyncio.sleep(3600)
+        assert not told
+        actor.__ray_ready__ = Method(lambda: frozen)
+        await asyncio.sleep(supervising.LOOK_EVERY_S + supervising.SILENCE_LIMIT_S + 1)
+        assert told == [("engine 0", "engine 0 was asked for a sign of life: no answer within 120 s")]
+        assert (supervisor.is_up, supervisor.pid) == (True, 2)
+        await supervisor.stop()
+
+    virtual_time.run(main())
+
+
 async def until_up(supervisor):
     # It has not noticed yet.
     assert supervisor.is_up

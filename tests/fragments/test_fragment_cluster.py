@@ -6,6 +6,8 @@ import signal
 import pytest
 from fragment_factory import SETTINGS, fids, send
 
+from forebay.fragments import BufferClosed
+
 pytestmark = pytest.mark.xdist_group("ray")
 
 
@@ -42,3 +44,15 @@ async def test_an_actor_whose_process_is_killed_goes_on_with_what_it_held(ray, c
     assert store.stack(batch.fragment_ids).fid_in_worker == fids(batch)
     rest = await buffer.fetch_fragments(2)
     assert sorted(fids(batch) + fids(rest)) == [0, 1, 2, 3]
+
+
+async def test_calls_to_a_frozen_actor_end(client):
+    from forebay.cluster.fragments import ReplayBufferClient
+
+    buffer = ReplayBufferClient(client.actor, limit_s=0.5)
+    process = await find_process(client)
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(BufferClosed, match=r"called to metrics.*: no answer within 0\.5 s"):
+        await buffer.metrics()
+    os.kill(process, signal.SIGCONT)
+    assert (await client.metrics())["chunks"] == 0

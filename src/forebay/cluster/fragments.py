@@ -13,11 +13,14 @@ themselves, and only ids and metadata pass through the actor.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
-from forebay.fragments import FragmentBatch, FragmentMetadata, Lease, ReplayBufferActor
+from forebay.fragments import BufferClosed, FragmentBatch, FragmentMetadata, Lease, ReplayBufferActor
+from forebay.heartbeat import SILENCE_LIMIT_S, check_limit
+from forebay.stalls import StallError, answered
 
 DEFAULT_NAME = "replay_buffer"
 MAX_CALLS = 10_000
@@ -63,16 +66,29 @@ class ReplayBufferClient:
     >>> batch = await buffer.fetch_fragments(64)
     """
 
-    def __init__(self, actor: Any) -> None:
+    def __init__(self, actor: Any, *, limit_s: float = SILENCE_LIMIT_S) -> None:
+        """Calls end with `BufferClosed` once the actor has given no sign of life for `limit_s`."""
+        check_limit("limit_s", limit_s)
         self.actor = actor
         """Ray's handle."""
+        self._limit_s = limit_s
 
     async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        ray = import_ray()
         ref = getattr(self.actor, method).remote(*args, **kwargs)
+        answer = asyncio.ensure_future(ref)
         try:
-            return await ref
-        except asyncio.CancelledError:
-            import_ray().cancel(ref)
+            # Some calls wait for other callers, however long: whether the actor lives is asked beside them.
+            while not (await asyncio.wait([answer], timeout=self._limit_s))[0]:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    what = f"the fragment buffer's actor, called to {method}, was asked for a sign of life"
+                    await answered(self.actor.__ray_ready__.remote(), what, self._limit_s)
+            return answer.result()
+        except (asyncio.CancelledError, StallError) as error:
+            answer.cancel()
+            ray.cancel(ref)
+            if isinstance(error, StallError):
+                raise BufferClosed(str(error)) from None
             raise
 
     async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:

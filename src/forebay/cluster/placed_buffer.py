@@ -22,6 +22,7 @@ from forebay.cluster.buffer import locate, start_buffer
 from forebay.cluster.library import import_ray
 from forebay.replay import RemoteReplayBuffer
 from forebay.replay.server_address import Address
+from forebay.stalls import ANSWER_LIMIT_S
 
 NAME = "buffer"
 FILE = "buffer.db"
@@ -65,8 +66,8 @@ class PlacedBuffer:
         return address, token
 
     def pids(self) -> dict[str, int]:
-        """The process of the actor, by the name of the part."""
-        return {NAME: import_ray().get(self._actor.__ray_call__.remote(_pid))}
+        """The process of the actor, by the name of the part; a `GetTimeoutError` of Ray's if it is frozen."""
+        return {NAME: import_ray().get(self._actor.__ray_call__.remote(_pid), timeout=ANSWER_LIMIT_S)}
 
     async def close(self) -> None:
         """End it; what it held is in the run's checkpoints."""

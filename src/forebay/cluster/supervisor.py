@@ -3,7 +3,8 @@
 ::
 
     up --process ends--> Ray starts it again --> set_up() --> up, one more restart
-        '-it lives, but cannot work: killed   | it does not come, or raises
+        '-it lives, but cannot work, or gives |
+          no sign of life: killed             | it does not come, or raises
                                               v
                                             gone: everybody who needs it gets a PartLost
 
@@ -32,6 +33,12 @@ START_LIMIT_S = 600.0
 TELL_LIMIT_S = ANSWER_LIMIT_S + 10.0
 """For a pause or a resume: more than the pool in an engine's process gives each of its engines, so that it
 can go on without one; less than the run gives its controller before it ends."""
+
+LOOK_EVERY_S = 30.0
+"""Between two questions whether a process answers: Ray notices one that ended, not one that is stopped."""
+
+SILENCE_LIMIT_S = 120.0
+"""For that answer: more than the longest that a judger or an engine may block the process's event loop."""
 
 MAX_FAILED_STARTS = 5
 """Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""
@@ -138,7 +145,11 @@ class Supervisor:
     async def _end_of_process(self) -> str:
         """Return why, once it has ended, or is suspected to have."""
         living = asyncio.ensure_future(_until_it_ends(self.actor))
-        waiting: list[asyncio.Future[Any]] = [living, asyncio.ensure_future(self._suspicion.wait())]
+        waiting: list[asyncio.Future[Any]] = [
+            living,
+            asyncio.ensure_future(self._suspicion.wait()),
+            asyncio.ensure_future(self._note_silence()),
+        ]
         if self._failure is not None:
             waiting.append(asyncio.ensure_future(self._note_failure(self._failure)))
         try:
@@ -155,6 +166,19 @@ class Supervisor:
             for future in waiting:
                 future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def _note_silence(self) -> None:
+        incarnation, what = self.incarnation, f"{self.name} was asked for a sign of life"
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                await answered(self.actor.__ray_ready__.remote(), what, SILENCE_LIMIT_S)
+            except StallError as error:
+                self.suspect(incarnation, error, has_to_end=True)
+                return
+            except import_ray().exceptions.RayError:
+                # It has ended, or is out of reach: who waits for `live` learns what is true.
+                continue
 
     async def _note_failure(self, failure: Callable[[], Awaitable[str]]) -> None:
         incarnation = self.incarnation

@@ -6,7 +6,7 @@ Usage: python benchmarks/replay/scan_design.py [--quick]
         IndexedStorage      indexed by task, status and age
         NaiveStorage        a dict of rows, a loop for every question: the scan design
         FrameStore          a DataFrame, filtered, sorted and concatenated on every call (dataframe_store.py)
-        PandasStorage       this project's own DataFrame, for analysis
+        PandasStorage       IndexedStorage with a DataFrame view
     count; take(64) and put them back; refresh_staleness when nothing expires; put
 
 The rollouts of all groups share their token arrays, which no operation here reads: 100,000 groups of

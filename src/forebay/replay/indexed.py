@@ -268,6 +268,11 @@ class IndexedStorage(StorageBackend):
     def __len__(self) -> int:
         return len(self._rows) - self._num_archived
 
+    def present_rows(self) -> list[StorageItem]:
+        """All rows in order of arrival, ARCHIVED ones too, as of now and without their payloads."""
+        rows = sorted(self._rows.values(), key=attrgetter("timestamp_id"))
+        return [self._book.present(row, rows_only=True) for row in rows]
+
     def state_dict(self) -> dict[str, Any]:
         """See `StorageBackend.state_dict`."""
         return self._book.state_dict(self._rows.values())

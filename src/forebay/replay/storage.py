@@ -393,8 +393,8 @@ def check_row(row: StorageItem) -> None:
     """Refuse what some store could not hold, so that every store gives the same answer.
 
     Raises:
-        ValueError: the task's name or a status is not text, or holds NUL or a lone surrogate; or a number
-            does not fit into 64 bits.
+        ValueError: the task's name or a status is not text, or holds NUL or a lone surrogate; a number does
+            not fit into 64 bits; `check_tags` or `check_priority` refuses.
     """
     _check_text("task_name", row.task_name)
     _check_text("status", plain_value(row.status))
@@ -404,6 +404,11 @@ def check_row(row: StorageItem) -> None:
         number = getattr(row, name)
         if number is not None and not -(2**63) <= number < 2**63:
             raise ValueError(f"{name} must be a 64-bit int, got {show_value(number)}")
+    # Most rows have neither, and the buffer has checked what it was given.
+    if row.tags:
+        check_tags(row.tags)
+    if row.priority != 1.0:
+        check_priority(row.priority)
 
 
 def _check_text(name: str, text: Any) -> None:

@@ -54,7 +54,7 @@ def command(*words: str) -> str:
         ("train", "from forebay.train import TrainController"),
         ("train", "from forebay.engines import TransformersEngine"),
         ("train", "from forebay.runs import build_run"),
-        ("pandas", "from forebay.replay import PandasStorage; PandasStorage()"),
+        ("pandas", "from forebay.replay import PandasStorage; PandasStorage().frame"),
         ("sql", "from forebay.replay import SQLStorage"),
         ("tasks", "from forebay.judges import MathVerifyJudger; MathVerifyJudger()"),
         (

@@ -2,11 +2,10 @@
 
 Usage: python benchmarks/replay/scan_design.py [--quick]
 
-    the same groups in four stores, each under a ReplayBuffer (most stale first):
+    the same groups in three stores, each under a ReplayBuffer (most stale first):
         IndexedStorage      indexed by task, status and age
         NaiveStorage        a dict of rows, a loop for every question: the scan design
         FrameStore          a DataFrame, filtered, sorted and concatenated on every call (dataframe_store.py)
-        PandasStorage       IndexedStorage with a DataFrame view
     count; take(64) and put them back; refresh_staleness when nothing expires; put
 
 The rollouts of all groups share their token arrays, which no operation here reads: 100,000 groups of
@@ -30,7 +29,6 @@ from rollouts import GROUP_SIZE, Shape, copies, make_group
 from forebay.replay import (
     IndexedStorage,
     NaiveStorage,
-    PandasStorage,
     ReplayBuffer,
     StalenessReplayPolicy,
     StorageBackend,
@@ -44,7 +42,6 @@ STORES: dict[str, Callable[[], StorageBackend]] = {
     "indexed": IndexedStorage,
     "naive": NaiveStorage,
     "frame": FrameStore,
-    "pandas": PandasStorage,
 }
 TAKEN = 64
 MODEL_STEPS = 8
@@ -146,7 +143,7 @@ def report(record: Record, sizes: Sequence[int], measured: dict[int, dict[str, d
                 other = times.get(name)
                 text = "" if other is None else f"{show_s(other.wall)} ({show(other.wall / base.wall)}x)"
                 rows[-1].append(text)
-        columns = ["operation", "IndexedStorage (CPU)", "NaiveStorage", "DataFrame", "PandasStorage"]
+        columns = ["operation", "IndexedStorage (CPU)", "NaiveStorage", "DataFrame"]
         record.tables.append(
             Table(f"{number:,} groups: median wall time (ratio to the first)", columns, rows)
         )

@@ -5,13 +5,12 @@ from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
     NaiveStorage,
-    PandasStorage,
     ReplayBuffer,
     SQLStorage,
 )
 
 
-@pytest.fixture(params=[NaiveStorage, IndexedStorage, PandasStorage], ids=lambda store: store.__name__)
+@pytest.fixture(params=[NaiveStorage, IndexedStorage], ids=lambda store: store.__name__)
 def make_store(request):
     """Every store must pass every test that asks for this."""
     return request.param

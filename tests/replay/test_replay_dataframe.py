@@ -6,9 +6,7 @@ import random
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import settings
 from replay_factory import make_group, make_row, uids
-from test_replay_machine import Replay
 
 from forebay.replay import (
     FIFOReplayPolicy,
@@ -18,7 +16,6 @@ from forebay.replay import (
     ReplayBuffer,
     SyncReplayBufferConfig,
 )
-from forebay.testing import StorageConformance
 from forebay.types import Status
 
 NUM_STORES, NUM_QUERIES = 40, 75
@@ -75,26 +72,6 @@ FIELDS = [
 ORDERS = [None, "timestamp_id", "-timestamp_id", "staleness", "-staleness", "priority", "-priority"]
 
 
-class TestPandasStorage(StorageConformance):
-    @pytest.fixture
-    def storage(self):
-        return PandasStorage()
-
-
-class ReplayOnPandas(Replay):
-    kinds = ("pandas", "indexed")
-
-    def new_buffer(self, kind):
-        if kind == "pandas":
-            return ReplayBuffer(self.policy(), PandasStorage(), **self.options)
-        return super().new_buffer(kind)
-
-
-TestReplayOnPandas = ReplayOnPandas.TestCase
-# Each step asks some thirty questions of a frame, at a millisecond or more each.
-TestReplayOnPandas.settings = settings(stateful_step_count=20, max_examples=settings().max_examples // 8)
-
-
 def draw_row(rng, payload):
     return make_row(
         payload,
@@ -130,7 +107,7 @@ def draw_query(rng, depth=0):
 @pytest.mark.parametrize("seed", range(NUM_STORES))
 async def test_thousands_of_queries_match_the_same_rows_as_in_the_reference(seed):
     rng = random.Random(seed)
-    reference, store = NaiveStorage(), PandasStorage()
+    reference, store = NaiveStorage(), IndexedStorage()
     rows = [draw_row(rng, i) for i in range(rng.choice([0, 1, 12, 25]))]
     consumed, train_step = rng.sample(range(25), 4), rng.randrange(7)
     for one in (reference, store):
@@ -150,8 +127,12 @@ async def test_thousands_of_queries_match_the_same_rows_as_in_the_reference(seed
     assert len(store) == len(reference)
 
 
+def test_the_older_name_is_the_same_store():
+    assert PandasStorage is IndexedStorage
+
+
 async def test_lines_can_be_grouped_by_any_field():
-    store = PandasStorage()
+    store = IndexedStorage()
     await store.put(make_row("a"))
     await store.put(make_row("b"))
     buffer = ReplayBuffer(FIFOReplayPolicy(), store)
@@ -161,7 +142,7 @@ async def test_lines_can_be_grouped_by_any_field():
 
 
 async def test_the_frame_shows_rows_tags_and_the_staleness_of_now():
-    store = PandasStorage()
+    store = IndexedStorage()
     assert store.frame.empty
     await store.put(make_row("a", step=2, tags={"level": 3, "kind": "add"}))
     await store.put(make_row("b", "code", Status.ABORTED, staleness=1, tags={"level": True}))
@@ -181,7 +162,7 @@ async def test_the_frame_shows_rows_tags_and_the_staleness_of_now():
 
 
 async def test_the_frame_takes_any_name_and_text():
-    store = PandasStorage()
+    store = IndexedStorage()
     await store.put(make_row(tags={"\ud800": "\udfff", "n": 1}))
     await store.put(make_row(tags={"\\ud800": "x"}))
     assert await store.count({"tags.\ud800": "\udfff"}) == 1
@@ -191,7 +172,7 @@ async def test_the_frame_takes_any_name_and_text():
 
 
 async def test_a_tag_of_another_kind_widens_the_frame_and_loses_nothing():
-    store = PandasStorage()
+    store = IndexedStorage()
     values = [1, "1", True, 1.0, 2**53 + 1]
     for value in values:
         await store.put(make_row(tags={"x": value}))
@@ -204,7 +185,7 @@ async def test_a_tag_of_another_kind_widens_the_frame_and_loses_nothing():
 
 @pytest.mark.parametrize("wrong", [{"tags": {"a": [1]}}, {"tags": {"a": 2**63}}, {"priority": float("nan")}])
 async def test_what_no_column_holds_is_refused_and_changes_nothing(wrong):
-    store = PandasStorage()
+    store = IndexedStorage()
     await store.put(make_row("kept"))
     with pytest.raises(ValueError, match=r"tag|priority"):
         await store.put(make_row("refused", **wrong))
@@ -216,11 +197,11 @@ async def test_what_no_column_holds_is_refused_and_changes_nothing(wrong):
     state = store.state_dict()
     setattr(state["items"][0], *next(iter(wrong.items())))
     with pytest.raises(ValueError, match=r"tag|priority"):
-        PandasStorage().load_state_dict(state)
+        IndexedStorage().load_state_dict(state)
 
 
 async def test_uids_that_are_no_uids_are_unknown():
-    store = PandasStorage()
+    store = IndexedStorage()
     uid = await store.put(make_row())
     assert await store.take([]) == []
     assert await store.take([2**70, -1]) == []
@@ -229,7 +210,7 @@ async def test_uids_that_are_no_uids_are_unknown():
 
 
 async def test_any_buffer_gives_a_frame_of_rows_or_of_rollouts():
-    for store in (IndexedStorage, PandasStorage):
+    for store in (NaiveStorage, IndexedStorage):
         buffer = ReplayBuffer(FIFOReplayPolicy(), store())
         await buffer.put(make_group("a", 2, steps=[1, 2]), "math", current_train_step=5, tags={"level": 2})
         await buffer.put(make_group("b", 1, status=Status.ABORTED), "code")
@@ -258,6 +239,6 @@ async def test_an_empty_buffer_gives_empty_frames():
 
 def test_a_store_can_be_read_while_the_loop_runs_elsewhere():
     """The frame is built in the caller's thread, without awaiting anything."""
-    store = PandasStorage()
+    store = IndexedStorage()
     asyncio.run(store.put(make_row()))
     assert len(store.frame) == 1

@@ -26,7 +26,6 @@ from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
     NaiveStorage,
-    PandasStorage,
     ReplayBuffer,
     SQLStorage,
     parse_query,
@@ -177,7 +176,7 @@ def place(request, tmp_path):
 @pytest.fixture
 def stores(place):
     """The scan first; all with the same rows. The examples only ask."""
-    stores = [NaiveStorage(), IndexedStorage(), PandasStorage(), SQLStorage(place)]
+    stores = [NaiveStorage(), IndexedStorage(), SQLStorage(place)]
     for store in stores:
         asyncio.run(fill(store))
     yield stores
@@ -275,7 +274,7 @@ async def test_any_tag_is_kept_exactly_or_refused(sql_buffer, tags, task, priori
     """What a store takes it also finds, by that tag and that task, and gives back as it was."""
     buffers = [
         sql_buffer,
-        *(ReplayBuffer(FIFOReplayPolicy(), kind()) for kind in (PandasStorage, IndexedStorage)),
+        *(ReplayBuffer(FIFOReplayPolicy(), kind()) for kind in (NaiveStorage, IndexedStorage)),
     ]
     with statements() as sent:
         for buffer in buffers:

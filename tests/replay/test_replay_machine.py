@@ -17,7 +17,6 @@ from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
     NaiveStorage,
-    PandasStorage,
     PrioritizedReplayPolicy,
     ReplayBuffer,
     SQLStorage,
@@ -64,7 +63,6 @@ class Replay(RuleBasedStateMachine):
         store = {
             "naive": NaiveStorage,
             "indexed": IndexedStorage,
-            "pandas": PandasStorage,
             "sqlite": lambda: SQLStorage(Path(self.folder) / f"{self.num_stores}.db"),
             "postgres": lambda: SQLStorage(self.places.enter_context(empty_place(self.postgres_server))),
         }[kind]()
@@ -246,7 +244,7 @@ TestReplay.settings = settings(stateful_step_count=30)
 
 
 class ReplayOnSQLite(Replay):
-    kinds = ("sqlite", "pandas", "indexed")
+    kinds = ("sqlite", "indexed")
 
 
 class ReplayOnPostgres(Replay):

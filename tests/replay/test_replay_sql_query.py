@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from replay_factory import make_row
 from test_replay_query import ORDERS, QUERIES, VALUES
 
-from forebay.replay import IndexedStorage, NaiveStorage, PandasStorage, SQLStorage
+from forebay.replay import IndexedStorage, NaiveStorage, SQLStorage
 
 EVERYTHING = {"status": {"$in": ["completed", "aborted", "expired", "archived"]}}
 
@@ -50,7 +50,7 @@ def stores(request, tmp_path):
     if request.param == "postgres":
         stores = [SQLStorage(request.getfixturevalue("postgres_url"))]
     else:
-        stores = [SQLStorage(tmp_path / "buffer.db"), IndexedStorage(), PandasStorage()]
+        stores = [SQLStorage(tmp_path / "buffer.db"), IndexedStorage()]
     yield stores
     stores[0].close()
 

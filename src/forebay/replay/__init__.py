@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.building import AsyncReplayBufferConfig, SyncReplayBufferConfig
 from forebay.replay.changes import BufferClosed
-from forebay.replay.dataframe import PandasStorage
-from forebay.replay.indexed import IndexedStorage
+from forebay.replay.indexed import IndexedStorage, PandasStorage
 from forebay.replay.naive import NaiveStorage
 from forebay.replay.objects import SavedFields
 from forebay.replay.policies import (

@@ -1,4 +1,4 @@
-"""Rows of a store as a pandas DataFrame, and a store that shows its own.
+"""Rows of a store as a pandas DataFrame.
 
 It is for analysis: one line per row, with typed, nullable columns and a column per tag. Pandas is imported
 when a frame is made, never with this module.
@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from forebay.extras import needed_by
-from forebay.replay.indexed import IndexedStorage
 from forebay.replay.query import TAG_PREFIX, plain_value
 from forebay.replay.storage import StorageItem
 
@@ -33,37 +32,17 @@ _FIELD_KINDS: Mapping[str, type] = {
 }
 
 
-class PandasStorage(IndexedStorage):
-    """The in-memory store with a view of its rows as a DataFrame, for looking at a buffer while using it.
-
-    >>> store = PandasStorage()
-    >>> store.frame.groupby(["task_name", "status"]).size()
-
-    Raises:
-        ImportError: pandas is not installed.
-    """
-
-    def __init__(self) -> None:
-        with needed_by("PandasStorage"):
-            import pandas  # noqa: F401
-        super().__init__()
-
-    @property
-    def frame(self) -> DataFrame:
-        """A copy of all rows in order of arrival, ARCHIVED ones too, with their staleness of now.
-
-        One column per field of a row (no payload) and one per tag, ``tags.<name>``.
-        """
-        return rows_to_frame(self.present_rows())
-
-
 def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
     """One line per row: its fields but the payload, and a column ``tags.<name>`` per tag.
 
     Indexed by uid; the index has no name, so that "uid" means the column. Columns are nullable and of one
     type; a tag of several kinds has a column of objects.
+
+    Raises:
+        ImportError: pandas is not installed; the message names the extra.
     """
-    import pandas as pd
+    with needed_by("a DataFrame of a buffer"):
+        import pandas as pd
 
     index = pd.Index([row.uid for row in rows], dtype="int64")
     columns = [

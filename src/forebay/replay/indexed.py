@@ -28,12 +28,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby, islice
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from forebay.replay.dataframe import rows_to_frame
 from forebay.replay.query import Query, QueryLike, allowed_values, matches, parse_query, plain_value, simplify
 from forebay.replay.row_book import RowBook, checked, replace_row
 from forebay.replay.storage import StorageBackend, StorageItem, archive_row, copy_row, parse_order
 from forebay.replay.sum_tree import SumTree
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 MAX_RUNS = 8
 """A bucket with more runs merges the shortest: reads stay cheap, and a row moves O(log n) times."""
@@ -268,10 +272,16 @@ class IndexedStorage(StorageBackend):
     def __len__(self) -> int:
         return len(self._rows) - self._num_archived
 
-    def present_rows(self) -> list[StorageItem]:
-        """All rows in order of arrival, ARCHIVED ones too, as of now and without their payloads."""
+    @property
+    def frame(self) -> DataFrame:
+        """A copy of all rows in order of arrival, ARCHIVED ones too, with their staleness of now.
+
+        One column per field of a row (no payload) and one per tag, ``tags.<name>``; it needs pandas.
+
+        >>> store.frame.groupby(["task_name", "status"]).size()
+        """
         rows = sorted(self._rows.values(), key=attrgetter("timestamp_id"))
-        return [self._book.present(row, rows_only=True) for row in rows]
+        return rows_to_frame([self._book.present(row, rows_only=True) for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
         """See `StorageBackend.state_dict`."""
@@ -370,3 +380,7 @@ class IndexedStorage(StorageBackend):
             return entries
         # The rest names no staleness (the bucket settled that), so the stored row will do.
         return (entry for entry in entries if matches(rest, self._rows[entry[1]]))
+
+
+PandasStorage = IndexedStorage
+"""An older name, from when a DataFrame held the rows."""

@@ -192,7 +192,7 @@ async def test_any_query_is_answered_alike_or_refused_alike(stores, query):
 async def check(stores, query):
     with statements() as sent:
         expected, *answers = [await answer(store, query) for store in stores]
-    assert answers == [expected] * 3
+    assert answers == [expected] * (len(stores) - 1)
     assert not any(MARK in statement for statement in sent)
 
 

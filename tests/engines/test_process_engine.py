@@ -192,6 +192,23 @@ async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(
     assert set(again.model_steps.tolist()) == {7}
 
 
+async def test_a_frozen_child_is_lost_and_replaced(monkeypatch: Any, engine: Any) -> None:
+    # Those of the child that is started next.
+    monkeypatch.setattr(engine, "_silence_limit_s", 1.0)
+    os.kill(engine.pid, signal.SIGKILL)
+    with contextlib.suppress(EngineLost):
+        await engine.health()
+    await engine.bring_up()
+    pid = engine.pid
+    os.kill(pid, signal.SIGSTOP)
+    lost = await engine.generate(request())
+    assert lost.lost
+    assert f"engine process {pid} gave no sign of life for 1 s" in lost.error_msg
+    monkeypatch.undo()
+    await engine.bring_up()
+    assert (await engine.generate(request())).finish_reason in ("stop", "length")
+
+
 async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
     engine: Any, folder: Path
 ) -> None:

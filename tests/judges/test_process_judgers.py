@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from forebay.config import ConfigError
 from forebay.extras import require_library
 from forebay.judges import MathVerifyJudger, ReasoningGymJudger
+from forebay.judges import processes as judge_processes
 from forebay.judges.processes import JudgeProcessError, JudgeProcesses
 from forebay.produce.prompts import DataConfig, load_prompts
 from forebay.types import RolloutState, Status
@@ -42,6 +44,8 @@ def make_commander():
             print('{"verdict": "forged"}')
         if command == "memory":
             return len(bytearray(1 << 40))
+        if command == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if command == "raise":
             raise LookupError("nothing there")
         return os.getpid()
@@ -78,6 +82,22 @@ async def test_whatever_a_call_does_is_its_own_error(commander, command, message
     with pytest.raises(JudgeProcessError, match=message):
         await commander.run(command)
     assert isinstance(await commander.run("pid"), int)
+
+
+async def test_a_frozen_child_is_ended_and_judging_goes_on(monkeypatch, commander) -> None:
+    await commander.run("pid")
+    monkeypatch.setattr(judge_processes, "START_LIMIT_S", 0.1)
+    with pytest.raises(JudgeProcessError, match="its process was stopped"):
+        await commander.run("stop")
+    monkeypatch.undo()
+    assert isinstance(await commander.run("pid"), int)
+
+
+def test_a_child_that_is_started_while_all_are_ended_ends_too(monkeypatch) -> None:
+    children = judge_processes._Children(f"{__name__}:make_commander", timeout_s=None)
+    children.kill()
+    with pytest.raises(JudgeProcessError, match=r"code -9"):
+        children.ask('["hang"]')
 
 
 async def test_printing_does_not_disturb_the_replies(commander) -> None:

@@ -37,6 +37,7 @@ import numpy as np
 from forebay.config import Component
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.framing import LENGTH, framed, read_frame
+from forebay.heartbeat import beat
 from forebay.models import ModelConfig, Precision
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
 
@@ -51,6 +52,8 @@ START_LIMIT_S = 600.0
 """For loading a model: minutes are usual where it is large."""
 CATCH_UP_LIMIT_S = 600.0
 """For a child that lives to take over weights once more; then it is taken for one that hangs."""
+SILENCE_LIMIT_S = 120.0
+"""Without a sign of life: longer than elsewhere, for single operations that hold the child's interpreter."""
 _CHILD_CODE = "from forebay.engines.engine_host import main; main()"
 _LOG_TAIL_BYTES = 2000
 _ERRORS: dict[str, type[Exception]] = {
@@ -100,6 +103,7 @@ class ProcessEngine:
         hand_over: how weights get there; engines that share one share the work.
         log: what the child prints is appended here.
         start_limit_s: how long loading the model may take.
+        silence_limit_s: after that long without a sign of life the child is ended, and lost.
     """
 
     def __init__(
@@ -109,9 +113,11 @@ class ProcessEngine:
         *,
         log: Path,
         start_limit_s: float = START_LIMIT_S,
+        silence_limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
         self._recipe, self._hand_over, self._log = recipe, hand_over, log
-        self._start_limit_s = start_limit_s
+        self._start_limit_s, self._silence_limit_s = start_limit_s, silence_limit_s
+        self._num_heard = 0
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
         self._made: dict[str, int] = {}
@@ -342,7 +348,24 @@ class ProcessEngine:
         if self._child is None:
             raise EngineLost("its process has ended and was not started again, or not yet")
         reader, self._writer = await asyncio.open_connection(sock=self._child.socket)
-        self._reader_task = asyncio.create_task(self._read(reader, self._child))
+        self._reader_task = asyncio.create_task(self._listen(reader, self._child))
+
+    async def _listen(self, reader: asyncio.StreamReader, child: _Child) -> None:
+        beating = asyncio.create_task(self._beat(child))
+        try:
+            await self._read(reader, child)
+        finally:
+            beating.cancel()
+
+    async def _beat(self, child: _Child) -> None:
+        silent_s = await beat(
+            lambda: self._post("health", None), lambda: self._num_heard, limit_s=self._silence_limit_s
+        )
+        if self._child is child:
+            pid = child.process.pid
+            self._lose(
+                f"engine process {pid} gave no sign of life for {silent_s:g} s: it hangs or was stopped"
+            )
 
     async def _read(self, reader: asyncio.StreamReader, child: _Child) -> None:
         """consumes: the child's frames; waits for: the next one; woken by: it, or the child's end."""
@@ -359,6 +382,7 @@ class ProcessEngine:
             self._lose(cause)
 
     def _note(self, number: int | None, result: Any, error: tuple[str, str] | None) -> None:
+        self._num_heard += 1
         if number is None:
             self._made = result
         elif (future := self._calls.get(number)) is not None and not future.done():

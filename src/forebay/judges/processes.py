@@ -12,7 +12,8 @@ to itself. It is not a sandbox: the child may read files and use the network.
                                                               v
                                          kernel ends the child; the next call starts another one
 
-The timer is the child's own, so it also fires when the parent is gone; a child whose input ends, exits.
+The timer is the child's own, so it also fires when the parent is gone; a child whose input ends, exits. One
+that is stopped, or never begins, is ended from here, two minutes later.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import queue
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,6 +35,8 @@ from forebay.config import import_object
 
 # Enough for any scorer here, far below what would make a training machine swap.
 _MEMORY_LIMIT_BYTES = 4 << 30
+START_LIMIT_S = 120.0
+"""For a child to import what it needs, beside the time of the call that it was started for."""
 _CHILD_CODE = "from forebay.judges.processes import serve; serve()"
 
 
@@ -92,6 +96,7 @@ class _Children:
         self._timeout_s = timeout_s
         self._idle: queue.SimpleQueue[_Child] = queue.SimpleQueue()
         self._running: set[_Child] = set()
+        self._is_closed = False
 
     def ask(self, request: str) -> Any:
         """The verdict on `request`, from an idle child or a new one."""
@@ -100,6 +105,9 @@ class _Children:
         except queue.Empty:
             child = _Child(self._factory, self._timeout_s)
             self._running.add(child)
+            # `kill` may have looked before it was there.
+            if self._is_closed:
+                child.kill()
         line = child.ask(request)
         if not line:
             self._running.discard(child)
@@ -111,7 +119,8 @@ class _Children:
         return reply["verdict"]
 
     def kill(self) -> None:
-        """End every child now, busy or not."""
+        """End every child now, busy or not, and those that a thread is about to start."""
+        self._is_closed = True
         for child in self._running.copy():
             child.kill()
 
@@ -126,6 +135,7 @@ class _Child:
 
     def __init__(self, factory: str, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
+        self._is_frozen = False
         self._process = subprocess.Popen(
             [sys.executable, "-c", _CHILD_CODE, factory, str(timeout_s or 0.0)],
             stdin=subprocess.PIPE,
@@ -141,16 +151,29 @@ class _Child:
         """The reply line; empty if the process ended instead."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        # The child ends itself in time, unless it is stopped, or hangs before its first call.
+        limit_s = threading.TIMEOUT_MAX if self._timeout_s is None else self._timeout_s + START_LIMIT_S
+        timer = threading.Timer(limit_s, self._give_up)
+        timer.daemon = True
+        timer.start()
         try:
             self._process.stdin.write(f"{request}\n")
             self._process.stdin.flush()
+            return self._process.stdout.readline()
         except BrokenPipeError:
             return ""
-        return self._process.stdout.readline()
+        finally:
+            timer.cancel()
+
+    def _give_up(self) -> None:
+        self._is_frozen = True
+        self.kill()
 
     def cause_of_end(self) -> str:
         """Why there was no reply."""
         code = self.close()
+        if self._is_frozen:
+            return "its process was stopped, or hung while it started; it was ended"
         if code == -signal.SIGALRM:
             return f"no verdict within {self._timeout_s} s; its process was ended"
         return f"its process ended with code {code}; its last words are on the standard error output"

@@ -31,6 +31,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field, field_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
+from forebay.durable import write_text
 from forebay.extras import MissingLibraryError, needed_by
 
 REWARD = "reward"
@@ -106,10 +107,8 @@ class JsonlSink:
         kept = self._rows_to_keep(path, resume_step)
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
-            # Replaced in one move, so that a crash here loses nothing.
-            rewritten = path.with_suffix(".tmp")
-            rewritten.write_bytes(b"".join(_line(row) for row in kept))
-            rewritten.replace(path)
+            # Replaced in one move, so that a crash here, or a power cut, loses nothing.
+            write_text(path, b"".join(_line(row) for row in kept).decode())
         self._clock = clock
         self._row: Row = kept[-1] if kept else {"train_step": -1}
         self._file = path.open("w+b" if resume_step is None else "r+b")

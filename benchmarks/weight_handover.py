@@ -3,7 +3,7 @@
     python benchmarks/weight_handover.py [--parameters-m 100] [--engines 2] [--rounds 5]
 
 Each round: the plain copy of all parameters into other tensors (what an engine in this process costs),
-then a hand-over to `engines` processes by shared memory (without and with checksums) and by a gloo broadcast.
+then a hand-over to `engines` processes by shared memory.
 A hand-over ends when every engine generates with the new weights, so it includes the engines' own copy.
 
 Then a trainer with LoRA on every linear layer synchronises as many engines, by adapters alone and by merged
@@ -26,7 +26,7 @@ import torch
 from forebay.config import Component
 from forebay.engines import RolloutController, TransformersEngine
 from forebay.engines.process import EngineRecipe, ProcessEngine
-from forebay.engines.weight_handover import BroadcastHandOver, SharedMemoryHandOver
+from forebay.engines.weight_handover import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model
 from forebay.models.tiny import write_tiny
 from forebay.train import TrainConfig, TrainController
@@ -48,31 +48,25 @@ async def measure(folder: Path, model: ModelConfig, engines: int, rounds: int) -
     """Seconds of each way, by round."""
     weights = [(name, value.detach().clone()) for name, value in load_model(folder, model).named_parameters()]
     target = [torch.empty_like(value) for _, value in weights]
-    ways = {
-        "shared memory": SharedMemoryHandOver(),
-        "shared memory, CRC-32": SharedMemoryHandOver(checksum=True),
-        "gloo broadcast": BroadcastHandOver(),
-    }
     recipe = EngineRecipe(model_folder=folder, model=model, engine=Component(name="transformers"))
-    seconds: dict[str, list[float]] = {"copy in process": []}
-    for name, way in ways.items():
-        members = [ProcessEngine(recipe, way, log=folder / f"{name}_{n}.log") for n in range(engines)]
-        for member in members:
-            member.wait_until_ready()
-        seconds[name] = []
-        # The first hand-over makes the memory or the group.
-        for number in range(rounds + 1):
-            begun = time.perf_counter()
-            for (_, value), copy in zip(weights, target, strict=True):
-                copy.copy_(value)
-            copied = time.perf_counter()
-            given = list(weights)
-            await asyncio.gather(*(member.load_weights(given, number) for member in members))
-            if number:
-                seconds["copy in process"].append(copied - begun)
-                seconds[name].append(time.perf_counter() - copied)
-        for member in members:
-            await member.close()
+    seconds: dict[str, list[float]] = {"copy in process": [], "shared memory": []}
+    way = SharedMemoryHandOver()
+    members = [ProcessEngine(recipe, way, log=folder / f"engine_{n}.log") for n in range(engines)]
+    for member in members:
+        member.wait_until_ready()
+    # The first hand-over makes the memory.
+    for number in range(rounds + 1):
+        begun = time.perf_counter()
+        for (_, value), copy in zip(weights, target, strict=True):
+            copy.copy_(value)
+        copied = time.perf_counter()
+        given = list(weights)
+        await asyncio.gather(*(member.load_weights(given, number) for member in members))
+        if number:
+            seconds["copy in process"].append(copied - begun)
+            seconds["shared memory"].append(time.perf_counter() - copied)
+    for member in members:
+        await member.close()
     num_bytes = sum(value.nbytes for _, value in weights)
     plain = statistics.median(seconds["copy in process"])
     return {

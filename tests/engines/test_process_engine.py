@@ -25,7 +25,7 @@ from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines, process
 from forebay.engines.base import EngineLost
 from forebay.engines.process import EngineRecipe, ProcessEngine
-from forebay.engines.weight_handover import BroadcastHandOver
+from forebay.engines.weight_handover import SharedMemoryHandOver
 from forebay.framing import framed
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
@@ -51,9 +51,7 @@ def surroundings(folder: Path, scratch: Path) -> EngineSurroundings:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def child(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Any]:
     scratch = tmp_path_factory.mktemp("engine")
-    (engine,) = build_engines(
-        Component(name="process", arguments={"checksum": True}), surroundings(folder, scratch)
-    )
+    (engine,) = build_engines(Component(name="process"), surroundings(folder, scratch))
     yield engine
     await engine.close()
 
@@ -95,11 +93,11 @@ async def test_it_makes_what_an_engine_here_makes_also_with_new_weights(engine: 
     await here.close()
 
 
-async def test_weights_also_come_by_broadcast(
+async def test_several_engines_share_one_hand_over(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = EngineRecipe(model_folder=folder, model=TINY, engine=Component(name="transformers"))
-    hand_over = BroadcastHandOver(checksum=True, timeout_s=60)
+    hand_over = SharedMemoryHandOver()
     engines = [ProcessEngine(recipe, hand_over, log=tmp_path / f"{n}.log") for n in range(2)]
     for engine in engines:
         engine.wait_until_ready()

@@ -11,15 +11,12 @@ import pytest
 import torch
 
 from forebay.engines.base import EngineLost
-from forebay.engines.weight_handover import BroadcastHandOver, SharedMemoryHandOver, WeightInbox
-from forebay.engines.weight_layout import WeightsCorruptError
+from forebay.engines.weight_handover import SharedMemoryHandOver, WeightInbox
 from forebay.models.starting_weights import AdaptersRefusedError
 
 
 class Engine:
     """Keeps what it is given; a member of hand-overs whose messages go through no process border."""
-
-    is_up = True
 
     def __init__(self) -> None:
         self.inbox = WeightInbox(self)
@@ -63,18 +60,17 @@ def same(engine: Engine, weights: list[tuple[str, torch.Tensor]]) -> bool:
     return all(torch.equal(engine.weights[name], tensor) for name, tensor in weights)
 
 
-@pytest.fixture(params=["memory", "broadcast"])
-async def hand_over(request: pytest.FixtureRequest) -> Any:
-    kind = SharedMemoryHandOver if request.param == "memory" else BroadcastHandOver
-    made = kind(checksum=True)
+@pytest.fixture
+async def hand_over() -> Any:
+    made = SharedMemoryHandOver()
     yield made
     made.close()
 
 
 async def test_all_engines_get_the_weights_of_each_step(hand_over: Any) -> None:
     engines = [Engine(), Engine()]
-    for engine in engines:
-        hand_over.join(engine)
+    for _ in engines:
+        hand_over.join()
     for step in range(3):
         weights = some_weights(step)
         await asyncio.gather(*(hand_over.load(engine, weights, step) for engine in engines))
@@ -91,8 +87,8 @@ def has_adapters(engine: Engine, adapters: list[tuple[str, torch.Tensor]], confi
 
 async def test_adapters_are_handed_over_with_their_config_and_leave_the_weights(hand_over: Any) -> None:
     engines = [Engine(), Engine()]
-    for engine in engines:
-        hand_over.join(engine)
+    for _ in engines:
+        hand_over.join()
     weights = some_weights(0)
     await asyncio.gather(*(hand_over.load(engine, weights, 0) for engine in engines))
     for step in (1, 2):
@@ -105,7 +101,7 @@ async def test_adapters_are_handed_over_with_their_config_and_leave_the_weights(
 
 
 async def test_an_engine_that_begins_anew_gets_the_last_adapters_on_the_last_whole_weights() -> None:
-    hand_over = SharedMemoryHandOver(checksum=True)
+    hand_over = SharedMemoryHandOver()
     weights, first, second = some_weights(0), some_weights(1)[:2], some_weights(2)[:2]
     engine, begun_anew, on_its_own = Engine(), Engine(), Engine()
     await hand_over.load(engine, first, 1, adapters={"r": 1})
@@ -170,57 +166,11 @@ async def test_a_lost_engine_does_not_cost_the_others_theirs() -> None:
     hand_over.close()
 
 
-async def test_nobody_waits_for_a_member_that_is_not_there() -> None:
-    hand_over = BroadcastHandOver(timeout_s=60)
-    there, away = Engine(), Engine()
-    for engine in (away, there):
-        hand_over.join(engine)
-    await hand_over.load(there, some_weights(0), 0)
-    away.is_up = False
-    for step in (1, 2):
-        weights = some_weights(step)
-        results = await asyncio.gather(
-            *(hand_over.load(engine, weights, step) for engine in (away, there)), return_exceptions=True
-        )
-        assert [type(result) for result in results] == [EngineLost, type(None)]
-        assert same(there, weights)
-        assert away.model_step == 0
-    # As many as before, and others: they cannot meet where the earlier ones did.
-    there.is_up, away.is_up = False, True
-    alone = some_weights(3)
-    await hand_over.load(away, alone, 3)
-    assert same(away, alone)
-    there.is_up = True
-    last = some_weights(4)
-    await asyncio.gather(*(hand_over.load(engine, last, 4) for engine in (away, there)))
-    assert same(away, last)
-    hand_over.close()
-
-
-async def test_where_a_member_is_lost_on_the_way_the_broadcast_goes_to_those_left() -> None:
-    hand_over = BroadcastHandOver(timeout_s=2)
-    engines = [Engine(), Engine()]
-    for engine in engines:
-        hand_over.join(engine)
-    engines[0].lost = True
-    first, second = some_weights(0), some_weights(1)
-    results = await asyncio.gather(
-        *(hand_over.load(engine, first, 0) for engine in engines), return_exceptions=True
-    )
-    assert isinstance(results[0], EngineLost)
-    assert results[1] is None
-    assert same(engines[1], first)
-    hand_over.leave(engines[0])
-    await hand_over.load(engines[1], second, 1)
-    assert same(engines[1], second)
-    hand_over.close()
-
-
 @pytest.mark.parametrize("given_up", [False, True])
 async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_written_again(
     given_up: bool,
 ) -> None:
-    hand_over = SharedMemoryHandOver(checksum=True)
+    hand_over = SharedMemoryHandOver()
     slow, other = Engine(), Engine()
     slow.hold = asyncio.Event()
     first = some_weights(0)
@@ -247,7 +197,7 @@ async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_writte
 
 async def test_hand_overs_that_nobody_waits_for_do_not_mix() -> None:
     """Three at once, two of them given up at different moments: what arrives is whole and what was said."""
-    hand_over = SharedMemoryHandOver(checksum=True)
+    hand_over = SharedMemoryHandOver()
     engines = [Engine() for _ in range(3)]
     given = [some_weights(step) for step in range(3)]
     loads = [asyncio.create_task(hand_over.load(engines[i], given[i], i)) for i in range(3)]
@@ -265,38 +215,18 @@ async def test_hand_overs_that_nobody_waits_for_do_not_mix() -> None:
 async def test_one_engine_that_leaves_takes_no_memory_from_the_others() -> None:
     hand_over = SharedMemoryHandOver()
     stays, leaves = Engine(), Engine()
-    for engine in (stays, leaves):
-        hand_over.join(engine)
+    for _ in (stays, leaves):
+        hand_over.join()
     first, second = some_weights(0), some_weights(1)
     await asyncio.gather(*(hand_over.load(engine, first, 0) for engine in (stays, leaves)))
-    hand_over.leave(leaves)
+    hand_over.leave()
     await hand_over.again(stays)
     assert same(stays, first)
     # The descriptor of memory that was given back has a number that new memory gets: it is no other's.
     hand_over.close()
     await hand_over.load(stays, second, 1)
     assert same(stays, second)
-    hand_over.leave(stays)
-
-
-async def test_a_torn_copy_is_refused_and_the_old_weights_stay() -> None:
-    hand_over = SharedMemoryHandOver(checksum=True)
-    engine = Engine()
-    weights = some_weights(0)
-    await hand_over.load(engine, weights, 0)
-    sent: list[dict[str, Any]] = []
-
-    class Tearing(Engine):
-        async def send_weights(self, message: dict[str, Any]) -> None:
-            sent.append(message)
-            torch.from_file(message["path"], shared=True, size=8, dtype=torch.uint8)[3] += 1
-            await engine.inbox.handle(message)
-
-    with pytest.raises(WeightsCorruptError, match=r"layer\.0"):
-        await hand_over.load(Tearing(), some_weights(1), 1)
-    assert engine.model_step == 0
-    assert same(engine, weights)
-    hand_over.close()
+    hand_over.leave()
 
 
 async def test_the_memory_goes_with_the_hand_over() -> None:

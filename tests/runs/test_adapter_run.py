@@ -95,7 +95,7 @@ def test_without_them_the_same_run_draws_the_same(tmp_path: Path) -> None:
 
 
 def test_engines_in_processes_are_given_adapters_too(tmp_path: Path) -> None:
-    run = lora_run(tmp_path, engine={"name": "process", "arguments": {"checksum": True}})
+    run = lora_run(tmp_path, engine={"name": "process"})
     asyncio.run(launch(run))
     assert max(differences(run)) < LEAST_LIMIT
 

@@ -41,8 +41,6 @@ class ProcessArguments(StrictModel, strict=True):
     """The engine in each of them, by its name."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch in each."""
-    checksum: bool = False
-    """Compare weights with their CRC-32 when they arrive."""
 
 
 class HTTPArguments(StrictModel, strict=True):
@@ -121,6 +119,11 @@ def check_engine(name: str, arguments: Mapping[str, Any]) -> None:
     """
     model = ENGINE_ARGUMENTS.get(name)
     if model is ProcessArguments:
+        if "checksum" in arguments:
+            raise ConfigError(
+                f"engine {name!r}: the argument 'checksum' was removed; leave it out. verify_weights = true "
+                f"proves after every hand-over that engines hold the weights"
+            )
         own = {key: value for key, value in arguments.items() if key in model.model_fields}
         check_arguments("engine", name, model, own)
         inside = own.get("engine", "transformers")

@@ -62,7 +62,6 @@ def _processes(
     engines: int = 1,
     engine: str = "transformers",
     threads: int = 1,
-    checksum: bool = False,
     **arguments: Any,
 ) -> list[Engine]:
     """`engines` processes on this machine, as `ProcessArguments`; their engines take the rest."""
@@ -76,7 +75,7 @@ def _processes(
         engine=Component(name=engine, arguments=arguments),
         threads=threads,
     )
-    hand_over = SharedMemoryHandOver(checksum=checksum)
+    hand_over = SharedMemoryHandOver()
     logs = surroundings.scratch
     started = [
         ProcessEngine(recipe, hand_over, log=logs / f"engine_{number}.log") for number in range(engines)

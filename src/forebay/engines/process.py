@@ -6,7 +6,7 @@
       generate, abort, pause, ...  --(number, method, arguments)--------------->  the real engine
                                    <-(number, result or error)------------------
       num_made                     <-(progress of what runs), twice a second----
-      load_weights,    WeightHandOver --(send_weights: where they are)--------->  WeightInbox --> engine
+      load_weights,    hand-over ------(send_weights: where they are)--------->  WeightInbox --> engine
       load_adapters -->
 
       woken by: an answer, or the end of the child, which ends every call with `EngineLost`
@@ -44,7 +44,7 @@ from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersErr
 if TYPE_CHECKING:
     import torch
 
-    from forebay.engines.weight_handover import WeightHandOver
+    from forebay.engines.weight_handover import SharedMemoryHandOver
 
 CLOSE_LIMIT_S = 10.0
 """For an engine to end what it does; then its process is killed."""
@@ -109,7 +109,7 @@ class ProcessEngine:
     def __init__(
         self,
         recipe: EngineRecipe,
-        hand_over: WeightHandOver,
+        hand_over: SharedMemoryHandOver,
         *,
         log: Path,
         start_limit_s: float = START_LIMIT_S,
@@ -132,7 +132,7 @@ class ProcessEngine:
         """Whether the child may lack the weights of the last hand-over."""
         self._starting: _Child | None = _Child(recipe, log)
         self._child: _Child | None = None
-        hand_over.join(self)
+        hand_over.join()
 
     def wait_until_ready(self) -> None:
         """Block until the child has loaded its model; several engines can be started before the first wait.
@@ -152,11 +152,6 @@ class ProcessEngine:
     def model_step(self) -> int:
         """The step of the weights that make the next token."""
         return self._model_step
-
-    @property
-    def is_up(self) -> bool:
-        """Whether there is a child that has loaded its model."""
-        return self._child is not None
 
     @property
     def max_context_tokens(self) -> int:
@@ -310,7 +305,7 @@ class ProcessEngine:
                         await self._ask("close")
         finally:
             self._lose("the engine is closed")
-            self._hand_over.leave(self)
+            self._hand_over.leave()
             if self._reader_task is not None:
                 await asyncio.gather(self._reader_task, return_exceptions=True)
 

@@ -1,14 +1,12 @@
-"""Handing weights to engines in other processes: through shared memory on one machine, or by broadcast.
+"""Handing weights to engines in other processes of this machine, through shared memory.
 
 ::
 
     trainer's process                                        each engine's process
     load_weights of engine 1 --+
-    load_weights of engine 2 --+-> hand-over, once for all     WeightInbox
-         SharedMemoryHandOver: written into one file in memory
-              --message: path, layout, CRCs--------------------> maps the file ----+
-         BroadcastHandOver: gloo or NCCL, bucket by bucket                         +--> engine.load_weights
-              --message: group, layout----> --bytes------------> own buffer -------+
+    load_weights of engine 2 --+-> SharedMemoryHandOver        WeightInbox
+         written once for all into one file in memory
+              --message: path, layout--------------------------> maps the file --> engine.load_weights
          <------------------------------------------------------ answered when they are in use
 
 With LoRA, adapters travel in the same way; the message then has their config too, and the inbox calls
@@ -31,8 +29,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from forebay.engines.base import EngineLost, TakesAdapters
-from forebay.engines.broadcast import Broadcaster, Receiver
-from forebay.engines.weight_layout import WeightsCorruptError, from_message, layout_of
+from forebay.engines.weight_layout import from_message, layout_of
 from forebay.models.starting_weights import AdaptersRefusedError
 
 Weights = Sequence[tuple[str, torch.Tensor]]
@@ -41,48 +38,8 @@ Weights = Sequence[tuple[str, torch.Tensor]]
 class Member(Protocol):
     """An engine elsewhere that takes part in hand-overs."""
 
-    @property
-    def is_up(self) -> bool:
-        """Whether it is there: nobody waits for one that is not."""
-        ...
-
     async def send_weights(self, message: dict[str, Any]) -> None:
         """Have the engine's `WeightInbox` handle `message`; returns once it has."""
-        ...
-
-
-class WeightHandOver(Protocol):
-    """One way of giving weights to several engines."""
-
-    def join(self, member: Member) -> None:
-        """Count `member` among those that get weights."""
-        ...
-
-    def leave(self, member: Member) -> None:
-        """Forget `member`; it was closed or is gone."""
-        ...
-
-    async def load(
-        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
-    ) -> None:
-        """Return once `member` uses `weights`. Calls with the same object share one hand-over.
-
-        With `adapters`, the config of LoRA adapters, `weights` are these, for the member's starting weights.
-        """
-        ...
-
-    async def again(self, member: Member) -> None:
-        """Give a member that began anew the weights of the last hand-over, if there was one.
-
-        Where these were adapters, it gets the whole weights of an earlier hand-over before them.
-
-        Raises:
-            EngineLost: they are not kept, or are adapters that the member refuses now.
-        """
-        ...
-
-    def close(self) -> None:
-        """Free the memory or the connections; members may still be there, and can be given weights again."""
         ...
 
 
@@ -94,24 +51,22 @@ class SharedMemoryHandOver:
     own, so that an engine that hangs holds nobody up. It goes when the last process that has it ends, however
     that ends, and here with the last member. Adapters have memory of their own beside the whole weights.
 
-    >>> hand_over = SharedMemoryHandOver(checksum=True)
+    >>> hand_over = SharedMemoryHandOver()
     >>> hand_over.close()
     """
 
-    def __init__(self, *, checksum: bool = False) -> None:
-        """`checksum`: engines compare a CRC-32 of every parameter before they take it."""
-        self._checksum = checksum
+    def __init__(self) -> None:
         self._whole: _Written | None = None
         self._adapters: _Written | None = None
         """What was given since then, if that were adapters."""
         self._num_members = 0
 
-    def join(self, member: Member) -> None:
-        """Keep the memory for `member` too."""
+    def join(self) -> None:
+        """Keep the memory for one member more."""
         self._num_members += 1
 
-    def leave(self, member: Member) -> None:
-        """Free the memory if `member` was the last."""
+    def leave(self) -> None:
+        """Free the memory if the member that goes was the last."""
         self._num_members -= 1
         if self._num_members == 0:
             self.close()
@@ -119,7 +74,10 @@ class SharedMemoryHandOver:
     async def load(
         self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
     ) -> None:
-        """Return once `member` uses `weights`, which are written at the first call with them."""
+        """Return once `member` uses `weights`. Calls with the same object share one hand-over.
+
+        With `adapters`, the config of LoRA adapters, `weights` are these, for the member's starting weights.
+        """
         written = self._latest(weights, model_step, adapters)
         try:
             await self._give(member, written)
@@ -130,7 +88,9 @@ class SharedMemoryHandOver:
             raise
 
     async def again(self, member: Member) -> None:
-        """Have `member` read the memory once more.
+        """Give a member that began anew the weights of the last hand-over, if there was one.
+
+        Where these were adapters, it gets the whole weights of an earlier hand-over before them.
 
         Raises:
             EngineLost: it refuses the adapters that it, or others, have taken before.
@@ -188,11 +148,9 @@ class SharedMemoryHandOver:
         layout.write(free.data, written.weights)
         written.file = free
         return {
-            "kind": "memory",
             "path": free.path,
             "inode": free.inode,
             "layout": layout.to_message(),
-            "checksums": layout.checksums(free.data) if self._checksum else None,
         }
 
     def close(self) -> None:
@@ -203,147 +161,29 @@ class SharedMemoryHandOver:
         self._whole = self._adapters = None
 
 
-class BroadcastHandOver:
-    """Broadcasts weights to all its members at once: for engines on other machines or other GPUs.
-
-    Invariants: all members that are up get every hand-over, whoever it was started for; where one is lost on
-    the way, it begins again for those that are left, which keep the weights they have until it has succeeded.
-
-    >>> hand_over = BroadcastHandOver(host="10.0.0.1", device="cuda:0")             # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        *,
-        host: str = "127.0.0.1",
-        device: str = "cpu",
-        checksum: bool = False,
-        timeout_s: float = 300.0,
-    ) -> None:
-        """`host` is this machine as the members know it, where they meet; `device` the trainer's.
-
-        A member that does not take part within `timeout_s` is lost.
-        """
-        self._broadcaster = Broadcaster(host=host, device=device, timeout_s=timeout_s)
-        self._checksum = checksum
-        self._members: list[Member] = []
-        self._group_members: list[Member] = []
-        self._sent: tuple[Weights, asyncio.Future[dict[int, BaseException | None]]] | None = None
-
-    def join(self, member: Member) -> None:
-        """The next hand-over goes to `member` too."""
-        self._members.append(member)
-
-    def leave(self, member: Member) -> None:
-        """Go on without `member`."""
-        if member in self._members:
-            self._members.remove(member)
-        if not self._members:
-            self.close()
-
-    async def load(
-        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
-    ) -> None:
-        """Return once `member` uses `weights`, which the first call with them sends to all members."""
-        if self._sent is None or self._sent[0] is not weights:
-            earlier = self._sent[1] if self._sent else None
-            told = {"model_step": model_step, "adapters": adapters}
-            self._sent = weights, asyncio.ensure_future(self._send(weights, told, earlier))
-        errors = await asyncio.shield(self._sent[1])
-        if id(member) not in errors:
-            raise EngineLost("it was not there when the weights were broadcast")
-        if (error := errors[id(member)]) is not None:
-            raise error
-
-    async def again(self, member: Member) -> None:
-        """Not possible: what was sent is not kept.
-
-        Raises:
-            EngineLost: there was a hand-over.
-        """
-        if self._sent is not None:
-            raise EngineLost("its weights were broadcast and are not kept: it waits for the next hand-over")
-
-    async def _send(
-        self, weights: Weights, told: Mapping[str, Any], earlier: asyncio.Future[Any] | None
-    ) -> dict[int, BaseException | None]:
-        if earlier is not None:
-            await asyncio.wait([earlier])
-        errors: dict[int, BaseException | None] = {}
-        while members := [member for member in self._members if member.is_up and id(member) not in errors]:
-            *answers, sent = await self._broadcast(members, weights, told)
-            if sent is not None or any(answers):
-                self._broadcaster.forget_group()
-            lost = {id(m): a for m, a in zip(members, answers, strict=True) if isinstance(a, EngineLost)}
-            errors |= lost
-            if not lost:
-                errors |= {id(m): a or sent for m, a in zip(members, answers, strict=True)}
-        return errors
-
-    async def _broadcast(
-        self, members: list[Member], weights: Weights, told: Mapping[str, Any]
-    ) -> list[BaseException | None]:
-        """What became of it at each member, and here."""
-        if members != self._group_members:
-            self._broadcaster.forget_group()
-            self._group_members = members
-        group = self._broadcaster.group(len(members))
-        layout = layout_of(weights)
-        message = {
-            **told,
-            "kind": "broadcast",
-            "layout": layout.to_message(),
-            "checksum": self._checksum,
-        }
-        sending = asyncio.ensure_future(
-            asyncio.to_thread(self._broadcaster.send, layout, weights, self._checksum)
-        )
-        return await asyncio.gather(
-            *(
-                member.send_weights({**message, "group": {**group, "rank": rank}})
-                for rank, member in enumerate(members, start=1)
-            ),
-            sending,
-            return_exceptions=True,
-        )
-
-    def close(self) -> None:
-        """End the connections."""
-        self._broadcaster.forget_group()
-
-
 class WeightInbox:
-    """The engine's side of every hand-over.
+    """The engine's side of a hand-over.
 
     >>> inbox = WeightInbox(engine)                                                 # doctest: +SKIP
     >>> await inbox.handle(message)                                                 # doctest: +SKIP
     """
 
-    def __init__(self, engine: _TakesWeights, device: str = "cpu") -> None:
-        """`device` is where a broadcast arrives."""
+    def __init__(self, engine: _TakesWeights) -> None:
         self._engine = engine
-        self._device = device
         self._mapped: tuple[int, torch.Tensor] | None = None
-        self._receiver = Receiver(device)
         self._turn = asyncio.Lock()
 
     async def handle(self, message: dict[str, Any]) -> None:
         """Bring the weights that `message` announces into use, after those that were announced before.
 
         Raises:
-            WeightsCorruptError: they are not those that were sent; the engine keeps what it has.
+            RuntimeError: the memory was given back meanwhile; the engine keeps what it has.
             ValueError: they are not those of the engine's model, or adapters that it refuses.
         """
         layout = from_message(message["layout"])
         # One that the sender has given up may still be at it, and must not end after a later one.
         async with self._turn:
-            if message["kind"] == "memory":
-                data = self._map(message["path"], message["inode"], layout.num_bytes)
-                checksums = message["checksums"]
-            else:
-                data, checksums = await asyncio.to_thread(self._receiver.receive, layout, message)
-            if checksums is not None:
-                await asyncio.to_thread(layout.check, data.cpu(), checksums)
+            data = self._map(message["path"], message["inode"], layout.num_bytes)
             weights, step, adapters = layout.views(data), message["model_step"], message["adapters"]
             if adapters is None:
                 await self._engine.load_weights(weights, step)
@@ -354,7 +194,7 @@ class WeightInbox:
         # Not by the path: it has the number of a descriptor, which the next file may get again.
         if self._mapped is None or self._mapped[0] != inode:
             if not os.path.exists(path) or os.stat(path).st_ino != inode:
-                raise WeightsCorruptError(f"{path} is not the memory that was announced; it was given back")
+                raise RuntimeError(f"{path} is not the memory that was announced; it was given back")
             self._mapped = inode, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._mapped[1]
 

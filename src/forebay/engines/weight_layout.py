@@ -2,17 +2,15 @@
 
 ::
 
-    weights --layout_of--> WeightLayout --write--> bytes --(memory, broadcast)--> bytes --views--> weights
+    weights --layout_of--> WeightLayout --write--> bytes --(shared memory)--> bytes --views--> weights
                                |                                                            ^
                                +--- as plain data, beside them: to_message, from_message ---+
 
-Every parameter starts at a multiple of 64 bytes, so that a view of it has the alignment of any dtype. The
-checksum of a parameter is the CRC-32 of its bytes: against a torn or misplaced copy, not against an attacker.
+Every parameter starts at a multiple of 64 bytes, so that a view of it has the alignment of any dtype.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,10 +19,6 @@ import torch
 
 ALIGNMENT = 64
 """A cache line; any dtype's alignment divides it."""
-
-
-class WeightsCorruptError(RuntimeError):
-    """What arrived is not what was sent."""
 
 
 @dataclass(frozen=True)
@@ -70,24 +64,6 @@ class WeightLayout:
             for spec, (name, tensor) in zip(self.specs, weights, strict=True):
                 assert spec.name == name, f"{name} comes where {spec.name} was laid out"
                 self.view(data, spec).copy_(tensor)
-
-    def checksums(self, data: torch.Tensor) -> list[int]:
-        """CRC-32 of every parameter; `data` is on the CPU."""
-        return [
-            zlib.crc32(data[spec.start : spec.start + spec.num_bytes].numpy().data) for spec in self.specs
-        ]
-
-    def check(self, data: torch.Tensor, checksums: Iterable[int]) -> None:
-        """Compare `data` with the sender's `checksums`.
-
-        Raises:
-            WeightsCorruptError: a parameter differs; the first one is named.
-        """
-        for spec, ours, theirs in zip(self.specs, self.checksums(data), checksums, strict=True):
-            if ours != theirs:
-                raise WeightsCorruptError(
-                    f"the bytes of {spec.name!r} changed on the way: CRC-32 {ours:08x}, sent as {theirs:08x}"
-                )
 
     def to_message(self) -> list[tuple[str, str, tuple[int, ...]]]:
         """Plain data from which `from_message` makes the same layout."""

@@ -16,7 +16,6 @@ import glob
 import os
 import re
 import sys
-import traceback
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -80,17 +79,6 @@ def locate(text: str, folders: Sequence[Path] | None) -> str:
         ):
             return path
     return text
-
-
-def where_raised(error: BaseException) -> str:
-    """`` (rewards.py, line 3)``: the innermost place in `error`'s traceback that is not a library's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if any(frame.filename.startswith(f"{folder}/") for folder in _own())]
-    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
-
-
-def _own() -> list[str]:
-    return [folder for folder in _imported_from or [str(Path.cwd())] if folder != "/"]
 
 
 def _located_arguments(value: Any, info: ValidationInfo) -> Any:

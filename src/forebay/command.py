@@ -24,6 +24,7 @@ from rich.text import Text
 
 from forebay.config import ConfigError
 from forebay.extras import MissingLibraryError, missing
+from forebay.tracebacks import first_error
 
 FAILED = 2
 INTERRUPTED = 130
@@ -72,7 +73,7 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
             raise
         fail(str(error) if isinstance(error, MissingLibraryError) else str(missing(error.name or "", "this")))
     except Exception as error:
-        first = _first(error)
+        first = first_error(error)
         if not _is_mendable(first, also):
             raise
         fail(_said(first))
@@ -95,13 +96,6 @@ def say(message: str | Text) -> None:
 
 def _as_ctrl_c(signal_number: int, frame: FrameType | None) -> None:
     signal.raise_signal(signal.SIGINT)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The error that a group of them began with."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _is_mendable(error: BaseException, also: tuple[type[Exception], ...]) -> bool:

@@ -29,8 +29,8 @@ from forebay.beside import (
     imported_from,
     make_importable,
     search_folders,
-    where_raised,
 )
+from forebay.tracebacks import raised_at
 
 
 class ConfigError(ValueError):
@@ -309,7 +309,8 @@ def import_object(kind: str, path: str) -> Any:
         raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {error}{place}") from error
     # The user's module may raise anything while it is imported.
     except Exception as error:
-        said = f"{type(error).__name__}: {error}{where_raised(error)}"
+        raised = raised_at(error)
+        said = f"{type(error).__name__}: {error}{f' ({raised})' if raised else ''}"
         raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {said}") from error
     try:
         return getattr(module, attribute)

@@ -13,6 +13,13 @@ _NOT_THE_USERS = ("<", *(os.path.join(path, "") for path in [str(Path(__file__).
 fails in there was usually called wrongly from the user's code."""
 
 
+def first_error(error: BaseException) -> BaseException:
+    """What a group of errors began with: its other members only ended because of that one."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def raised_at(error: BaseException) -> str | None:
     """The last frame in a user's own code, as ``FILE, line N``; None if the error has passed through none."""
     # Without source lines, which nobody reads here and which would be looked up in the files.

@@ -23,7 +23,7 @@ from forebay.runs.build import ProductionProgress, _drawn
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
-from forebay.runs.launch import _logs_shown, launch, launch_evaluation
+from forebay.runs.launch import launch, launch_evaluation
 from forebay.train import TrainController, WarmupConfig
 from forebay.types import RolloutState, Status
 
@@ -367,7 +367,7 @@ def test_the_log_of_the_library_is_shown_with_one_traceback(tmp_path, capsys):
     train(tmp_path, tasks=[task], steps=1)
     out = " ".join(capsys.readouterr().out.split())
     assert "training prompts are left out: their text is among the evaluation's" in out
-    with RunDisplay() as display, _logs_shown(display):
+    with RunDisplay() as display, logs_shown(display):
         for number in range(2):
             try:
                 raise RuntimeError("broken")

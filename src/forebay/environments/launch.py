@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
-import os
-import signal
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +24,10 @@ from forebay.environments.ppo import PPOTrainer
 from forebay.environments.run import FragmentRun, draw, train, working
 from forebay.environments.vector import MODES, spaces
 from forebay.fragments import FragmentStore, ReplayBufferActor
-from forebay.metrics import MetricsConfig
+from forebay.metrics import STEP_S, MetricsConfig
 from forebay.runs.folder import disk_errors_of_run, finished_line, occupied, prepare, write_run_file
-
-INTERRUPTED = 130
-"""What shells report for a program that Ctrl-C ended."""
+from forebay.runs.surroundings import logs_shown, stopped_by_signals
+from forebay.tracebacks import first_error
 
 
 async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overwrite: bool = False) -> bool:
@@ -66,20 +60,25 @@ async def _launch(config: FragmentRunConfig, resume: Path | None, *, overwrite: 
     with (
         buffer_folder(config.folder, saved.fragments if saved is not None and fits else None) as path,
         FragmentDisplay() as display,
-        _warnings_shown(display),
+        logs_shown(display),
     ):
         run = _build(config, trainer, mode, saved, {"path": str(path)}, display)
         display.start(config.name, _facts(run), step=trainer.step, total=config.steps)
         if saved is not None and not fits:
             display.warning("the fragments of the checkpoint are of another stream of steps and stay behind")
         try:
-            with _stopped_by_signals(run):
-                await _work(run)
+            with stopped_by_signals(run.stop, display, config.folder):
+                async with working(run):
+                    await train(run)
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
         finally:
             await run.buffer.close()
             run.metrics.close()
         rows = await asyncio.to_thread(draw, run)
-        display.summary(rows, _totals(run, rows), config.folder)
+        trained = [row for row in rows if STEP_S in row]
+        tried = [row for row in rows if EVAL_RETURN in row]
+        display.end(trained, tried, _totals(run), config.folder)
     return run.stop.is_set()
 
 
@@ -181,21 +180,6 @@ def _seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1)[0])
 
 
-async def _work(run: FragmentRun) -> None:
-    try:
-        async with working(run):
-            await train(run)
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
-
-
-def _first(error: BaseException) -> BaseException:
-    """What began it: the group's members after the first only ended because of it."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def _facts(run: FragmentRun) -> dict[str, object]:
     config = run.config
     env, fragments = config.environment, config.fragments
@@ -209,63 +193,11 @@ def _facts(run: FragmentRun) -> dict[str, object]:
     }
 
 
-def _totals(run: FragmentRun, rows: list[dict[str, float | None]]) -> dict[str, object]:
-    tried = [row for row in rows if row.get(EVAL_RETURN) is not None]
-    facts: dict[str, object] = {}
-    if tried:
-        last = tried[-1]
-        facts["evaluation"] = (
-            f"mean return {last[EVAL_RETURN]:.4g} over {last['eval/episodes']:.0f} episodes with the "
-            f"likeliest actions, at step {last['train_step']:.0f}"
-        )
-    facts["steps"] = f"{run.hub.num_steps:,} in {run.hub.num_episodes:,} episodes"
+def _totals(run: FragmentRun) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "environment steps": f"{run.hub.num_steps:,} in {run.hub.num_episodes:,} episodes",
+        "evaluations": f"mean return of {run.config.eval_episodes} episodes with the likeliest actions",
+    }
     if run.crew.num_restarts:
         facts["restarts"] = f"{run.crew.num_restarts} workers died and were started again"
     return facts
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(run: FragmentRun) -> Iterator[None]:
-    """First Ctrl-C, or SIGTERM: stop after this step. Second: leave now, without saving."""
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def leave(*_: object) -> None:
-        run.display.close()
-        os._exit(INTERRUPTED)
-
-    def stop() -> None:
-        run.stop.set()
-        run.display.message("Stopping: this step is finished and saved first. Ctrl-C again: leave at once.")
-        for number in before:
-            loop.remove_signal_handler(number)
-            signal.signal(number, leave)
-
-    for number in before:
-        loop.add_signal_handler(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-
-class _WarningHandler(logging.Handler):
-    def __init__(self, display: FragmentDisplay) -> None:
-        super().__init__(logging.WARNING)
-        self._display = display
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._display.warning(record.getMessage())
-
-
-@contextlib.contextmanager
-def _warnings_shown(display: FragmentDisplay) -> Iterator[None]:
-    """Show what the package warns of, for as long as the run lasts."""
-    logger, handler = logging.getLogger("forebay"), _WarningHandler(display)
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)

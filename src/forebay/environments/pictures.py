@@ -15,10 +15,7 @@ import numpy as np
 
 from forebay.environments.display import EVAL_RETURN, LAG, RETURN, STEPS_PER_S
 from forebay.metrics import STEP_S
-from forebay.runs.pictures import Rows, read_curve
-
-# Okabe & Ito 2008, "Color universal design": told apart with every common colour blindness.
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
+from forebay.runs.pictures import BLUE, ORANGE, Rows, label_axes, read_curve
 
 
 def learning_curve(rows: Rows, path: Path, title: str) -> None:
@@ -29,33 +26,22 @@ def learning_curve(rows: Rows, path: Path, title: str) -> None:
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=[1.8, 1])
     axes = figure.add_subplot(grid[0, :])
-    axes.plot(*read_curve(rows, RETURN), color=_BLUE, linewidth=2, label="last 100 training episodes")
+    axes.plot(*read_curve(rows, RETURN), color=BLUE, linewidth=2, label="last 100 training episodes")
     tried = read_curve(rows, EVAL_RETURN)
-    axes.plot(*tried, "D--", color=_ORANGE, markersize=6, linewidth=1, label="evaluation")
+    axes.plot(*tried, "D--", color=ORANGE, markersize=6, linewidth=1, label="evaluation")
     if len(tried.values):
         at = (tried.steps[-1], tried.values[-1])
-        style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": _ORANGE}
+        style: dict[str, Any] = {"ha": "right", "fontsize": 9, "color": ORANGE}
         axes.annotate(f"{at[1]:.4g}", at, (0, 9), textcoords="offset points", **style)
     axes.legend(loc="best", frameon=False, fontsize=9)
-    _label(axes, title, "mean return")
+    label_axes(axes, title, "mean return", from_zero=False)
     panels = [(LAG, "lag of the weights", "train steps"), (STEPS_PER_S, "speed", "environment steps/s")]
     for column, (name, heading, unit) in enumerate([*panels, (STEP_S, "time of a step", "seconds")]):
         axes = figure.add_subplot(grid[1, column])
-        axes.plot(*read_curve(rows, name), color=_BLUE, linewidth=1)
-        _label(axes, heading, unit)
-        axes.set_ylim(bottom=0)
+        axes.plot(*read_curve(rows, name), color=BLUE, linewidth=1)
+        label_axes(axes, heading, unit, from_zero=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
-
-
-def _label(axes: Any, title: str, unit: str) -> None:
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel("train step", fontsize=9)
-    axes.set_ylabel(unit, fontsize=9)
-    axes.tick_params(labelsize=8)
-    axes.margins(x=0.02)
-    axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def frame_strip(frames: Mapping[int, np.ndarray[Any, Any]], path: Path) -> None:

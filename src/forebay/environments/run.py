@@ -161,7 +161,7 @@ async def _evaluate(run: FragmentRun) -> None:
     run.display.phase("evaluating")
     metrics = await asyncio.to_thread(evaluation.measure, run.config, run.trainer.policy)
     run.metrics.log(run.trainer.step, metrics)
-    run.display.evaluation(run.trainer.step, metrics)
+    run.display.evaluation(f"step {run.trainer.step}", metrics)
 
 
 async def _save(run: FragmentRun) -> None:

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -48,17 +48,9 @@ _MAX_MESSAGE = 240
 """Characters of a message of a sampled rollout; both ends stay, for the answer is usually at the end."""
 PROGRESS_EVERY_S = 10.0
 """Between two lines of progress where there is no terminal: enough to see that it goes on."""
+_STEP_WIDTH, _ETA_WIDTH = 9, 7
 
-_COLUMNS = {"step": 9, "reward": 8, "eval": 7, "tokens/s": 10, "length": 8, "s/step": 8, "ETA": 7}
-_EVAL_SHOWN = ("score", "accuracy", "length", "truncated")
-_SAVED = {
-    "model": "the trained model and its tokenizer",
-    "learning_curve.png": "reward, length, speed and time by step",
-    "metrics.jsonl": "every number of every step",
-    "rollouts.jsonl": "sampled rollouts of every step",
-    "checkpoints": "to go on from",
-    "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
-}
+_EVAL_SHOWN = ("score", "accuracy", "length", "truncated", "return", "min_return")
 
 
 class RunDisplay:
@@ -73,6 +65,25 @@ class RunDisplay:
           2/2   0.250      -      9.1k       -   0.500   0:00  train 100
     >>> display.close()
     """
+
+    numbers: ClassVar[Mapping[str, tuple[str, int]]] = {
+        "reward": (REWARD, 8),
+        "eval": (EVAL_SCORE, 7),
+        "tokens/s": (TOKENS_PER_S, 10),
+        "length": (RESPONSE_TOKENS, 8),
+        "s/step": (STEP_S, 8),
+    }
+    """The columns of a step line: which metric, how wide. The first is drawn, with ``eval``, as the curve."""
+    curve_title: ClassVar[str] = "reward by train step, smoothed; o: held-out score"
+    saved: ClassVar[Mapping[str, str]] = {
+        "model": "the trained model and its tokenizer",
+        "learning_curve.png": "reward, length, speed and time by step",
+        "metrics.jsonl": "every number of every step",
+        "rollouts.jsonl": "sampled rollouts of every step",
+        "checkpoints": "to go on from",
+        "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
+    }
+    """What a run folder may hold at the end, by pattern."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -92,7 +103,7 @@ class RunDisplay:
         self._phase_name, self._progress_at = "", self._phase_at
         self._produced: tuple[int, int] | None = None
 
-    def __enter__(self) -> RunDisplay:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -180,7 +191,7 @@ class RunDisplay:
 
     def evaluation(self, label: str, metrics: Mapping[str, float]) -> None:
         """The held-out prompts were tried: one line, and one more for each task if there are several."""
-        self._eval_score = metrics.get(EVAL_SCORE)
+        self._eval_score = metrics.get(self.numbers["eval"][0])
         for scope, values in _eval_scopes(metrics).items():
             numbers = "  ".join(f"{name} {number(value)}" for name, value in values.items())
             self._print(
@@ -221,11 +232,6 @@ class RunDisplay:
 
         `balance` counts groups by task and outcome; `more_facts` are further lines, by name.
         """
-        self.close()
-        self._console.rule(Text("summary"), style="dim", characters="-")
-        if evaluations:
-            self._print(_before_and_after(evaluations[0], evaluations[-1]))
-        self._print_curve(history, evaluations)
         samples = sum(row.get(SAMPLES) or 0.0 for row in history)
         tokens = sum((row.get(SAMPLES) or 0.0) * (row.get(RESPONSE_TOKENS) or 0.0) for row in history)
         groups = {
@@ -233,15 +239,24 @@ class RunDisplay:
             for task, counts in balance.items()
         }
         facts = {
-            "steps": len(history),
-            "time": f"{duration(self._clock() - self._started_at)} in this process",
             "rollouts": f"{samples:,.0f} with {tokens:,.0f} tokens trained",
             **groups,
             **(more_facts or {}),
         }
-        self._print_facts(facts)
+        self.end(history, evaluations, facts, folder)
+
+    def end(self, history: Rows, evaluations: Rows, facts: Mapping[str, object], folder: Path) -> None:
+        """Held-out scores, the curve, these facts, what is saved in `folder`, and what to do next."""
+        self.close()
+        self._console.rule(Text("summary"), style="dim", characters="-")
+        if evaluations:
+            self._print(_before_and_after(evaluations[0], evaluations[-1]))
+        self._print_curve(history, evaluations)
+        took = f"{duration(self._clock() - self._started_at)} in this process"
+        self._print_facts({"steps": len(history), "time": took, **facts})
         self._print(Text("\nsaved", "bold"))
-        self._print_facts({str(path): what for name, what in _SAVED.items() for path in folder.glob(name)})
+        found = {str(path): what for name, what in self.saved.items() for path in folder.glob(name)}
+        self._print_facts(found)
         self._print(Text("\nnext", "bold"))
         self._print_facts(self._next_commands(shlex.quote(str(folder)), is_evaluated=bool(evaluations)))
 
@@ -271,34 +286,40 @@ class RunDisplay:
             self._print(Text.assemble((f"  {clean(name).ljust(width)}  ", "dim"), clean(str(value))))
 
     def _print_step_line(self) -> None:
-        cells = {
-            "step": f"{self._step}/{self._total}",
-            "reward": number(mean(self._window, REWARD)),
-            "eval": number(self._eval_score),
-            "tokens/s": number(mean(self._window, TOKENS_PER_S)),
-            "length": number(mean(self._window, RESPONSE_TOKENS)),
-            "s/step": number(mean(self._window, STEP_S)),
-            "ETA": self._eta(),
-        }
+        widths = {name: width for name, (_, width) in self.numbers.items()}
         if self._lines_under_header % _HEADER_EVERY == 0:
-            header = "".join(name.rjust(width) for name, width in _COLUMNS.items())
-            self._print(Text(f"{header}  % of time", "dim"))
-        line = Text()
-        for name, width in _COLUMNS.items():
-            line.append(cells[name].rjust(width), "bold" if name == "reward" else "")
+            header = "".join(name.rjust(width) for name, width in widths.items())
+            self._print(Text(f"{'step':>{_STEP_WIDTH}}{header}{'ETA':>{_ETA_WIDTH}}  % of time", "dim"))
+        line = Text(f"{self._step}/{self._total}".rjust(_STEP_WIDTH))
+        for place, (name, value) in enumerate(self._shown(self._window).items()):
+            line.append(value.rjust(widths[name]), "" if place else "bold")
+        line.append(self._eta().rjust(_ETA_WIDTH))
         width = min(WIDTH, self._console.width)
-        line.append(_time_split(self._window, width - sum(_COLUMNS.values())))
+        line.append(_time_split(self._window, width - line.cell_len))
         self._print(line)
         self._lines_under_header += 1
+
+    def _shown(self, rows: Sequence[Mapping[str, float]]) -> dict[str, str]:
+        """The numbers of a step line, as means of `rows`; of evaluations the last."""
+        means = {name: number(mean(rows, metric)) for name, (metric, _) in self.numbers.items()}
+        return means | {"eval": number(self._eval_score)}
 
     def _eta(self) -> str:
         step_s = mean(self._recent, STEP_S)
         return "-" if math.isnan(step_s) else duration((self._total - self._step) * step_s)
 
     def _print_curve(self, history: Rows, evaluations: Rows) -> None:
-        width = min(WIDTH, self._console.width)
-        if curve := terminal_curve(history, evaluations, width=width, height=12, ascii_only=self._is_ascii):
-            self._print(Text("\nreward by train step, smoothed; o: held-out score", "dim"))
+        (drawn, _), (score, _) = next(iter(self.numbers.values())), self.numbers["eval"]
+        curve = terminal_curve(
+            history,
+            evaluations,
+            names=(drawn, score),
+            width=min(WIDTH, self._console.width),
+            height=12,
+            ascii_only=self._is_ascii,
+        )
+        if curve:
+            self._print(Text(f"\n{self.curve_title}", "dim"))
             self._print(Text(curve))
 
     def _note(self) -> None:
@@ -321,15 +342,10 @@ class RunDisplay:
         return panel(step, now, width=self._console.width, ascii_only=self._is_ascii)
 
     def _last_numbers(self) -> dict[str, str]:
-        last = self._recent[-1] if self._recent else {}
-        smoothed = f" (mean of {len(self._recent)}: {number(mean(self._recent, REWARD))})"
-        shown = {
-            "reward": number(last.get(REWARD)) + (smoothed if last else ""),
-            "eval": number(self._eval_score),
-            "tokens/s": number(last.get(TOKENS_PER_S)),
-            "length": number(last.get(RESPONSE_TOKENS)),
-            "s/step": number(last.get(STEP_S)),
-        }
+        shown = self._shown(list(self._recent)[-1:])
+        first, (metric, _) = next(iter(self.numbers.items()))
+        if self._recent:
+            shown[first] += f" (mean of {len(self._recent)}: {number(mean(self._recent, metric))})"
         return {name: value for name, value in shown.items() if value != "-"} or {"": "-"}
 
     @property

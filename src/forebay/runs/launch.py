@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import os
 import signal
 import threading
-import traceback
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -50,6 +47,7 @@ from forebay.runs.placement import Cluster, PartLost, make_cluster
 from forebay.runs.preflight import try_judges
 from forebay.runs.rollouts import build_rollouts
 from forebay.runs.separate import run_separate
+from forebay.runs.surroundings import logs_shown, stopped_by_signals
 from forebay.train.ranks import RankError
 
 MAX_RESTARTS = 3
@@ -84,7 +82,7 @@ async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) ->
     changes = [] if checkpoint is None else changed(saved_config(config.folder), config)
     if checkpoint is not None and step >= config.steps and is_finished(config.folder, checkpoint):
         return finished_line(config.folder, step), False
-    with RunDisplay() as display, _logs_shown(display):
+    with RunDisplay() as display, logs_shown(display):
         display.start(config.name, _facts(config), step=step, total=config.steps)
         for line in changes:
             display.message(line)
@@ -204,11 +202,8 @@ def _lost_part(run: Run, error: Exception) -> str:
 
 
 async def _interruptible(run: Run) -> None:
-    remove_handler = _stop_on_signals(run)
-    try:
+    with stopped_by_signals(run.stop, run.display, run.folder):
         await _LOOPS[run.config.produce.mode](run)
-    finally:
-        remove_handler()
 
 
 async def _back_to_checkpoint(run: Run, reason: str) -> Run:
@@ -248,7 +243,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
         try:
             if not rollouts.eval_sets:
                 raise ConfigError(f"run {config.name!r} holds out no prompts: give a task eval_data")
-            with RunDisplay() as display, _logs_shown(display):
+            with RunDisplay() as display, logs_shown(display):
                 display.start(f"eval {model_folder}", {})
                 groups = await steps.evaluation_groups(rollouts.eval_sets)
                 steps.refuse_failed(groups, cluster)
@@ -296,41 +291,6 @@ def _other_model(trainers: Sequence[Path]) -> str:
     return "name another model with --model"
 
 
-class _DisplayHandler(logging.Handler):
-    """Shows what the library logs, one line a record; of all tracebacks only the first."""
-
-    def __init__(self, display: RunDisplay) -> None:
-        super().__init__(logging.INFO)
-        self._display = display
-        self._traced = False
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        text = record.getMessage() if error is None else f"{record.getMessage()}: {error!r}"
-        if record.levelno < logging.WARNING:
-            self._display.message(text)
-            return
-        self._display.warning(text)
-        if error is not None and not self._traced:
-            self._traced = True
-            for line in "".join(traceback.format_exception(error)).splitlines():
-                self._display.traceback_line(line)
-
-
-@contextlib.contextmanager
-def _logs_shown(display: RunDisplay) -> Iterator[None]:
-    """Show the log of the package on `display`, for as long as the run lasts."""
-    logger, handler = logging.getLogger("forebay"), _DisplayHandler(display)
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-
-
 def _facts(config: RunConfig) -> dict[str, object]:
     tasks = ", ".join(task.name for task in config.tasks)
     batch = f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts"
@@ -341,35 +301,3 @@ def _facts(config: RunConfig) -> dict[str, object]:
         "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}",
         "folder": config.folder,
     }
-
-
-def _stop_on_signals(run: Run) -> Callable[[], None]:
-    """First Ctrl-C, or SIGTERM: stop after this step. Second: leave now, without saving."""
-    if threading.current_thread() is not threading.main_thread():
-        # Python gives signals to the main thread only; who runs a loop in another one ends it from there.
-        return lambda: None
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def leave(*_: object) -> None:
-        run.display.close()
-        kept = "the last checkpoint is kept" if list_checkpoints(run.folder) else "no checkpoint was made yet"
-        run.display.message(f"left at once; {kept} in {run.folder}")
-        os._exit(130)
-
-    def stop() -> None:
-        run.stop.set()
-        run.display.interrupted()
-        for number in before:
-            loop.remove_signal_handler(number)
-            signal.signal(number, leave)
-
-    for number in before:
-        loop.add_signal_handler(number, stop)
-
-    def remove() -> None:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-    return remove

@@ -24,7 +24,7 @@ Rows = Sequence[Mapping[str, float | None]]
 Floats = NDArray[np.float64]
 
 # Okabe & Ito 2008, "Color universal design": told apart with every common colour blindness.
-_BLUE, _ORANGE = "#0072B2", "#D55E00"
+BLUE, ORANGE = "#0072B2", "#D55E00"
 _PHASE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8a8a8a")
 
 _SMOOTHING_SHARE = 0.1
@@ -85,10 +85,10 @@ def _draw_reward(axes: Any, history: Rows, evaluations: Rows) -> None:
     scores = read_curve(evaluations, EVAL_SCORE)
     if len(scores.values):
         low, high = axes.get_ylim()
-        axes.plot(*scores, "D--", color=_ORANGE, markersize=6, linewidth=1, label="held-out score")
+        axes.plot(*scores, "D--", color=ORANGE, markersize=6, linewidth=1, label="held-out score")
         for index in {0, len(scores.values) - 1}:
             at = (scores.steps[index], scores.values[index])
-            style = {"ha": "center", "fontsize": 9, "color": _ORANGE}
+            style = {"ha": "center", "fontsize": 9, "color": ORANGE}
             axes.annotate(f"{at[1]:.3g}", at, (0, 9), textcoords="offset points", **style)
         # The limits are those of the rewards until now; a tenth more, for the numbers above the points.
         axes.set_ylim(min(low, 1.1 * scores.values.min()), max(high, 1.1 * scores.values.max()))
@@ -100,12 +100,12 @@ def _draw_line(axes: Any, curve: Curve, title: str, unit: str, *, label: str | N
     """The raw values thin, their moving average thick; short runs as points on a line."""
     window = _window(curve)
     if window == 1:
-        axes.plot(*curve, "o-", color=_BLUE, markersize=3.5, linewidth=1.2, label=label)
+        axes.plot(*curve, "o-", color=BLUE, markersize=3.5, linewidth=1.2, label=label)
     else:
         raw, mean = (f"{label} of each step", f"{label}, mean over {window} steps") if label else (None, None)
-        axes.plot(*curve, color=_BLUE, linewidth=0.8, alpha=0.4, label=raw)
-        axes.plot(curve.steps, smooth(curve.values, window), color=_BLUE, linewidth=2, label=mean)
-    _label(axes, title, unit, from_zero=bool((curve.values >= 0).all()))
+        axes.plot(*curve, color=BLUE, linewidth=0.8, alpha=0.4, label=raw)
+        axes.plot(curve.steps, smooth(curve.values, window), color=BLUE, linewidth=2, label=mean)
+    label_axes(axes, title, unit, from_zero=bool((curve.values >= 0).all()))
 
 
 def _draw_phases(axes: Any, history: Rows) -> None:
@@ -127,10 +127,11 @@ def _draw_phases(axes: Any, history: Rows) -> None:
     axes.legend(
         loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8, reverse=True, handlelength=1
     )
-    _label(axes, "time of a step", "seconds", from_zero=True)
+    label_axes(axes, "time of a step", "seconds", from_zero=True)
 
 
-def _label(axes: Any, title: str, unit: str, *, from_zero: bool) -> None:
+def label_axes(axes: Any, title: str, unit: str, *, from_zero: bool) -> None:
+    """Title and units of a panel over train steps, with few ticks and no frame."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_title(title, fontsize=10, loc="left")
@@ -147,11 +148,22 @@ def _label(axes: Any, title: str, unit: str, *, from_zero: bool) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def terminal_curve(history: Rows, evaluations: Rows, *, width: int, height: int, ascii_only: bool) -> str:
-    """The smoothed reward and the held-out scores as lines of text without colours; "" without rewards."""
+def terminal_curve(
+    history: Rows,
+    evaluations: Rows,
+    *,
+    width: int,
+    height: int,
+    ascii_only: bool,
+    names: tuple[str, str] = (REWARD, EVAL_SCORE),
+) -> str:
+    """The smoothed reward and the held-out scores as lines of text without colours; "" without rewards.
+
+    `names` are the metrics that stand for the two.
+    """
     import plotext
 
-    reward = read_curve(history, REWARD)
+    reward = read_curve(history, names[0])
     if len(reward.values) < 2:
         return ""
     # plotext keeps one figure for the whole process, and by itself cuts it to the terminal's size.
@@ -163,7 +175,7 @@ def terminal_curve(history: Rows, evaluations: Rows, *, width: int, height: int,
     line = smooth(reward.values, _window(reward))
     marker = "*" if ascii_only else "braille"
     figure.draw(figure.signal(reward.steps.tolist(), line.tolist(), marker=marker).lines())
-    scores = read_curve(evaluations, EVAL_SCORE)
+    scores = read_curve(evaluations, names[1])
     if len(scores.values):
         figure.draw(figure.signal(scores.steps.tolist(), scores.values.tolist(), marker="o"))
     text: str = figure.build().string(colorless=True)

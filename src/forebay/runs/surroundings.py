@@ -1,0 +1,91 @@
+"""What is around a run of any kind while it works: signals that end it, and the log of the package.
+
+::
+
+    Ctrl-C, SIGTERM --> stop after this step --a second one--> leave now, without saving
+    logging of "forebay" --> lines of the display
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+from forebay.runs.display import RunDisplay
+from forebay.runs.folder import list_checkpoints
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: asyncio.Event, display: RunDisplay, folder: Path) -> Iterator[None]:
+    """First Ctrl-C, or SIGTERM: `stop` is set, for after this step. Second: leave now, without saving."""
+    if threading.current_thread() is not threading.main_thread():
+        # Python gives signals to the main thread only; a loop in another thread is ended from there.
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def leave(*_: object) -> None:
+        display.close()
+        kept = "the last checkpoint is kept" if list_checkpoints(folder) else "no checkpoint was made yet"
+        display.message(f"left at once; {kept} in {folder}")
+        # What shells report for a program that Ctrl-C ended.
+        os._exit(130)
+
+    def on_first() -> None:
+        stop.set()
+        display.interrupted()
+        for number in before:
+            loop.remove_signal_handler(number)
+            signal.signal(number, leave)
+
+    for number in before:
+        loop.add_signal_handler(number, on_first)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+class _DisplayHandler(logging.Handler):
+    """Shows what the library logs, one line a record; of all tracebacks only the first."""
+
+    def __init__(self, display: RunDisplay) -> None:
+        super().__init__(logging.INFO)
+        self._display = display
+        self._traced = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage() if error is None else f"{record.getMessage()}: {error!r}"
+        if record.levelno < logging.WARNING:
+            self._display.message(text)
+            return
+        self._display.warning(text)
+        if error is not None and not self._traced:
+            self._traced = True
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                self._display.traceback_line(line)
+
+
+@contextlib.contextmanager
+def logs_shown(display: RunDisplay) -> Iterator[None]:
+    """Show the log of the package on `display`, for as long as the run lasts."""
+    logger, handler = logging.getLogger("forebay"), _DisplayHandler(display)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -73,3 +73,11 @@ def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stdout.strip() == str(tmp_path / "site" / "forebay" / "recipes" / "own_task")
+
+
+def test_wrong_usage_is_one_plain_line_in_a_pipe() -> None:
+    command = [sys.executable, "-c", MAIN, "train", "--dryrun", "run.toml"]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.returncode == 2
+    assert said.stderr.splitlines()[-1].startswith("Error: No such option: --dryrun")
+    assert said.stderr.isascii()

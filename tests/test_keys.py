@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,17 @@ def test_the_command_prints_one_line_a_key_into_a_pipe() -> None:
     assert said.stdout.splitlines()[0].startswith("train.token_budget: Most tokens")
     assert "default: 16384]" in said.stdout
     assert CliRunner().invoke(app, ["keys", "no such thing"]).exit_code == 2
+
+
+def test_the_command_loads_no_heavy_library() -> None:
+    code = (
+        "import sys; from forebay.keys import reference; reference(); "
+        "print({'torch', 'transformers', 'ray', 'gymnasium'} & set(sys.modules))"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert said.stdout == "set()\n"
 
 
 if __name__ == "__main__":

@@ -24,9 +24,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from forebay.command import one_message
+from forebay.command import MARKUP, one_message
 
-app = typer.Typer(help="Look into a replay buffer on disk, move it, or serve it.", no_args_is_help=True)
+app = typer.Typer(
+    help="Look into a replay buffer on disk, move it, or serve it.",
+    no_args_is_help=True,
+    rich_markup_mode=MARKUP,
+)
 
 PIPED_WIDTH = 160
 """Columns when the output is no terminal; a table of groups fits."""

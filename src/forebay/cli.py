@@ -23,19 +23,24 @@ import shlex
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from forebay import __version__, buffer_cli, init_cli, keys, replay_cli, simulate_cli
-from forebay.command import INTERRUPTED, one_message
-from forebay.config import ConfigError
+from forebay.command import INTERRUPTED, MARKUP, one_message
+from forebay.config import ConfigError, load_config, read_toml
+
+if TYPE_CHECKING:
+    from forebay.environments.config import FragmentRunConfig
+    from forebay.runs.config import RunConfig
 
 app = typer.Typer(
     help="Reinforcement learning for language models: rollouts, replay and training.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=MARKUP,
 )
 
 Overrides = Annotated[
@@ -122,93 +127,87 @@ def main() -> None:
 def _train(
     run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
 ) -> None:
-    if _is_in_environments(resume / "run.toml" if resume is not None else run_file):
-        _train_in_environments(run_file, overrides, dry_run, resume, overwrite)
-        return
-    from forebay.config import load_config
-    from forebay.runs.config import RunConfig, to_toml
-    from forebay.train.papers import differences
+    from forebay.runs.config import RunConfig
+    from forebay.runs.folder import RUN_FILE, saved_as
 
     if resume is not None:
-        from forebay.runs.folder import saved_config
-
-        config = saved_config(resume, overrides)
+        config = saved_as(_kind_of(resume / RUN_FILE), resume, overrides)
     elif run_file is not None:
-        config = load_config(RunConfig, run_file, overrides)
+        config = load_config(_kind_of(run_file), run_file, overrides)
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
     if dry_run:
-        typer.echo(to_toml(config), nl=False)
-        for difference in differences(config.train):
-            typer.echo(f"warning: {difference}", err=True)
+        _show(config)
         return
-    from forebay.runs.launch import launch
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import launch
 
-    last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
-    if last_line:
-        typer.echo(last_line)
+        last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
+        if last_line:
+            typer.echo(last_line)
+    else:
+        from forebay.environments.launch import launch as launch_in_environments
+
+        interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
     if interrupted:
         sys.exit(INTERRUPTED)
+
+
+def _show(config: RunConfig | FragmentRunConfig) -> None:
+    from forebay.runs.config import RunConfig, to_toml
+    from forebay.train.papers import differences
+
+    typer.echo(to_toml(config), nl=False)
+    if isinstance(config, RunConfig):
+        for difference in differences(config.train):
+            typer.echo(f"warning: {difference}", err=True)
 
 
 def _check(run_file: Path | None, overrides: list[str]) -> None:
     if run_file is None:
         raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
-    if _is_in_environments(run_file):
-        raise ConfigError("--check is for runs that train language models; --dry-run reads any run file")
-    from forebay.config import load_config
     from forebay.runs.config import RunConfig
-    from forebay.runs.launch import silence_progress_bars
-    from forebay.runs.preflight import try_all
 
-    silence_progress_bars()
-    asyncio.run(try_all(load_config(RunConfig, run_file, overrides), typer.echo))
+    config = load_config(_kind_of(run_file), run_file, overrides)
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import silence_progress_bars
+        from forebay.runs.preflight import try_all
+
+        silence_progress_bars()
+        asyncio.run(try_all(config, typer.echo))
+    else:
+        from forebay.environments.launch import try_parts
+
+        try_parts(config, typer.echo)
     command = shlex.join(["forebay", "train", str(run_file), *overrides])
     typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
 
 
-def _is_in_environments(run_file: Path | None) -> bool:
-    """Whether the run file has an ``[environment]`` table: another kind of run, with a recipe of its own."""
-    from forebay.config import read_toml
+def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:
+    """What the run file is read as: one with an ``[environment]`` table has a recipe of its own."""
+    # A missing file gets its message when it is read.
+    if run_file.is_file() and "environment" in read_toml(run_file):
+        from forebay.environments.config import FragmentRunConfig
 
-    # A missing file gets its message from whoever reads it next.
-    return run_file is not None and run_file.exists() and "environment" in read_toml(run_file)
+        return FragmentRunConfig
+    from forebay.runs.config import RunConfig
 
-
-def _train_in_environments(
-    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
-) -> None:
-    from forebay.config import load_config
-    from forebay.environments import folder
-    from forebay.environments.config import FragmentRunConfig
-    from forebay.runs.config import to_toml
-
-    if resume is not None:
-        config = folder.saved_config(resume, overrides)
-    else:
-        assert run_file is not None
-        config = load_config(FragmentRunConfig, run_file, overrides)
-    if dry_run:
-        typer.echo(to_toml(config), nl=False)
-        return
-    from forebay.environments.launch import launch
-
-    if asyncio.run(launch(config, resume=resume, overwrite=overwrite)):
-        sys.exit(INTERRUPTED)
+    return RunConfig
 
 
 def _evaluate(folder: Path, overrides: list[str], model: Path | None) -> None:
-    if _is_in_environments(folder / "run.toml"):
-        from forebay.environments.folder import saved_config as saved_recipe
-        from forebay.environments.launch import evaluate as play
+    from forebay.runs.config import RunConfig
+    from forebay.runs.folder import RUN_FILE, saved_as
 
-        if model is not None:
-            raise ConfigError("--model is for runs that train language models; leave it out")
-        for name, value in asyncio.run(play(saved_recipe(folder, overrides))).items():
-            typer.echo(f"{name} {value:g}")
+    config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides)
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import launch_evaluation
+
+        asyncio.run(launch_evaluation(config, model))
         return
-    from forebay.runs.folder import saved_config
-    from forebay.runs.launch import launch_evaluation
+    from forebay.environments.launch import evaluate as play
 
-    config = saved_config(folder, overrides)
-    asyncio.run(launch_evaluation(config, model))
+    if model is not None:
+        raise ConfigError("--model is for runs that train language models; leave it out")
+    for name, value in asyncio.run(play(config)).items():
+        typer.echo(f"{name} {value:g}")

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -26,6 +26,8 @@ from forebay.config import ConfigError
 from forebay.extras import MissingLibraryError, missing
 from forebay.tracebacks import first_error
 
+MARKUP: Literal["rich", None] = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
+"""How typer shows help and wrong usage: boxes of 80 columns are for a terminal; a pipe gets plain lines."""
 FAILED = 2
 INTERRUPTED = 130
 """What shells report for a program that Ctrl-C ended."""

@@ -77,7 +77,9 @@ COMPONENTS = (
 
 @cache
 def reference() -> tuple[Section, ...]:
-    """All keys; those of runs in environments only where torch is installed, which they need."""
+    """All keys."""
+    # Not before they are asked for: every command imports this module.
+    from forebay.environments.config import FragmentRunConfig
     from forebay.runs.config import RunConfig
 
     sections = [Section(title="A run file", keys=tuple(keys_of(RunConfig)))]
@@ -86,14 +88,8 @@ def reference() -> tuple[Section, ...]:
             model = _imported(model) if isinstance(model, str) else model
             if keys := tuple(keys_of(model, f"{path}.", of=f"{kind} {name}")):
                 sections.append(Section(title=f"Arguments of the {kind} `{name}`", keys=keys))
-    try:
-        recipe = _imported("forebay.environments.config:FragmentRunConfig")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-    else:
-        keys = tuple(keys_of(recipe, of="run in environments"))
-        sections.append(Section(title="A run file with an `[environment]` table", keys=keys))
+    keys = tuple(keys_of(FragmentRunConfig, of="run in environments"))
+    sections.append(Section(title="A run file with an `[environment]` table", keys=keys))
     return tuple(sections)
 
 

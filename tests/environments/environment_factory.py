@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from forebay.environments.actions import head_for
-from forebay.environments.config import FragmentRunConfig
-from forebay.environments.policy import Policy, PolicyConfig
+from forebay.environments.config import FragmentRunConfig, PolicyConfig
+from forebay.environments.policy import Policy
 from forebay.environments.stepper import Stepper
 from forebay.environments.vector import EnvironmentConfig, make_vector, spaces
 

@@ -278,3 +278,13 @@ with occupied(Path({str(config.folder)!r})):
     other.kill()
     await other.communicate()
     assert not await launch(config)
+
+
+def test_check_acts_once_and_keeps_nothing(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(RECIPE.replace("OUTPUT", str(tmp_path)))
+    said = forebay("train", recipe, "--check").stdout
+    assert [line.split()[0] for line in said.splitlines()] == ["folder", "policy", "workers", "step", "all"]
+    assert "CartPole-v1: reward 1" in said
+    assert list(tmp_path.iterdir()) == [recipe]
+    assert "No-v7" in forebay("train", recipe, "--check", "environment.id=No-v7").stderr

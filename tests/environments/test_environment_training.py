@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from forebay.config import ConfigError
 from forebay.environments.actions import Categorical, Gaussian, head_for
 from forebay.environments.batch import StepBatch
+from forebay.environments.config import PolicyConfig, PPOConfig
 from forebay.environments.normalisation import Moments, rescale_values
-from forebay.environments.policy import Policy, PolicyConfig
-from forebay.environments.ppo import PPOConfig, PPOTrainer
+from forebay.environments.policy import Policy
+from forebay.environments.ppo import PPOTrainer
 from forebay.environments.vector import EnvironmentConfig, spaces
 from forebay.fragments import FragmentStore
 

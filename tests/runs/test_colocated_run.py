@@ -24,6 +24,7 @@ from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
+from forebay.runs.surroundings import logs_shown
 from forebay.train import TrainController, WarmupConfig
 from forebay.types import RolloutState, Status
 

@@ -1,16 +1,14 @@
-"""The recipe of a run in environments: every table of it, composed from the models beside what they build."""
+"""The recipe of a run in environments: every table of it; importing it loads no torch."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
 from forebay.config import ConfigError
-from forebay.environments.policy import PolicyConfig
-from forebay.environments.ppo import PPOConfig
 from forebay.environments.vector import EnvironmentConfig
 from forebay.fragments import RateLimit
 
@@ -30,6 +28,42 @@ class FragmentsConfig(BaseModel, extra="forbid", frozen=True):
     """Train steps that the oldest fragment of a chunk may be behind."""
     max_reuse: int = Field(default=1, ge=1)
     """Batches that a chunk may be part of."""
+
+
+class PolicyConfig(BaseModel, extra="forbid", frozen=True):
+    """A recipe's ``[policy]`` table.
+
+    >>> PolicyConfig(memory="gru").hidden_size
+    64
+    """
+
+    hidden_size: int = Field(default=64, ge=1)
+    """Units of every hidden layer, and H."""
+    memory: Literal["none", "gru", "lstm"] = "none"
+    """What the policy remembers from step to step: nothing, or a GRU's or LSTM's state."""
+
+
+class PPOConfig(BaseModel, extra="forbid", frozen=True):
+    """A recipe's ``[train]`` table.
+
+    >>> PPOConfig(lr=1e-3).clip
+    0.2
+    """
+
+    lr: float = Field(default=3e-4, gt=0)
+    """Of Adam; it falls linearly to 0 over the steps of the run."""
+    clip: float = Field(default=0.2, gt=0)
+    """The probability ratio counts from ``1 - clip`` to ``1 + clip``."""
+    epochs: int = Field(default=10, ge=1)
+    """Passes over a batch."""
+    mini_batches: int = Field(default=8, ge=1)
+    """Optimiser steps that one pass is split into; with memory whole streams stay together."""
+    gamma: float = Field(default=0.99, ge=0, le=1)
+    """Discount of a reward one step later."""
+    lam: float = Field(default=0.95, ge=0, le=1)
+    """The lambda of generalised advantage estimation."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
 
 
 class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):

@@ -54,11 +54,13 @@ class Player:
         return self._policy.head.to_env(self._policy.head.mode(params[0]).numpy())
 
 
-def play(config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int) -> list[Episode]:
+def play(
+    config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int, *, max_steps: int = MAX_STEPS
+) -> list[Episode]:
     """The first episode of `num_episodes` environments, reset with seeds of their own.
 
     Taking the first episodes that end, whatever environment they are of, would favour short ones. One that
-    does not end counts as far as `MAX_STEPS`.
+    does not end counts as far as `max_steps`.
     """
     envs = make_vector(config, num_episodes)
     try:
@@ -66,7 +68,7 @@ def play(config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int
         obs_ED = envs.reset(seed=seed)[0]
         plays_E = np.ones(num_episodes, np.bool_)
         rewards_E, lengths_E = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
-        for _ in range(MAX_STEPS):
+        for _ in range(max_steps):
             obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(player.act(obs_ED))
             rewards_E += reward_E * plays_E
             lengths_E += plays_E

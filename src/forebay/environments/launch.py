@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from forebay.environments.run import FragmentRun, draw, train, working
 from forebay.environments.vector import MODES, spaces
 from forebay.fragments import FragmentStore, ReplayBufferActor
 from forebay.metrics import STEP_S, MetricsConfig
-from forebay.runs.folder import disk_errors_of_run, finished_line, occupied, prepare, write_run_file
+from forebay.runs.folder import RUN_FILE, disk_errors_of_run, finished_line, occupied, prepare, write_run_file
 from forebay.runs.surroundings import logs_shown, stopped_by_signals
 from forebay.tracebacks import first_error
 
@@ -80,6 +81,23 @@ async def _launch(config: FragmentRunConfig, resume: Path | None, *, overwrite: 
         tried = [row for row in rows if EVAL_RETURN in row]
         display.end(trained, tried, _totals(run), config.folder)
     return run.stop.is_set()
+
+
+def try_parts(config: FragmentRunConfig, say: Callable[[str], None]) -> None:
+    """Make an environment, the policy and what runs the workers, act once, say what worked; keep nothing.
+
+    Raises:
+        ConfigError: something does not fit.
+    """
+    with occupied(config.folder):
+        state = "holds a run: --overwrite replaces it" if (config.folder / RUN_FILE).exists() else "is free"
+        say(f"folder  {config.folder} {state}")
+    policy = build_trainer(config).policy
+    say(f"policy  {config.policy.hidden_size} units, and its trainer")
+    build_mode(config)
+    say(f"workers {config.environment.workers} {config.environment.mode}")
+    (reward, _) = evaluation.play(config.environment, policy, 1, config.seed, max_steps=1)[0]
+    say(f"step    {config.environment.id}: reward {reward:g}")
 
 
 async def evaluate(config: FragmentRunConfig) -> dict[str, float]:

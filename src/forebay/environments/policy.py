@@ -13,33 +13,20 @@ same code, so equal weights and states give equal log-probs.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
 from torch import nn
 
 from forebay.environments.actions import ActionHead
+from forebay.environments.config import PolicyConfig
 
 State = tuple[torch.Tensor, ...]
 """[B, H] each: none without memory, one of a GRU, two (output and cell) of an LSTM."""
 
 MAX_OBSERVATION = 10.0
 """Standard deviations: a rare outlier must not drive tanh units into saturation for good."""
-
-
-class PolicyConfig(BaseModel, extra="forbid", frozen=True):
-    """A recipe's ``[policy]`` table.
-
-    >>> PolicyConfig(memory="gru").hidden_size
-    64
-    """
-
-    hidden_size: int = Field(default=64, ge=1)
-    """Units of every hidden layer, and H."""
-    memory: Literal["none", "gru", "lstm"] = "none"
-    """What the policy remembers from step to step: nothing, or a GRU's or LSTM's state."""
 
 
 class Policy(nn.Module):

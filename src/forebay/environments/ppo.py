@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
 
 from forebay.environments.advantages import MAX_RATIO, Targets, vtrace
 from forebay.environments.batch import StepBatch
+from forebay.environments.config import PPOConfig
 from forebay.environments.normalisation import Moments, rescale_values
 from forebay.environments.policy import Policy
 
@@ -35,29 +35,6 @@ MAX_GRAD_NORM = 0.5
 """The usual bound for PPO: advantages are normalised, so it does not depend on the task."""
 ADAM_EPSILON = 1e-5
 """Tiny gradients of a nearly certain policy are not blown up to full steps."""
-
-
-class PPOConfig(BaseModel, extra="forbid", frozen=True):
-    """A recipe's ``[train]`` table.
-
-    >>> PPOConfig(lr=1e-3).clip
-    0.2
-    """
-
-    lr: float = Field(default=3e-4, gt=0)
-    """Of Adam; it falls linearly to 0 over the steps of the run."""
-    clip: float = Field(default=0.2, gt=0)
-    """The probability ratio counts from ``1 - clip`` to ``1 + clip``."""
-    epochs: int = Field(default=10, ge=1)
-    """Passes over a batch."""
-    mini_batches: int = Field(default=8, ge=1)
-    """Optimiser steps that one pass is split into; with memory whole streams stay together."""
-    gamma: float = Field(default=0.99, ge=0, le=1)
-    """Discount of a reward one step later."""
-    lam: float = Field(default=0.95, ge=0, le=1)
-    """The lambda of generalised advantage estimation."""
-    entropy_coef: float = 0.0
-    """Weight of the entropy bonus."""
 
 
 class PPOTrainer:

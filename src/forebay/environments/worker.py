@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 
 from forebay.environments.actions import head_for
+from forebay.environments.config import PolicyConfig
 from forebay.environments.messages import Link, Report, WorkerSpec
-from forebay.environments.policy import Policy, PolicyConfig
+from forebay.environments.policy import Policy
 from forebay.environments.stepper import Stepper
 from forebay.environments.vector import make_vector
 from forebay.fragments import FragmentStore

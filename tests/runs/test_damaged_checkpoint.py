@@ -128,7 +128,8 @@ def test_the_older_checkpoint_is_gone_on_from_as_the_message_says(damaged):
     newest = damaged / "checkpoints" / NEWEST
     flip(newest / "trainer" / "optimiser.safetensors", None)
     runner = CliRunner()
-    result = runner.invoke(app, ["train", "--resume", str(damaged)])
+    # With a step to go: a finished run has no use for its checkpoint.
+    result = runner.invoke(app, ["train", "--resume", str(damaged), "steps=3"])
     assert result.exit_code == 2
     assert result.output.count("error:") == 1
     assert "Traceback" not in result.output

@@ -17,7 +17,7 @@ import json
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class RunResult:
     """The run folder; ``forebay eval`` and ``forebay.run(resume=...)`` take it."""
     model: Path | None
     """The trained model, a Hugging Face folder; None if the run was stopped before its end."""
-    metrics: list[dict[str, Any]]
+    metrics: list[dict[str, Any]] = field(repr=False)
     """The rows of ``metrics.jsonl``, one for each train step, and those of evaluations."""
     summary: str | None
     """Accuracy on the held-out prompts before and after; None without such prompts."""

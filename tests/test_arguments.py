@@ -29,7 +29,6 @@ RUN: dict[str, Any] = {
 }
 
 NOT_OF_RUN_FILES = {
-    "single_turn": {"max_prompt_tokens"},
     "program": {"name"},
     "python": {"sandbox"},
     "llm": {"client"},

@@ -140,17 +140,6 @@ async def test_without_partial_rollout_an_aborted_one_starts_over_from_its_promp
     assert (group[0].response, group[0].reward) == ("15", {"score": 1.0})
 
 
-async def test_a_prompt_over_the_limit_fails_with_its_length(tokenizer) -> None:
-    controller = ScriptedController(tokenizer, "15")
-    loop = SingleTurnAgentLoop(controller, None, tokenizer, sample_params=PARAMS, max_prompt_tokens=7)
-    (fits,) = await loop.generate_group(make_group(1, "12+3="))
-    (too_long,) = await loop.generate_group(make_group(1, "12+34="))
-    assert fits.status is Status.COMPLETED
-    assert too_long.status is Status.FAILED
-    assert "rollout 'g/0' has 8 tokens, more than max_prompt_tokens = 7" in too_long.error_msg
-    assert len(controller.seen) == 1
-
-
 def test_a_tokenizer_without_chat_template_is_refused_at_once(tokenizer) -> None:
     tokenizer.chat_template = None
     tokenizer.name_or_path = "models/base"

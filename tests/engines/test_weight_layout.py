@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,8 +32,3 @@ def test_what_is_written_is_what_is_read(weights: list[tuple[str, torch.Tensor]]
         assert theirs.dtype == tensor.dtype
         assert torch.equal(theirs, tensor)
     assert all(spec.start % ALIGNMENT == 0 for spec in layout.specs)
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ValueError, match="float33"):
-        from_message([("x", "float33", [1])])

@@ -130,6 +130,32 @@ async def test_with_too_few_others_the_whole_group_fails_and_is_replaced():
     assert balance.dropped == {"failed": 2}
 
 
+@pytest.mark.parametrize("mode", ["colocated", "separate"])
+async def test_a_group_that_shrank_under_other_rules_is_replaced_where_it_is_too_small_now(mode):
+    """As after a resume with an advantage that compares three rollouts: pass@k would raise in every step."""
+    manager = manager_of(lambda index: [0.0, 1.0, 0.0, 1.0], min_members=3, needed_members=3)
+    buffer = manager.replay_buffer
+    for number, size in ((100, 2), (101, 3)):
+        group = make_group("t", number, k=size)
+        for state in group:
+            state.append([7])
+            state.status, state.reward = Status.COMPLETED, {"score": 1.0}
+        await buffer.put(group, "t", model_step=0)
+        manager.ledger.record(f"t/{number}", "t", "produced")
+    if mode == "colocated":
+        result = await manager.produce_batch(2, 1, 0)
+    else:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(manager.produce_loop(2))
+            result = await manager.get_batch(2, 1)
+            await manager.pause_produce()
+            await manager.shutdown()
+    names = {group[0].group_id: len(group) for group in result.rollout_states}
+    assert "t/100" not in names
+    assert names["t/101"] == 3
+    assert manager.ledger.life("t/100", "t").place == "dropped"
+
+
 async def test_the_validity_function_sees_who_is_left():
     _, group, is_completed = await put_one([1.0, 1.0, Status.FAILED, 9.0], filter_fn=has_reward_variance)
     assert not is_completed

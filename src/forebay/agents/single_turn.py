@@ -113,7 +113,6 @@ class SingleTurnAgentLoop(AgentLoop):
         judger: gives the rewards; None leaves them out.
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none.
-        max_prompt_tokens: a longer prompt makes its rollouts FAILED; None leaves the limit to the engine.
         activities: where to note what is being done; None: nobody looks.
     """
 
@@ -124,37 +123,22 @@ class SingleTurnAgentLoop(AgentLoop):
         tokenizer: ChatTokenizer,
         *,
         sample_params: SampleParams,
-        max_prompt_tokens: int | None = None,
         activities: Activities | None = None,
     ) -> None:
         super().__init__(rollout_controller, judger, activities=activities)
         self.tokenizer = tokenizer
         self.sample_params = sample_params
-        self.max_prompt_tokens = max_prompt_tokens
         self._prompts = PromptRenderer(tokenizer)
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
-        """Generate, or continue, one rollout in place.
-
-        Raises:
-            ValueError: the prompt is longer than `max_prompt_tokens`.
-        """
+        """Generate, or continue, one rollout in place."""
         if len(state.prompt_ids) == 0:
             offered = offered_tools(state.tools, state.tool_choice)
             state.prompt_ids = self._prompts.render(state.message, offered)
         if len(state.tokens) == 0:
             state.tokens = state.prompt_ids
-        self._check_length(state)
         if state.sample_params is None:
             state.sample_params = self.sample_params
         await self.rollout_controller.generate_sample(state)
         state.response = self.tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True)
         return state
-
-    def _check_length(self, state: RolloutState) -> None:
-        limit = self.max_prompt_tokens
-        if limit is not None and len(state.prompt_ids) > limit:
-            raise ValueError(
-                f"the prompt of rollout {state.rollout_id!r} has {len(state.prompt_ids)} tokens, more than "
-                f"max_prompt_tokens = {limit}; shorten it or raise the limit"
-            )

@@ -134,9 +134,9 @@ class Dialect(ABC):
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Free what adapters occupy that no request uses any more."""
 
-    @abstractmethod
     def version_of(self, answer: dict[str, Any]) -> str | None:
         """What `version` was answered."""
+        return answer.get("weight_version")
 
     @abstractmethod
     def command(
@@ -260,10 +260,6 @@ class VLLM(Dialect):
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Nothing: the next ones take their place."""
         return ()
-
-    def version_of(self, answer: dict[str, Any]) -> str | None:
-        """See `Dialect`."""
-        return answer.get("weight_version")
 
     def command(
         self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
@@ -405,10 +401,6 @@ class SGLang(Dialect):
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """See `Dialect`."""
         return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
-
-    def version_of(self, answer: dict[str, Any]) -> str | None:
-        """See `Dialect`."""
-        return answer.get("weight_version")
 
     def command(
         self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0

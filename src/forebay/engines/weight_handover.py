@@ -23,12 +23,12 @@ import asyncio
 import os
 import tempfile
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 
-from forebay.engines.base import EngineLost, TakesAdapters
+from forebay.engines.base import Engine, EngineLost, TakesAdapters
 from forebay.engines.weight_layout import from_message, layout_of
 from forebay.models.starting_weights import AdaptersRefusedError
 
@@ -168,7 +168,7 @@ class WeightInbox:
     >>> await inbox.handle(message)                                                 # doctest: +SKIP
     """
 
-    def __init__(self, engine: _TakesWeights) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._mapped: tuple[int, torch.Tensor] | None = None
         self._turn = asyncio.Lock()
@@ -197,10 +197,6 @@ class WeightInbox:
                 raise RuntimeError(f"{path} is not the memory that was announced; it was given back")
             self._mapped = inode, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._mapped[1]
-
-
-class _TakesWeights(Protocol):
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None: ...
 
 
 class _Written:

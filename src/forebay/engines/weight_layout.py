@@ -11,9 +11,8 @@ Every parameter starts at a multiple of 64 bytes, so that a view of it has the a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -76,12 +75,8 @@ def layout_of(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightLayout:
 
 
 def from_message(message: Iterable[tuple[str, str, Iterable[int]]]) -> WeightLayout:
-    """The layout that `WeightLayout.to_message` described.
-
-    Raises:
-        ValueError: a dtype is unknown.
-    """
-    return _lay_out((name, _dtype(dtype), tuple(shape)) for name, dtype, shape in message)
+    """The layout that `WeightLayout.to_message` described."""
+    return _lay_out((name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in message)
 
 
 def _lay_out(parameters: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> WeightLayout:
@@ -91,16 +86,3 @@ def _lay_out(parameters: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> 
         specs.append(spec)
         start += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
     return WeightLayout(tuple(specs), start)
-
-
-_DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
-}
-
-
-def _dtype(name: Any) -> torch.dtype:
-    if name not in _DTYPES:
-        raise ValueError(f"unknown dtype {name!r} of a weight")
-    return _DTYPES[name]

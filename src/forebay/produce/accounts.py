@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from forebay.ledger import Ledger
-from forebay.produce.context import name_group, record_left, why_failed
+from forebay.produce.context import fail_group, name_group, record_left, why_failed
 from forebay.produce.results import LEFTOVER_STATUSES
 from forebay.produce.rules import GroupRules
 from forebay.produce.strategies import ProduceStrategy
@@ -109,8 +109,9 @@ class Accounts:
     async def _drop_untrainable(self, groups_by_task: GroupsByTask, train_step: int) -> bool:
         """Whether the trainer cannot take some group: then the batch is live again, without such groups.
 
-        The producer stores none. They come from elsewhere, as from the checkpoint of an older version; the
-        trainer would refuse the batch, and after every resume it would meet it again.
+        The producer stores none. They come from the checkpoint of an older version, or of a run that is
+        resumed with an advantage that compares more rollouts. The trainer would refuse the batch, and after
+        every resume it would meet it again.
         """
         rules = self.rules
         if rules is None:
@@ -125,11 +126,14 @@ class Accounts:
             for group in await self._buffer.get(num_completed, name, Status.COMPLETED):
                 group_id, left = name_group(group), rules.release_failed(group)
                 record_left(self.ledger, name, group_id, left)
-                if get_group_status(group) is Status.COMPLETED:
+                is_completed = get_group_status(group) is Status.COMPLETED
+                if is_completed and rules.accepts(group):
                     await self._buffer.put(group, name)
-                else:
-                    self._record_drop(group, name, Status.FAILED)
-                    self.num_untrainable += 1
+                    continue
+                if is_completed:
+                    fail_group(group, f"the trainer needs {rules.needed_members} rollouts of each group")
+                self._record_drop(group, name, Status.FAILED)
+                self.num_untrainable += 1
         return True
 
     def _record_drop(self, group: Sequence[RolloutState], task_name: str, status: Status) -> None:

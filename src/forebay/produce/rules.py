@@ -37,6 +37,9 @@ class GroupRules:
     why_untrainable: WhyUntrainable
     min_members: int = 2
     """A group goes on without its failed members if at least so many remain."""
+    needed_members: int = 1
+    """Of fewer the trainer cannot compute the loss; at most `min_members`. A group that was stored before a
+    resume, under other rules, may have fewer."""
     max_failed_groups: int | None = None
     """Groups of one task that may fail while a batch is made; None: twice the batch, and at least 8."""
 
@@ -60,7 +63,8 @@ class GroupRules:
 
     def accepts(self, group: Sequence[RolloutState]) -> bool:
         """Whether the trainer can take all of a COMPLETED group."""
-        return all(self.why_untrainable(state) is None for state in group)
+        has_enough = len(split_attempts(group)) >= self.needed_members
+        return has_enough and all(self.why_untrainable(state) is None for state in group)
 
 
 def _has_failed(attempt: Sequence[RolloutState]) -> bool:

@@ -21,22 +21,15 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from forebay.durable import write_text
 from forebay.produce.prompts import Prompt
 from forebay.produce.sequences import Permutation
+from forebay.replay import ReplayBuffer
 from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
 
 _FORMAT = "forebay-sampler/1"
-
-
-class GroupSource(Protocol):
-    """What the sampler needs of a replay buffer; one that has a `version` is asked less often."""
-
-    async def get(self, batch_size: int, task_name: str, group_status: Status, /) -> list[list[RolloutState]]:
-        """Remove and return up to `batch_size` groups of this task and status."""
-        ...
 
 
 class Sampler:
@@ -65,7 +58,7 @@ class Sampler:
     def __init__(
         self,
         prompts: Sequence[Prompt],
-        replay_buffer: GroupSource,
+        replay_buffer: ReplayBuffer,
         *,
         task_name: str,
         prompt_repeat_k: int,

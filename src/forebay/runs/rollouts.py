@@ -218,10 +218,11 @@ def group_rules(config: RunConfig, context: int) -> GroupRules:
     """What the run asks of its groups; `context` is the longest sequence that the model is for, in tokens."""
     produce, train = config.produce, config.train
     # A batch needs a sequence for each mini-batch, and pass@k needs k attempts, whoever left the groups.
-    per_mini_batch = math.ceil(train.mini_batches / config.batch_size)
+    needed = max(train.pass_k or 1, math.ceil(train.mini_batches / config.batch_size))
     return GroupRules(
         why_untrainable=partial(_why_untrainable, train, context),
-        min_members=max(produce.min_members, train.pass_k or 1, per_mini_batch),
+        min_members=max(produce.min_members, needed),
+        needed_members=needed,
         max_failed_groups=produce.max_failed_groups,
     )
 

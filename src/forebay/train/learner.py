@@ -98,12 +98,13 @@ class Learner:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model
         self._starting_weights = checkpoint.fingerprint(frozen) if frozen is not None else None
-        parts = [p for p in (lora.without_adapters(model), self.ref_model, self.critic) if p is not None]
-        for part in parts:
-            part.to(self.device)
+        policy = lora.without_adapters(model).to(self.device)
         check_layout(model.eval(), config.layout, self.device)
-        for part in parts:
-            shard(part)
+        shard(policy)
+        # One after the other: a rank's device never holds more than one of them whole.
+        for part in (self.ref_model, self.critic):
+            if part is not None:
+                shard(part.to(self.device))
         self._pad_token_id = pad_token_id
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config)

@@ -125,7 +125,8 @@ class LocalRanks:
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
         self._ranks: list[_Rank] = []
         for rank in range(num_ranks):
-            self._ranks.append(_start(rank, num_ranks, init_method, device, timeout_s, threads, limit_s))
+            join = partial(_join, rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
+            self._ranks.append(_start(f"forebay-rank-{rank}", join, threads, limit_s))
         self._collect("start")
 
     @property
@@ -281,15 +282,14 @@ def _describe_exit(code: int | None) -> str:
     )
 
 
-def _start(
-    rank: int,
-    num_ranks: int,
-    init_method: str,
-    device: str,
-    timeout_s: float,
-    threads: int,
-    limit_s: float,
-) -> _Rank:
+def _join(rank: int, num_ranks: int, init_method: str, **settings: Any) -> Any:
+    """The `RankWorker` of this process, which has loaded torch by now."""
+    from forebay.train.rank_worker import RankWorker
+
+    return RankWorker(rank, num_ranks, init_method, **settings)
+
+
+def _start(name: str, join: Callable[[], Any], threads: int, limit_s: float) -> _Rank:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     # Beside signs of life: a rank may be stopped in the middle of a message, which then stands still.
@@ -298,27 +298,13 @@ def _start(
             ours_as_socket.setsockopt(
                 socket.SOL_SOCKET, option, struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
             )
-    process = context.Process(
-        target=_serve,
-        args=(theirs, rank, num_ranks, init_method, device, timeout_s, threads, limit_s),
-        name=f"forebay-rank-{rank}",
-        daemon=True,
-    )
+    process = context.Process(target=_serve, args=(theirs, join, threads, limit_s), name=name, daemon=True)
     process.start()
     theirs.close()
     return _Rank(process, ours)
 
 
-def _serve(
-    connection: Connection,
-    rank: int,
-    num_ranks: int,
-    init_method: str,
-    device: str,
-    timeout_s: float,
-    threads: int,
-    limit_s: float,
-) -> None:
+def _serve(connection: Connection, join: Callable[[], Any], threads: int, limit_s: float) -> None:
     """The main function of a rank's process: one reply for being there, then one for each call.
 
     consumes: calls   waits for: a message   woken by: the caller, or its end   produces: a reply each
@@ -329,13 +315,7 @@ def _serve(
     threading.Thread(target=_beat, args=(connection, sending, limit_s), daemon=True).start()
     _stay_on_this_machine()
     torch.set_num_threads(threads)
-
-    def start() -> Any:
-        from forebay.train.rank_worker import RankWorker
-
-        return RankWorker(rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
-
-    worker, reply = _attempt(start)
+    worker, reply = _attempt(join)
     try:
         with sending:
             frames.send(connection, {**reply, "result": None})

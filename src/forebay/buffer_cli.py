@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,10 +48,7 @@ QueryText = Annotated[
 @app.command()
 def inspect(path: BufferPath) -> None:
     """Show what is in a buffer: counts, staleness, ages, sizes, and the ledger's balance."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.commands import inspect_buffer
-
-        asyncio.run(inspect_buffer(path, _console()))
+    _do(lambda commands: commands.inspect_buffer(path, _console()))
 
 
 @app.command()
@@ -57,10 +56,7 @@ def show(
     path: BufferPath, uid: Annotated[int, typer.Argument(metavar="UID", help="As `query` lists it.")]
 ) -> None:
     """Show one group: prompt, responses, rewards, and the weights that made each span of tokens."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.commands import show_group
-
-        asyncio.run(show_group(path, uid, _console()))
+    _do(lambda commands: commands.show_group(path, uid, _console()))
 
 
 @app.command()
@@ -73,10 +69,7 @@ def query(
     limit: Annotated[int, typer.Option(min=1, help="Groups to show at most.")] = 50,
 ) -> None:
     """List the groups that match a query."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.commands import query_buffer
-
-        asyncio.run(query_buffer(path, query, order, limit, _console()))
+    _do(lambda commands: commands.query_buffer(path, query, order, limit, _console()))
 
 
 @app.command()
@@ -87,10 +80,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write rows and rollouts to a Parquet file, one line per rollout."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.commands import export_buffer
-
-        asyncio.run(export_buffer(path, target, query, overwrite, _console()))
+    _do(lambda commands: commands.export_buffer(path, target, query, overwrite, _console()))
 
 
 @app.command()
@@ -103,10 +93,7 @@ def migrate(
     ] = None,
 ) -> None:
     """Copy everything: a snapshot to a database, a database to a snapshot, or like to like."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.commands import migrate_buffer
-
-        asyncio.run(migrate_buffer(source, target, policy, _console()))
+    _do(lambda commands: commands.migrate_buffer(source, target, policy, _console()))
 
 
 @app.command()
@@ -167,10 +154,15 @@ def show_ledger(
     task: Annotated[str | None, typer.Option(help="Compare the groups of this task only.")] = None,
 ) -> None:
     """Show what became of every group, and how dropped groups differ from trained ones."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.commands import ledger_report
+    _do(lambda commands: commands.ledger_report(path, task, _console()))
 
-        asyncio.run(ledger_report(path, task, _console()))
+
+def _do(action: Callable[[ModuleType], Coroutine[Any, Any, None]]) -> None:
+    """Run one of `forebay.inspection.commands`, which is loaded here: the other commands need less."""
+    with one_message(ValueError, OSError):
+        from forebay.inspection import commands
+
+        asyncio.run(action(commands))
 
 
 def _console() -> Console:

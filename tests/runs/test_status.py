@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from forebay.activity import GENERATE, JUDGE, PUT, TRAIN, WAIT_BATCH, Activities
 from forebay.busy import BusyShare
 from forebay.config import parse_config
+from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
+from forebay.runs import status as status_module
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
 from forebay.runs.status import COUNTED_STATUSES, MAX_AGE, RunStatus
@@ -288,3 +290,22 @@ def test_every_number_that_a_run_logs_is_in_the_docs_and_the_summary_says_what_m
         assert "max 0 train steps" in out or "max 1 train steps" in out
         assert re.search(r"busy +producer +\d+% of the time, trainer +\d+%", out)
         assert re.search(r"stalls +none warned of", out)
+
+
+async def test_the_length_of_dropped_groups_is_looked_at_ever_more_rarely(monkeypatch):
+    looks = []
+    monkeypatch.setattr(status_module, "length_bias", lambda ledger, name: looks.append(name) or len(looks))
+    status, manager, _ = build_status()
+    manager.ledger.record("old", "math", "dropped", reason="expired")
+    for step in range(1, 1001):
+        manager.ledger.record(step, "math", "trained", train_step=step)
+        values = status.step_values(step, [])
+        assert values["dropped/tokens_over_trained"] == len(looks)
+    assert len(looks) < 70
+    state = Ledger().state_dict()
+    manager.ledger.load_state_dict(state)
+    manager.ledger.record("old", "math", "dropped", reason="expired")
+    # The books went back: what was found before is of other groups.
+    before = len(looks)
+    status.step_values(1, [])
+    assert len(looks) == before + 1

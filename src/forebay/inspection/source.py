@@ -11,7 +11,6 @@ asked for. Nothing here changes what it reads.
 
 from __future__ import annotations
 
-import numbers
 import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Collection, Iterator, Sequence
@@ -27,7 +26,7 @@ from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.analysis import join, joined_batches
 from forebay.replay.codec import GroupCodec
 from forebay.replay.snapshot import MANIFEST, SnapshotTables, open_snapshot
-from forebay.replay.tables import read_groups, read_rows
+from forebay.replay.tables import read_groups, read_rows, rollout_batches
 from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -71,12 +70,43 @@ class BufferSource(ABC):
     num_evicted: dict[str, int]
 
     @abstractmethod
+    def rollouts(self, uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
+        """The rollouts of these groups, in pieces, without those that somebody took out meanwhile."""
+
     async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
         """The digest of each of these groups, without those that somebody took out meanwhile."""
+        lines = [
+            pa.table(
+                {
+                    "uid": batch.column("uid"),
+                    "group_id": batch.column("group_id"),
+                    "tokens": pc.list_value_length(batch.column("response_ids")),
+                    "score": batch.column("score"),
+                }
+            )
+            async for batch in self.rollouts(uids)
+        ]
+        if not lines:
+            return {}
+        sums = [
+            ("group_id", "min"),
+            ("uid", "count"),
+            ("tokens", "sum"),
+            ("tokens", "max"),
+            ("score", "mean"),
+        ]
+        grouped = pa.concat_tables(lines).group_by("uid").aggregate(sums)
+        columns = [grouped.column("_".join(pair)).to_pylist() for pair in sums]
+        return {
+            uid: Digest(*values)
+            for uid, *values in zip(grouped.column("uid").to_pylist(), *columns, strict=True)
+        }
 
-    @abstractmethod
     async def group(self, uid: int) -> Sequence[RolloutState]:
         """The rollouts of the group, which exists; ValueError if somebody took it out meanwhile."""
+        async for batch in self.rollouts([uid]):
+            return next(group for _, group in read_groups(batch))
+        raise ValueError(f"group {uid} was taken out of {self.location!r} just now")
 
     @abstractmethod
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
@@ -96,48 +126,15 @@ class SnapshotSource(BufferSource):
         self.num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
         self.num_evicted = dict(manifest["num_evicted"])
 
-    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
-        """See `BufferSource.digests`."""
-        lines = [
-            pa.table(
-                {
-                    "uid": batch.column("uid"),
-                    "group_id": batch.column("group_id"),
-                    "tokens": pc.list_value_length(batch.column("response_ids")),
-                    "score": batch.column("score"),
-                }
-            )
-            for batch in self._batches(uids)
-        ]
-        if not lines:
-            return {}
-        sums = [
-            ("group_id", "min"),
-            ("uid", "count"),
-            ("tokens", "sum"),
-            ("tokens", "max"),
-            ("score", "mean"),
-        ]
-        grouped = pa.concat_tables(lines).group_by("uid").aggregate(sums)
-        columns = [grouped.column("_".join(pair)).to_pylist() for pair in sums]
-        return {
-            uid: Digest(*values)
-            for uid, *values in zip(grouped.column("uid").to_pylist(), *columns, strict=True)
-        }
-
-    async def group(self, uid: int) -> Sequence[RolloutState]:
-        """See `BufferSource.group`."""
-        return next(group for batch in self._batches([uid]) for _, group in read_groups(batch))
-
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
         """See `BufferSource.joined`."""
         uids = [row.uid for row in rows]
         groups = self._tables.groups
         groups = groups.filter(pc.is_in(groups.column("uid"), pa.array(uids, pa.int64())))
-        return [join(groups, batch) for batch in self._batches(uids)]
+        return [join(groups, batch) async for batch in self.rollouts(uids)]
 
-    def _batches(self, uids: Collection[int]) -> Iterator[pa.RecordBatch]:
-        """The rollouts of these groups, in pieces."""
+    async def rollouts(self, uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
+        """See `BufferSource.rollouts`."""
         wanted = pa.array(list(uids), pa.int64())
         for index in range(self._tables.rollouts.num_record_batches):
             batch = self._tables.rollouts.get_batch(index)
@@ -156,46 +153,27 @@ class SqlSource(BufferSource):
         self.num_bytes = None if "://" in url else _bytes_on_disk(Path(url))
         self.num_evicted = dict(self.storage.num_evicted)
 
-    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
-        """See `BufferSource.digests`."""
-        return {row.uid: digest_of(row.item) async for row in self._payloads(list(uids))}
-
-    async def group(self, uid: int) -> Sequence[RolloutState]:
-        """See `BufferSource.group`."""
-        async for row in self._payloads([uid]):
-            group: Sequence[RolloutState] = row.item
-            return group
-        raise ValueError(f"group {uid} was taken out of {self.location!r} just now")
+    async def rollouts(self, uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
+        """See `BufferSource.rollouts`."""
+        async for rows in self._payloads(list(uids)):
+            for batch in rollout_batches(rows):
+                yield batch
 
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
         """See `BufferSource.joined`."""
-        return list(joined_batches([row async for row in self._payloads([row.uid for row in rows])]))
+        pieces = self._payloads([row.uid for row in rows])
+        return [batch async for found in pieces for batch in joined_batches(found)]
 
-    async def _payloads(self, uids: list[int]) -> AsyncIterator[StorageItem]:
+    async def _payloads(self, uids: list[int]) -> AsyncIterator[list[StorageItem]]:
         for start in range(0, len(uids), GROUPS_AT_ONCE):
             query = {"uid": {"$in": uids[start : start + GROUPS_AT_ONCE]}, **ALL_STATUSES}
-            for row in await self.storage.get(query):
-                yield row
+            yield await self.storage.get(query)
 
 
 def _bytes_on_disk(file: Path) -> int:
     """Of the database and its write-ahead log, which another process may empty at any moment."""
     log = file.with_name(f"{file.name}-wal")
     return file.stat().st_size + (log.stat().st_size if log.exists() else 0)
-
-
-def digest_of(group: Sequence[RolloutState]) -> Digest:
-    """The digest of a group in memory."""
-    lengths = [len(state.response_ids) for state in group]
-    found = [state.reward.get("score") for state in group if isinstance(state.reward, dict)]
-    scores = [float(score) for score in found if isinstance(score, numbers.Real)]
-    return Digest(
-        group_id=str(group[0].group_id),
-        num_rollouts=len(group),
-        num_tokens=sum(lengths),
-        max_tokens=max(lengths),
-        score=sum(scores) / len(scores) if scores else None,
-    )
 
 
 def is_sql(location: str) -> bool:

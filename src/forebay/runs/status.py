@@ -50,6 +50,8 @@ STALENESS_SHARES = {
 
 LENGTH_BIAS = "tokens_over_trained"
 """Last part of the metric that says how much longer dropped groups are than trained ones."""
+BIAS_GROWTH = 1.1
+"""A ratio of means hardly moves while the groups behind it are less than a tenth more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,7 @@ class RunStatus:
         self._producing: dict[Activity, None] = {}
         self._stalled_since_s = -math.inf
         self._rows: dict[str, _Rows] = {}
+        self._length_bias = LengthBias()
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
         activities.listen(self)
@@ -191,7 +194,7 @@ class RunStatus:
             "stalls": float(self.num_stalls),
             **self._busy_since_last_step(),
             **_staleness_shares(train_step, groups),
-            **_dropped_values(self._manager.ledger),
+            **self._dropped_values(),
         }
         if len(tasks) > 1:
             for name, task in tasks.items():
@@ -241,6 +244,19 @@ class RunStatus:
             age_s=self._activities.age_s(activity),
             note=self._describe(activity),
         )
+
+    def _dropped_values(self) -> dict[str, float]:
+        """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
+        ledger = self._manager.ledger
+        balance = ledger.balance({})
+        values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
+        for name, part in balance.by_task.items():
+            num_aged = sum(part.dropped.get(reason, 0) for reason in AGED)
+            ratio = self._length_bias.of(ledger, name, num_aged + part.trained) if num_aged else None
+            if ratio is not None:
+                scope = f"{name}/" if len(balance.by_task) > 1 else ""
+                values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
+        return values
 
     def _look_for_stall(self) -> bool:
         """Whether a stall goes on that is long enough to be warned of; it is counted when first seen."""
@@ -328,13 +344,24 @@ def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
     }
 
 
-def _dropped_values(ledger: Ledger) -> dict[str, float]:
-    """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
-    balance = ledger.balance({})
-    values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
-    for name, part in balance.by_task.items():
-        if any(part.dropped.get(reason) for reason in AGED):
-            scope = f"{name}/" if len(balance.by_task) > 1 else ""
-            if (ratio := length_bias(ledger, name)) is not None:
-                values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
-    return values
+class LengthBias:
+    """`length_bias` of a ledger's tasks at a cost that does not grow with the run.
+
+    It reads every group, so it is read anew only when the groups that it depends on are a tenth more: over a
+    whole run each group is then read some ten times.
+
+    >>> LengthBias().of(ledger, "math", num_groups=40)
+    1.6
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, float | None]] = {}
+
+    def of(self, ledger: Ledger, task_name: str, num_groups: int) -> float | None:
+        """The ratio as of the last look; `num_groups` are those dropped for age or room and those trained."""
+        num_seen, ratio = self._found.get(task_name, (0, None))
+        # Fewer than then: the books went back to a checkpoint.
+        if not num_seen <= num_groups <= BIAS_GROWTH * num_seen:
+            ratio = length_bias(ledger, task_name)
+            self._found[task_name] = num_groups, ratio
+        return ratio

@@ -2,7 +2,7 @@
 
 ::
 
-    round: [one process] [cluster = "ray"] [the same, buffer in the run's process], each in a fresh process
+    round: [one process] [cluster = "ray"], each in a fresh process
            timed: from the first train step's wait to the last train step's report; starting is stated apart
 
     OMP_NUM_THREADS=1 python benchmarks/ray_run.py [RECIPE] [--rounds 3] [--steps 60] [key=value ...]
@@ -28,7 +28,6 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "demo_separate.toml"
 SIDES = {
     "one process": [],
     "ray": ["cluster=ray"],
-    "ray, buffer in the run's process": ["cluster.name=ray", "cluster.arguments.buffer=driver"],
 }
 
 

@@ -11,7 +11,6 @@ from production_world import World, train
 from replay_factory import make_group, names
 
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
-from forebay.cluster.placed_buffer import PlacedBuffer
 from forebay.produce import AsyncProduceStrategyConfig
 from forebay.types import Status
 
@@ -93,27 +92,6 @@ async def test_a_run_may_have_its_groups_there(ray, tmp_path):
         assert all(row.item[0].group_id for row in evicted)
         buffer.on_evict = enter
     del actor
-
-
-async def test_the_buffer_of_a_run_comes_back_is_counted_and_leaves_no_files(ray, tmp_path):
-    (tmp_path / "buffer.db-wal").write_text("of an earlier run")
-    restarts = []
-    placed = await PlacedBuffer.start(
-        tmp_path, policy="fifo", on_restart=lambda *what: restarts.append(what), limit=20
-    )
-    buffer = placed.client
-    await buffer.put_groups([make_group(str(n)) for n in range(12)], "math")
-    pids = placed.pids()
-    os.kill(pids["buffer"], signal.SIGKILL)
-    groups, _ = await buffer.take_batch({"math": 12}, train_step=4)
-    assert list(map(int, names(groups["math"]))) == list(range(12))
-    assert restarts == [("buffer", "its process has ended")]
-    assert placed.pids().keys() == pids.keys()
-    assert placed.pids() != pids
-    await buffer.put_groups([make_group(f"late/{n}") for n in range(60)], "math")
-    assert (len(buffer), buffer.num_evicted) == (20, {"math": 40})
-    await placed.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 async def test_a_kill_while_groups_come_and_go_loses_and_doubles_nothing(ray, tmp_path):

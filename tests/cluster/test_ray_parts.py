@@ -66,7 +66,7 @@ def small_config(output, **arguments):
     return run_config(
         output,
         engine=f"{__name__}:scripted_engines",
-        cluster={"name": "ray", "arguments": {"buffer": "driver", **arguments}},
+        cluster={"name": "ray", "arguments": arguments},
     )
 
 

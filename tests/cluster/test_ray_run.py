@@ -19,6 +19,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.placement import PartLost, make_cluster
+from forebay.runs.record.replayer import Replay
 from forebay.runs.verify import WeightCheck
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -109,9 +110,20 @@ def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):
     assert list_checkpoints(there.folder)[-1].name == "step_000003"
     assert json.loads((there.folder / "trace.json").read_text())
     assert ray.is_initialized()  # it was here before
+    assert not list(there.folder.glob("buffer.db*"))
     tried = asyncio.run(launch_evaluation(saved_config(there.folder)))
     last = [row for row in read_jsonl(there.folder / "metrics.jsonl") if "eval/score" in row][-1]
     assert tried["eval/score"] == last["eval/score"]
+
+
+def test_a_run_on_ray_is_recorded_like_any_other(ray, tmp_path):
+    config = run_config(tmp_path, steps=2, cluster="ray", record=True)
+    asyncio.run(launch(config))
+
+    async def differences():
+        return [step.differences async for step in Replay(config.folder, trains=False).steps()]
+
+    assert asyncio.run(differences()) == [[], []]
 
 
 def deadly_judge(state, marker, spared):
@@ -147,7 +159,7 @@ def kill(run, part):
 
 
 def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch):
-    kills = {3: "trainer", 5: "buffer"}
+    kills = {3: "trainer"}
     report, counts, probe, num_probes = steps.report, {}, WeightCheck.probe, itertools.count(1)
 
     async def probed(self, engine, number):
@@ -173,13 +185,12 @@ def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch)
     assert counts.pop("cluster/groups_retried") > 0
     assert counts.pop("cluster/requests_retried") >= 0
     restarted = {event["part"]: event["reason"] for event in events(config.folder, "restarted")}
-    assert sorted(restarted) == ["buffer", "engine 0", "trainer", "worker 0"]
+    assert sorted(restarted) == ["engine 0", "trainer", "worker 0"]
     assert all("process has ended" in reason for reason in restarted.values()), restarted
     assert counts == {
         "cluster/trainer_restarts": 1,
         "cluster/engine_restarts": 1,
         "cluster/worker_restarts": 1,
-        "cluster/buffer_restarts": 1,
     }
 
 
@@ -196,8 +207,7 @@ def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp
                 ray.kill(engine.actor)
 
     monkeypatch.setattr(steps, "report", reported)
-    cluster = {"name": "ray", "arguments": {"buffer": "driver"}}
-    config = run_config(tmp_path, steps=4, cluster=cluster)
+    config = run_config(tmp_path, steps=4, cluster="ray")
     asyncio.run(launch(config))
     check_books(config.folder, num_steps=4)
     assert len(pids) == 1
@@ -213,7 +223,8 @@ def test_a_trainer_that_is_well_stays_when_the_run_goes_back_for_others(ray, tmp
     [
         ({"num_engines": 0}, "'num_engines' = 0: .*greater than or equal to 1"),
         ({"num_wrokers": 2}, "did you mean 'num_workers'"),
-        ({"buffer": "somewhere"}, "'buffer' = 'somewhere': .* 'actor' or 'driver'"),
+        ({"buffer": "driver"}, r"cluster\.arguments\.buffer was removed: a run has one replay buffer"),
+        ({"buffer_shards": 2}, r"cluster\.arguments\.buffer_shards was removed: .*leave the key out"),
         ({"gpus_per_engine": 1.5}, "'gpus_per_engine' = 1.5: must be a share of a GPU or a whole"),
         ({"cpus": 0}, "'cpus' = 0: .*greater than 0"),
         ({"cpus": "1"}, "'cpus' = '1': .*valid number"),
@@ -234,11 +245,6 @@ def test_servers_that_run_already_have_one_engine(tmp_path):
     cluster = {"name": "ray", "arguments": {"num_engines": 2}}
     with pytest.raises(ConfigError, match=r"names servers that run already.*set num_engines to 1"):
         make_cluster(run_config(tmp_path, engine=engine, cluster=cluster))
-
-
-def test_a_record_needs_the_buffer_in_the_runs_process(tmp_path):
-    with pytest.raises(ConfigError, match=r"set cluster\.arguments\.buffer to 'driver'"):
-        make_cluster(run_config(tmp_path, cluster="ray", record=True))
 
 
 def test_what_no_machine_has_is_an_error_at_once(ray, tmp_path):
@@ -276,8 +282,8 @@ def test_a_group_that_takes_every_worker_down_fails_and_the_run_goes_on(ray, tmp
 
 
 @pytest.mark.soak
-def test_trainer_and_buffer_may_be_lost_while_the_run_goes_back(ray, tmp_path, monkeypatch):
-    fit, resume, parts, counts = steps.fit, steps.resume, ["fit", "resume", "buffer"], []
+def test_a_trainer_may_be_lost_while_the_run_goes_back(ray, tmp_path, monkeypatch):
+    fit, resume, parts, counts = steps.fit, steps.resume, ["fit", "resume"], []
 
     async def killed_in_fit(run, groups):
         if run.train_step == 1 and "fit" in parts:
@@ -291,17 +297,13 @@ def test_trainer_and_buffer_may_be_lost_while_the_run_goes_back(ray, tmp_path, m
         if "resume" in parts:
             parts.remove("resume")
             kill(run, "trainer")
-        elif "buffer" in parts:
-            parts.remove("buffer")
-            kill(run, "buffer")
         await resume(run, path)
 
     monkeypatch.setattr(steps, "fit", killed_in_fit)
     monkeypatch.setattr(steps, "resume", killed_in_resume)
     config = run_config(tmp_path, steps=3, checkpoint_every=1, cluster="ray")
     asyncio.run(launch(config))
-    # The buffer's client may have found the new process before it was needed.
-    assert counts[-1] in (2, 3)
+    assert counts[-1] == 2
     check_books(config.folder, num_steps=3)
 
 

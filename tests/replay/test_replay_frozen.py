@@ -214,7 +214,7 @@ async def test_whatever_ends_the_reading_ends_the_link_and_says_why(tmp_path, bu
     def fail(*_):
         raise error
 
-    async def wait_for_ever(_):
+    async def wait_for_ever(path):
         await asyncio.Event().wait()
 
     for name in "ab":

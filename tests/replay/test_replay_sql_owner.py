@@ -79,9 +79,9 @@ async def test_of_two_servers_on_one_database_only_the_second_gives_groups(open_
             serve(buffers[1], tmp_path / "two"),
             await RemoteReplayBuffer.connect(tmp_path / "two") as two,
         ):
-            with pytest.raises(RuntimeError, match="another process owns the database"):
+            with pytest.raises(OwnerLost, match="another process owns the database"):
                 await one.take_batch({"math": 1}, train_step=1)
-            with pytest.raises(RuntimeError, match="another process owns the database"):
+            with pytest.raises(OwnerLost, match="another process owns the database"):
                 await one.put(make_group("e"), "math")
             groups, _ = await two.take_batch({"math": 9}, train_step=1)
             assert names(groups["math"]) == ["b", "c", "d"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -36,9 +36,6 @@ class RayArguments(StrictModel, strict=True):
     """GPUs for the trainer; of a trainer on several ranks, for each rank."""
     address: str | None = None
     """Of a running cluster ("auto": this machine's); None: ``RAY_ADDRESS``, else one is started."""
-    buffer: Literal["actor", "driver"] = "actor"
-    """``actor``: the replay buffer has a process of its own and an SQLite file; ``driver``: it is in the
-    run's process."""
     placement_timeout_s: Positive = 60.0
     """Seconds to wait for room on the cluster."""
     max_restarts: int = Field(default=3, ge=0)
@@ -51,11 +48,6 @@ class RayArguments(StrictModel, strict=True):
         Raises:
             ConfigError: they do not.
         """
-        if self.buffer == "actor" and config.record:
-            raise ConfigError(
-                "record = true notes what the buffer does, which has to be in this process for that: set "
-                "cluster.arguments.buffer to 'driver'"
-            )
         if self.num_engines > 1 and "urls" in config.engine.arguments:
             # Several engines would each pause, load and count the same servers.
             raise ConfigError(

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
-from forebay.fragments import BufferClosed, FragmentBatch, FragmentMetadata, Lease, ReplayBufferActor
+from forebay.fragments import BufferClosed, ReplayBufferActor
+from forebay.fragments.calls import FragmentCalls
 from forebay.heartbeat import SILENCE_LIMIT_S, check_limit
 from forebay.stalls import StallError, answered
 
@@ -55,7 +55,7 @@ def connect_replay_buffer(name: str = DEFAULT_NAME) -> ReplayBufferClient:
     return ReplayBufferClient(import_ray().get_actor(name, NAMESPACE))
 
 
-class ReplayBufferClient:
+class ReplayBufferClient(FragmentCalls):
     """The methods of `ReplayBufferActor`, called in its actor.
 
     Invariants: equal calls have equal results and errors; a cancelled call is cancelled in the actor too.
@@ -73,9 +73,9 @@ class ReplayBufferClient:
         """Ray's handle."""
         self._limit_s = limit_s
 
-    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
         ray = import_ray()
-        ref = getattr(self.actor, method).remote(*args, **kwargs)
+        ref = getattr(self.actor, method).remote(*arguments, **options)
         answer = asyncio.ensure_future(ref)
         try:
             # Some calls wait for other callers, however long: whether the actor lives is asked beside them.
@@ -90,64 +90,6 @@ class ReplayBufferClient:
             if isinstance(error, StallError):
                 raise BufferClosed(str(error)) from None
             raise
-
-    async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:
-        """See `ReplayBufferActor.add_fragment`."""
-        await self._call("add_fragment", fragment_id, metadata)
-
-    async def add_fragments(self, fragments: Sequence[tuple[str, FragmentMetadata]]) -> None:
-        """See `ReplayBufferActor.add_fragments`."""
-        await self._call("add_fragments", fragments)
-
-    async def wait_for_room(self) -> None:
-        """See `ReplayBufferActor.wait_for_room`."""
-        await self._call("wait_for_room")
-
-    async def remove_worker(self, worker_uuid: str) -> None:
-        """See `ReplayBufferActor.remove_worker`."""
-        await self._call("remove_worker", worker_uuid)
-
-    async def fetch_fragments(
-        self, num_fragments: int, *, timeout_s: float | None = None, lease_s: float | None = None
-    ) -> FragmentBatch:
-        """See `ReplayBufferActor.fetch_fragments`."""
-        batch = await self._call("fetch_fragments", num_fragments, timeout_s=timeout_s, lease_s=lease_s)
-        assert isinstance(batch, FragmentBatch)
-        return batch
-
-    async def prepared_fragments(self) -> FragmentBatch:
-        """See `ReplayBufferActor.prepared_fragments`."""
-        batch = await self._call("prepared_fragments")
-        assert isinstance(batch, FragmentBatch)
-        return batch
-
-    async def release(self, lease: Lease | str) -> bool:
-        """See `ReplayBufferActor.release`."""
-        return bool(await self._call("release", lease))
-
-    async def renew(self, lease: Lease | str) -> bool:
-        """See `ReplayBufferActor.renew`."""
-        return bool(await self._call("renew", lease))
-
-    async def update_model_version(self, session_id: str, model_version: int) -> None:
-        """See `ReplayBufferActor.update_model_version`."""
-        await self._call("update_model_version", session_id, model_version)
-
-    async def update_priorities(self, priorities: Mapping[str, float]) -> None:
-        """See `ReplayBufferActor.update_priorities`."""
-        await self._call("update_priorities", priorities)
-
-    async def get_database_config(self) -> dict[str, Any]:
-        """See `ReplayBufferActor.get_database_config`."""
-        return dict(await self._call("get_database_config"))
-
-    async def metrics(self) -> dict[str, float]:
-        """See `ReplayBufferActor.metrics`."""
-        return dict(await self._call("metrics"))
-
-    async def save(self, path: str) -> None:
-        """See `ReplayBufferActor.save`."""
-        await self._call("save", path)
 
     async def close(self) -> None:
         """See `ReplayBufferActor.close`; the actor's process ends too."""

@@ -2,7 +2,7 @@
 
 ::
 
-    [cluster] arguments --> RayCluster --open--> Ray joined or started, placement group, buffer
+    [cluster] arguments --> RayCluster --open--> Ray joined or started, placement group
                                |       --start--> trainer, engines, rollout workers, all at the same time
        controller, agent_loop, trainer, buffer
                                |
@@ -22,14 +22,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from forebay.activity import Activities
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
 from forebay.cluster.engines import PlacedEngine, none_is_left
 from forebay.cluster.library import Connection, Given, connect, import_ray, why
-from forebay.cluster.placed_buffer import PlacedBuffer
 from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.restarts import Listener, Restarts
@@ -39,7 +38,7 @@ from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError, parse_config
 from forebay.engines import RolloutController
-from forebay.replay import ReplayBuffer
+from forebay.replay import ReplayBuffer, SQLStorage, StorageBackend
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
 from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
@@ -48,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 10_000
 """Under way at one actor at a time: every group and request that waits is one."""
+
+BUFFER_FILE = "buffer.db"
+"""In the run's folder: the groups that many workers make need not fit into its process's memory."""
 
 CLOSE_LIMIT_S = 30.0
 """For engines to end what they started; their processes end anyway."""
@@ -97,8 +99,7 @@ class RayCluster:
         )
         self._sleeps = shares_gpu
         self._trains = True
-        self._has_buffer_actor = settings.buffer == "actor"
-        self._buffer: PlacedBuffer | None = None
+        self._buffer: ReplayBuffer | None = None
         self._restarts = Restarts()
         self._connection: Connection | None = None
         self._reservation: Reservation | None = None
@@ -128,7 +129,7 @@ class RayCluster:
         self._restarts.listener = on_restart
 
     async def open(self, *, trains: bool = True) -> None:
-        """Have room for every part, and an empty buffer.
+        """Have room for every part.
 
         Raises:
             ConfigError: there is no cluster, or no room for the parts on it.
@@ -136,18 +137,7 @@ class RayCluster:
         self._trains = trains
         if self._reservation is None:
             await self._reserve(self._plan if trains else self._plan.without_trainer())
-        if self._buffer is not None:
-            await self._buffer.close()
-            self._buffer = None
-        if trains and self._has_buffer_actor:
-            replay = self._config.replay
-            self._buffer = await PlacedBuffer.start(
-                self._config.folder,
-                on_restart=self._restarts.note,
-                policy="staleness" if self._config.produce.is_async else "fifo",
-                limit=replay.limit,
-                keep_consumed=replay.keep_consumed,
-            )
+        await self._close_buffer()
 
     async def _reserve(self, plan: Plan) -> None:
         num_cpus = max(math.ceil(plan.num_cpus), os.cpu_count() or 1)
@@ -358,14 +348,28 @@ class RayCluster:
         assert self._trainer is not None, "started without a trainer"
         return self._trainer
 
-    def buffer(self, build: Callable[[], ReplayBuffer]) -> ReplayBuffer:
-        """The buffer that `open` has started, or one in this process."""
-        # Its methods are those of a `ReplayBuffer`.
-        return build() if self._buffer is None else cast("ReplayBuffer", self._buffer.client)
+    def buffer(self, build: Callable[[StorageBackend | None], ReplayBuffer]) -> ReplayBuffer:
+        """An empty buffer over an SQLite file; a cluster that does not train needs no file."""
+        if not self._trains:
+            return build(None)
+        # A run that was killed has left one. What it held is in the run's checkpoints.
+        self._delete_buffer()
+        self._buffer = build(SQLStorage(self._config.folder / BUFFER_FILE))
+        return self._buffer
+
+    async def _close_buffer(self) -> None:
+        if self._buffer is not None:
+            buffer, self._buffer = self._buffer, None
+            await buffer.close()
+            self._delete_buffer()
+
+    def _delete_buffer(self) -> None:
+        for file in self._config.folder.glob(f"{BUFFER_FILE}*"):
+            file.unlink()
 
     def counts(self) -> dict[str, float]:
         """Restarts by part, and groups and requests that were generated again, so far."""
-        kinds = ("trainer", "engine", "worker", "buffer")
+        kinds = ("trainer", "engine", "worker")
         return {
             **{f"cluster/{kind}_restarts": float(self._restarts.counts[kind]) for kind in kinds},
             "cluster/groups_retried": float(self._workers.num_retries),
@@ -384,16 +388,13 @@ class RayCluster:
             **(self._trainer.pids if self._trainer is not None else {}),
             **{engine.supervisor.name: engine.supervisor.pid for engine in self._engines},
             **{worker.supervisor.name: worker.supervisor.pid for worker in self._workers.all},
-            **(self._buffer.pids() if self._buffer is not None else {}),
         }
 
     async def close(self) -> None:
         """End every actor, give the room back, and end Ray if it was started here."""
         try:
             closing = [self._workers.close(), *(engine.close() for engine in self._engines)]
-            if self._buffer is not None:
-                closing.append(self._buffer.close())
-            ending = asyncio.gather(*closing, return_exceptions=True)
+            ending = asyncio.gather(*closing, self._close_buffer(), return_exceptions=True)
             errors = await answered(ending, "the cluster was asked to end", CLOSE_LIMIT_S)
             for error in filter(None, errors):
                 logger.warning("a part of the cluster did not end well: %s", why(error))

@@ -11,21 +11,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from forebay.fragments import wire
-from forebay.fragments.leases import FragmentBatch, Lease
-from forebay.fragments.records import FragmentMetadata
+from forebay.fragments.calls import FragmentCalls
 from forebay.fragments.server import STREAM_BYTES
 from forebay.fragments.turns import BufferClosed
 from forebay.framing import connect_unix, read_frame
 from forebay.heartbeat import SILENCE_LIMIT_S, UNDO_S, beat, check_limit
 
 
-class RemoteFragmentBuffer:
+class RemoteFragmentBuffer(FragmentCalls):
     """The methods of `ReplayBufferActor`, called in the process that serves it.
 
     Invariants: equal calls have equal results and errors; calls of one client begin in the order in which
@@ -156,13 +155,15 @@ class RemoteFragmentBuffer:
             await asyncio.wait([pending], timeout=UNDO_S)
             raise
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        answer = await self._ask(method, *arguments)
+    async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        # By place on the wire: in the order of the signature.
+        answer = await self._ask(method, *arguments, *options.values())
         if answer.error == wire.CANCELLED:
             raise BufferClosed("the process that serves the fragment buffer ends")
         if answer.error is not None:
             raise wire.error_of(answer)
-        return wire.METHODS[method].result.decode(answer.value)
+        result = wire.METHODS[method].result.decode(answer.value)
+        return result.batch() if isinstance(result, wire.Batch) else result
 
     def _give_back(self, method: str, pending: asyncio.Future[wire.Answer]) -> None:
         answer = None if pending.exception() else pending.result()
@@ -172,67 +173,7 @@ class RemoteFragmentBuffer:
             arguments = wire.encode((batch.lease_id,))
             wire.write_frame(self._writer, wire.Call(next(self._numbers), "release", arguments))
 
-    async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:
-        """See `ReplayBufferActor.add_fragment`."""
-        await self._call("add_fragments", [(fragment_id, metadata)])
-
-    async def add_fragments(self, fragments: Sequence[tuple[str, FragmentMetadata]]) -> None:
-        """See `ReplayBufferActor.add_fragments`."""
-        await self._call("add_fragments", fragments)
-
-    async def wait_for_room(self) -> None:
-        """See `ReplayBufferActor.wait_for_room`."""
-        await self._call("wait_for_room")
-
-    async def remove_worker(self, worker_uuid: str) -> None:
-        """See `ReplayBufferActor.remove_worker`."""
-        await self._call("remove_worker", worker_uuid)
-
-    async def fetch_fragments(
-        self, num_fragments: int, *, timeout_s: float | None = None, lease_s: float | None = None
-    ) -> FragmentBatch:
-        """See `ReplayBufferActor.fetch_fragments`."""
-        message: wire.Batch = await self._call("fetch_fragments", num_fragments, timeout_s, lease_s)
-        return message.batch()
-
-    async def prepared_fragments(self) -> FragmentBatch:
-        """See `ReplayBufferActor.prepared_fragments`."""
-        message: wire.Batch = await self._call("prepared_fragments")
-        return message.batch()
-
-    async def release(self, lease: Lease | str) -> bool:
-        """See `ReplayBufferActor.release`."""
-        return bool(await self._call("release", _id_of(lease)))
-
-    async def renew(self, lease: Lease | str) -> bool:
-        """See `ReplayBufferActor.renew`."""
-        return bool(await self._call("renew", _id_of(lease)))
-
-    async def update_model_version(self, session_id: str, model_version: int) -> None:
-        """See `ReplayBufferActor.update_model_version`."""
-        await self._call("update_model_version", session_id, model_version)
-
-    async def update_priorities(self, priorities: Mapping[str, float]) -> None:
-        """See `ReplayBufferActor.update_priorities`."""
-        await self._call("update_priorities", dict(priorities))
-
-    async def get_database_config(self) -> dict[str, Any]:
-        """See `ReplayBufferActor.get_database_config`."""
-        return dict(await self._call("get_database_config"))
-
-    async def metrics(self) -> dict[str, float]:
-        """See `ReplayBufferActor.metrics`."""
-        return dict(await self._call("metrics"))
-
-    async def save(self, path: str) -> None:
-        """See `ReplayBufferActor.save`; the path is one of this machine."""
-        await self._call("save", os.fspath(path))
-
     async def close(self) -> None:
         """Close the buffer for everybody, and end the connection."""
         await self._call("close")
         await self.disconnect()
-
-
-def _id_of(lease: Lease | str) -> str:
-    return lease.lease_id if isinstance(lease, Lease) else lease

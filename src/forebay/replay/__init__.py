@@ -16,7 +16,7 @@ from forebay.replay.policies import (
 )
 from forebay.replay.query import StorageIndices, parse_query
 from forebay.replay.storage import StorageBackend, StorageItem
-from forebay.replay.store_errors import DamagedRowError, OwnerLost
+from forebay.replay.store_errors import DamagedRowError, OwnerLost, StoreBusy
 
 if TYPE_CHECKING:
     from forebay.replay.client import RemoteReplayBuffer
@@ -46,6 +46,7 @@ __all__ = [
     "StorageBackend",
     "StorageIndices",
     "StorageItem",
+    "StoreBusy",
     "SyncReplayBufferConfig",
     "parse_query",
     "serve",

@@ -10,12 +10,21 @@ Checking and labelling are done where the rollouts were made; ageing where the t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
 
 from forebay.replay.changes import Changes
 from forebay.replay.groups import HeldGroup, StoredGroup, as_stored, copy_group
 from forebay.replay.storable import check_group
-from forebay.replay.storage import STALEST, StorageBackend, StorageItem
+from forebay.replay.storage import (
+    STALEST,
+    StorageBackend,
+    StorageItem,
+    TagValue,
+    check_priority,
+    check_tags,
+)
 from forebay.types import (
     RolloutState,
     Status,
@@ -29,6 +38,48 @@ EXPIRE_AT_ONCE = 64
 """Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
 LABEL_AT_ONCE = 256
 """Groups labelled between two turns of the event loop; with arrays to make it takes about 10 ms."""
+
+
+class Arrival(TypedDict, total=False):
+    """The keywords of `ReplayBuffer.put`, which say how groups arrive."""
+
+    model_step: int | None
+    current_train_step: int | None
+    stale_threshold: int | None
+    tags: Mapping[str, TagValue] | None
+    priority: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """How the groups of one put arrive, checked.
+
+    >>> Arrived.of("math", {"model_step": 3}).priority
+    1.0
+    """
+
+    model_step: int | None
+    current_train_step: int | None
+    stale_threshold: int | None
+    tags: dict[str, TagValue]
+    priority: float
+
+    @classmethod
+    def of(cls, task_name: str, given: Arrival) -> Arrived:
+        """What these keywords say.
+
+        Raises:
+            TypeError: there is no such keyword.
+            ValueError: the threshold is not positive, or a tag or the priority is not one.
+        """
+        if unknown := given.keys() - Arrival.__annotations__.keys():
+            raise TypeError(
+                f"a put takes no {sorted(unknown)[0]!r}, but {', '.join(Arrival.__annotations__)}"
+            )
+        threshold = given.get("stale_threshold")
+        check_threshold(task_name, threshold)
+        tags, priority = check_tags(given.get("tags")), check_priority(given.get("priority"))
+        return cls(given.get("model_step"), given.get("current_train_step"), threshold, tags, priority)
 
 
 def check_threshold(task_name: str, threshold: int | None) -> None:
@@ -72,8 +123,7 @@ def arrived_row(
     items: Sequence[RolloutState],
     task_name: str,
     seen_step: int | None,
-    current_train_step: int | None,
-    stale_threshold: int | None,
+    how: Arrived,
 ) -> StorageItem:
     """The row of a group that arrives when `seen_step` is the train step last seen for its task.
 
@@ -81,9 +131,9 @@ def arrived_row(
     """
     group = items if isinstance(items, (HeldGroup, StoredGroup)) else StoredGroup(items)
     if seen_step is not None:
-        group.refresh(seen_step, reset_unlabelled=current_train_step is not None)
+        group.refresh(seen_step, reset_unlabelled=how.current_train_step is not None)
     status, staleness = status_of(group), max(staleness_of(group))
-    is_old = stale_threshold is not None and staleness >= stale_threshold
+    is_old = how.stale_threshold is not None and staleness >= how.stale_threshold
     if status is Status.EXPIRED or (is_old and status in CAN_EXPIRE):
         states = as_stored(group)
         expire_group(states)
@@ -97,6 +147,8 @@ def arrived_row(
         status=status,
         staleness=staleness,
         oldest_model_step=min(steps, default=None),
+        tags=how.tags,
+        priority=how.priority,
     )
 
 

@@ -35,10 +35,18 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from forebay.replay.archiving import ArchivingStorage, taking
-from forebay.replay.arrivals import CAN_EXPIRE, arrived_row, check_threshold, expire_old, label_groups
+from forebay.replay.arrivals import (
+    CAN_EXPIRE,
+    Arrival,
+    Arrived,
+    arrived_row,
+    check_threshold,
+    expire_old,
+    label_groups,
+)
 from forebay.replay.changes import Changes
 from forebay.replay.codec import GroupCodec
 from forebay.replay.groups import hand_out
@@ -48,7 +56,7 @@ from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
 from forebay.replay.slices import check_priorities, forget, revive, reweigh
-from forebay.replay.storage import StorageBackend, StorageItem, TagValue, check_priority, check_tags
+from forebay.replay.storage import StorageBackend, StorageItem, TagValue
 from forebay.replay.store_errors import StepPassed
 from forebay.types import RolloutState, Status
 
@@ -158,26 +166,16 @@ class ReplayBuffer:
         )
 
     async def put_groups(
-        self,
-        groups: Iterable[Sequence[RolloutState]],
-        task_name: str,
-        *,
-        model_step: int | None = None,
-        current_train_step: int | None = None,
-        stale_threshold: int | None = None,
-        tags: Mapping[str, TagValue] | None = None,
-        priority: float | None = None,
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
     ) -> None:
         """Store many groups, each as `put` does and in this order: all of them or none.
 
-        `tags` and `priority` are those of every group. A store on disk writes them in one commit.
+        The keywords are those of `put`, for every group alike. A store on disk writes them in one commit.
 
         Raises:
             ValueError: as for `put`; nothing is stored.
         """
-        _, evicted = await self._store(
-            groups, task_name, model_step, current_train_step, stale_threshold, tags, priority
-        )
+        _, evicted = await self._store(groups, task_name, Arrived.of(task_name, arrival))
         if self.on_evict is not None:
             for item in evicted:
                 self.on_evict(item)
@@ -186,25 +184,18 @@ class ReplayBuffer:
         self,
         groups: Iterable[Sequence[RolloutState]],
         task_name: str,
-        model_step: int | None,
-        current_train_step: int | None,
-        stale_threshold: int | None,
-        tags: Mapping[str, TagValue] | None,
-        priority: float | None,
+        how: Arrived,
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
-        check_threshold(task_name, stale_threshold)
-        tags, priority = check_tags(tags), check_priority(priority)
-        if not (listed := await label_groups(groups, model_step)):
+        if not (listed := await label_groups(groups, how.model_step)):
             return [], []
         async with self._lock.shared():
-            step, aged_at = await self._see_step(task_name, current_train_step)
+            step, aged_at = await self._see_step(task_name, how.current_train_step)
             while True:
                 rows = []
                 for group in listed:
-                    rows.append(arrived_row(group, task_name, step, current_train_step, stale_threshold))
-                    rows[-1].tags, rows[-1].priority = tags, priority
+                    rows.append(arrived_row(group, task_name, step, how))
                     if len(rows) % STORE_AT_ONCE == 0:
                         await asyncio.sleep(0)
                 try:

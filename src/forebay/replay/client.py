@@ -20,16 +20,15 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 
 from forebay.heartbeat import SILENCE_LIMIT_S, check_limit
 from forebay.replay import server_messages as messages
-from forebay.replay.arrivals import check_threshold
+from forebay.replay.arrivals import Arrival, Arrived
 from forebay.replay.buffer import Group
 from forebay.replay.client_link import Link, Pieces, new_key
 from forebay.replay.client_rows import RemoteRows
@@ -157,52 +156,29 @@ class RemoteReplayBuffer:
             ConnectionLost: the connection broke, and the server is gone or was started anew with a store in
                 memory, so that nobody knows whether the group is stored.
         """
-        await self._put(
-            "put", [items], task_name, model_step, current_train_step, stale_threshold, tags, priority
+        await self.put_groups(
+            [items],
+            task_name,
+            model_step=model_step,
+            current_train_step=current_train_step,
+            stale_threshold=stale_threshold,
+            tags=tags,
+            priority=priority,
         )
 
     async def put_groups(
-        self,
-        groups: Iterable[Sequence[RolloutState]],
-        task_name: str,
-        *,
-        model_step: int | None = None,
-        current_train_step: int | None = None,
-        stale_threshold: int | None = None,
-        tags: Mapping[str, TagValue] | None = None,
-        priority: float | None = None,
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
     ) -> None:
         """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
-        await self._put(
-            "put_groups",
-            groups,
-            task_name,
-            model_step,
-            current_train_step,
-            stale_threshold,
-            tags,
-            priority,
-        )
-
-    async def _put(
-        self,
-        method: str,
-        groups: Iterable[Sequence[RolloutState]],
-        task_name: str,
-        model_step: int | None,
-        current_train_step: int | None,
-        stale_threshold: int | None,
-        tags: Mapping[str, TagValue] | None,
-        priority: float | None,
-    ) -> None:
-        check_threshold(task_name, stale_threshold)
-        checked = check_tags(tags), check_priority(priority)
+        how = Arrived.of(task_name, arrival)
         if not (listed := [group for group in groups if group]):
             return
-        arguments = messages.PutArguments(new_key(), task_name, current_train_step, stale_threshold, *checked)
+        arguments = messages.PutArguments(
+            new_key(), task_name, how.current_train_step, how.stale_threshold, how.tags, how.priority
+        )
         # Labelled as they are packed, while the server has the earlier ones.
-        pieces = Pieces(listed, model_step)
-        (outcomes, evicted), _ = await self._call(method, arguments, pieces)
+        pieces = Pieces(listed, how.model_step)
+        (outcomes, evicted), _ = await self._call("put_groups", arguments, pieces)
         for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
             for state, value in zip(group, staleness, strict=True):
                 state.seq_staleness = value
@@ -223,8 +199,8 @@ class RemoteReplayBuffer:
         """See `ReplayBuffer.get`; what did not arrive here is in the buffer again."""
         if batch_size <= 0:
             return []
-        taken = await self._settled(partial(self._begin_get, batch_size, task_name, group_status, tags))
-        return taken[task_name]
+        arguments = messages.GetArguments(b"", batch_size, task_name, group_status, _checked(tags))
+        return (await self._take("get", arguments))[task_name]
 
     async def count(
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
@@ -260,7 +236,8 @@ class RemoteReplayBuffer:
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
         """See `ReplayBuffer.take_batch`; what did not arrive here is in the buffer again."""
-        taken = await self._settled(partial(self._begin_take, task_batch_sizes, group_status, train_step))
+        arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
+        taken = await self._take("take_batch", arguments)
         return taken, {task: len(groups) for task, groups in taken.items()}
 
     async def commit(self, train_step: int) -> None:
@@ -350,55 +327,31 @@ class RemoteReplayBuffer:
             if isinstance(arguments, messages.PutArguments):
                 arguments.asked_first = first.instance
 
-    async def _begin_take(
-        self, task_batch_sizes: Mapping[str, int], group_status: Status, train_step: int | None
-    ) -> RemoteTake:
-        """As `take_batch`, but the groups can still be given back; whoever calls it settles the take."""
-        arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
-        return await self._begin("take_batch", arguments)
+    async def _take(self, method: str, arguments: Taking) -> dict[str, list[Group]]:
+        """Call a method that takes, and confirm what came; again if the connection breaks before that.
 
-    async def _begin_get(
-        self, batch_size: int, task_name: str, group_status: Status, tags: Mapping[str, TagValue] | None
-    ) -> RemoteTake:
-        """As `get`, but the groups can still be given back; whoever calls it settles the take."""
-        arguments = messages.GetArguments(b"", batch_size, task_name, group_status, _checked(tags))
-        return await self._begin("get", arguments)
-
-    async def _begin(self, method: str, arguments: Taking) -> RemoteTake:
-        """Call a method that takes; again if the connection breaks, because then nothing is taken."""
+        What is not confirmed goes back into the buffer: with a connection that breaks by itself, and from a
+        cancelled caller because the server is told.
+        """
         while True:
             link = await self._linked()
             arguments.key = new_key()
-            take = RemoteTake(self, link, arguments.key)
+            settling = messages.KeyArguments(arguments.key)
             try:
                 counts, groups = await link.call(method, arguments)
+                if groups:
+                    await self._call("keep", settling)
             except ConnectionLost:
-                if not take.may_be_taken_again:
+                if self._is_closed or not link.may_be_replaced:
                     raise
                 continue
             except asyncio.CancelledError:
-                # In this moment they belong to nobody.
-                await take.release()
+                await link.tell("release", settling)
                 raise
-            take.set_groups(counts, groups)
-            return take
-
-    async def _settled(self, begin: Callable[[], Awaitable[RemoteTake]]) -> dict[str, list[Group]]:
-        """Take, and settle it: what a cancelled caller does not get goes back."""
-        while True:
-            take = await begin()
-            try:
-                await take.keep()
-            except ConnectionLost:
-                if not take.may_be_taken_again:
-                    raise
-                # They were not kept: they are in the buffer again.
-                continue
-            except asyncio.CancelledError:
-                await take.release()
-                raise
-            take.done()
-            return take.groups
+            if groups:
+                link.post(messages.Done(arguments.key))
+            following = iter(groups)
+            return {task: list(islice(following, number)) for task, number in counts.items()}
 
     async def _linked(self) -> Link:
         """The connection, made anew if it was lost."""
@@ -427,55 +380,6 @@ class RemoteReplayBuffer:
         if not opening.cancelled():
             # Retrieved, so that nobody warns of it: every caller may have been cancelled.
             opening.exception()
-
-
-class RemoteTake:
-    """Groups that a server has handed over, and that it takes back until `done` is called.
-
-    >>> take = await buffer._begin_take({"math": 64}, Status.COMPLETED, None)
-    >>> await take.keep()     # or: await take.release()
-    >>> take.done()
-    """
-
-    def __init__(self, buffer: RemoteReplayBuffer, link: Link, key: bytes) -> None:
-        self.groups: dict[str, list[Group]] = {}
-        """By task."""
-        self._buffer = buffer
-        self._link = link
-        self._settling = messages.KeyArguments(key)
-        self._is_kept = False
-
-    def set_groups(self, counts: Mapping[str, int], groups: Iterable[Group]) -> None:
-        """What came, by task."""
-        following = iter(groups)
-        self.groups = {task: list(islice(following, number)) for task, number in counts.items()}
-
-    @property
-    def may_be_taken_again(self) -> bool:
-        """Whether `ConnectionLost` says that the connection broke, and another one may be made."""
-        return self._link.may_be_replaced and not self._buffer._is_closed
-
-    async def keep(self) -> None:
-        """They stay taken, also if this process dies.
-
-        Raises:
-            ConnectionLost: the connection broke; they are in the buffer again.
-        """
-        if any(self.groups.values()):
-            await self._buffer._call("keep", self._settling)
-            self._is_kept = True
-
-    async def release(self) -> None:
-        """Nobody has them: the server is told, and waited for if it answers at once.
-
-        When the connection breaks, what was not kept goes back by itself.
-        """
-        await self._link.tell("release", self._settling)
-
-    def done(self) -> None:
-        """They are with whoever asked; to be called after `keep`."""
-        if self._is_kept:
-            self._link.post(messages.Done(self._settling.key))
 
 
 def _absolute(path: str | Path) -> str:

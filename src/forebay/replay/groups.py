@@ -41,11 +41,6 @@ class StoredGroup(list[RolloutState]):
         group.steps = tuple(steps)
         return group
 
-    @property
-    def oldest_step(self) -> int | None:
-        """The oldest labelled model step of the group; None without labels."""
-        return min((step for step in self.steps if step is not None), default=None)
-
     def refresh(self, train_step: int, *, reset_unlabelled: bool = False) -> None:
         """Write the members' `seq_staleness` at `train_step`.
 

@@ -19,9 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
 from forebay.cancelling import finish
 from forebay.replay import server_messages as messages
-from forebay.replay.arrivals import arrived_row, staleness_of, status_of
+from forebay.replay.arrivals import Arrived, arrived_row, staleness_of, status_of
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.changes import BufferClosed
 from forebay.replay.packed import PackedPayload
@@ -175,7 +177,8 @@ class Served:
         seen = await storage.get_train_step(task)
         seen = step if seen is None else max(seen, step or seen)
         before = list(map(status_of, groups))
-        rows = [arrived_row(group, task, seen, step, arguments.stale_threshold) for group in groups]
+        how = _how(arguments)
+        rows = [arrived_row(group, task, seen, how) for group in groups]
         return _put_result(rows, before, ())
 
     async def admit(self, key: bytes, number: int) -> None:
@@ -214,16 +217,8 @@ class Served:
         try:
             before = list(map(status_of, groups))
             async with self.census.within():
-                rows, evicted = await self.buffer._store(
-                    groups,
-                    arguments.task_name,
-                    None,
-                    arguments.current_train_step,
-                    arguments.stale_threshold,
-                    arguments.tags,
-                    arguments.priority,
-                    arguments.key if self.buffer.storage.keeps_receipts else None,
-                )
+                key = arguments.key if self.buffer.storage.keeps_receipts else None
+                rows, evicted = await self.buffer._store(groups, arguments.task_name, _how(arguments), key)
                 self.census.add(len(groups))
         finally:
             self.gate.leave(len(groups))
@@ -289,11 +284,12 @@ class Served:
         async with self.census.within():
             self.census.add(await handover.release())
 
-    async def count(self, arguments: messages.CountArguments) -> Result:
-        """See `ReplayBuffer.count`."""
-        return Result(
-            await self.buffer.count(arguments.task_name, arguments.group_status, tags=arguments.tags)
-        )
+    async def call(self, method: str, arguments: msgspec.Struct) -> Result:
+        """See `ReplayBuffer`, or the method here that is more than that one; paths are of this machine."""
+        if (own := getattr(self, method, None)) is not None:
+            result: Result = await own(arguments)
+            return result
+        return Result(await getattr(self.buffer, method)(**msgspec.structs.asdict(arguments)))
 
     async def count_statuses(self, arguments: messages.CountStatusesArguments) -> Result:
         """See `ReplayBuffer.count_statuses`; a list of numbers for each task."""
@@ -311,24 +307,11 @@ class Served:
         )
         return Result([messages.row_values(row) for row in rows])
 
-    async def commit(self, arguments: messages.StepArguments) -> Result:
-        """See `ReplayBuffer.commit`."""
-        await self.buffer.commit(arguments.train_step)
-        return Result()
-
     async def restore(self, arguments: messages.StepArguments) -> Result:
         """See `ReplayBuffer.restore`."""
         await self.buffer.restore(arguments.train_step)
         await self.census.measure()
         return Result()
-
-    async def refresh_staleness(self, arguments: messages.RefreshArguments) -> Result:
-        """See `ReplayBuffer.refresh_staleness`."""
-        return Result(
-            await self.buffer.refresh_staleness(
-                arguments.task_stale_thresholds, arguments.current_train_step, arguments.statuses
-            )
-        )
 
     async def update_priorities(self, arguments: messages.PrioritiesArguments) -> Result:
         """See `ReplayBuffer.update_priorities`."""
@@ -337,21 +320,24 @@ class Served:
         )
         return Result(number)
 
-    async def save(self, arguments: messages.PathArguments) -> Result:
-        """See `ReplayBuffer.save`; the path is on the server's machine."""
-        await self.buffer.save(arguments.path)
-        return Result()
-
     async def resume(self, arguments: messages.PathArguments) -> Result:
-        """See `ReplayBuffer.resume`; the path is on the server's machine."""
+        """See `ReplayBuffer.resume`."""
         await self.buffer.resume(arguments.path)
         await recover(self.buffer)
         await self._look()
         return Result()
 
-    async def wait_for_change(self, arguments: messages.VersionArguments) -> Result:
-        """See `ReplayBuffer.wait_for_change`."""
-        return Result(await self.buffer.wait_for_change(arguments.version))
+
+def _how(arguments: messages.PutArguments) -> Arrived:
+    return Arrived.of(
+        arguments.task_name,
+        {
+            "current_train_step": arguments.current_train_step,
+            "stale_threshold": arguments.stale_threshold,
+            "tags": arguments.tags,
+            "priority": arguments.priority,
+        },
+    )
 
 
 def _put_result(

@@ -368,7 +368,7 @@ class Connection:
                 await self._answer(call.number, None)
             case _:
                 async with self._waits(call.method == "wait_for_change"):
-                    result = await getattr(self._served, call.method)(arguments)
+                    result = await self._served.call(call.method, arguments)
                 await self._answer(call.number, result.value)
 
     async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[Incoming]) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 from forebay.heartbeat import SILENCE_LIMIT_S
 from forebay.replay.changes import BufferClosed
 from forebay.replay.storage import StorageItem
+from forebay.replay.store_errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
 PROTOCOL = 4
@@ -354,6 +355,7 @@ _ERRORS = {
         *(ValueError, RuntimeError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError),
         *(OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
         *(PermissionError, ConnectionLost, ServerClosed, ServerFull, BufferClosed),
+        *(OwnerLost, StoreBusy),
     )
 }
 

@@ -63,7 +63,6 @@ from forebay.replay.sql_rows import (
     write_priorities,
 )
 from forebay.replay.sql_schema import (
-    create_receipts,
     groups,
     insert_or_update,
     is_in_memory,
@@ -128,7 +127,6 @@ class SQLStorage(StorageBackend):
         # An SQLite database in memory lives as long as a connection.
         self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
         self._writer = RowWriter(self._reading, self._writing)
-        self._has_receipts = False
         self._rows = Sharing(self._prepare, self._writer.write)
         self._evictions = Sharing(int, lambda limits: evict_together(self._writing, limits, self._codec))
 
@@ -158,7 +156,6 @@ class SQLStorage(StorageBackend):
         self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
     ) -> list[int]:
         """See `StorageBackend.put_many`."""
-        await self._prepare_receipts(receipt)
         uids: list[int] | StepPassed = await self._worker.share(self._rows, (tuple(items), receipt, aged_at))
         if isinstance(uids, StepPassed):
             raise uids
@@ -166,18 +163,12 @@ class SQLStorage(StorageBackend):
 
     async def has_receipt(self, receipt: bytes) -> bool:
         """See `StorageBackend.has_receipt`."""
-        await self._prepare_receipts(receipt)
 
         def work() -> bool:
             with self._reading() as connection:
                 return has_receipt(connection, receipt)
 
         return await self._reader.call(work)
-
-    async def _prepare_receipts(self, receipt: bytes | None) -> None:
-        if receipt is not None and not self._has_receipts:
-            await self._worker.call(partial(create_receipts, self._engine))
-            self._has_receipts = True
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
@@ -290,7 +281,6 @@ class SQLStorage(StorageBackend):
     ) -> int:
         """See `StorageBackend.delete_where`."""
         parsed = parse_query(query)
-        await self._prepare_receipts(receipt)
 
         def work() -> int:
             with self._writing() as connection:
@@ -315,7 +305,6 @@ class SQLStorage(StorageBackend):
         expected: int | None = None,
     ) -> int:
         """See `StorageBackend.update_if`."""
-        await self._prepare_receipts(receipt)
         return await self._update(items, parse_query(query), receipt, expected)
 
     async def _update(

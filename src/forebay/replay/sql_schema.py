@@ -112,8 +112,7 @@ counters = sa.Table(
 
 receipts = sa.Table(
     "forebay_receipts",
-    # Apart from the others: it is made when the first one is kept, also in a database that had none so far.
-    sa.MetaData(),
+    metadata,
     sa.Column("receipt", sa.LargeBinary(), primary_key=True),
     sa.Column("at", _int, nullable=False, index=True),
     sqlite_with_rowid=False,
@@ -194,14 +193,6 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
         engine.dispose()
         raise
     return engine
-
-
-def create_receipts(engine: sa.Engine) -> None:
-    """Make the table of receipts, unless it is there."""
-    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
-        if engine.dialect.name == "postgresql":
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
-        receipts.create(connection, checkfirst=True)
 
 
 CREATE_LOCK, ID_LOCK, EVICT_LOCK = (0x666F7265 + number for number in range(3))

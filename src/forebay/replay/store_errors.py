@@ -22,6 +22,10 @@ class OwnerLost(RuntimeError):
     """Another process has taken the content over: what an earlier owner still wants to change is refused."""
 
 
+class StoreBusy(TimeoutError):
+    """Another process is writing and does not come to an end; nothing was changed."""
+
+
 class StepPassed(Exception):
     """Rows were judged at an older train step than their task has by now, and are to be judged again.
 

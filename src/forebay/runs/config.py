@@ -323,9 +323,13 @@ class RunConfig(StrictModel):
         sequences = self.batch_size * group_size
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         return [
-            (
-                self.cluster is not None and "buffer_shards" in self.cluster.arguments,
-                "cluster.arguments.buffer_shards was removed: a run has one replay buffer; leave the key out",
+            *(
+                (
+                    self.cluster is not None and key in self.cluster.arguments,
+                    f"cluster.arguments.{key} was removed: a run has one replay buffer, in its own process; "
+                    f"leave the key out",
+                )
+                for key in ("buffer", "buffer_shards")
             ),
             (
                 bool(own_limits) and not self.produce.is_async,

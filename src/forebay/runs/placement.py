@@ -2,7 +2,7 @@
 
 ::
 
-    run file [cluster] --make_cluster--> Cluster --open: room, a buffer--> --start: everything else-->
+    run file [cluster] --make_cluster--> Cluster --open: room--> --start: processes-->
                                             | controller, agent_loop, trainer, buffer: the run's parts
     PartLost: a part ended that only a checkpoint brings back --> the run goes on from its last one
 
@@ -19,7 +19,7 @@ from forebay.activity import Activities
 from forebay.config import look_up
 from forebay.engines import RolloutController
 from forebay.produce.context import GroupGenerator
-from forebay.replay import ReplayBuffer
+from forebay.replay import ReplayBuffer, StorageBackend
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
 from forebay.train.batch import TrainBatch
 from forebay.types import FloatArray, RolloutState
@@ -89,7 +89,7 @@ class Cluster(Protocol):
     """Told that a part was started again: its name, why. None: kept until somebody listens."""
 
     async def open(self, *, trains: bool = True) -> None:
-        """Have room for every part, and an empty buffer. Without `trains` there is no trainer and no buffer.
+        """Have room for every part; without `trains` there is no trainer.
 
         Raises:
             ConfigError: there is no cluster, or no room for the parts on it.
@@ -120,8 +120,8 @@ class Cluster(Protocol):
         """
         ...
 
-    def buffer(self, build: Callable[[], ReplayBuffer]) -> ReplayBuffer:
-        """An empty buffer; `build` makes the one of a run in one process."""
+    def buffer(self, build: Callable[[StorageBackend | None], ReplayBuffer]) -> ReplayBuffer:
+        """An empty buffer; `build` makes one over a store, or in memory."""
         ...
 
     def counts(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ from forebay.produce import (
     TaskRunner,
 )
 from forebay.produce.context import GroupGenerator
-from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer
+from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
 from forebay.runs.config import FILTERS, RunConfig, TaskConfig
 from forebay.runs.data import TaskData, fitting
 from forebay.runs.placement import Cluster
@@ -277,10 +277,10 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
     ).build(sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller)
 
 
-def build_buffer(config: RunConfig) -> ReplayBuffer:
+def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
     """In order of arrival where nothing can be stale, else the most stale first."""
     settings = (
         AsyncReplayBufferConfig(**config.replay.model_dump()) if config.produce.is_async else config.replay
     )
-    buffer = settings.build()
+    buffer = settings.build(storage)
     return RecordedReplayBuffer.like(buffer) if config.record else buffer

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 from forebay.agents import AgentLoop
 from forebay.agents.base import GroupJudger
@@ -27,6 +27,7 @@ from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.produce import AgentLoopManager
 from forebay.produce.tasks import CheckpointedSampler
 from forebay.replay import ReplayBuffer
+from forebay.replay.arrivals import Arrival
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.storage import TagValue
 from forebay.runs.record.writer import Recorder
@@ -88,15 +89,7 @@ class RecordedReplayBuffer(ReplayBuffer):
         )
 
     async def put_groups(
-        self,
-        groups: Iterable[Sequence[RolloutState]],
-        task_name: str,
-        *,
-        model_step: int | None = None,
-        current_train_step: int | None = None,
-        stale_threshold: int | None = None,
-        tags: Mapping[str, TagValue] | None = None,
-        priority: float | None = None,
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
     ) -> None:
         """See `ReplayBuffer.put_groups`; an event for each group. `put` comes here, too."""
         recorder = self.recorder
@@ -108,15 +101,7 @@ class RecordedReplayBuffer(ReplayBuffer):
             # The put labels and ages the rollouts; what it was given is what a replay has to give again.
             given = list(map(_copy, groups))
         num_evicted = sum(self.num_evicted.values())
-        await super().put_groups(
-            groups,
-            task_name,
-            model_step=model_step,
-            current_train_step=current_train_step,
-            stale_threshold=stale_threshold,
-            tags=tags,
-            priority=priority,
-        )
+        await super().put_groups(groups, task_name, **arrival)
         if recorder is None:
             return
         num_evicted = sum(self.num_evicted.values()) - num_evicted
@@ -127,11 +112,11 @@ class RecordedReplayBuffer(ReplayBuffer):
                 task=task_name,
                 group=copied[0].group_id,
                 status=get_group_status(group).value,
-                model_step=model_step,
-                train_step=current_train_step,
-                threshold=stale_threshold,
-                tags=None if tags is None else dict(tags),
-                priority=priority,
+                model_step=arrival.get("model_step"),
+                train_step=arrival.get("current_train_step"),
+                threshold=arrival.get("stale_threshold"),
+                tags=None if (tags := arrival.get("tags")) is None else dict(tags),
+                priority=arrival.get("priority"),
                 # By all of them together.
                 evicted=num_evicted or None if place == len(given) else None,
             )

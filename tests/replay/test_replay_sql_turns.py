@@ -1,0 +1,47 @@
+"""The turn to write to an SQLite file: a process that is stopped while it has it holds up nobody for ever."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from replay_factory import make_row
+
+from forebay.replay import SQLStorage, StoreBusy, sql_turns
+from forebay.replay.server_messages import error_of, failure_of
+
+HOLDER = """
+import signal, os, sys
+import sqlalchemy as sa
+from forebay.replay.sql_turns import turns_of
+with turns_of(sa.make_url(sys.argv[1]))():
+    print("mine", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.skipif(sql_turns.fcntl is None, reason="no queue without POSIX locks")
+async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_others_go_on(
+    tmp_path, monkeypatch
+):
+    file = tmp_path / "buffer.db"
+    store = SQLStorage(file)
+    command = [sys.executable, "-c", HOLDER, f"sqlite:///{file}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout.readline() == b"mine\n"
+            monkeypatch.setattr(sql_turns, "LIMIT_S", 0.05)
+            with pytest.raises(StoreBusy, match=r"buffer\.db-turn' locked for 0\.05 s: it hangs") as busy:
+                await store.put(make_row("a"))
+            # Readers never wait.
+            assert len(store) == 0
+        finally:
+            holder.kill()
+    for thread in threading.enumerate():
+        if thread.name == "forebay-sql-turn":
+            thread.join()
+    assert await store.put(make_row("b")) == 0
+    assert [row.item for row in await store.get({})] == ["b"]
+    store.close()
+    # A client of a server is told the same.
+    assert type(error_of(failure_of(1, busy.value))) is StoreBusy

@@ -28,11 +28,16 @@ class SyncReplayBufferConfig(StrictModel):
         )
 
 
-class AsyncReplayBufferConfig(SyncReplayBufferConfig):
+class AsyncReplayBufferConfig(StrictModel):
     """A buffer that hands out the most stale groups first; an asynchronous run's ``[replay]``.
 
     >>> buffer = AsyncReplayBufferConfig().build()
     """
+
+    limit: int | None = Field(default=None, ge=1)
+    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
+    keep_consumed: bool = False
+    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
 
     def build(self, storage_backend: StorageBackend | None = None) -> ReplayBuffer:
         """The buffer; in memory unless there is a store."""

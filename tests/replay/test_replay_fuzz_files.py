@@ -362,7 +362,7 @@ async def test_trees_of_anything(tree):
 
 
 @pytest.mark.parametrize("field", ["extra_fields", "reward_model", "mm_info"])
-async def test_values_that_nest_too_deep_are_named(field, tmp_path):
+async def test_values_that_nest_too_deep_are_named(field):
     deep, circle = {}, {}
     for _ in range(5000):
         deep = {"x": [deep]}
@@ -370,7 +370,6 @@ async def test_values_that_nest_too_deep_are_named(field, tmp_path):
     for value in (deep, circle):
         buffer = new_buffer()
         group = [make_state("g", **{field: value})]
-        await buffer.put(group, "math")
-        assert field in await refusal(buffer.save(tmp_path))
+        assert field in await refusal(buffer.put(group, "math"))
         with pytest.raises(ValueError, match=field):
             GroupCodec().encode(group)

@@ -59,7 +59,8 @@ def check_group(group: Sequence[RolloutState]) -> None:
                 raise TypeError(f"a group holds RolloutState objects, got {_show(state)}") from None
         raise
     try:
-        marshal.dumps(plain)
+        # Later formats write what was seen before as a reference, and so accept a value that holds itself.
+        marshal.dumps(plain, 2)
     except ValueError:
         for state in group:
             _check_each(state, _PLAIN)

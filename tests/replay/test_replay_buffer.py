@@ -368,6 +368,12 @@ async def test_a_large_batch_lets_the_loop_turn_and_can_be_cancelled(buffer, mon
     assert names(groups["math"]) == list("abcdef")
 
 
+async def test_a_keyword_that_no_put_has_is_refused_by_name(buffer):
+    with pytest.raises(TypeError, match=r"no keyword 'stale_treshold'; it has .*stale_threshold"):
+        await buffer.put_groups([make_group("a")], "math", stale_treshold=2)
+    assert len(buffer) == 0
+
+
 async def test_a_bad_threshold_changes_nothing(buffer):
     await put_named(buffer, "a", current_train_step=1)
     with pytest.raises(ValueError, match="code"):

@@ -27,7 +27,7 @@ from typing import Any
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
 from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, serve
 from forebay.replay.server_address import Address
-from forebay.replay.server_command import IN_MEMORY, POLICIES, ServeOptions, open_buffer
+from forebay.replay.server_command import IN_MEMORY, ServeOptions, open_buffer
 from forebay.replay.server_memory import keep_freed_memory
 
 DEFAULT_NAME = "forebay_buffer"
@@ -99,13 +99,9 @@ class BufferActor:
 def start_buffer(
     *,
     name: str = DEFAULT_NAME,
-    store: str = IN_MEMORY,
-    policy: str = "staleness",
-    limit: int | None = None,
-    max_live: int | None = None,
-    keep_consumed: bool = False,
     host: str | None = None,
     actor_options: Mapping[str, Any] | None = None,
+    **settings: Any,
 ) -> Any:
     """Start a buffer as the actor `name` and return Ray's handle; ``ray.init`` was called before.
 
@@ -114,44 +110,27 @@ def start_buffer(
 
     Args:
         name: by which `connect_buffer` finds it, from other programs on the same cluster too.
-        store: "memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which survive the
-            actor's process.
-        policy: "fifo", "staleness" or "prioritized".
-        limit: live groups at most, beyond which the oldest are evicted.
-        max_live: live groups beyond which puts wait.
-        keep_consumed: see `ReplayBuffer`.
         host: where to listen on the actor's node. None: loopback if that node is the whole cluster when the
             first client asks, else the node's address; name one where nodes will join later.
         actor_options: of Ray, beyond the name: where it is placed, and what it may use.
+        settings: `store` ("memory"; or the path of an SQLite file or the URL of a PostgreSQL database, which
+            survive the actor's process), `policy` ("fifo", "staleness" or "prioritized"), `limit` (live
+            groups at most, beyond which the oldest are evicted), `max_live` (live groups beyond which puts
+            wait), `keep_consumed` (see `ReplayBuffer`).
 
     Raises:
         ValueError: there is an actor of that name, or the options contradict each other.
     """
     ray = import_ray()
-    if policy not in POLICIES:
-        raise ValueError(f"unknown policy {policy!r}; known: {', '.join(POLICIES)}")
-    if max_live is not None and limit is not None:
-        raise ValueError(f"give max_live or limit, not both; got {max_live} and {limit}")
+    options = ServeOptions(address="", **settings)
     placed: dict[str, Any] = {"num_cpus": 0} | dict(actor_options or {})
-    if _is_file(store):
+    if options.store != IN_MEMORY and "://" not in options.store:
         placed.setdefault("scheduling_strategy", on_this_node(ray))
     placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
     # The same one after a restart. It also keeps out those who reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
-    options = ServeOptions(
-        address="",
-        store=store,
-        policy=policy,
-        limit=limit,
-        max_live=max_live,
-        keep_consumed=keep_consumed,
-    )
     actor = ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed)
     return actor.remote(options, token, host)
-
-
-def _is_file(store: str) -> bool:
-    return store != IN_MEMORY and "://" not in store
 
 
 def _node_address(ray: Any) -> str:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from forebay.replay.changes import Changes
 from forebay.replay.groups import HeldGroup, StoredGroup, as_stored, copy_group
@@ -50,8 +49,10 @@ class Arrival(TypedDict, total=False):
     priority: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+_KEYWORDS = frozenset(Arrival.__annotations__)
+
+
+class Arrived(NamedTuple):
     """How the groups of one put arrive, checked.
 
     >>> Arrived.of("math", {"model_step": 3}).priority
@@ -72,10 +73,9 @@ class Arrived:
             TypeError: there is no such keyword.
             ValueError: the threshold is not positive, or a tag or the priority is not one.
         """
-        if unknown := given.keys() - Arrival.__annotations__.keys():
-            raise TypeError(
-                f"a put takes no {sorted(unknown)[0]!r}, but {', '.join(Arrival.__annotations__)}"
-            )
+        if not _KEYWORDS.issuperset(given):
+            unknown, known = sorted(set(given) - _KEYWORDS)[0], ", ".join(sorted(_KEYWORDS))
+            raise TypeError(f"a put has no keyword {unknown!r}; it has {known}")
         threshold = given.get("stale_threshold")
         check_threshold(task_name, threshold)
         tags, priority = check_tags(given.get("tags")), check_priority(given.get("priority"))

@@ -3,91 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
-
-
-class SharedLock:
-    """Held by any number of sharers at once, or by one holder alone.
-
-    Who waits is served in order of arrival, so a stream of sharers does not starve who wants it alone.
-    Consumes nothing, waits for earlier holders, is woken by their release.
-
-    >>> async with lock.shared(): ...
-    >>> async with lock.alone(): ...
-    """
-
-    def __init__(self) -> None:
-        self._num_sharers = 0
-        self._is_taken = False
-        self._waiting: deque[tuple[asyncio.Future[None], bool]] = deque()
-
-    def shared(self) -> _Holding:
-        """Hold it together with other sharers."""
-        return _Holding(self, alone=False)
-
-    def alone(self) -> _Holding:
-        """Hold it with nobody else."""
-        return _Holding(self, alone=True)
-
-    async def _acquire(self, *, alone: bool) -> None:
-        if not self._waiting and self._is_free(alone):
-            self._grant(alone)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, alone))
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():
-                # It was granted in the same moment: pass it on.
-                self._give_up(alone=alone)
-            elif (turn, alone) in self._waiting:
-                self._waiting.remove((turn, alone))
-            self._wake()
-            raise
-
-    def _is_free(self, alone: bool) -> bool:
-        return not self._is_taken and not (alone and self._num_sharers)
-
-    def _grant(self, alone: bool) -> None:
-        if alone:
-            self._is_taken = True
-        else:
-            self._num_sharers += 1
-
-    def _give_up(self, *, alone: bool) -> None:
-        if alone:
-            self._is_taken = False
-        else:
-            self._num_sharers -= 1
-
-    def _release(self, *, alone: bool) -> None:
-        self._give_up(alone=alone)
-        if self._waiting:
-            self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting and self._is_free(self._waiting[0][1]):
-            turn, alone = self._waiting.popleft()
-            if not turn.cancelled():
-                self._grant(alone)
-                turn.set_result(None)
-
-
-class _Holding:
-    """The lock held for one block; written out, because a generator costs every put some microseconds."""
-
-    __slots__ = ("_is_alone", "_lock")
-
-    def __init__(self, lock: SharedLock, *, alone: bool) -> None:
-        self._lock = lock
-        self._is_alone = alone
-
-    async def __aenter__(self) -> None:
-        await self._lock._acquire(alone=self._is_alone)
-
-    async def __aexit__(self, *_: object) -> None:
-        self._lock._release(alone=self._is_alone)
 
 
 class Window:
@@ -127,7 +44,8 @@ class Window:
     def leave(self, amount: int) -> None:
         """Make room again."""
         self._used -= amount
-        self._wake()
+        if self._waiting:
+            self._wake()
 
     def _fits(self, amount: int, held: int) -> bool:
         return self._used == held or self._used + amount <= self._size
@@ -138,3 +56,45 @@ class Window:
             if not turn.done():
                 self._used += amount
                 turn.set_result(None)
+
+
+class SharedLock:
+    """Held by any number of sharers at once, or by one holder alone: a window that one fills or many share.
+
+    Who waits is served in order of arrival, so a stream of sharers does not starve who wants it alone.
+    Consumes nothing, waits for earlier holders, is woken by their release.
+
+    >>> async with lock.shared(): ...
+    >>> async with lock.alone(): ...
+    """
+
+    def __init__(self) -> None:
+        self._window = Window(_ALL)
+
+    def shared(self) -> _Holding:
+        """Hold it together with other sharers."""
+        return _Holding(self._window, 1)
+
+    def alone(self) -> _Holding:
+        """Hold it with nobody else."""
+        return _Holding(self._window, _ALL)
+
+
+_ALL = sys.maxsize
+"""More than there can be sharers."""
+
+
+class _Holding:
+    """The lock held for one block; written out, because a generator costs every put some microseconds."""
+
+    __slots__ = ("_amount", "_window")
+
+    def __init__(self, window: Window, amount: int) -> None:
+        self._window = window
+        self._amount = amount
+
+    async def __aenter__(self) -> None:
+        await self._window.enter(self._amount)
+
+    async def __aexit__(self, *_: object) -> None:
+        self._window.leave(self._amount)

@@ -57,6 +57,14 @@ class ServeOptions:
     snapshot: Path | None = None
     token_file: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"unknown policy {self.policy!r}; known: {', '.join(POLICIES)}")
+        if self.max_live is not None and self.limit is not None:
+            raise ValueError(
+                f"give max_live or limit, not both; got {self.max_live} and {self.limit}: leave one out"
+            )
+
 
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:
     """Serve until SIGTERM or Ctrl-C; `say` is told where, and what was saved.
@@ -126,8 +134,6 @@ async def open_buffer(options: ServeOptions) -> ReplayBuffer:
         ValueError: the options contradict each other, or a snapshot is of another policy or damaged.
         OSError: a file cannot be read.
     """
-    if options.policy not in POLICIES:
-        raise ValueError(f"unknown policy {options.policy!r}; known: {', '.join(POLICIES)}")
     if options.snapshot is not None and options.store != IN_MEMORY:
         raise ValueError(
             f"a snapshot is for a store in memory; {_plain_store(options.store)} keeps its groups itself"

@@ -86,9 +86,10 @@ async def test_a_run_may_have_its_groups_there(ray, tmp_path):
         groups = [make_group(f"late/{number}", steps=[9]) for number in range(12)]
         evicted = []
         enter, buffer.on_evict = buffer.on_evict, evicted.append
-        held = len(buffer)
+        # A slow machine may have evicted some while it trained.
+        held, before = len(buffer), buffer.num_evicted.get("t", 0)
         await buffer.put_groups(groups, "t", current_train_step=6)
-        assert len(evicted) == held + 12 - 9 == buffer.num_evicted["t"]
+        assert len(evicted) == held + 12 - 9 == buffer.num_evicted["t"] - before
         assert all(row.item[0].group_id for row in evicted)
         buffer.on_evict = enter
     del actor

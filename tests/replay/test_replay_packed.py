@@ -100,7 +100,7 @@ async def test_in_a_buffer_it_is_a_group_like_others(train_step, tmp_path):
     states = [[make_state(name, steps=[step])] for name, step in (("old", 0), ("new", 3), ("more", 3))]
     for state in states:
         fill_token_fields(state[0])
-    await buffer._store(map(received, states), "math", None, 4, 9, None, None, None)
+    await buffer.put_groups(map(received, states), "math", current_train_step=4, stale_threshold=9)
     assert await buffer.refresh_staleness({"math": 3}, 4) == {"math": 1}
     [expired] = await buffer.get(1, "math", Status.EXPIRED)
     assert (expired[0].group_id, len(expired[0].response_ids)) == ("old", 0)

@@ -55,12 +55,12 @@ class Player:
 
 
 def play(
-    config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int, *, max_steps: int = MAX_STEPS
+    config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int, *, max_steps: int | None = None
 ) -> list[Episode]:
     """The first episode of `num_episodes` environments, reset with seeds of their own.
 
     Taking the first episodes that end, whatever environment they are of, would favour short ones. One that
-    does not end counts as far as `max_steps`.
+    does not end counts as far as `max_steps`, by default `MAX_STEPS`.
     """
     envs = make_vector(config, num_episodes)
     try:
@@ -68,7 +68,7 @@ def play(
         obs_ED = envs.reset(seed=seed)[0]
         plays_E = np.ones(num_episodes, np.bool_)
         rewards_E, lengths_E = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
-        for _ in range(max_steps):
+        for _ in range(MAX_STEPS if max_steps is None else max_steps):
             obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(player.act(obs_ED))
             rewards_E += reward_E * plays_E
             lengths_E += plays_E

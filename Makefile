@@ -21,7 +21,7 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --timeout 600 -m "not soak"
 
-# The long versions of the randomised and kill tests.
+# The long versions of the randomized and kill tests.
 soak: $(VENV)/.installed
 	FOREBAY_SOAK=1 $(BIN)/python -m pytest
 

@@ -17,8 +17,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forebay.train import Packer, TrainBatch, forward
+from forebay.train import Packer, TrainBatch
 from forebay.train.collate import collate
+from forebay.train.model import forward
 
 WAYS = ("whole", "slices", "chunks")
 

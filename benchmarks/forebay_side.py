@@ -23,10 +23,10 @@ from forebay.models import ModelConfig
 from forebay.produce import DataConfig
 from forebay.runs.build import Run, build_run
 from forebay.runs.config import RunConfig, TaskConfig
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import prepare
+from forebay.runs.show.display import RunDisplay
 from forebay.train import TrainConfig
-from forebay.train.optimisation import BETAS
+from forebay.train.optimization import BETAS
 from forebay.types import RolloutState, SampleParams
 
 Groups = list[list[RolloutState]]

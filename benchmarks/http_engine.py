@@ -32,10 +32,10 @@ from typing import Any
 import numpy as np
 
 from forebay.engines import GenerateRequest
-from forebay.engines.http_dialects import MODEL_NAME, VLLM
-from forebay.engines.openai_http import HTTPEngine
-from forebay.engines.servers import LocalServer
-from forebay.engines.weight_files import WeightFiles
+from forebay.engines.servers.dialects import MODEL_NAME, VLLM
+from forebay.engines.servers.engine import HTTPEngine
+from forebay.engines.servers.launch import LocalServer
+from forebay.engines.weights.files import WeightFiles
 from forebay.models import load_tokenizer, resolve_model
 from forebay.types import SampleParams
 

@@ -19,18 +19,18 @@ from pathlib import Path
 
 from rich.console import Console
 
-from forebay.activity import GENERATE, Activities
-from forebay.busy import BusyShare
 from forebay.config import load_config
 from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs import RunConfig, build_run
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import new_folder
-from forebay.runs.live import LiveView, StepNow, panel
 from forebay.runs.separate import run_separate
-from forebay.runs.status import RunStatus
+from forebay.runs.show.display import RunDisplay
+from forebay.runs.show.live import LiveView, StepNow, panel
+from forebay.runs.show.status import RunStatus
 from forebay.types import RolloutState, Status
+from forebay.watching.activity import GENERATE, Activities
+from forebay.watching.utilization import BusyShare
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "live.svg"
 PICTURE_STEP = 20

@@ -4,7 +4,7 @@
 
 The real manager, producer, strategy, sampler and buffer in memory; scripted agents answer when told, so that
 nothing else is due on the event loop when the last group of a batch is stored: the weights allow no further
-step, and the producer rests until they are synchronised.
+step, and the producer rests until they are synchronized.
 
     put of the last group is done --> get_batch sees that the batch is whole --> get_batch returns the batch
                                   wake-up                              copies, ledger, statistics

@@ -34,18 +34,18 @@ from forebay.config import parse_config
 from forebay.engines.controller import request_seed
 from forebay.evaluate import Evaluator
 from forebay.metrics import PhaseTimer
-from forebay.produce.demo_tasks import sorting
+from forebay.produce.prompts.demo_tasks import sorting
 from forebay.runs.build import build_run
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
-from forebay.runs.display import RunDisplay
 from forebay.runs.separate import run_separate
+from forebay.runs.show.display import RunDisplay
 from forebay.simulation import ClusterConfig, simulate
 from forebay.simulation import world as simulated_world
 from forebay.simulation.cluster import LengthConfig
-from forebay.simulation.engine import ModelledEngine
+from forebay.simulation.engine import ModeledEngine
 from forebay.simulation.prediction import synchronous
-from forebay.simulation.standins import SimulationLoop, TimedThread, TimedTrainer
+from forebay.simulation.simulated_parts import SimulationLoop, TimedThread, TimedTrainer
 
 OLD_DEFAULTS = {
     "max_staleness": 0,
@@ -80,7 +80,7 @@ def engine_of(by_prompt):
                 seed = request_seed(0, "prompt", request.session_id.rpartition("/")[0])
             return cluster.lengths.quantile((seed + 0.5) / SEED_SPAN) - request.num_earlier
 
-        return ModelledEngine(rate=cluster.decode_rate, slots=cluster.slots, length=length, number=number)
+        return ModeledEngine(rate=cluster.decode_rate, slots=cluster.slots, length=length, number=number)
 
     return make
 

@@ -45,9 +45,9 @@ from forebay.produce import DataConfig, Sampler, load_prompts
 from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.build import warm_up
 from forebay.runs.config import RunConfig, TaskConfig
-from forebay.runs.display import RunDisplay
+from forebay.runs.show.display import RunDisplay
 from forebay.train import WarmupConfig
-from forebay.train.optimisation import BETAS
+from forebay.train.optimization import BETAS
 
 HERE = Path(__file__).parent
 TRL_ENVIRONMENT = HERE / ".envs" / "trl"

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from side_by_side import SIDES
 
-from forebay.runs.pictures import Floats, smooth
+from forebay.runs.show.pictures import Floats, smooth
 
 NAMES = {"forebay": "Forebay", "trl": "TRL"}
 # Okabe & Ito 2008, "Color universal design".
-COLOURS = {"forebay": "#0072B2", "trl": "#D55E00"}
+COLORS = {"forebay": "#0072B2", "trl": "#D55E00"}
 
 Run = dict[str, Any]
 
 NOTES = """\
 * Equal on both sides: starting weights, tokenizer, the prompts of every step (compared as token ids in every
   run), samples per prompt, temperature 1 without top-k or top-p, response budget, reward (share of right
-  places), advantage (centred, over the group's standard deviation), clip range, the mean over the batch's
+  places), advantage (centered, over the group's standard deviation), clip range, the mean over the batch's
   tokens (TRL: `loss_type="dapo"`), no KL term, one AdamW step (fused) per batch with a constant rate, fp32,
   scaled-dot-product attention, no activation checkpointing, one torch thread.
 * Not equal: the random numbers, so two curves differ by sampling noise also where the policies are the same.
@@ -107,7 +107,7 @@ def curves(found: Run, size: str, side: str) -> Floats:
 
 
 def window(num_steps: int) -> int:
-    """A tenth of the run, odd, so that the mean is centred on its step."""
+    """A tenth of the run, odd, so that the mean is centered on its step."""
     return 2 * int(num_steps / 20) + 1
 
 
@@ -286,8 +286,8 @@ def draw_size(axes: Any, found: Run, size: str) -> None:
         steps = np.arange(1, rows.shape[1] + 1)
         speed = statistics.median(one.cpu for one in by_side[side])
         label = f"{NAMES[side]}: {speed:.0f} samples per CPU second"
-        axes.fill_between(steps, rows.min(0), rows.max(0), color=COLOURS[side], alpha=0.15, linewidth=0)
-        axes.plot(steps, rows.mean(0), color=COLOURS[side], linewidth=2, label=label)
+        axes.fill_between(steps, rows.min(0), rows.max(0), color=COLORS[side], alpha=0.15, linewidth=0)
+        axes.plot(steps, rows.mean(0), color=COLORS[side], linewidth=2, label=label)
     parameters = found["sizes"][size]["parameters"]
     axes.set_title(f"{parameters / 1e6:.1f} M parameters, {len(rows)} seeds", fontsize=10, loc="left")
     axes.set_xlabel("train step", fontsize=9)

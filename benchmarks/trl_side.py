@@ -62,7 +62,7 @@ def trainer_config(job: Job) -> GRPOConfig:
     return GRPOConfig(
         output_dir=job.folder,
         seed=job.seed,
-        # One generation and one optimiser step per batch; micro-batches only split the forward passes.
+        # One generation and one optimizer step per batch; micro-batches only split the forward passes.
         max_steps=job.steps,
         per_device_train_batch_size=job.micro_batch,
         gradient_accumulation_steps=job.samples_per_step // job.micro_batch,

@@ -6,7 +6,7 @@ Each round: the plain copy of all parameters into other tensors (what an engine 
 then a hand-over to `engines` processes by shared memory.
 A hand-over ends when every engine generates with the new weights, so it includes the engines' own copy.
 
-Then a trainer with LoRA on every linear layer synchronises as many engines, by adapters alone and by merged
+Then a trainer with LoRA on every linear layer synchronizes as many engines, by adapters alone and by merged
 weights: into processes by shared memory, and into engines in this process.
 """
 
@@ -25,8 +25,8 @@ import torch
 
 from forebay.config import Component
 from forebay.engines import RolloutController, TransformersEngine
-from forebay.engines.process import EngineRecipe, ProcessEngine
-from forebay.engines.weight_handover import SharedMemoryHandOver
+from forebay.engines.process.engine import EngineRecipe, ProcessEngine
+from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model
 from forebay.models.tiny import write_tiny
 from forebay.train import TrainConfig, TrainController

@@ -46,7 +46,7 @@ async def train(folder: Path) -> torch.Tensor:
     """Take batches, the most stale first, and follow the policy gradient with importance weights."""
     buffer = ReplayBuffer(StalenessReplayPolicy(), SQLStorage(f"sqlite:///{folder / 'buffer.db'}"))
     logits = torch.zeros(10, requires_grad=True)
-    optimiser = torch.optim.Adam([logits], lr=0.2)
+    optimizer = torch.optim.Adam([logits], lr=0.2)
     for train_step in range(1, STEPS + 1):
         await buffer.refresh_staleness(
             task_stale_thresholds={"bandit": THRESHOLD}, current_train_step=train_step
@@ -58,13 +58,13 @@ async def train(folder: Path) -> torch.Tensor:
         states = [state for group in groups["bandit"] for state in group]
         rewards = torch.tensor([state.reward["score"] for state in states])
         actions = torch.tensor(np.concatenate([state.response_ids for state in states])).long()
-        behaviour = torch.tensor(np.concatenate([state.logprobs for state in states]))
+        behavior = torch.tensor(np.concatenate([state.logprobs for state in states]))
         logprobs = torch.log_softmax(logits, 0)[actions]
-        ratio = torch.exp(logprobs - behaviour)
+        ratio = torch.exp(logprobs - behavior)
         loss = -(ratio * (rewards - rewards.mean())).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         publish(folder, train_step, logits)
         await buffer.commit(train_step)  # the weights are safe on disk: what made them may be forgotten
         if train_step % 20 == 0:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from forebay.config import load_config
 from forebay.runs import RunConfig, build_run, steps
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import new_folder
+from forebay.runs.show.display import RunDisplay
 
 
 async def train(config: RunConfig) -> list[dict[str, float]]:

@@ -4,7 +4,7 @@
 
 Only `generate_sample` is written here. Judging, failures, pauses, stages for the live view and stall reports
 come with `AgentLoop`. What the model sees and makes stays tokens: the question is appended with mask 0, so it
-is never trained on, and nothing the model wrote is tokenised again.
+is never trained on, and nothing the model wrote is tokenized again.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import numpy as np
 
 from forebay.agents import AgentLoop
 from forebay.engines import RolloutController
-from forebay.judges import Judger
+from forebay.judges import Judge
 from forebay.testing import ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -36,7 +36,7 @@ class CheckedAnswer(AgentLoop):
         return state
 
 
-class LastToken(Judger):
+class LastToken(Judge):
     """The score is 1 if the last token is even."""
 
     async def score(self, state: RolloutState) -> float:

@@ -11,8 +11,8 @@ the rule is an object, handed to the strategy.
 import asyncio
 from dataclasses import dataclass, field
 
-from forebay import virtual_time
 from forebay.agents import AgentLoop
+from forebay.aio import virtual_time
 from forebay.engines import RolloutController
 from forebay.produce import (
     AgentLoopManager,

@@ -1,4 +1,4 @@
-"""Settings every test runs under: one thread, no network, and how hard the randomised tests try."""
+"""Settings every test runs under: one thread, no network, and how hard the randomized tests try."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.activity import Activities, Activity
-from forebay.virtual_time import run
+from forebay.aio.virtual_time import run
+from forebay.watching.activity import Activities, Activity
 
 
 class Recorder:

@@ -10,12 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from forebay.agents.build import AGENT_ARGUMENTS, AGENTS, GIVEN
-from forebay.agents.environment_table import ENVIRONMENT_ARGUMENTS, ENVIRONMENTS
+from forebay.agents.environments.build import ENVIRONMENT_ARGUMENTS, ENVIRONMENTS
 from forebay.config import ConfigError, StrictModel, apply_overrides, parse_config
 from forebay.engines import TransformersEngine
 from forebay.engines.arguments import TransformersArguments
-from forebay.judges.build import JUDGE_ARGUMENTS, JUDGERS
-from forebay.produce.sources import GENERATORS, SOURCE_ARGUMENTS
+from forebay.judges.build import JUDGE_ARGUMENTS, JUDGES
+from forebay.produce.prompts.sources import GENERATORS, SOURCE_ARGUMENTS
 from forebay.runs.config import RunConfig
 from forebay.tools.base import TOOL_ARGUMENTS, TOOLS
 
@@ -43,7 +43,7 @@ def named() -> list[tuple[str, Any, type[StrictModel], tuple[str, ...]]]:
     tables: list[tuple[Mapping[str, Any], Mapping[str, type[StrictModel]], tuple[str, ...]]] = [
         (AGENTS, AGENT_ARGUMENTS, GIVEN),
         (ENVIRONMENTS, ENVIRONMENT_ARGUMENTS, ()),
-        (JUDGERS, JUDGE_ARGUMENTS, ("timeout_s",)),
+        (JUDGES, JUDGE_ARGUMENTS, ("timeout_s",)),
         (TOOLS, TOOL_ARGUMENTS, ()),
         (GENERATORS, SOURCE_ARGUMENTS, ()),
         ({"transformers": TransformersEngine}, {"transformers": TransformersArguments}, ()),

@@ -9,9 +9,9 @@ import pytest
 from forebay.beside import locate
 from forebay.config import Component, ConfigError, load_config
 from forebay.environments.config import FragmentRunConfig
-from forebay.judges import build_judger
+from forebay.judges import build_judge
 from forebay.produce import DataConfig
-from forebay.produce.prompts import load_prompts
+from forebay.produce.prompts.dataset import load_prompts
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import saved_config, write_run_file
 from forebay.simulation.cluster import load_cluster
@@ -60,7 +60,7 @@ def check(config, project):
     assert config.model.source == str(project / "weights")
     # A pattern of text is no path, and a word is no folder's name.
     assert task.judge.arguments == {"table": str(project / "points.json"), "pattern": ".*", "word": "rows"}
-    build_judger(task.judge)
+    build_judge(task.judge)
     assert len(load_prompts(task.data)) == len(load_prompts(task.eval_data)) == 1
 
 

@@ -20,8 +20,8 @@ from forebay.replay import (
     ReplayBuffer,
     SyncReplayBufferConfig,
 )
-from forebay.replay.indexed import IndexedStorage
-from forebay.replay.storage import StorageItem
+from forebay.replay.stores.contract import StorageItem
+from forebay.replay.stores.indexed import IndexedStorage
 from forebay.types import RolloutState, Status
 
 HOSTILE = "[bold red]model text[/] :smile: \x1b[31mred\x07 \ud800"
@@ -271,7 +271,7 @@ def test_files_have_the_rights_of_any_new_file(snapshot, tmp_path):
 
 
 def test_a_database_may_have_any_name_and_be_in_use(snapshot, tmp_path):
-    storage = pytest.importorskip("forebay.replay.sql").SQLStorage(tmp_path / "x.db")
+    storage = pytest.importorskip("forebay.replay.stores.sql.store").SQLStorage(tmp_path / "x.db")
     buffer = asyncio.run(fill(ReplayBuffer(SyncReplayBufferConfig().build().policy, storage)))
     (tmp_path / "plain").symlink_to("x.db")
     assert "SQL store" in run("buffer", "inspect", tmp_path / "plain").stdout
@@ -419,11 +419,11 @@ def test_many_ages_share_the_lines_of_the_histogram():
     assert sum(int(count) for count in shown.columns[1].cells) == len(values)
 
 
-def test_version_spans_of_nothing_and_of_unlabelled_tokens():
+def test_version_spans_of_nothing_and_of_unlabeled_tokens():
     state = RolloutState([])
     assert version_spans(state) == "weights: -"
     state.append([1, 2])
-    assert version_spans(state) == "weights: not labelled for 0-1"
+    assert version_spans(state) == "weights: not labeled for 0-1"
 
 
 def test_passwords_are_not_shown():
@@ -460,7 +460,7 @@ def test_serve_refuses_in_one_message(tmp_path, monkeypatch, arguments, reason):
 
 
 def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
-    server_command = pytest.importorskip("forebay.replay.server_command")
+    server_command = pytest.importorskip("forebay.replay.remote.command")
     monkeypatch.delenv("FOREBAY_BUFFER_TOKEN", raising=False)
     assert server_command.read_token(None) is None
     monkeypatch.setenv("FOREBAY_BUFFER_TOKEN", "of the environment")

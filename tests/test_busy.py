@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.activity import Activities
-from forebay.busy import BusyShare
-from forebay.virtual_time import run
+from forebay.aio.virtual_time import run
+from forebay.watching.activity import Activities
+from forebay.watching.utilization import BusyShare
 
 
 async def busy_for(activities: Activities, stage: str, start_s: float, length_s: float) -> None:

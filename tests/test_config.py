@@ -23,7 +23,7 @@ from forebay.config import (
     parse_config,
     read_toml,
 )
-from forebay.runs.changes import FIXED, FREE
+from forebay.runs.changeable_keys import FIXED, FREE
 from forebay.runs.config import RunConfig
 from forebay.types import SampleParams
 
@@ -275,6 +275,8 @@ def keys_below(annotation: Any, key: str = "") -> set[str]:
 
 def test_every_key_says_whether_it_may_change_when_a_run_goes_on() -> None:
     everything = keys_below(RunConfig)
-    assert everything - FREE - set(FIXED) == set(), "put new keys into FIXED or FREE in forebay.runs.changes"
+    assert everything - FREE - set(FIXED) == set(), (
+        "put new keys into FIXED or FREE in forebay.runs.changeable_keys"
+    )
     assert (FREE | set(FIXED)) - everything == set(), "keys that are gone"
     assert FREE & set(FIXED) == set()

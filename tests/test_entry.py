@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
     for arguments, given, message in (
         ((None,), {}, "give either config or resume"),
         ((config(tmp_path),), {"data": ROWS, "judge": {"numbers": judge}}, "judge is for task 'numbers'"),
-        ((config(tmp_path),), {"data": ROWS}, "has no judger"),
+        ((config(tmp_path),), {"data": ROWS}, "has no judge"),
         ((config(tmp_path, cluster="ray"),), {"data": ROWS, "judge": judge}, "leave cluster out"),
         ((config(tmp_path), "stepps=3"), {"data": ROWS, "judge": judge}, "did you mean 'steps'"),
         (

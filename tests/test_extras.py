@@ -56,14 +56,14 @@ def command(*words: str) -> str:
         ("train", "from forebay.runs import build_run"),
         ("pandas", "from forebay.replay import PandasStorage; PandasStorage().frame"),
         ("sql", "from forebay.replay import SQLStorage"),
-        ("tasks", "from forebay.judges import MathVerifyJudger; MathVerifyJudger()"),
+        ("tasks", "from forebay.judges import MathVerifyJudge; MathVerifyJudge()"),
         (
             "tasks",
             "from forebay.produce import *; load_prompts(DataConfig(source='reasoning_gym:countdown'))",
         ),
         ("fragments", "from forebay.fragments import FragmentStore"),
         ("environments", command("train", str(ROOT / "recipes/cartpole_fragments.toml"))),
-        ("http", "from forebay.judges import LLMJudger; LLMJudger(base_url='http://x', model='m')"),
+        ("http", "from forebay.judges import LLMJudge; LLMJudge(base_url='http://x', model='m')"),
         ("ray", "from forebay.cluster.library import import_ray; import_ray()"),
         (
             "trackers",

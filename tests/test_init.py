@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli import app
+from forebay.cli.init import find_starts, write_start
 from forebay.config import ConfigError
-from forebay.init_cli import find_starts, write_start
 
 MAIN = "from forebay.cli import main; main()"
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,7 @@ def test_a_wheel_has_recipes_and_examples(tmp_path: Path) -> None:
     wanted += [*(ROOT / "recipes").rglob("*.jsonl"), ROOT / "recipes" / "own_task" / "rewards.py"]
     assert {f"forebay/{path.relative_to(ROOT)}" for path in wanted} <= names
     # As installed: nothing of the checkout is in sight.
-    code = "from forebay.init_cli import find_starts; print(find_starts()['own_task'])"
+    code = "from forebay.cli.init import find_starts; print(find_starts()['own_task'])"
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(tmp_path / "site")},

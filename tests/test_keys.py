@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from forebay.cli import app
+from forebay.cli.keys import as_page, find_keys, reference
 from forebay.config import ConfigError
-from forebay.keys import as_page, find_keys, reference
 
 PAGE = Path(__file__).parent.parent / "docs" / "keys.md"
 
@@ -61,7 +61,7 @@ def test_the_command_prints_one_line_a_key_into_a_pipe() -> None:
 
 def test_the_command_loads_no_heavy_library() -> None:
     code = (
-        "import sys; from forebay.keys import reference; reference(); "
+        "import sys; from forebay.cli.keys import reference; reference(); "
         "print({'torch', 'transformers', 'ray', 'gymnasium'} & set(sys.modules))"
     )
     said = subprocess.run(

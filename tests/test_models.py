@@ -96,7 +96,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}<|im
 
 
 def write_gguf(path: Path) -> dict[str, np.ndarray]:
-    """A random one-layer Llama with one token per byte; returns its quantised embedding's exact values."""
+    """A random one-layer Llama with one token per byte; returns its quantized embedding's exact values."""
     sizes = {"hidden": 32, "mlp": 64, "heads": 2, "kv_heads": 1}
     generator = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")

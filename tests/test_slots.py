@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from forebay.slots import (
+from forebay.aio.time_limits import (
     MAX_OVERRUNNING,
     CallThreads,
     OverrunError,
@@ -17,7 +17,7 @@ from forebay.slots import (
     start_thread,
     time_limit,
 )
-from forebay.virtual_time import run
+from forebay.aio.virtual_time import run
 
 
 async def test_a_time_out_of_the_functions_own_is_told_from_an_overrun() -> None:

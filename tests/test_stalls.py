@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.activity import Activities
-from forebay.stalls import StallError, StallWatch, answered
-from forebay.virtual_time import run
+from forebay.aio.virtual_time import run
+from forebay.watching.activity import Activities
+from forebay.watching.stalls import StallError, StallWatch, answered
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,6 +1,7 @@
 """The sizes and habits that keep the code readable, checked on the source itself.
 
-What ruff, mypy and import-linter hold is theirs (`make check`); this page holds the rest of the style.
+``python tests/test_style.py`` prints the figures, room by room. Ruff, mypy and import-linter hold their part
+(`make check`); this page holds the rest.
 """
 
 from __future__ import annotations
@@ -19,25 +20,44 @@ from pydantic import BaseModel
 
 import forebay
 from forebay.agents.build import AGENT_ARGUMENTS
-from forebay.agents.environment_table import ENVIRONMENT_ARGUMENTS
+from forebay.agents.environments.build import ENVIRONMENT_ARGUMENTS
 from forebay.cluster.arguments import RayArguments
 from forebay.config import Component, StrictModel
 from forebay.engines.arguments import ENGINE_ARGUMENTS
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
-from forebay.produce.sources import SOURCE_ARGUMENTS
+from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
 from forebay.sandbox import Limits
 from forebay.tools.base import TOOL_ARGUMENTS
 from forebay.types import SampleParams
+from house_figures import (
+    FILES,
+    ROOT,
+    SOURCE,
+    code_lines,
+    contracts,
+    files_by_folder,
+    import_circles,
+    late_beginnings,
+    print_figures,
+    see_docstrings,
+    tree_of,
+    what_sentences,
+)
 
-ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "src" / "forebay"
-FILES = sorted(SOURCE.rglob("*.py"))
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
 MAX_FILE_LINES, MEDIAN_FILE_LINES = 500, 200
 MAX_FUNCTION_LINES, MEAN_FUNCTION_LINES = 80, 15
 MAX_CLASS_DEPTH = 2
 MAX_CONFIG_KEYS = 180
+MAX_CODE_LINES = 38_500
+"""Of `src/forebay`: no blank line, comment or docstring."""
+MAX_CONTRACTS = 43
+MAX_IMPORT_CIRCLES = 1
+MAX_FILES_IN_A_FOLDER = 19
+MAX_LATE_BEGINNINGS = 87
+MAX_WHAT_SENTENCES = 485
+MAX_SEE_DOCSTRINGS = 132
 FORBIDDEN_WORDS = {"util", "utils", "misc", "common", "helper", "helpers"}
 """Words of a module name that say nothing about what is in it."""
 
@@ -45,11 +65,6 @@ FORBIDDEN_WORDS = {"util", "utils", "misc", "common", "helper", "helpers"}
 @cache
 def lines_of(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 @cache
@@ -67,6 +82,19 @@ def test_files_are_short() -> None:
     lengths = {str(path.relative_to(SOURCE)): lines_of(path) for path in MODULES}
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
     assert statistics.median(lengths.values()) <= MEDIAN_FILE_LINES
+
+
+def test_the_source_stays_within_its_size() -> None:
+    assert sum(map(code_lines, FILES)) <= MAX_CODE_LINES
+    assert len(contracts()) <= MAX_CONTRACTS, contracts()
+    assert not {name: count for name, count in files_by_folder().items() if count > MAX_FILES_IN_A_FOLDER}
+    assert len(import_circles()) <= MAX_IMPORT_CIRCLES, import_circles()
+
+
+def test_a_reader_meets_the_point_early_and_in_plain_sentences() -> None:
+    assert len(late_beginnings()) <= MAX_LATE_BEGINNINGS, late_beginnings()
+    assert sum(what_sentences().values()) <= MAX_WHAT_SENTENCES, what_sentences()
+    assert len(see_docstrings()) <= MAX_SEE_DOCSTRINGS, see_docstrings()
 
 
 def test_functions_are_short() -> None:
@@ -200,3 +228,7 @@ def test_constraints_pin_versions_and_name_no_place_to_download_from() -> None:
     assert lines
     # No `--index-url`, no `name @ http...`: where packages come from is for whoever installs them to say.
     assert not [line for line in lines if not re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.!+]+", line)]
+
+
+if __name__ == "__main__":
+    print_figures()

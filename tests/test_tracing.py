@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.activity import Activities
-from forebay.tracing import TraceWriter
-from forebay.virtual_time import run
+from forebay.aio.virtual_time import run
+from forebay.watching.activity import Activities
+from forebay.watching.trace import TraceWriter
 
 
 def read(text: str) -> list[dict[str, Any]]:
@@ -117,8 +117,8 @@ def test_a_killed_run_leaves_a_trace_with_what_was_in_flight(tmp_path: Path) -> 
     program = f"""
 import asyncio, os, signal
 from pathlib import Path
-from forebay.activity import Activities
-from forebay.tracing import TraceWriter
+from forebay.watching.activity import Activities
+from forebay.watching.trace import TraceWriter
 async def main():
     activities = Activities()
     trace = TraceWriter(Path({str(path)!r}), activities)

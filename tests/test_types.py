@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from forebay.types import (
     ROLLOUT_FIELDS,
     TOKEN_FIELDS,
-    UNLABELLED,
+    UNLABELED,
     RolloutState,
     SampleParams,
     Status,
@@ -166,7 +166,7 @@ def test_append_extends_all_token_fields_and_the_engine_input() -> None:
     assert state.tokens.tolist() == [1, 2, 3, 4, 5, 6]
     assert state.response_ids.tolist() == [3, 4, 5, 6]
     assert state.response_mask.tolist() == [1, 1, 0, 1]
-    assert state.response_model_steps.tolist() == [7, 7, UNLABELLED, 8]
+    assert state.response_model_steps.tolist() == [7, 7, UNLABELED, 8]
     np.testing.assert_array_equal(state.logprobs, np.array([-0.5, -0.25, np.nan, np.nan], np.float32))
     assert {name: getattr(state, name).dtype for name in DTYPES} == DTYPES
 
@@ -200,7 +200,7 @@ def test_fill_completes_what_was_left_out() -> None:
     state = rollout(response_ids=[1, 2])
     fill_token_fields(state)
     assert state.response_mask.tolist() == [1, 1]
-    assert state.response_model_steps.tolist() == [UNLABELLED, UNLABELLED]
+    assert state.response_model_steps.tolist() == [UNLABELED, UNLABELED]
     assert np.isnan(state.logprobs).all()
 
 
@@ -266,35 +266,35 @@ def test_a_token_ages_by_one_each_train_step_and_starts_at_zero(model_step: int,
     assert calculate_seq_staleness(model_step, model_step + 1 + later) == later
 
 
-@given(st.lists(st.integers(UNLABELLED, 9), max_size=8), st.integers(0, 8), st.integers(0, 9))
+@given(st.lists(st.integers(UNLABELED, 9), max_size=8), st.integers(0, 8), st.integers(0, 9))
 def test_labels_are_given_once_and_never_changed(steps: list[int], missing: int, model_step: int) -> None:
     state = rollout(response_ids=range(len(steps) + missing), response_model_steps=steps)
     update_sample_version(state, model_step)
-    expected = [model_step if step == UNLABELLED else step for step in steps] + [model_step] * missing
+    expected = [model_step if step == UNLABELED else step for step in steps] + [model_step] * missing
     assert state.response_model_steps.tolist() == expected
     update_sample_version(state, model_step + 1)
     assert state.response_model_steps.tolist() == expected
 
 
-@given(st.lists(st.lists(st.integers(UNLABELLED, 9), max_size=5), min_size=1, max_size=4), st.integers(1, 20))
-def test_a_rollout_is_as_stale_as_its_oldest_labelled_token(steps: list[list[int]], train_step: int) -> None:
+@given(st.lists(st.lists(st.integers(UNLABELED, 9), max_size=5), min_size=1, max_size=4), st.integers(1, 20))
+def test_a_rollout_is_as_stale_as_its_oldest_labeled_token(steps: list[list[int]], train_step: int) -> None:
     group = [with_steps(*of_rollout) for of_rollout in steps]
     refresh_seq_staleness(group, train_step)
-    labelled = [[step for step in of_rollout if step != UNLABELLED] for of_rollout in steps]
+    labeled = [[step for step in of_rollout if step != UNLABELED] for of_rollout in steps]
     assert [state.seq_staleness for state in group] == [
-        train_step - min(known) - 1 if known else 0 for known in labelled
+        train_step - min(known) - 1 if known else 0 for known in labeled
     ]
-    assert oldest_model_step(group) == min((step for known in labelled for step in known), default=None)
+    assert oldest_model_step(group) == min((step for known in labeled for step in known), default=None)
 
 
-@given(st.lists(st.tuples(st.integers(UNLABELLED, 4), st.integers(0, 2)), max_size=8), st.booleans())
-def test_the_oldest_step_is_that_of_generated_and_labelled_tokens(
+@given(st.lists(st.tuples(st.integers(UNLABELED, 4), st.integers(0, 2)), max_size=8), st.booleans())
+def test_the_oldest_step_is_that_of_generated_and_labeled_tokens(
     tokens: list[tuple[int, int]], has_mask: bool
 ) -> None:
     state = with_steps(*(step for step, _ in tokens))
     if has_mask:
         state.response_mask = [mask for _, mask in tokens]  # type: ignore[assignment]
-    counted = [step for step, mask in tokens if step != UNLABELLED and (mask or not has_mask)]
+    counted = [step for step, mask in tokens if step != UNLABELED and (mask or not has_mask)]
     assert oldest_step_of(state) == min(counted, default=None)
     fill_token_fields(state)
     assert oldest_step_of(state) == min(counted, default=None)
@@ -310,12 +310,12 @@ def test_what_is_filled_in_belongs_to_one_rollout() -> None:
         assert getattr(other, name)[0] != 9
 
 
-def test_labelling_does_not_write_into_the_caller_s_array() -> None:
-    steps = np.array([2, UNLABELLED], np.int32)
+def test_labeling_does_not_write_into_the_caller_s_array() -> None:
+    steps = np.array([2, UNLABELED], np.int32)
     state = rollout(response_ids=[1, 2], response_model_steps=steps)
     update_sample_version(state, 3)
     assert state.response_model_steps.tolist() == [2, 3]
-    assert steps.tolist() == [2, UNLABELLED]
+    assert steps.tolist() == [2, UNLABELED]
 
 
 def test_a_tool_s_tokens_do_not_make_a_rollout_stale() -> None:

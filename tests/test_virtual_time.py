@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from forebay.virtual_time import DeadlockError, run
+from forebay.aio.virtual_time import DeadlockError, run
 
 
 def test_a_year_of_sleep_takes_no_time_and_ends_on_the_second() -> None:

@@ -5,7 +5,7 @@
     arguments(doc) --refuses without a GPU--> Bench(device, size, repeats)
     Bench.model() -> random weights   Bench.seconds(call) -> median   Bench.report(title, rows) -> table, JSON
 
-Times are wall seconds between two synchronisations of the device, the median of `repeats` after a warm-up.
+Times are wall seconds between two synchronizations of the device, the median of `repeats` after a warm-up.
 Memory is the most that torch had allocated at once on the device; on a CPU the most the process had resident
 so far. With --record the rows are added to a JSON file together with hardware and versions.
 """

@@ -1,7 +1,7 @@
 """The comparison store of ``scan_design.py``: a DataFrame that is filtered, sorted and put together anew.
 
 It is what one writes with pandas in an afternoon: every put is a `concat`, every count a mask, every take a
-filter, a stable sort and a drop, every refresh a new column. It is vectorised throughout (no loop over rows)
+filter, a stable sort and a drop, every refresh a new column. It is vectorized throughout (no loop over rows)
 and ranks and removes in one pass. Queries are those that a `ReplayBuffer` asks: conditions that all hold.
 """
 
@@ -15,7 +15,7 @@ import pandas as pd
 
 from forebay.replay import StorageBackend, StorageItem, parse_query
 from forebay.replay.query import Condition, Query, QueryLike, plain_value
-from forebay.replay.storage import parse_order
+from forebay.replay.stores.contract import parse_order
 
 FIELDS = ("uid", "timestamp_id", "task_name", "status", "staleness", "oldest_model_step", "priority", "item")
 _COMPARE: dict[str, Callable[[Any, Any], Any]] = {

@@ -2,7 +2,7 @@
 
 Usage: python benchmarks/replay/put_take.py [--quick] [--folder PATH]
 
-    fresh groups, unlabelled --put(labels, train step, threshold)--> memory | SQLite file | server process
+    fresh groups, unlabeled --put(labels, train step, threshold)--> memory | SQLite file | server process
     server process --take_batch of 64 groups--> RolloutStates here
 
 A put counts when it has returned; on the SQLite file (write-ahead log, synchronous NORMAL) that is after its

@@ -42,7 +42,7 @@ def make_group(
     model_step: int | None = None,
     status: Status = Status.COMPLETED,
 ) -> list[RolloutState]:
-    """A group with arrays of its own; its tokens are labelled if `model_step` is given."""
+    """A group with arrays of its own; its tokens are labeled if `model_step` is given."""
     prompt_ids = generator.integers(0, VOCABULARY, shape.prompt_tokens, np.int32)
     number = int(generator.integers(2**40))
     return [

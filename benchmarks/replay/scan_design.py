@@ -171,7 +171,7 @@ def main() -> None:
             f"Groups of {SHAPE} ({GROUP_SIZE} rollouts of their own each, token arrays shared), two tasks, a "
             f"tenth ABORTED, weights of {MODEL_STEPS} steps; most stale first.",
             "A refresh is at the next train step each time; what is taken is put back, untimed.",
-            "DataFrame: filters, sorts and concatenates on every call, vectorised (dataframe_store.py).",
+            "DataFrame: filters, sorts and concatenates on every call, vectorized (dataframe_store.py).",
         ],
         quick,
     )

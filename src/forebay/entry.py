@@ -27,7 +27,7 @@ from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import RUN_FILE
 
-Judge = Callable[..., Any]
+JudgeFunction = Callable[..., Any]
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -50,7 +50,7 @@ class RunResult:
 def run(
     config: Mapping[str, Any] | Path | str | RunConfig | None = None,
     *overrides: str,
-    judge: Judge | Mapping[str, Judge] | None = None,
+    judge: JudgeFunction | Mapping[str, JudgeFunction] | None = None,
     data: Rows | Mapping[str, Rows] | None = None,
     eval_data: Rows | Mapping[str, Rows] | None = None,
     resume: Path | str | None = None,
@@ -130,7 +130,7 @@ def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
 async def run_async(
     config: Mapping[str, Any] | Path | str | RunConfig | None = None,
     *overrides: str,
-    judge: Judge | Mapping[str, Judge] | None = None,
+    judge: JudgeFunction | Mapping[str, JudgeFunction] | None = None,
     data: Rows | Mapping[str, Rows] | None = None,
     eval_data: Rows | Mapping[str, Rows] | None = None,
     resume: Path | str | None = None,

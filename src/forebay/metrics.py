@@ -31,8 +31,8 @@ from numpy.typing import ArrayLike
 from pydantic import Field, field_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
-from forebay.durable import write_text
 from forebay.extras import MissingLibraryError, needed_by
+from forebay.io.durable import write_text
 
 REWARD = "reward"
 """Mean score of the step's rollouts."""

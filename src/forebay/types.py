@@ -27,8 +27,8 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-UNLABELLED = -1
-"""The model step of a token that nobody has labelled yet (real model steps count from 0)."""
+UNLABELED = -1
+"""The model step of a token that nobody has labeled yet (real model steps count from 0)."""
 
 FAILED_AT_KEY = "failed_at"
 """Key in ``extra_fields`` of a FAILED rollout: file and line in a user's code that raised."""
@@ -179,7 +179,7 @@ class RolloutState:
     """None: those of the agent loop."""
     data_source: str | dict[str, Any] | None = None
     reward_model: dict[str, Any] | None = None
-    """What the judger needs, for example ``{"ground_truth": "4"}``."""
+    """What the judge needs, for example ``{"ground_truth": "4"}``."""
     mm_info: dict[str, Any] | None = None
     """Multimodal inputs."""
     # Engine input
@@ -194,7 +194,7 @@ class RolloutState:
     response_mask: ByteArray = field(default_factory=_no_mask)
     """uint8, R: 1 on tokens that the policy generated, 0 on tool and environment tokens."""
     response_model_steps: IntArray = field(default_factory=_no_ids)
-    """int32, R: the model step whose weights made each token; -1 where not labelled yet."""
+    """int32, R: the model step whose weights made each token; -1 where not labeled yet."""
     routed_experts: Any = None
     tool_calls: list[dict[str, Any]] | None = None
     finish_reason: str | None = None
@@ -212,7 +212,7 @@ class RolloutState:
         *,
         logprobs: Sequence[float] | FloatArray | None = None,
         mask: int = 1,
-        model_step: int | Sequence[int] | IntArray = UNLABELLED,
+        model_step: int | Sequence[int] | IntArray = UNLABELED,
     ) -> None:
         """Append R' tokens to all token-level fields and to ``tokens`` at once.
 
@@ -292,7 +292,7 @@ def _as_array(name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
 
 
 def fill_token_fields(state: RolloutState) -> None:
-    """Give the token-level fields one length: mask 1, logprob NaN, model step unlabelled where left out.
+    """Give the token-level fields one length: mask 1, logprob NaN, model step unlabeled where left out.
 
     Raises:
         ValueError: a field is neither empty nor as long as ``response_ids``.
@@ -312,7 +312,7 @@ def fill_token_fields(state: RolloutState) -> None:
 
 _FILLED = tuple(
     (name, default, _ARRAY_DTYPES[name], ROLLOUT_SLOTS[name].__set__)
-    for name, default in {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELLED}.items()
+    for name, default in {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELED}.items()
 )
 
 
@@ -361,36 +361,36 @@ def update_sample_version(state: RolloutState, model_step: int) -> None:
         _write_steps(state, _constant(missing, model_step, np.int32))
         return
     if missing > 0:
-        labelled = np.concatenate([steps, _constant(missing, UNLABELLED, np.int32)])
-    elif steps[steps.argmin()] > UNLABELLED:
-        # Labelled throughout, as engines deliver it.
+        labeled = np.concatenate([steps, _constant(missing, UNLABELED, np.int32)])
+    elif steps[steps.argmin()] > UNLABELED:
+        # Labeled throughout, as engines deliver it.
         return
     else:
-        labelled = steps.copy()
-    np.copyto(labelled, model_step, where=labelled == UNLABELLED)
-    _write_steps(state, labelled)
+        labeled = steps.copy()
+    np.copyto(labeled, model_step, where=labeled == UNLABELED)
+    _write_steps(state, labeled)
 
 
 def oldest_model_step(group: Sequence[RolloutState]) -> int | None:
-    """The oldest labelled model step of any generated token in the group; None without labels."""
+    """The oldest labeled model step of any generated token in the group; None without labels."""
     return min((step for step in map(oldest_step_of, group) if step is not None), default=None)
 
 
 def oldest_step_of(state: RolloutState) -> int | None:
-    """The oldest labelled model step of any generated token of the rollout; None without labels."""
+    """The oldest labeled model step of any generated token of the rollout; None without labels."""
     steps, mask = state.response_model_steps, state.response_mask
     if not len(steps):
         return None
     has_mask = len(mask) == len(steps)
     # `argmin` takes a fifth of the time of `min`, and where it points decides nearly always.
     at = steps.argmin()
-    if (smallest := steps[at]) > UNLABELLED and (not has_mask or mask[at]):
+    if (smallest := steps[at]) > UNLABELED and (not has_mask or mask[at]):
         return int(smallest)
-    labelled = steps != UNLABELLED
+    labeled = steps != UNLABELED
     if has_mask:
         # Tokens of a tool or an environment were made by no weights.
-        labelled &= mask != 0
-    return int(steps[labelled].min()) if labelled.any() else None
+        labeled &= mask != 0
+    return int(steps[labeled].min()) if labeled.any() else None
 
 
 def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
@@ -402,13 +402,13 @@ def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
     ids, logprobs, mask, steps = _read_token_fields(state)
     length, at = len(ids), 0
     if not len(steps):
-        if not length or model_step is None or model_step <= UNLABELLED:
+        if not length or model_step is None or model_step <= UNLABELED:
             fill_token_fields(state)
             return None
         # All tokens get this one label.
         _write_steps(state, _constant(length, model_step, np.int32))
         smallest = model_step
-    elif (smallest := int(steps[at := int(steps.argmin())])) <= UNLABELLED:
+    elif (smallest := int(steps[at := int(steps.argmin())])) <= UNLABELED:
         if model_step is not None:
             update_sample_version(state, model_step)
         fill_token_fields(state)

@@ -1,7 +1,7 @@
 """Tokenizers with chat templates in the manner of the main model families, made from nothing.
 
-Each has a byte-level BPE vocabulary of its own with merges across words and line ends, so that tokenising a
-text in two parts can differ from tokenising it whole, as it does with real ones.
+Each has a byte-level BPE vocabulary of its own with merges across words and line ends, so that tokenizing a
+text in two parts can differ from tokenizing it whole, as it does with real ones.
 """
 
 from __future__ import annotations

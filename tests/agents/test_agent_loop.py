@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from forebay.activity import Activities, Activity
 from forebay.agents import AgentLoop
+from forebay.aio.virtual_time import run
 from forebay.engines import RolloutController, ScriptedEngine
-from forebay.judges.base import Judger
-from forebay.stalls import StallError, StallWatch
+from forebay.judges.base import Judge
 from forebay.types import RolloutState, SampleParams, Status
-from forebay.virtual_time import run
+from forebay.watching.activity import Activities, Activity
+from forebay.watching.stalls import StallError, StallWatch
 
 
 class Plain(AgentLoop):
@@ -25,7 +25,7 @@ class Plain(AgentLoop):
         return await self.rollout_controller.generate_sample(state)
 
 
-class Score(Judger):
+class Score(Judge):
     """Scores by member number, after a second; members may hang or raise."""
 
     def __init__(self, *, hanging: tuple[int, ...] = (), raising: tuple[int, ...] = ()) -> None:
@@ -156,13 +156,13 @@ def test_a_judge_that_hangs_or_raises_fails_its_rollout_and_no_sibling() -> None
     assert [state.reward and state.reward["score"] for state in group] == [0.0, None, None, 3.0]
     assert [state.error_msg for state in group] == [
         None,
-        "rollout math/0/1: judger Score: no verdict within 30 s",
-        "rollout math/0/2: judger Score: KeyError: 'no ground truth'",
+        "rollout math/0/1: judge Score: no verdict within 30 s",
+        "rollout math/0/2: judge Score: KeyError: 'no ground truth'",
         None,
     ]
 
 
-def test_a_judger_of_ones_own_that_raises_fails_those_without_a_verdict() -> None:
+def test_a_judge_of_ones_own_that_raises_fails_those_without_a_verdict() -> None:
     class Own:
         async def judge(self, target: list[RolloutState]) -> list[RolloutState]:
             target[0].reward = {"score": 1.0}
@@ -170,7 +170,7 @@ def test_a_judger_of_ones_own_that_raises_fails_those_without_a_verdict() -> Non
 
     group = run(Plain(controller(), Own()).generate_group(make_group(2)))
     assert [state.status for state in group] == [Status.COMPLETED, Status.FAILED]
-    assert group[1].error_msg == "rollout math/0/1: judger Own: ConnectionError: the judge's server is gone"
+    assert group[1].error_msg == "rollout math/0/1: judge Own: ConnectionError: the judge's server is gone"
 
 
 def test_an_engines_error_names_the_rollout() -> None:
@@ -184,8 +184,8 @@ def test_an_engines_error_names_the_rollout() -> None:
 
 def test_a_straggler_is_cut_at_the_time_limit_and_continued_and_nobody_is_judged_twice() -> None:
     async def main() -> None:
-        judger = Score()
-        agent_loop = Plain(controller(time_limit_s=2.5), judger)
+        judge = Score()
+        agent_loop = Plain(controller(time_limit_s=2.5), judge)
         group = await agent_loop.generate_group(make_group(4))
         assert [state.status for state in group] == [Status.COMPLETED] * 2 + [Status.ABORTED] * 2
         assert group[3].error_msg == "rollout math/0/3: aborted after its time limit of 2.5 s"
@@ -194,8 +194,8 @@ def test_a_straggler_is_cut_at_the_time_limit_and_continued_and_nobody_is_judged
         group = await agent_loop.generate_group(group, enable_partial_rollout=True)
         assert [len(state.response_ids) for state in group][:2] == [1, 2]
         assert group[0].reward is first
-        assert sorted(judger.seen)[:2] == [0, 1]
-        assert len(judger.seen) == len(set(judger.seen))
+        assert sorted(judge.seen)[:2] == [0, 1]
+        assert len(judge.seen) == len(set(judge.seen))
 
     run(main())
 

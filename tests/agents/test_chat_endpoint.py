@@ -11,12 +11,12 @@ import httpx
 import openai
 import pytest
 
-from forebay.agents.chat_messages import RequestError, plain_message
-from forebay.agents.chat_session import ChatSession
-from forebay.agents.endpoint import ChatEndpoint
-from forebay.agents.increments import IncrementRenderer
+from forebay.agents.chat.endpoint import ChatEndpoint
+from forebay.agents.chat.increments import IncrementRenderer
+from forebay.agents.chat.messages import RequestError, plain_message
+from forebay.agents.chat.session import ChatSession
+from forebay.agents.chat.turn_reader import TurnReader
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
-from forebay.agents.turn_reader import TurnReader
 from forebay.config import ConfigError
 from forebay.engines import GenerateRequest, RolloutController
 from forebay.engines.scripted import ScriptedEngine

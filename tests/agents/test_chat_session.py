@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents.chat_session import BudgetExhaustedError, ChatSession, SessionEndedError
-from forebay.agents.increments import IncrementRenderer
+from forebay.agents.chat.increments import IncrementRenderer
+from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError
+from forebay.agents.chat.turn_reader import TurnReader
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
-from forebay.agents.turn_reader import TurnReader
+from forebay.aio.virtual_time import run
 from forebay.engines import GenerateRequest, RolloutController
 from forebay.engines.scripted import ScriptedEngine
 from forebay.models.tiny import character_tokenizer
 from forebay.types import RolloutState, SampleParams, Status
-from forebay.virtual_time import run
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}|{{ message.content }}{{ eos_token }}{% endfor %}"

@@ -9,9 +9,9 @@ import openai
 import pytest
 from chat_families import FAMILIES, make_tokenizer
 
+from forebay.agents.chat.tool_calls import choose_parser
+from forebay.agents.chat.turn_reader import ToolTurnReader, choose_reader
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
-from forebay.agents.tool_calls import choose_parser
-from forebay.agents.turn_reader import ToolTurnReader, choose_reader
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status

@@ -13,7 +13,6 @@ from chat_families import make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.activity import Activities
 from forebay.agents import (
     Environment,
     LiveEnvironment,
@@ -22,12 +21,13 @@ from forebay.agents import (
     build_agent_loop,
     episode_reward,
 )
+from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
-from forebay.judges.base import Judger
+from forebay.judges.base import Judge
 from forebay.replay import SyncReplayBufferConfig
 from forebay.types import RolloutState, SampleParams, Status
-from forebay.virtual_time import run
+from forebay.watching.activity import Activities
 
 TOKENIZER = make_tokenizer("tiny")
 EOS = TOKENIZER.eos_token_id
@@ -82,7 +82,7 @@ def make_loop(environment: Environment, script: Callable[..., Any] = letters, **
     controller = RolloutController(engine)
     return MultiTurnAgentLoop(
         controller,
-        options.pop("judger", None),
+        options.pop("judge", None),
         TOKENIZER,
         sample_params=SampleParams(max_tokens=options.pop("max_tokens", 100)),
         environment=environment,
@@ -172,7 +172,7 @@ def test_a_prompt_that_leaves_no_room_is_an_error_that_says_so() -> None:
     assert "has 5 tokens and leaves no room for an answer within max_context = 5" in state.error_msg
 
 
-def test_no_reward_and_no_judger_is_a_reward_of_zero() -> None:
+def test_no_reward_and_no_judge_is_a_reward_of_zero() -> None:
     assert play(Count(), max_tokens=2).reward == {"score": 0.0}
 
 
@@ -307,12 +307,12 @@ def test_a_replay_may_take_as_long_as_the_replies_together() -> None:
     run(main())
 
 
-def test_a_judger_judges_and_can_read_the_environments_reward() -> None:
-    class Half(Judger):
+def test_a_judge_judges_and_can_read_the_environments_reward() -> None:
+    class Half(Judge):
         async def score(self, state: RolloutState) -> float:
             return episode_reward(state) / 2
 
-    assert play(Count(), judger=Half()).reward == {"score": 0.75}
+    assert play(Count(), judge=Half()).reward == {"score": 0.75}
 
 
 class Broken(Count):
@@ -399,7 +399,7 @@ def test_a_run_file_names_environments_and_what_does_not_fit_is_said() -> None:
         return build_agent_loop(
             Component(name="multi_turn", arguments=arguments),
             rollout_controller=RolloutController(ScriptedEngine(letters)),
-            judger=None,
+            judge=None,
             tokenizer=TOKENIZER,
             sample_params=SampleParams(),
         )

@@ -8,11 +8,11 @@ import pytest
 from chat_families import make_tokenizer
 
 from forebay.agents import MultiTurnAgentLoop, SecondChances
+from forebay.aio.virtual_time import run
 from forebay.config import ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.produce import DataConfig, load_prompts
 from forebay.types import RolloutState, SampleParams, Status
-from forebay.virtual_time import run
 
 TOKENIZER = make_tokenizer("tiny")
 
@@ -71,10 +71,10 @@ def number(state: RolloutState) -> float:
     return float(state.response)
 
 
-def test_a_judger_that_fails_fails_the_rollout() -> None:
+def test_a_judge_that_fails_fails_the_rollout() -> None:
     state = run(play(["3"], judge={"name": f"{__name__}:broken"}))
     assert state.status is Status.FAILED
-    assert "environment SecondChances, turn 1: RuntimeError: rollout g/0: judger" in state.error_msg
+    assert "environment SecondChances, turn 1: RuntimeError: rollout g/0: judge" in state.error_msg
     assert "the oracle is out" in state.error_msg
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from forebay.agents import TRAJECTORY_OF_KEY, AgentLoop, split_attempts
+from forebay.aio.virtual_time import run
 from forebay.engines import RolloutController, ScriptedEngine
 from forebay.evaluate import Evaluator
-from forebay.judges.base import Judger
+from forebay.judges.base import Judge
 from forebay.types import RolloutState, Status, get_group_status
-from forebay.virtual_time import run
 
 
 class Notes(AgentLoop):
@@ -32,7 +32,7 @@ class Notes(AgentLoop):
         return [state, *notes]
 
 
-class Length(Judger):
+class Length(Judge):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
@@ -69,7 +69,7 @@ def test_further_trajectories_join_the_group_and_have_the_verdict_of_the_first()
     loop = make_loop()
     group = run(loop.generate_group(make_group()))
     assert names(group) == WHOLE
-    assert loop.judger.seen == ["g/0", "g/1", "g/2"]
+    assert loop.judge.seen == ["g/0", "g/1", "g/2"]
     assert [state.reward["score"] for state in group] == [0, 1, 1, 2, 2, 2]
     assert {(state.group_id, state.task_name, state.session_id) for state in group} == {("g", "t", "s")}
     assert [state.extra_fields.get(TRAJECTORY_OF_KEY) for state in group] == [
@@ -79,7 +79,7 @@ def test_further_trajectories_join_the_group_and_have_the_verdict_of_the_first()
     assert group[1].reward is not group[2].reward
     # A finished group is returned as it is.
     assert run(loop.generate_group(group)) == group
-    assert len(loop.judger.seen) == 3
+    assert len(loop.judge.seen) == 3
     # And an evaluation counts attempts.
     assert Evaluator().evaluate([group])["eval/rollouts"] == 3
 

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forebay.agents import SingleTurnAgentLoop, render_prompt
-from forebay.judges import ExactMatchJudger
+from forebay.judges import ExactMatchJudge
 from forebay.types import RolloutState, SampleParams, Status
 
 TEMPLATE = (
@@ -69,7 +69,7 @@ def make_group(count: int, content: str = "12+3=", **fields) -> list[RolloutStat
 
 async def test_a_group_goes_from_chat_to_judged_text(tokenizer) -> None:
     controller = ScriptedController(tokenizer, "15", "16")
-    loop = SingleTurnAgentLoop(controller, ExactMatchJudger(), tokenizer, sample_params=PARAMS)
+    loop = SingleTurnAgentLoop(controller, ExactMatchJudge(), tokenizer, sample_params=PARAMS)
     group = await loop.generate_group(make_group(2))
     prompt = tokenizer.convert_tokens_to_ids(["<user>", *"12+3=", "<assistant>"])
     assert controller.seen == [prompt, prompt]
@@ -91,7 +91,7 @@ async def test_tools_and_own_sample_params_are_used(tokenizer) -> None:
     assert state.reward is None
 
 
-async def test_one_prompt_is_tokenised_once_and_another_again(tokenizer, monkeypatch) -> None:
+async def test_one_prompt_is_tokenized_once_and_another_again(tokenizer, monkeypatch) -> None:
     rendered = []
     render = tokenizer.apply_chat_template
 
@@ -118,7 +118,7 @@ async def test_one_prompt_is_tokenised_once_and_another_again(tokenizer, monkeyp
 
 async def test_an_aborted_rollout_has_its_text_and_continues_from_its_tokens(tokenizer) -> None:
     controller = ScriptedController(tokenizer, "1|", "15", "5")
-    loop = SingleTurnAgentLoop(controller, ExactMatchJudger(), tokenizer, sample_params=PARAMS)
+    loop = SingleTurnAgentLoop(controller, ExactMatchJudge(), tokenizer, sample_params=PARAMS)
     group = await loop.generate_group(make_group(2))
     assert [state.status for state in group] == [Status.ABORTED, Status.COMPLETED]
     assert [state.response for state in group] == ["1", "15"]
@@ -133,7 +133,7 @@ async def test_an_aborted_rollout_has_its_text_and_continues_from_its_tokens(tok
 
 async def test_without_partial_rollout_an_aborted_one_starts_over_from_its_prompt(tokenizer) -> None:
     controller = ScriptedController(tokenizer, "999|", "15")
-    loop = SingleTurnAgentLoop(controller, ExactMatchJudger(), tokenizer, sample_params=PARAMS)
+    loop = SingleTurnAgentLoop(controller, ExactMatchJudge(), tokenizer, sample_params=PARAMS)
     group = await loop.generate_group(make_group(1))
     await loop.generate_group(group)
     assert controller.seen[0] == controller.seen[1] == group[0].prompt_ids.tolist()

@@ -15,17 +15,17 @@ from chat_families import FAMILIES, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.activity import Activities
 from forebay.agents import ToolAgentLoop, ToolCall, build_agent_loop
-from forebay.agents.tool_calls import PARSERS, choose_parser, parse_by, parse_pattern
+from forebay.agents.chat.tool_calls import PARSERS, choose_parser, parse_by, parse_pattern
+from forebay.aio.time_limits import MAX_OVERRUNNING
+from forebay.aio.virtual_time import run
 from forebay.config import Component, ConfigError
 from forebay.engines import RolloutController, ScriptedEngine
-from forebay.judges import ExactMatchJudger
-from forebay.slots import MAX_OVERRUNNING
+from forebay.judges import ExactMatchJudge
 from forebay.tools import FunctionTool, ToolUnavailableError
 from forebay.tools.contract import make_schema
 from forebay.types import RolloutState, SampleParams, Status
-from forebay.virtual_time import run
+from forebay.watching.activity import Activities
 
 ARGUMENTS = st.dictionaries(st.text("abxy_", min_size=1), st.one_of(st.text(), st.integers(), st.booleans()))
 
@@ -179,7 +179,7 @@ def make_loop(turns: list[str], *, family: str = "qwen", tools: Any = (DOUBLE,),
     )
     return ToolAgentLoop(
         RolloutController(engine),
-        ExactMatchJudger(),
+        ExactMatchJudge(),
         tokenizer,
         sample_params=SampleParams(max_tokens=1000),
         tools=list(tools),
@@ -444,7 +444,7 @@ def test_a_run_file_names_tools_and_what_does_not_fit_is_said() -> None:
         return build_agent_loop(
             Component(name="tools", arguments=arguments),
             rollout_controller=RolloutController(ScriptedEngine({})),
-            judger=None,
+            judge=None,
             tokenizer=make_tokenizer(family),
             sample_params=SampleParams(),
         )

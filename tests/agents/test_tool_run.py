@@ -17,7 +17,7 @@ from forebay.engines import RolloutController, ScriptedEngine
 from forebay.metrics import read_jsonl
 from forebay.models.tiny import character_tokenizer
 from forebay.produce import DataConfig, Prompt, Sampler, load_prompts
-from forebay.produce.prompts import check_prompt_lengths
+from forebay.produce.prompts.dataset import check_prompt_lengths
 from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.build import Demonstrations, _with_tools
 from forebay.runs.config import RunConfig

@@ -25,7 +25,7 @@ from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.launch import _lost_part
 from forebay.runs.placement import PartLost
-from forebay.train.ranks import RankError
+from forebay.train.parallel.ranks import RankError
 
 
 class Answered:

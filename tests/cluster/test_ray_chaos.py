@@ -13,7 +13,7 @@ from test_ray_run import BATCH_SIZE, GROUP_SIZE, SEPARATE, events, run_config, t
 
 from forebay.ledger.journal import read_events
 from forebay.produce import Sampler
-from forebay.produce.prompts import load_prompts
+from forebay.produce.prompts.dataset import load_prompts
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs import launch as launching
 from forebay.runs import steps

@@ -14,7 +14,6 @@ from replay_factory import make_group
 from test_engine_actor import ask, frail_config, spec_of
 from test_ray_run import run_config
 
-from forebay.activity import Activities
 from forebay.cluster import workers
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
 from forebay.cluster.calls import ActorLost
@@ -22,7 +21,7 @@ from forebay.cluster.engine_actor import EngineActor
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import Given
 from forebay.cluster.restarts import Restarts
-from forebay.cluster.starting import all_started
+from forebay.cluster.startup import all_started
 from forebay.cluster.supervisor import NotBuilt
 from forebay.cluster.weights import Published
 from forebay.cluster.workers import PlacedWorker
@@ -32,6 +31,7 @@ from forebay.engines.pool import EnginePool
 from forebay.models import resolve_model
 from forebay.runs.placement import make_cluster
 from forebay.types import RolloutState, SampleParams
+from forebay.watching.activity import Activities
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -138,7 +138,7 @@ async def place_worker(ray, tmp_path, *, blocks):
             yield
 
         async def pause(self):
-            # As a judger that blocks the event loop, in the first process.
+            # As a judge that blocks the event loop, in the first process.
             if not self._marker.exists():
                 self._marker.touch()
                 time.sleep(1000)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.cluster.ranks import RankActor, RayRanks
 from forebay.train import TrainConfig, TrainController
-from forebay.train.ranks import RankError
+from forebay.train.parallel.ranks import RankError
 from forebay.types import RolloutState, Status
 
 pytestmark = pytest.mark.xdist_group("ray")

@@ -12,14 +12,14 @@ from forebay.config import ConfigError, parse_config
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.produce import Sampler
-from forebay.produce.prompts import load_prompts
+from forebay.produce.prompts.dataset import load_prompts
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs import steps
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.placement import PartLost, make_cluster
-from forebay.runs.record.replayer import Replay
+from forebay.runs.record.rerun import Replay
 from forebay.runs.verify import WeightCheck
 
 pytestmark = pytest.mark.xdist_group("ray")

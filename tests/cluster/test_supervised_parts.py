@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.cluster import supervisor as supervising
 from forebay.cluster.engine_actor import EngineFacts
 from forebay.cluster.engines import PlacedEngine

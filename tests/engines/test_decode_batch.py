@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engines import GenerateRequest
-from forebay.engines.batch import DecodeBatch, Ended, Row
+from forebay.engines.local.batch import DecodeBatch, Ended, Row
 from forebay.types import SampleParams
 
 CONTEXT = 60

@@ -14,15 +14,15 @@ from peft import LoraConfig, get_peft_model
 from test_partial_rollouts import GREEDY, Tokens, has_reached_the_engine, rollout
 
 from forebay.engines import RolloutController, ScriptedEngine, TransformersEngine
-from forebay.engines.adapters import AdaptedWeights
-from forebay.engines.weights import copy_weights
+from forebay.engines.weights.adapters import AdaptedWeights
+from forebay.engines.weights.takeover import copy_weights
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
     AdaptersRefusedError,
     BaseDiffersError,
     fingerprint,
 )
-from forebay.train.lora import adapter_config, adapter_weights, add_lora, model_weights
+from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
 from forebay.train.weight_sync import sync_weights
 from forebay.types import Status
 
@@ -88,10 +88,10 @@ async def test_adapters_give_the_merged_weights_to_the_bit(make_model: Any, kind
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-async def test_rank_stabilised_adapters_are_scaled_as_peft_scales_them(engine: Any, llama: Any) -> None:
+async def test_rank_stabilized_adapters_are_scaled_as_peft_scales_them(engine: Any, llama: Any) -> None:
     source = Source(llama)
-    stabilised = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", use_rslora=True)
-    source.model = get_peft_model(copy.deepcopy(llama), stabilised)
+    stabilized = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", use_rslora=True)
+    source.model = get_peft_model(copy.deepcopy(llama), stabilized)
     source.step(1)
     await engine.load_adapters(source.adapters(), 1, config=adapter_config(source.model))
     assert_holds(llama, source.weights())

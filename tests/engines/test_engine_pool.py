@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.engines import Completion, GenerateRequest, RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import MAX_RETRIES, EnginePool

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from forebay.engines.weights import copy_weights
+from forebay.engines.weights.takeover import copy_weights
 
 
 def snapshot(model) -> dict[str, torch.Tensor]:

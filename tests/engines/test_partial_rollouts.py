@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.activity import Activities
 from forebay.agents import AgentLoop
 from forebay.engines import RolloutController, TransformersEngine
-from forebay.judges import FunctionJudger
+from forebay.judges import FunctionJudge
 from forebay.types import RolloutState, SampleParams, Status, update_sample_version
+from forebay.watching.activity import Activities
 
 GREEDY = SampleParams(max_tokens=40, temperature=0.0)
 SAMPLED = SampleParams(max_tokens=40, temperature=1.0, top_p=0.9)
@@ -193,7 +193,7 @@ async def test_completed_members_of_an_aborted_group_keep_response_and_reward(co
         judged.append(state.rollout_id)
         return float(len(judged))
 
-    agent_loop, tokens = Plain(controller, FunctionJudger(score)), Tokens(llama)
+    agent_loop, tokens = Plain(controller, FunctionJudge(score)), Tokens(llama)
     params = [SampleParams(max_tokens=length) for length in (3, 40, 5, 40)]
     group = [rollout(each, f"g/{i}", group_id="g") for i, each in enumerate(params)]
     alone = [await controller.generate_sample(rollout(each, f"g/{i}")) for i, each in enumerate(params)]

@@ -22,11 +22,12 @@ import torch
 from test_engine_adapters import Source
 
 from forebay.config import Component, ConfigError
-from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines, process
+from forebay.engines import EngineSurroundings, GenerateRequest, TransformersEngine, build_engines
 from forebay.engines.base import EngineLost
-from forebay.engines.process import EngineRecipe, ProcessEngine
-from forebay.engines.weight_handover import SharedMemoryHandOver
-from forebay.framing import framed
+from forebay.engines.process import engine as process
+from forebay.engines.process.engine import EngineRecipe, ProcessEngine
+from forebay.engines.weights.shared_memory import SharedMemoryHandOver
+from forebay.io.framing import framed
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
 from forebay.types import SampleParams

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.engines import Completion, RolloutController
 from forebay.engines.controller import request_seed
-from forebay.stalls import StallError
 from forebay.testing import ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status
+from forebay.watching.stalls import StallError
 
 
 def rollout(prompt=(5, 6), *, max_tokens: int = 8, **fields) -> RolloutState:

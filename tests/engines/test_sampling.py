@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engines.sampling import Sampling, draw, seed_state, uniforms
+from forebay.engines.local.sampling import Sampling, draw, seed_state, uniforms
 
 
 def sampling(*rows: tuple[float, int, float]) -> Sampling:
@@ -105,11 +105,11 @@ def test_uniforms_depend_on_seed_and_position_only():
     assert numbers.max() < 1
     assert len(np.unique(numbers)) == numbers.size
     assert uniforms(states[3:4], np.array([7]))[0] == numbers[7, 3]
-    # Mean and correlations of neighbours within five standard errors of those of independent numbers.
+    # Mean and correlations of neighbors within five standard errors of those of independent numbers.
     error = 5 * math.sqrt(1 / 12 / numbers.size)
     assert abs(numbers.mean() - 0.5) < error
-    centred = numbers - 0.5
-    for product in (centred[1:] * centred[:-1], centred[:, 1:] * centred[:, :-1]):
+    centered = numbers - 0.5
+    for product in (centered[1:] * centered[:-1], centered[:, 1:] * centered[:, :-1]):
         assert abs(product.mean()) < 5 / 12 / math.sqrt(product.size)
 
 

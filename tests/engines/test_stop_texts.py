@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from forebay.engines.stopping import StopTexts
+from forebay.engines.local.stopping import StopTexts
 from forebay.models.tiny import character_tokenizer
 
 

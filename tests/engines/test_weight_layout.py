@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engines.weight_layout import ALIGNMENT, from_message, layout_of
+from forebay.engines.weights.layout import ALIGNMENT, from_message, layout_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool]
 

@@ -12,8 +12,8 @@ import torch
 from forebay.environments.actions import head_for
 from forebay.environments.config import FragmentRunConfig, PolicyConfig
 from forebay.environments.policy import Policy
-from forebay.environments.stepper import Stepper
-from forebay.environments.vector import EnvironmentConfig, make_vector, spaces
+from forebay.environments.workers.stepper import Stepper
+from forebay.environments.workers.vector import EnvironmentConfig, make_vector, spaces
 
 
 class Counting(gymnasium.Env):

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 from environment_factory import pid_of, small_run
 
-from forebay.environments import sockets
-from forebay.environments.crew import Crew
-from forebay.environments.hub import Hub
 from forebay.environments.launch import build_trainer
-from forebay.environments.messages import Orders, Report, WorkerDied, WorkerSpec
-from forebay.environments.processes import ProcessWorkers
-from forebay.environments.sockets import SocketLink
+from forebay.environments.workers import sockets
+from forebay.environments.workers.hub import Hub
+from forebay.environments.workers.messages import Orders, Report, WorkerDied, WorkerSpec
+from forebay.environments.workers.processes import ProcessWorkers
+from forebay.environments.workers.sockets import SocketLink
+from forebay.environments.workers.worker_pool import Crew
 from forebay.fragments import RateLimit, ReplayBufferActor
-from forebay.framing import framed, read_frame
+from forebay.io.framing import framed, read_frame
 
 
 @pytest.fixture

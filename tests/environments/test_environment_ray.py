@@ -18,7 +18,7 @@ def ray():
 
 async def test_a_run_with_ray_workers_outlives_one(tmp_path, ray, monkeypatch):
     from forebay.cluster.environments import RayWorkers
-    from forebay.environments.hub import Hub
+    from forebay.environments.workers.hub import Hub
 
     actors = []
     start = RayWorkers._start

@@ -18,7 +18,7 @@ from forebay.environments import WorkerError
 from forebay.environments import run as run_module
 from forebay.environments.folder import load_checkpoint, newest_checkpoint, saved_config
 from forebay.environments.launch import launch
-from forebay.environments.processes import ProcessWorkers
+from forebay.environments.workers.processes import ProcessWorkers
 from forebay.metrics import read_jsonl
 
 

@@ -11,10 +11,10 @@ from forebay.config import ConfigError
 from forebay.environments.actions import Categorical, Gaussian, head_for
 from forebay.environments.batch import StepBatch
 from forebay.environments.config import PolicyConfig, PPOConfig
-from forebay.environments.normalisation import Moments, rescale_values
+from forebay.environments.normalization import Moments, rescale_values
 from forebay.environments.policy import Policy
 from forebay.environments.ppo import PPOTrainer
-from forebay.environments.vector import EnvironmentConfig, spaces
+from forebay.environments.workers.vector import EnvironmentConfig, spaces
 from forebay.fragments import FragmentStore
 
 

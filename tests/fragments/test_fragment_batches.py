@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from forebay.fragments import FragmentMetadata, FragmentStore, SampleFragment
 from forebay.fragments.chunks import Chunk
-from forebay.fragments.segments import KINDS, Segments, read
+from forebay.fragments.store.segments import KINDS, Segments, read
 
 # Stacked fragments.
 

@@ -10,7 +10,8 @@ from contextlib import asynccontextmanager, contextmanager
 import pytest
 from fragment_factory import SETTINGS, fids, send
 
-from forebay.fragments import BufferClosed, FragmentStore, RemoteFragmentBuffer, serve, wire
+from forebay.fragments import BufferClosed, FragmentStore, RemoteFragmentBuffer, serve
+from forebay.fragments.remote import wire
 
 LONG_S = 600.0
 SHORT_S = 0.1

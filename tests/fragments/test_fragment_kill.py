@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kill_rules import RULES
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.fragments import FragmentStore, ReplayBufferActor
 
 ROUNDS = 200 if os.environ.get("FOREBAY_SOAK") == "1" else 4

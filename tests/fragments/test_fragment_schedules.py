@@ -13,7 +13,7 @@ from fragment_factory import make_fragment
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.fragments import FragmentMetadata, FragmentStore, RateLimit, ReplayBufferActor
 
 NUM_SCHEDULES = 10_000 if os.environ.get("FOREBAY_SOAK") == "1" else 60

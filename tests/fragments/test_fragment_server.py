@@ -8,7 +8,7 @@ import pytest
 from fragment_factory import fids, send
 
 from forebay.fragments import BufferClosed, FragmentMetadata, RateLimit, RemoteFragmentBuffer, serve
-from forebay.framing import MAX_BYTES
+from forebay.io.framing import MAX_BYTES
 
 
 @pytest.fixture

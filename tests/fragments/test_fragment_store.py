@@ -11,7 +11,7 @@ import pytest
 from fragment_factory import make_fragment
 
 from forebay.fragments import FragmentStore, StoreFullError
-from forebay.fragments.mapped import MAX_SNAPSHOTS
+from forebay.fragments.store.mapped import MAX_SNAPSHOTS
 
 
 @pytest.fixture

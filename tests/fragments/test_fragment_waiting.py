@@ -7,7 +7,7 @@ from fragment_factory import SETTINGS, fids, send
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.fragments import (
     BufferClosed,
     FragmentMetadata,

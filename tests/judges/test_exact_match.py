@@ -2,13 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.judges import ExactMatchJudger
+from forebay.judges import ExactMatchJudge
 from forebay.types import RolloutState, Status
 
 
 async def reward(response: str, truth: object, **options):
     state = RolloutState([], response=response, reward_model={"ground_truth": truth}, status=Status.COMPLETED)
-    await ExactMatchJudger(**options).judge(state)
+    await ExactMatchJudge(**options).judge(state)
     assert state.status is Status.COMPLETED, state.error_msg
     return state.reward
 
@@ -73,7 +73,7 @@ async def test_only_the_exact_answer_gets_full_credit(response, truth) -> None:
 
 async def test_a_prompt_without_an_answer_fails_the_rollout() -> None:
     state = RolloutState([], response="46", status=Status.COMPLETED)
-    await ExactMatchJudger().judge(state)
+    await ExactMatchJudge().judge(state)
     assert state.status is Status.FAILED
     assert "no reward_model['ground_truth']; set answer_column" in state.error_msg
 
@@ -81,4 +81,4 @@ async def test_a_prompt_without_an_answer_fails_the_rollout() -> None:
 @pytest.mark.parametrize("extract", ["([", "no group", "(two)(groups)"])
 def test_a_bad_pattern_is_refused_at_once(extract) -> None:
     with pytest.raises(ValueError, match="extract = "):
-        ExactMatchJudger(extract=extract)
+        ExactMatchJudge(extract=extract)

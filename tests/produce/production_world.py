@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from forebay.agents.base import AgentLoop
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
-from forebay.judges.base import Judger
+from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import (
     AgentLoopManager,
@@ -23,8 +23,8 @@ from forebay.types import SampleParams
 class PromptLoop(AgentLoop):
     """One response per prompt; a prompt is its own token."""
 
-    def __init__(self, controller, judger, faults=()):
-        super().__init__(controller, judger)
+    def __init__(self, controller, judge, faults=()):
+        super().__init__(controller, judge)
         self.faults = set(faults)
         """Calls, counted from 0, in which the agent raises."""
         self.num_calls = 0
@@ -43,7 +43,7 @@ class PromptLoop(AgentLoop):
         return await self.rollout_controller.generate_sample(state)
 
 
-class LengthJudger(Judger):
+class LengthJudge(Judge):
     """The score is the length; judging takes `delay_s`."""
 
     def __init__(self, delay_s=0.0):
@@ -103,7 +103,7 @@ class World:
         self.loops = {}
         runners = []
         for name, weight in self.weights.items():
-            self.loops[name] = PromptLoop(self.controller, LengthJudger(self.judge_s), self.faults)
+            self.loops[name] = PromptLoop(self.controller, LengthJudge(self.judge_s), self.faults)
             runners.append(
                 TaskRunner(
                     task_name=name,

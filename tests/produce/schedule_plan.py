@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, fields
 
 from forebay.produce import AsyncProduceStrategyConfig, SyncProduceStrategyConfig
-from forebay.stalls import StallWatch
+from forebay.watching.stalls import StallWatch
 
 MAX_STEPS = 4
 
@@ -56,7 +56,7 @@ class Habits:
 
 @dataclass(kw_only=True)
 class Members:
-    """What the run asks of its groups (`forebay.produce.rules`)."""
+    """What the run asks of its groups (`forebay.produce.strategies.rules`)."""
 
     min_members: int
     most_tokens: int

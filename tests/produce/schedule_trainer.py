@@ -12,15 +12,15 @@ import pytest
 from schedule_plan import draw_plan
 from schedule_world import Record, ScheduleWorld, score_of, why_untrainable
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.produce import (
     ProduceBatchStatus,
     ProductionError,
     ProductionStopped,
     SyncProduceStrategyConfig,
 )
-from forebay.stalls import StallError
 from forebay.types import RolloutState, Status, calculate_seq_staleness
+from forebay.watching.stalls import StallError
 
 EMPTY_IN_A_ROW = 3
 """An empty batch asks for a weight sync, after which there is one."""
@@ -332,7 +332,7 @@ class Trainer:
         assert not self.world.activities.in_flight()
 
     async def check_batch(self, result, step):
-        """The right number of each task's groups, each whole, fresh enough and rightly labelled."""
+        """The right number of each task's groups, each whole, fresh enough and rightly labeled."""
         sizes = self.manager.get_task_batch_sizes(self.plan.batch_size, step)
         names = [group[0].task_name for group in result.rollout_states]
         assert names == [name for name, size in sizes.items() for _ in range(size)]

@@ -22,16 +22,16 @@ from functools import partial
 import numpy as np
 from schedule_plan import Plan
 
-from forebay.activity import Activities
 from forebay.agents.base import AgentLoop
 from forebay.engines import RolloutController
 from forebay.engines.base import Completion
 from forebay.engines.scripted import ScriptedEngine
-from forebay.judges.base import Judger
+from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, GroupRules, Prompt, Sampler, TaskRunner
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, StalenessReplayPolicy
 from forebay.types import SampleParams, Status
+from forebay.watching.activity import Activities
 
 TERMINAL = [Status.FILTERED, Status.FAILED, Status.SKIPPED]
 """What nobody will train or generate again, whatever the strategy."""
@@ -258,7 +258,7 @@ class RecordedEngine(ScriptedEngine):
         return {before[-1], *around}
 
 
-class NumbersJudger(Judger):
+class NumbersJudge(Judge):
     """The score follows from the response; sometimes late, broken or silent."""
 
     def __init__(self, plan):
@@ -283,8 +283,8 @@ def score_of(state):
 class RecordedAgent(AgentLoop):
     """One response per prompt; sometimes raises or hangs. No group is ever generated twice at once."""
 
-    def __init__(self, plan, controller, judger, activities, record):
-        super().__init__(controller, judger, activities=activities)
+    def __init__(self, plan, controller, judge, activities, record):
+        super().__init__(controller, judge, activities=activities)
         self.plan, self.record = plan, record
 
     async def generate_group(self, states, *, enable_partial_rollout=False):
@@ -376,9 +376,7 @@ class ScheduleWorld:
         sampler.record = self.record
         return TaskRunner(
             task_name=name,
-            agent_loop=RecordedAgent(
-                plan, self.controller, NumbersJudger(plan), self.activities, self.record
-            ),
+            agent_loop=RecordedAgent(plan, self.controller, NumbersJudge(plan), self.activities, self.record),
             produce_strategy=task.strategy.build(
                 sync_weights_interval=plan.interval, rollout_controller=self.controller
             ),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.produce import (
     GROUP_GENERATE_TIME_KEY,
     AsyncProduceStrategyConfig,
@@ -15,8 +15,8 @@ from forebay.produce import (
     ProduceProgress,
     ProductionError,
 )
-from forebay.produce.asynchronous import LAST_FAILURE_KEY, PAUSE_REPEAT_S
-from forebay.produce.context import COUNTED_TOKENS_KEY
+from forebay.produce.strategies.asynchronous import LAST_FAILURE_KEY, PAUSE_REPEAT_S
+from forebay.produce.strategies.context import COUNTED_TOKENS_KEY
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.types import RolloutState, Status, reset_rollout_response
 

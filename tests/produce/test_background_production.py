@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from production_world import World, train
 
-from forebay import virtual_time
-from forebay.activity import Activities
+from forebay.aio import virtual_time
 from forebay.produce import (
     AgentLoopManager,
     AsyncProduceStrategyConfig,
@@ -22,8 +21,9 @@ from forebay.produce.background import pause_seconds
 from forebay.produce.batch_wait import START_GRACE_S
 from forebay.produce.starvation import HELD_UP_S, HUNGRY_BATCHES
 from forebay.replay import AsyncReplayBufferConfig, ConnectionLost
-from forebay.stalls import StallError, StallWatch
 from forebay.types import RolloutState, Status
+from forebay.watching.activity import Activities
+from forebay.watching.stalls import StallError, StallWatch
 
 
 def now():
@@ -390,13 +390,13 @@ def test_a_broken_sampler_ends_production_with_its_reason():
         world = World().build()
 
         async def sample(task_name, group_status=None):
-            raise ValueError("the data set is gone")
+            raise ValueError("the dataset is gone")
 
         world.manager.task_runners[0].sampler.sample = sample
         producing = asyncio.create_task(world.manager.produce_loop(2))
-        with pytest.raises(ProductionError, match="data set is gone"):
+        with pytest.raises(ProductionError, match="dataset is gone"):
             await world.manager.get_batch(2, 1)
-        with pytest.raises(ProductionError, match="data set is gone"):
+        with pytest.raises(ProductionError, match="dataset is gone"):
             await producing
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.config import ConfigError
-from forebay.produce.demo_tasks import MAX_PROBLEMS, addition, sorting
+from forebay.produce.prompts.demo_tasks import MAX_PROBLEMS, addition, sorting
 
 
 @given(digits=st.integers(1, 9), seed=st.integers(0, 5), index=st.integers(0, 99))

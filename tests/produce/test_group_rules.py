@@ -6,7 +6,7 @@ import pytest
 from test_sync_production import CountingSampler, ScriptedLoop, make_context, make_group
 
 from forebay.agents.base import AgentLoop
-from forebay.judges import FunctionJudger
+from forebay.judges import FunctionJudge
 from forebay.ledger import Ledger
 from forebay.produce import (
     AgentLoopManager,
@@ -236,10 +236,10 @@ class Judged(AgentLoop):
 
 
 async def test_a_judge_that_raises_is_named_with_file_and_line():
-    loop = Judged(None, FunctionJudger(fails_on_even))
+    loop = Judged(None, FunctionJudge(fails_on_even))
     group = await loop.generate_group(make_group("t", 0))
     line = fails_on_even.__code__.co_firstlineno + 2
-    assert group[0].error_msg == "rollout t/0/0: judger fails_on_even: KeyError: 'the answer'"
+    assert group[0].error_msg == "rollout t/0/0: judge fails_on_even: KeyError: 'the answer'"
     assert group[0].extra_fields[FAILED_AT_KEY] == f"{__file__}, line {line}"
     await loop.close()
 

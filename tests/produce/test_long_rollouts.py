@@ -6,7 +6,7 @@ import production_world
 import pytest
 from production_world import World, train
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.config import parse_config
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine

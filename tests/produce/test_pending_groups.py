@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from forebay import virtual_time
-from forebay.produce.budget import ProductionError
+from forebay.aio import virtual_time
 from forebay.produce.pending import CANCEL_REPEAT_S, GIVE_UP_AFTER_S, Ended, PendingGroups
+from forebay.produce.strategies.budget import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.types import RolloutState, Status
 

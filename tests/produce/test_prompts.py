@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from forebay.config import ConfigError
-from forebay.produce.prompts import DataConfig, Prompt, check_prompt_lengths, hold_out, load_prompts
+from forebay.produce.prompts.dataset import DataConfig, Prompt, check_prompt_lengths, hold_out, load_prompts
 
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i + 1), "level": i} for i in range(10)]
 
@@ -30,7 +30,7 @@ def texts(prompts) -> list[str]:
 # What the sources give
 
 
-def save_data_set(folder: Path, rows) -> str:
+def save_dataset(folder: Path, rows) -> str:
     import datasets
 
     datasets.Dataset.from_list(list(rows)).save_to_disk(str(folder))
@@ -43,7 +43,7 @@ def source(request, tmp_path) -> str:
         return write_jsonl(tmp_path / "data.jsonl", ROWS)
     if request.param == "parquet":
         return write_parquet(tmp_path / "data.parquet", ROWS)
-    return save_data_set(tmp_path / "data", ROWS)
+    return save_dataset(tmp_path / "data", ROWS)
 
 
 def test_all_tabular_sources_give_the_same_prompts(source) -> None:
@@ -95,7 +95,7 @@ def test_parquet_chats_lose_the_nulls_that_arrow_adds(tmp_path) -> None:
     assert load_prompts(DataConfig(source=path))[0].message == chat
 
 
-@pytest.mark.parametrize(("write", "name"), [(write_parquet, "data.parquet"), (save_data_set, "data")])
+@pytest.mark.parametrize(("write", "name"), [(write_parquet, "data.parquet"), (save_dataset, "data")])
 def test_values_that_json_lacks_become_text(tmp_path, write, name) -> None:
     when = datetime(2024, 2, 29, 12, 30)
     rows = [{"prompt": "p", "answer": Decimal("1.50"), "seen": {"first": when, "days": [when.date()]}}]
@@ -116,7 +116,7 @@ def test_reward_model_tools_and_data_source_columns_are_taken_over(tmp_path) -> 
 
 
 @pytest.mark.parametrize(("suffix", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
-def test_several_files_and_patterns_are_one_data_set(tmp_path, suffix, write) -> None:
+def test_several_files_and_patterns_are_one_dataset(tmp_path, suffix, write) -> None:
     first = write(tmp_path / f"a.{suffix}", ROWS[:4])
     second = write(tmp_path / f"b.{suffix}", ROWS[4:])
     by_list = load_prompts(DataConfig(source=[first, second]))
@@ -174,7 +174,7 @@ def test_missing_and_unreadable_files_are_one_clear_error(tmp_path) -> None:
         load_prompts(DataConfig(source=str(tmp_path / "empty.jsonl")))
     with pytest.raises(ConfigError, match=r"all be \.jsonl or all \.parquet"):
         load_prompts(DataConfig(source=[str(tmp_path / "train.jsonl"), str(tmp_path / "bad.parquet")]))
-    with pytest.raises(ConfigError, match="holds no data set saved by"):
+    with pytest.raises(ConfigError, match="holds no dataset saved by"):
         load_prompts(DataConfig(source=str(tmp_path)))
     with pytest.raises(ConfigError, match="take no arguments"):
         load_prompts(DataConfig(source=str(tmp_path / "train.jsonl"), arguments={"split": "train"}))
@@ -187,7 +187,7 @@ def test_an_unknown_source_lists_what_a_source_may_be() -> None:
         load_prompts(DataConfig(source="gsm8k"))
 
 
-def test_a_saved_data_set_with_splits_needs_one_named(tmp_path) -> None:
+def test_a_saved_dataset_with_splits_needs_one_named(tmp_path) -> None:
     import datasets
 
     part = datasets.Dataset.from_list(ROWS)
@@ -251,7 +251,7 @@ def test_reasoning_gym_prompts_carry_how_to_make_the_problem_again() -> None:
     assert texts(longer[2:6]) == texts(prompts)
 
 
-def test_neighbouring_reasoning_gym_seeds_share_problems_so_hold_out_is_needed() -> None:
+def test_neighboring_reasoning_gym_seeds_share_problems_so_hold_out_is_needed() -> None:
     source = "reasoning_gym:simple_equations"
     train = load_prompts(DataConfig(source=source, arguments={"seed": 0}, size=20))
     other_seed = load_prompts(DataConfig(source=source, arguments={"seed": 1}, size=5))

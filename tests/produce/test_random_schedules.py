@@ -1,6 +1,6 @@
 """Random schedules of the whole producer on virtual time.
 
-Nothing is lost, doubled, too old, mislabelled or stuck; `schedule_trainer` has what is checked.
+Nothing is lost, doubled, too old, mislabeled or stuck; `schedule_trainer` has what is checked.
 
 Everything of a schedule follows from its seed. Of a failure, this runs that schedule alone::
 
@@ -20,7 +20,7 @@ from production_world import World
 from schedule_plan import draw_plan
 from schedule_trainer import try_seed
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.produce import STALENESS_RULES, AsyncProduceStrategyConfig
 from forebay.types import RolloutState, Status
 

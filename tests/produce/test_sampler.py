@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.produce.prompts import Prompt
+from forebay.produce.prompts.dataset import Prompt
 from forebay.produce.sampler import Sampler
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -171,7 +171,7 @@ async def test_aborted_groups_keep_their_partial_tokens() -> None:
     assert all(state.tokens.tolist() == [1, 2, 3, 4] for state in group)
 
 
-async def test_statuses_are_tried_in_order_and_then_the_data_set() -> None:
+async def test_statuses_are_tried_in_order_and_then_the_dataset() -> None:
     shelf_groups = [stored_group(Status.ABORTED, "cut"), stored_group(Status.EXPIRED, "old")]
     sampler = make_sampler(3, *shelf_groups, shuffle=False)
     wanted = [Status.EXPIRED, Status.ABORTED]

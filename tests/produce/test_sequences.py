@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.produce.sequences import LazySequence, Permutation, shuffled
+from forebay.produce.prompts.sequences import LazySequence, Permutation, shuffled
 
 
 @given(size=st.integers(1, 3000), key=st.text(max_size=8))
@@ -37,7 +37,7 @@ def test_each_entry_is_equally_likely_at_each_position() -> None:
     assert chi_square < 52.6
 
 
-def test_neighbours_do_not_stay_neighbours() -> None:
+def test_neighbors_do_not_stay_neighbors() -> None:
     size = 2000
     order = Permutation(size, "k")
     close = sum(abs(order(i) - order(i + 1)) <= 10 for i in range(size - 1))

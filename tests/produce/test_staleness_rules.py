@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from production_world import World, train
 
-from forebay import virtual_time
+from forebay.aio import virtual_time
 from forebay.produce import (
     STALENESS_RULES,
     AsyncProduceStrategyConfig,

@@ -474,7 +474,7 @@ async def test_what_is_left_over_is_trained_only_within_the_sync_interval(interv
     assert balance.dropped == {"expired": 2 * (12 // interval - 1)}
 
 
-async def test_what_is_left_over_of_weights_that_were_not_synchronised_is_no_worse_than_what_is_new():
+async def test_what_is_left_over_of_weights_that_were_not_synchronized_is_no_worse_than_what_is_new():
     config = SyncProduceStrategyConfig(should_continue_fn=lambda done, size, **_: done < size + 1)
     manager = make_manager({"t": ScriptedLoop()})
     (runner,) = manager.task_runners

@@ -7,9 +7,10 @@ import pytest
 from production_world import PromptLoop, World, train
 
 from forebay.agents import TRAJECTORY_OF_KEY
-from forebay.produce import AsyncProduceStrategyConfig, context
+from forebay.aio.virtual_time import run
+from forebay.produce import AsyncProduceStrategyConfig
+from forebay.produce.strategies import context
 from forebay.types import RolloutState, Status
-from forebay.virtual_time import run
 
 
 class Branching(PromptLoop):

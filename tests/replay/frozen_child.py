@@ -9,9 +9,9 @@ import asyncio
 import sys
 
 from forebay.replay import ConnectionLost, FIFOReplayPolicy, IndexedStorage, ReplayBuffer, serve
-from forebay.replay.client_link import Link
-from forebay.replay.server_address import Address
-from forebay.replay.server_messages import KeyArguments, TakeArguments
+from forebay.replay.remote.address import Address
+from forebay.replay.remote.link import Link
+from forebay.replay.remote.messages import KeyArguments, TakeArguments
 from forebay.types import Status
 
 

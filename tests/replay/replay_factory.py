@@ -7,7 +7,7 @@ from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
 
 def make_state(name="g", member=0, *, status=Status.COMPLETED, steps=(), num_tokens=None, **fields):
-    """A rollout with a token per entry of `steps` (-1: not labelled), or `num_tokens` unlabelled ones."""
+    """A rollout with a token per entry of `steps` (-1: not labeled), or `num_tokens` unlabeled ones."""
     length = len(steps) if num_tokens is None else num_tokens
     return RolloutState(
         [{"role": "user", "content": f"prompt {name}"}],

@@ -7,9 +7,9 @@ usage: server_child.py ADDRESS take|archive NUMBER; it prints the names of the g
 import asyncio
 import sys
 
-from forebay.replay.client_link import Link
-from forebay.replay.server_address import Address
-from forebay.replay.server_messages import KeyArguments, TakeArguments
+from forebay.replay.remote.address import Address
+from forebay.replay.remote.link import Link
+from forebay.replay.remote.messages import KeyArguments, TakeArguments
 from forebay.types import Status
 
 

@@ -16,9 +16,9 @@ from forebay.replay import (
     StalenessReplayPolicy,
     StorageIndices,
     SyncReplayBufferConfig,
-    server_handover,
 )
 from forebay.replay import buffer as buffer_module
+from forebay.replay.remote import handover as server_handover
 from forebay.types import Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -30,15 +30,15 @@ async def put_named(buffer, text, task="math", **options):
 
 
 async def test_put_labels_fills_and_ages(buffer):
-    labelled = make_state("g", 0, steps=[1, -1, 4])
+    labeled = make_state("g", 0, steps=[1, -1, 4])
     partial = make_state("g", 1, num_tokens=2)
     partial.logprobs = None
-    await buffer.put([labelled, partial], "math", model_step=3, current_train_step=6)
-    assert labelled.response_model_steps.tolist() == [1, 3, 4]
+    await buffer.put([labeled, partial], "math", model_step=3, current_train_step=6)
+    assert labeled.response_model_steps.tolist() == [1, 3, 4]
     assert partial.response_model_steps.tolist() == [3, 3]
     assert np.isnan(partial.logprobs).all()
     assert partial.response_mask.tolist() == [1, 1]
-    assert (labelled.seq_staleness, partial.seq_staleness) == (4, 2)
+    assert (labeled.seq_staleness, partial.seq_staleness) == (4, 2)
     (row,) = await buffer.storage.get({})
     assert (row.staleness, row.oldest_model_step) == (4, 1)
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_factory import make_group
 
+from forebay.aio.virtual_time import run
 from forebay.replay import (
     BufferClosed,
     FIFOReplayPolicy,
@@ -16,7 +17,6 @@ from forebay.replay import (
     serve,
 )
 from forebay.types import Status
-from forebay.virtual_time import run
 
 STEPS = ("wait", "put", "take", "close", "cancel", "turn")
 

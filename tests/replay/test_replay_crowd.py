@@ -16,13 +16,12 @@ from forebay.replay import (
     IndexedStorage,
     RemoteReplayBuffer,
     ReplayBuffer,
-    client,
     serve,
-    server_address,
 )
-from forebay.replay import server_messages as messages
-from forebay.replay.packing import pack_group
-from forebay.replay.server_connection import Connection
+from forebay.replay.format.encode import pack_group
+from forebay.replay.remote import address as server_address
+from forebay.replay.remote import client, messages
+from forebay.replay.remote.connection import Connection
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED

@@ -13,12 +13,12 @@ from forebay.replay import (
     ReplayBuffer,
     SQLStorage,
     serve,
-    sql_rows,
 )
-from forebay.replay import server_messages as messages
-from forebay.replay.client_link import Link
+from forebay.replay.remote import messages
+from forebay.replay.remote.address import Address
+from forebay.replay.remote.link import Link
 from forebay.replay.saving import run_to_the_end
-from forebay.replay.server_address import Address
+from forebay.replay.stores.sql import rows as sql_rows
 from forebay.types import Status
 
 COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED

@@ -18,12 +18,12 @@ from forebay.replay import (
     IndexedStorage,
     RemoteReplayBuffer,
     ReplayBuffer,
-    client_link,
     serve,
 )
-from forebay.replay import server_messages as messages
-from forebay.stalls import StallError, answered
+from forebay.replay.remote import link as client_link
+from forebay.replay.remote import messages
 from forebay.types import Status
+from forebay.watching.stalls import StallError, answered
 
 COMPLETED = Status.COMPLETED
 CHILD = Path(__file__).with_name("frozen_child.py")

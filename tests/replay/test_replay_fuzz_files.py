@@ -24,10 +24,11 @@ from replay_factory import make_group, make_state, refusal
 from rich.console import Console
 
 from forebay.inspection.commands import inspect_buffer, query_buffer, show_group
-from forebay.replay import IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, snapshot
-from forebay.replay.codec import GroupCodec
-from forebay.replay.payload import Decoder, Encoder, damage_named
-from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA
+from forebay.replay import IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer
+from forebay.replay.format import snapshot
+from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA
+from forebay.replay.format.values import Decoder, Encoder, damage_named
 from forebay.types import RolloutState, Status
 
 # A failing example may be long; it is to be shown all the same.

@@ -5,7 +5,8 @@ import random
 import pytest
 from replay_factory import make_group, names
 
-from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, SQLStorage, tables
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, SQLStorage
+from forebay.replay.format import tables
 from forebay.types import Status
 
 LENGTHS = [0, 1, 7, 40, 400]

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from forebay.replay.locks import SharedLock
+from forebay.aio.gate import SharedLock
 
 
 class Holder:

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from replay_factory import make_state
 
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer
-from forebay.replay.codec import GroupCodec
-from forebay.replay.objects import SavedFields
-from forebay.replay.payload import Checker, Decoder, Encoder
+from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.objects import SavedFields
+from forebay.replay.format.values import Checker, Decoder, Encoder
 from forebay.types import Status
 
 

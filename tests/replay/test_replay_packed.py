@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from replay_factory import make_state, same
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
-from forebay.replay.codec import GroupCodec
+from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.decode import unpack_group
+from forebay.replay.format.encode import pack_group
+from forebay.replay.format.encoded import PackedPayload, pack_out, receive_payload
 from forebay.replay.groups import StoredGroup
-from forebay.replay.packed import PackedPayload, pack_out, receive_payload
-from forebay.replay.packing import pack_group
-from forebay.replay.unpacking import unpack_group
 from forebay.types import Status, fill_token_fields, get_group_status
 
 STATUSES = st.sampled_from([Status.COMPLETED, Status.COMPLETED, Status.ABORTED, Status.FAILED])
@@ -48,8 +48,8 @@ def test_it_is_what_was_sent(group, train_step, reset):
         stored.steps,
     )
     if train_step is not None:
-        payload.refresh(train_step, reset_unlabelled=reset)
-        stored.refresh(train_step, reset_unlabelled=reset)
+        payload.refresh(train_step, reset_unlabeled=reset)
+        stored.refresh(train_step, reset_unlabeled=reset)
     assert list(payload.staleness) == [state.seq_staleness for state in stored]
     assert same(list(payload), list(stored))
     assert same(payload[0], stored[0])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from replay_factory import same
 
-from forebay.replay.payload import MAX_DTYPE_TEXT, Decoder, Encoder, damage_named
+from forebay.replay.format.values import MAX_DTYPE_TEXT, Decoder, Encoder, damage_named
 from forebay.types import SampleParams, Status
 
 

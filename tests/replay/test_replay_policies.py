@@ -12,7 +12,7 @@ from forebay.replay import (
     PrioritizedReplayPolicy,
     StalenessReplayPolicy,
 )
-from forebay.replay.storage import revive_row
+from forebay.replay.stores.contract import revive_row
 from forebay.types import Status
 
 

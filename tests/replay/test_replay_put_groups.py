@@ -16,10 +16,10 @@ from forebay.replay import (
     SQLStorage,
     StalenessReplayPolicy,
     StorageIndices,
-    client_link,
     serve,
 )
-from forebay.replay.arrivals import LABEL_AT_ONCE
+from forebay.replay.arrival import LABEL_AT_ONCE
+from forebay.replay.remote import link as client_link
 from forebay.types import Status
 
 COMPLETED, ABORTED, EXPIRED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED
@@ -116,17 +116,17 @@ async def test_a_policy_with_a_put_of_its_own_that_fails_stores_nothing(make_sto
     assert len(buffer) == 2
 
 
-async def test_many_groups_are_labelled_without_keeping_others_waiting():
+async def test_many_groups_are_labeled_without_keeping_others_waiting():
     groups = [make_group(str(number), size=1, num_tokens=1) for number in range(2000)]
-    labelled, seen = 0, [0]
+    labeled, seen = 0, [0]
     done = asyncio.Event()
 
     async def watch():
-        nonlocal labelled
+        nonlocal labeled
         while not done.is_set():
-            while labelled < len(groups) and len(groups[labelled][0].response_model_steps):
-                labelled += 1
-            seen.append(labelled)
+            while labeled < len(groups) and len(groups[labeled][0].response_model_steps):
+                labeled += 1
+            seen.append(labeled)
             await asyncio.sleep(0)
 
     watching = asyncio.create_task(watch())

@@ -24,7 +24,7 @@ async def test_put_groups_is_recorded_and_done_again_alike(tmp_path):
     assert [event.facts["group"] for event in noted] == ["a", "b", "c", "d", "e", "f"]
     assert [event.facts.get("evicted") for event in noted] == [None] * 5 + [2]
     assert noted[3].facts["status"] == "expired"
-    # As they were given: not labelled yet.
+    # As they were given: not labeled yet.
     assert not (noted[0].group[0].response_model_steps >= 0).any()
     operations = Operations(ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=4))
     for event in events:

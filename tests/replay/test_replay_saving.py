@@ -6,9 +6,11 @@ import weakref
 import pytest
 from replay_factory import make_group, names
 
-from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, SQLStorage, sql, tables
-from forebay.replay.codec import GroupCodec
-from forebay.replay.sql_state import GROUPS_AT_ONCE
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, SQLStorage
+from forebay.replay.format import tables
+from forebay.replay.format.codec import GroupCodec
+from forebay.replay.stores.sql import store as sql
+from forebay.replay.stores.sql.state import GROUPS_AT_ONCE
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED

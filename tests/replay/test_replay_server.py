@@ -19,8 +19,8 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay import server_messages as messages
-from forebay.replay.server_channel import Channel
+from forebay.replay.remote import messages
+from forebay.replay.remote.channel import Channel
 from forebay.types import ROLLOUT_FIELDS, RolloutState, SampleParams, Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED

@@ -15,12 +15,12 @@ from forebay.replay import (
     ReplayBuffer,
     SQLStorage,
     serve,
-    sql_shared,
 )
-from forebay.replay.server_connection import Connection
-from forebay.replay.server_handover import take_over
-from forebay.replay.server_messages import TakeArguments
-from forebay.replay.sql_schema import receipts
+from forebay.replay.remote.connection import Connection
+from forebay.replay.remote.handover import take_over
+from forebay.replay.remote.messages import TakeArguments
+from forebay.replay.stores.sql import shared as sql_shared
+from forebay.replay.stores.sql.schema import receipts
 from forebay.types import Status
 
 COMPLETED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.EXPIRED, Status.ARCHIVED

@@ -21,16 +21,16 @@ from forebay.replay import (
     ReplayBuffer,
     ServerClosed,
     SQLStorage,
-    client_link,
     serve,
-    server_channel,
-    server_connection,
 )
-from forebay.replay import server_messages as messages
-from forebay.replay.client_link import Link, Pieces
-from forebay.replay.packing import ARRAYS, pack_group
-from forebay.replay.server_address import Address, is_proof, prove
-from forebay.replay.server_groups import receive_group
+from forebay.replay.format.encode import ARRAYS, pack_group
+from forebay.replay.remote import channel as server_channel
+from forebay.replay.remote import connection as server_connection
+from forebay.replay.remote import link as client_link
+from forebay.replay.remote import messages
+from forebay.replay.remote.address import Address, is_proof, prove
+from forebay.replay.remote.groups import receive_group
+from forebay.replay.remote.link import Link, Pieces
 from forebay.types import Status
 
 COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED

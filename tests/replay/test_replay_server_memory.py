@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from forebay.replay import server_memory
+from forebay.replay.remote import malloc as server_memory
 
 CHILD = """
 import resource, sys
-from forebay.replay.server_memory import keep_freed_memory
+from forebay.replay.remote.malloc import keep_freed_memory
 
 assert sys.argv[1] == "plain" or keep_freed_memory()
 faults = []

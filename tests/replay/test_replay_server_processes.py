@@ -19,9 +19,9 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.client_link import Link
-from forebay.replay.server_address import Address
-from forebay.replay.server_messages import TakeArguments
+from forebay.replay.remote.address import Address
+from forebay.replay.remote.link import Link
+from forebay.replay.remote.messages import TakeArguments
 from forebay.types import Status
 
 COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED

@@ -13,8 +13,8 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.client_link import Window
-from forebay.replay.server_gate import Census, Gate
+from forebay.replay.remote.link import Window
+from forebay.replay.remote.room import Census, Gate
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED

@@ -20,8 +20,8 @@ from forebay.replay import (
     PrioritizedReplayPolicy,
     ReplayBuffer,
     StalenessReplayPolicy,
-    snapshot,
 )
+from forebay.replay.format import snapshot
 from forebay.types import RolloutState, SampleParams, Status
 
 EVERYTHING = {"status": {"$in": [status.value for status in Status]}}
@@ -59,7 +59,7 @@ async def filled_buffer(store=IndexedStorage):
         extra_fields={"status": Status.ABORTED, "array": np.zeros(0), "ids": [1, "1", True, 1.0]},
     )
     await buffer.put([rich, make_state("second")], "math", tags={"a": 1, "b": True, "c": "x", "d": 1.5})
-    await buffer.put(make_group("labelled", steps=[2, 3]), "math", current_train_step=5, priority=0.25)
+    await buffer.put(make_group("labeled", steps=[2, 3]), "math", current_train_step=5, priority=0.25)
     for status in (Status.ABORTED, Status.FAILED, Status.EXPIRED, Status.FILTERED, Status.MAX_TRIES):
         await buffer.put(make_group(status.value, 1, status=status, error_msg="why", seq_staleness=3), "code")
     await buffer.put(make_group("consumed", 3, steps=[1]), "code")
@@ -97,7 +97,7 @@ async def test_everything_comes_back_on_every_store(make_store, target, tmp_path
 
 
 async def test_tables_in_many_pieces_come_back(tmp_path, monkeypatch):
-    from forebay.replay import tables
+    from forebay.replay.format import tables
 
     monkeypatch.setattr(tables, "BATCH_GROUPS", 3)
     monkeypatch.setattr(tables, "BATCH_ROLLOUTS", 2)
@@ -391,17 +391,17 @@ async def test_pandas_opens_it(tmp_path):
     assert groups["status"].tolist().count("archived") == 1
     assert groups.loc[groups["priority"] == 0.25, "staleness"].tolist() == [2]
     assert len(rollouts) == groups["num_rollouts"].sum()
-    labelled = rollouts[rollouts["group_id"] == "labelled"].iloc[0]
-    assert labelled["response_ids"].dtype == np.int32
-    assert labelled["response_model_steps"].tolist() == [2, 3]
+    labeled = rollouts[rollouts["group_id"] == "labeled"].iloc[0]
+    assert labeled["response_ids"].dtype == np.int32
+    assert labeled["response_model_steps"].tolist() == [2, 3]
     assert rollouts.iloc[0]["rollout_id"] == "7"
     assert rollouts.iloc[0]["score"] == 0.5
 
 
 def test_no_group_is_split_over_batches(monkeypatch):
-    from forebay.replay import tables
+    from forebay.replay.format import tables
     from forebay.replay.groups import StoredGroup
-    from forebay.replay.storage import StorageItem
+    from forebay.replay.stores.contract import StorageItem
 
     monkeypatch.setattr(tables, "BATCH_TOKENS", 25)
     monkeypatch.setattr(tables, "BATCH_ROLLOUTS", 7)

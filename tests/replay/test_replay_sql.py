@@ -9,15 +9,9 @@ import pytest
 import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
 
-from forebay.replay import (
-    FIFOReplayPolicy,
-    IndexedStorage,
-    PrioritizedReplayPolicy,
-    ReplayBuffer,
-    SQLStorage,
-    sql,
-    sql_shared,
-)
+from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
+from forebay.replay.stores.sql import shared as sql_shared
+from forebay.replay.stores.sql import store as sql
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED

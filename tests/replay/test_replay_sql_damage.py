@@ -7,7 +7,7 @@ import pytest
 from replay_factory import make_group, make_row, names, same
 
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer, SQLStorage
-from forebay.replay.store_errors import DamagedRowError
+from forebay.replay.stores.errors import DamagedRowError
 from forebay.types import Status
 
 NUM_CHANGED = 400

@@ -9,7 +9,9 @@ import pytest
 import sqlalchemy as sa
 from replay_factory import make_row
 
-from forebay.replay import SQLStorage, sql_links, sql_worker
+from forebay.replay import SQLStorage
+from forebay.replay.stores.sql import connections as sql_links
+from forebay.replay.stores.sql import worker as sql_worker
 
 
 @pytest.fixture

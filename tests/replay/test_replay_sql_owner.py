@@ -7,8 +7,8 @@ import pytest
 from replay_factory import make_group, make_row, names
 
 from forebay.replay import ConnectionLost, FIFOReplayPolicy, RemoteReplayBuffer, ReplayBuffer, serve
-from forebay.replay.server_handover import PARKED, recover, take_over
-from forebay.replay.store_errors import OwnerLost
+from forebay.replay.remote.handover import PARKED, recover, take_over
+from forebay.replay.stores.errors import OwnerLost
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED

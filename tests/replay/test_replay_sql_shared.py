@@ -8,8 +8,9 @@ import pytest
 import sqlalchemy as sa
 from replay_factory import make_group, make_row, names
 
-from forebay.replay import FIFOReplayPolicy, NaiveStorage, ReplayBuffer, SQLStorage, sql_shared
-from forebay.replay.sql_worker import SETTLED_AT_ONCE
+from forebay.replay import FIFOReplayPolicy, NaiveStorage, ReplayBuffer, SQLStorage
+from forebay.replay.stores.sql import shared as sql_shared
+from forebay.replay.stores.sql.worker import SETTLED_AT_ONCE
 from forebay.types import Status
 
 
@@ -32,7 +33,7 @@ async def test_puts_that_wait_together_share_a_commit(store):
     assert len(commits) < 5
 
 
-async def test_a_put_that_fails_does_not_fail_its_neighbours(store):
+async def test_a_put_that_fails_does_not_fail_its_neighbors(store):
     good, bad, also_good = await asyncio.gather(
         store.put(make_row("a")),
         store.put(make_row(object())),

@@ -7,13 +7,14 @@ import threading
 import pytest
 from replay_factory import make_row
 
-from forebay.replay import SQLStorage, StoreBusy, sql_turns
-from forebay.replay.server_messages import error_of, failure_of
+from forebay.replay import SQLStorage, StoreBusy
+from forebay.replay.remote.messages import error_of, failure_of
+from forebay.replay.stores.sql import write_lock as sql_turns
 
 HOLDER = """
 import signal, os, sys
 import sqlalchemy as sa
-from forebay.replay.sql_turns import turns_of
+from forebay.replay.stores.sql.write_lock import turns_of
 with turns_of(sa.make_url(sys.argv[1]))():
     print("mine", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay_factory import make_group, make_state
 
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer
-from forebay.replay.storable import check_group
+from forebay.replay.format.storable import check_group
 from forebay.types import (
     RolloutState,
     SampleParams,
@@ -104,7 +104,7 @@ async def test_what_can_be_put_can_be_saved_and_nothing_else(tmp_path_factory, v
     except ValueError:
         # Past the check, the save says the same.
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("forebay.replay.arrivals.check_group", lambda group: None)
+            patched.setattr("forebay.replay.arrival.check_group", lambda group: None)
             await buffer.put(group, "math")
         with pytest.raises(ValueError, match="cannot hold"):
             await buffer.save(tmp_path_factory.mktemp("snapshot"))
@@ -128,7 +128,7 @@ def test_large_values_are_not_copied_by_the_check():
     length=st.integers(0, 4),
     model_step=st.none() | st.integers(-1, 3),
 )
-def test_labelling_at_once_is_the_three_steps_one_by_one(labels, masks, length, model_step):
+def test_labeling_at_once_is_the_three_steps_one_by_one(labels, masks, length, model_step):
     def rollout():
         return RolloutState(
             [],

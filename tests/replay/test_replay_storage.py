@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from replay_factory import make_row, uids
 
 from forebay.replay import IndexedStorage, StorageItem
-from forebay.replay.indexed import MAX_RUNS
 from forebay.replay.query import QUERY_FIELDS
-from forebay.replay.storage import check_priority, check_tags
+from forebay.replay.stores.contract import check_priority, check_tags
+from forebay.replay.stores.indexed import MAX_RUNS
 from forebay.types import Status
 
 

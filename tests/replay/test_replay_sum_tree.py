@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.replay import sum_tree
-from forebay.replay.sum_tree import SumTree
+from forebay.replay.stores import sum_tree
+from forebay.replay.stores.sum_tree import SumTree
 
 PRIORITIES = st.sampled_from([0.0, 0.0, 0.25, 1.0, 2.5, 1000.0])
 """Multiples of a quarter, whose sums are exact."""

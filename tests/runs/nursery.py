@@ -21,7 +21,7 @@ import peft  # noqa: F401
 import scripted_run
 
 import forebay.runs.launch  # noqa: F401
-from forebay import cli
+from forebay.cli import main as cli
 from forebay.models import ModelConfig, load_model, load_tokenizer, resolve_model
 
 

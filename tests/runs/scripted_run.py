@@ -18,7 +18,7 @@ from pathlib import Path
 from forebay.agents.base import AgentLoop
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
-from forebay.judges.base import Judger
+from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, SQLStorage, StalenessReplayPolicy
@@ -41,7 +41,7 @@ class Agent(AgentLoop):
         return await self.rollout_controller.generate_sample(state)
 
 
-class LengthJudger(Judger):
+class LengthJudge(Judge):
     async def score(self, state):
         await asyncio.sleep(0.0003)
         return float(len(state.response_ids))
@@ -87,7 +87,7 @@ class Run:
         )
         return TaskRunner(
             task_name=name,
-            agent_loop=Agent(self.controller, LengthJudger()),
+            agent_loop=Agent(self.controller, LengthJudge()),
             produce_strategy=strategy.build(rollout_controller=self.controller),
             sampler=build_sampler(name, self.buffer),
             weight=TASKS[name],

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from forebay.config import parse_config
 from forebay.metrics import read_jsonl
-from forebay.runs.alarms import REST_STEPS, WINDOW_STEPS, RunAlarms
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
+from forebay.runs.show.alarms import REST_STEPS, WINDOW_STEPS, RunAlarms
 
 
 def table(output="runs", **changes):

@@ -21,9 +21,9 @@ from forebay.produce import Prompt
 from forebay.runs import steps
 from forebay.runs.build import ProductionProgress, _drawn
 from forebay.runs.config import RunConfig, to_toml
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
+from forebay.runs.show.display import RunDisplay
 from forebay.runs.surroundings import logs_shown
 from forebay.train import TrainController, WarmupConfig
 from forebay.types import RolloutState, Status
@@ -190,7 +190,7 @@ def raising_judge(state):
     raise RuntimeError("the judge is broken")
 
 
-def test_a_judger_that_raises_is_found_before_the_warm_up(tmp_path):
+def test_a_judge_that_raises_is_found_before_the_warm_up(tmp_path):
     task = {**run_table(tmp_path)["tasks"][0], "judge": {"name": f"{__name__}:raising_judge"}}
     del task["eval_data"]
     with pytest.raises(ConfigError, match=r"the judge is broken.*tried before the start on sorting, row 0"):
@@ -206,7 +206,7 @@ def bad_runs():
     greedy = {**task, "sample": {"max_tokens": 5, "temperature": 0.0}}
     grouped = {"lr": 1e-3, "advantage": "pass_at_5"}
     return [
-        ({"tasks": [no_judge]}, "task 'sorting'.*no judger"),
+        ({"tasks": [no_judge]}, "task 'sorting'.*no judge"),
         ({"tasks": [task, {**greedy, "name": "b"}]}, r"tasks\.1\.sample\.temperature is 0"),
         ({"train": grouped}, "rollouts_per_prompt = 4 is too few for train.advantage = 'pass_at_5'"),
         ({"rollouts_per_prompt": 1}, "rollouts_per_prompt = 1 gives advantage 'grpo' nothing"),
@@ -242,7 +242,7 @@ def test_a_prompt_longer_than_the_context_is_named_or_dropped(tmp_path):
     train(tmp_path, name="dropped", tasks=[{**task, "overlong_prompts": "drop"}], warmup=None, steps=1)
 
 
-def test_an_empty_data_set_and_a_model_without_tokenizer_are_named(tmp_path):
+def test_an_empty_dataset_and_a_model_without_tokenizer_are_named(tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("")
     task = {**run_table(tmp_path)["tasks"][0], "data": {"source": str(empty)}}
@@ -505,6 +505,6 @@ def test_functions_beside_the_user_are_found_and_a_bad_judge_fails_the_dry_run(t
 
 
 def test_the_command_line_starts_without_torch():
-    code = "import sys, forebay.cli, forebay.runs; forebay.runs.RunConfig;"
+    code = "import sys, forebay.cli.commands, forebay.runs; forebay.runs.RunConfig;"
     code += "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0

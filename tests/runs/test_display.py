@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from forebay.runs.display import MAX_STEP_LINES, WIDTH, RunDisplay
+from forebay.aio.virtual_time import run
+from forebay.runs.show.display import MAX_STEP_LINES, WIDTH, RunDisplay
 from forebay.types import RolloutState, Status
-from forebay.virtual_time import run
 
 
 def piped() -> Console:
@@ -365,7 +365,7 @@ def test_ctrl_c_says_what_happens_next() -> None:
 
 
 _ANY_TERMINAL = """
-from forebay.runs.display import RunDisplay
+from forebay.runs.show.display import RunDisplay
 display = RunDisplay()
 display.message("caf\\u00e9 \\u2192 done")
 display.step(1, 1, {"reward": 0.5})

@@ -17,7 +17,7 @@ from forebay.runs import steps
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
-from forebay.runs.record.replayer import Replay
+from forebay.runs.record.rerun import Replay
 from forebay.runs.rollouts import group_rules
 from forebay.types import RolloutState, SampleParams, Status
 

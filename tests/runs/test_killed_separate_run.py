@@ -19,7 +19,7 @@ from forebay.ledger import Ledger
 from forebay.ledger.journal import read_events
 from forebay.metrics import read_jsonl
 from forebay.produce import Sampler
-from forebay.produce.prompts import load_prompts
+from forebay.produce.prompts.dataset import load_prompts
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, prune_checkpoints

@@ -15,10 +15,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from forebay.runs.live import MAX_TASKS, MIN_PERIOD_S, TICK_S, LiveView, StepNow, panel
-from forebay.runs.status import MAX_AGE, Now, Oldest, TaskNow
+from forebay.aio.virtual_time import run
+from forebay.runs.show.live import MAX_TASKS, MIN_PERIOD_S, TICK_S, LiveView, StepNow, panel
+from forebay.runs.show.status import MAX_AGE, Now, Oldest, TaskNow
 from forebay.types import Status
-from forebay.virtual_time import run
 
 
 def step_now(**changes: object) -> StepNow:

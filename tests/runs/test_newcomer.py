@@ -9,13 +9,13 @@ import threading
 import pytest
 
 from forebay.config import ConfigError, parse_config
-from forebay.durable import DiskError
+from forebay.io.durable import DiskError
 from forebay.runs import launch as launch_module
 from forebay.runs.config import RunConfig
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import occupied, saved_config
 from forebay.runs.launch import launch
 from forebay.runs.preflight import try_all
+from forebay.runs.show.display import RunDisplay
 
 
 def score(state):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.runs.pictures import learning_curve, read_curve, smooth, terminal_curve
+from forebay.runs.show.pictures import learning_curve, read_curve, smooth, terminal_curve
 
 
 def rows(count: int) -> list[dict[str, float | None]]:
@@ -49,7 +49,7 @@ def test_a_curve_holds_what_is_known_and_finite() -> None:
 
 
 @given(st.lists(st.floats(-10, 10), max_size=30), st.integers(1, 9))
-def test_smoothing_is_the_mean_of_the_neighbours_there_are(values: list[float], half: int) -> None:
+def test_smoothing_is_the_mean_of_the_neighbors_there_are(values: list[float], half: int) -> None:
     smoothed = smooth(np.array(values), 2 * half + 1)
     assert len(smoothed) == len(values)
     if len(values) > 2 * half:
@@ -80,7 +80,7 @@ def test_a_run_of_any_length_becomes_a_png(
 
 
 @pytest.mark.parametrize("ascii_only", [False, True])
-def test_the_curve_in_the_terminal_has_its_size_and_no_colours(ascii_only: bool) -> None:
+def test_the_curve_in_the_terminal_has_its_size_and_no_colors(ascii_only: bool) -> None:
     text = terminal_curve(rows(40), EVALUATIONS, width=80, height=12, ascii_only=ascii_only)
     lines = text.splitlines()
     assert len(lines) == 12

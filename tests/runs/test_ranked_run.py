@@ -11,7 +11,7 @@ from forebay.metrics import read_jsonl
 from forebay.runs import launch as launching
 from forebay.runs.launch import launch
 from forebay.runs.placement import PartLost
-from forebay.train.ranks import LocalRanks
+from forebay.train.parallel.ranks import LocalRanks
 
 
 @pytest.mark.soak

@@ -33,7 +33,7 @@ from forebay.runs.launch import launch
 from forebay.runs.record.observers import RecordedReplayBuffer
 from forebay.runs.record.operations import Operations
 from forebay.runs.record.reader import Segment, read_events, read_history
-from forebay.runs.record.replayer import Replay
+from forebay.runs.record.rerun import Replay
 from forebay.runs.record.writer import BACKLOG, Recorder, _Files
 from forebay.train import TrainController
 from forebay.types import RolloutState, Status

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from forebay.config import ConfigError, parse_config
-from forebay.runs.changes import changed
+from forebay.runs.changeable_keys import changed
 from forebay.runs.config import RunConfig
 
 RUN = {

@@ -14,8 +14,8 @@ from forebay.runs import steps
 from forebay.runs.config import SEPARATE_DEFAULTS, ProduceConfig, RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch
-from forebay.stalls import StallError
 from forebay.train import TrainController
+from forebay.watching.stalls import StallError
 
 STEPS, BATCH_SIZE, GROUP_SIZE = 6, 4, 4
 

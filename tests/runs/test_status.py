@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.activity import GENERATE, JUDGE, PUT, TRAIN, WAIT_BATCH, Activities
-from forebay.busy import BusyShare
+from forebay.aio.virtual_time import run
 from forebay.config import parse_config
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
-from forebay.runs import status as status_module
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
-from forebay.runs.status import COUNTED_STATUSES, MAX_AGE, RunStatus
-from forebay.stalls import StallWatch
+from forebay.runs.show import status as status_module
+from forebay.runs.show.status import COUNTED_STATUSES, MAX_AGE, RunStatus
 from forebay.types import RolloutState, Status
-from forebay.virtual_time import run
+from forebay.watching.activity import GENERATE, JUDGE, PUT, TRAIN, WAIT_BATCH, Activities
+from forebay.watching.stalls import StallWatch
+from forebay.watching.utilization import BusyShare
 
 WARN_AFTER_S = 10.0
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from forebay.aio.time_limits import time_limit
 from forebay.sandbox import CONFINED, Isolation, Limits, Sandbox, SandboxError, SandboxUnavailableError
 from forebay.sandbox.control_group import ControlGroups, find_control_groups
-from forebay.slots import time_limit
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox needs Linux")
 

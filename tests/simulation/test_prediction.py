@@ -6,7 +6,7 @@ import pytest
 from simulated_runs import cluster, run_config
 
 from forebay.produce import ProductionError
-from forebay.runs.display import RunDisplay
+from forebay.runs.show.display import RunDisplay
 from forebay.simulation import simulate
 from forebay.simulation.prediction import synchronous
 

@@ -23,14 +23,14 @@ from transformers import (
 )
 
 from forebay.train import Packer, TrainBatch, TrainConfig, TrainController
-from forebay.train import forward as forward_module
 from forebay.train.collate import collate
-from forebay.train.forward import response_logprobs
 from forebay.train.learner import Learner
-from forebay.train.lora import add_lora
-from forebay.train.model_parts import to_parts
-from forebay.train.rank_worker import RankWorker
-from forebay.train.shards import to_arrays
+from forebay.train.model import forward as forward_module
+from forebay.train.model.forward import response_logprobs
+from forebay.train.model.lora import add_lora
+from forebay.train.parallel.model_parts import to_parts
+from forebay.train.parallel.shards import to_arrays
+from forebay.train.parallel.worker import RankWorker
 
 VOCABULARY = 23
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.train.corrections import (
+from forebay.train.objective.corrections import (
     CORRECTIONS,
     DEFAULT_BANDS,
     MAX_LOG_WEIGHT,
@@ -68,9 +68,9 @@ def test_absurd_differences_stay_finite(name):
     assert weights.max() <= math.exp(MAX_LOG_WEIGHT) * 1.001
 
 
-def test_unknown_behaviour_logprobs_weigh_one():
-    behaviour = np.array([np.nan, -2.0, -np.inf], np.float32)
-    assert log_weights(np.array([-1.0, -1.0, -1.0], np.float32), behaviour).tolist() == [0.0, 1.0, 0.0]
+def test_unknown_behavior_logprobs_weigh_one():
+    behavior = np.array([np.nan, -2.0, -np.inf], np.float32)
+    assert log_weights(np.array([-1.0, -1.0, -1.0], np.float32), behavior).tolist() == [0.0, 1.0, 0.0]
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=20), st.floats(-300, 300))
@@ -88,20 +88,20 @@ def test_the_effective_share_at_its_ends():
 
 
 def test_sequence_weights_correct_the_mean_reward_of_rollouts():
-    # Two tokens, each 0 or 1; reward: both equal. Behaviour p(1) = 0.4, proximal p(1) = 0.7 after a 1.
+    # Two tokens, each 0 or 1; reward: both equal. Behavior p(1) = 0.4, proximal p(1) = 0.7 after a 1.
     outcomes = [(a, b) for a in (0, 1) for b in (0, 1)]
-    behaviour = {1: 0.4, 0: 0.6}
+    behavior = {1: 0.4, 0: 0.6}
 
     def proximal(first, second):
-        return behaviour[second] if first == 0 else {1: 0.7, 0: 0.3}[second]
+        return behavior[second] if first == 0 else {1: 0.7, 0: 0.3}[second]
 
-    logs = [[0.0, math.log(proximal(a, b) / behaviour[b])] for a, b in outcomes]
+    logs = [[0.0, math.log(proximal(a, b) / behavior[b])] for a, b in outcomes]
     weights, _ = CORRECTIONS["sequence_tis"](
         np.array(logs).ravel(), np.repeat(np.arange(4), 2), 4, (0.0, math.inf)
     )
     by_rollout = weights[::2]
-    expected = sum(behaviour[a] * proximal(a, b) for a, b in outcomes if a == b)
-    chances = [behaviour[a] * behaviour[b] for a, b in outcomes]
+    expected = sum(behavior[a] * proximal(a, b) for a, b in outcomes if a == b)
+    chances = [behavior[a] * behavior[b] for a, b in outcomes]
     estimate = sum(
         chance * weight
         for chance, weight, (a, b) in zip(chances, by_rollout, outcomes, strict=True)

@@ -46,7 +46,7 @@ def test_the_critic_learns_to_foresee_the_scores(make_model, make_groups):
     assert history[-1]["train/value_loss"] < history[0]["train/value_loss"] / 4
 
 
-def test_gae_advantages_are_standardised_over_the_batch_and_returns_are_not(make_model, make_groups):
+def test_gae_advantages_are_standardized_over_the_batch_and_returns_are_not(make_model, make_groups):
     trainer = trainer_for(make_model(), lam=1.0)
     batch = trainer.fit(make_groups(masked=True))
     trained = batch.advantages[batch.response_mask]

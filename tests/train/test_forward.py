@@ -13,9 +13,9 @@ from transformers import (
 )
 
 from forebay.train import Packer, TrainBatch
-from forebay.train import forward as forward_module
 from forebay.train.collate import collate
-from forebay.train.forward import checkpoint_activations, output_head, response_logprobs
+from forebay.train.model import forward as forward_module
+from forebay.train.model.forward import checkpoint_activations, output_head, response_logprobs
 from forebay.types import SampleParams
 
 LAYOUTS = ["padded", "packed", "shared_prompt"]

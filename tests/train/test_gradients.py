@@ -10,11 +10,11 @@ BASE = {"lr": 1e-3, "max_grad_norm": 0.0}
 
 
 def gradient(model, groups, monkeypatch=None, *, old_noise=0.0, **changes):
-    """The gradient at the optimiser step of one `fit`, and the metrics."""
+    """The gradient at the optimizer step of one `fit`, and the metrics."""
     trainer = TrainController(model, TrainConfig(**{**BASE, **changes}), pad_token_id=0)
     taken = []
-    optimiser = trainer._learner._optimiser
-    optimiser.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
+    optimizer = trainer._learner._optimizer
+    optimizer.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
     batch = trainer.compute_advantages(trainer.pack(groups))
     batch = trainer.compute_old_logprobs(batch)
     if old_noise:
@@ -30,7 +30,7 @@ def gradient(model, groups, monkeypatch=None, *, old_noise=0.0, **changes):
     return torch.cat([part.flatten() for part in only]), batch
 
 
-def reference(model, groups, normalisation, low=0.2, high=0.2, kl_coef=0.0, entropy_coef=0.0):
+def reference(model, groups, normalization, low=0.2, high=0.2, kl_coef=0.0, entropy_coef=0.0):
     """Clipped GRPO, k3 penalty, entropy bonus, naively; old = current, reference = old - 0.3."""
     losses = []
     for group in groups:
@@ -50,19 +50,19 @@ def reference(model, groups, normalisation, low=0.2, high=0.2, kl_coef=0.0, entr
         "token-mean": lambda: torch.cat(losses).mean(),
         "sequence-mean": lambda: torch.stack([loss.mean() for loss in losses if len(loss)]).mean(),
         8: lambda: torch.stack([loss.sum() / 8 for loss in losses]).mean(),
-    }[normalisation]()
+    }[normalization]()
     model.zero_grad()
     total.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()]), float(total.detach())
 
 
-@pytest.mark.parametrize("normalisation", ["token-mean", "sequence-mean", 8])
+@pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
 @pytest.mark.parametrize(("kl_coef", "entropy_coef"), [(0.0, 0.0), (0.1, 0.02)])
 def test_a_train_step_has_the_gradient_of_the_formula(
-    make_model, make_groups, normalisation, kl_coef, entropy_coef
+    make_model, make_groups, normalization, kl_coef, entropy_coef
 ):
     groups, model = make_groups(masked=True), make_model()
-    settings = {"normalisation": normalisation, "kl_coef": kl_coef, "entropy_coef": entropy_coef}
+    settings = {"normalization": normalization, "kl_coef": kl_coef, "entropy_coef": entropy_coef}
     expected, loss = reference(model, groups, **settings)
     got, batch = gradient(make_model(), groups, token_budget=30, **settings)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
@@ -70,11 +70,11 @@ def test_a_train_step_has_the_gradient_of_the_formula(
 
 
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo"])
-@pytest.mark.parametrize("normalisation", ["token-mean", "sequence-mean", 8])
+@pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
 def test_micro_batches_layouts_and_order_do_not_change_the_gradient(
-    make_model, make_groups, loss, normalisation
+    make_model, make_groups, loss, normalization
 ):
-    settings = {"loss": loss, "normalisation": normalisation, "old_noise": 0.2}
+    settings = {"loss": loss, "normalization": normalization, "old_noise": 0.2}
     expected, batch = gradient(make_model(), make_groups(masked=True), **settings)
     for layout, budget in [
         ("padded", 14),

@@ -13,7 +13,7 @@ from forebay.models.starting_weights import (
     fingerprint,
 )
 from forebay.train import TrainConfig, TrainController
-from forebay.train.lora import add_lora, is_lora, model_weights
+from forebay.train.model.lora import add_lora, is_lora, model_weights
 
 
 def trainer_for(model, **settings):

@@ -10,10 +10,10 @@ import torch
 
 from forebay.engines import GenerateRequest, TransformersEngine
 from forebay.train import Correction, OffPolicyError, OffPolicyGuard, TrainBatch, TrainConfig, TrainController
-from forebay.train.corrections import CORRECTIONS
-from forebay.train.normalisation import batch_token_weights
-from forebay.train.off_policy import Corrector
-from forebay.types import UNLABELLED, RolloutState, SampleParams, Status
+from forebay.train.objective.corrections import CORRECTIONS
+from forebay.train.objective.normalization import batch_token_weights
+from forebay.train.objective.off_policy import Corrector
+from forebay.types import UNLABELED, RolloutState, SampleParams, Status
 
 WEIGHING = [name for name, function in CORRECTIONS.items() if function is not None]
 TIS = [name for name in WEIGHING if name.endswith("_tis")]
@@ -61,8 +61,8 @@ def decoupled_loss(batch, current, name, band, clip=0.2):
     level, outside = name.split("_")
     losses = []
     columns = (current, batch.old_logprobs, batch.rollout_logprobs, batch.advantages, batch.response_mask)
-    for now, proximal, behaviour, advantage, mask in zip(*map(batch.by_sequence, columns), strict=True):
-        logs = (proximal - np.where(np.isnan(behaviour), proximal, behaviour))[mask].astype(np.float64)
+    for now, proximal, behavior, advantage, mask in zip(*map(batch.by_sequence, columns), strict=True):
+        logs = (proximal - np.where(np.isnan(behavior), proximal, behavior))[mask].astype(np.float64)
         pool = {"token": logs, "sequence": logs.sum(), "geometric": logs.sum() / max(1, mask.sum())}[level]
         weights = np.exp(pool) + np.zeros_like(logs)
         inside = (weights >= band[0]) & (weights <= band[1])
@@ -81,7 +81,7 @@ def test_the_loss_is_the_formula(make_model, make_groups, name):
     trainer = trainer_for(make_model(), correction=name, correction_band=band, lr=1e-9)
     batch = trainer.compute_advantages(trainer.compute_old_logprobs(trainer.pack(groups)))
     current = batch.old_logprobs.copy()
-    # The proximal policy differs from the current one, as it does from the second optimiser step on.
+    # The proximal policy differs from the current one, as it does from the second optimizer step on.
     noise = np.random.default_rng(1).normal(0, 0.2, len(current)).astype(np.float32)
     batch.old_logprobs = np.where(batch.response_mask, current + noise, 0).astype(np.float32)
     expected = decoupled_loss(batch, current, name, band)
@@ -91,11 +91,11 @@ def test_the_loss_is_the_formula(make_model, make_groups, name):
 
 
 def gradient(model, groups, *, weighted=False, **settings):
-    """The gradient at the only optimiser step of one train step, and the metrics."""
+    """The gradient at the only optimizer step of one train step, and the metrics."""
     trainer = trainer_for(model, max_grad_norm=0.0, **settings)
     taken = []
-    optimiser = trainer._learner._optimiser
-    optimiser.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
+    optimizer = trainer._learner._optimizer
+    optimizer.step = lambda step: taken.append([p.grad.clone() for p in model.parameters()]) or 0.0
     batch = trainer.compute_old_logprobs(trainer.pack(groups))
     # The proximal policy differs from the current one; by rollout, so that layouts can be compared.
     for name, part in zip(batch.rollout_ids, batch.by_sequence(batch.old_logprobs), strict=True):
@@ -163,12 +163,12 @@ def test_the_gradient_is_that_of_the_formula_in_every_layout(make_model, make_gr
             assert other.metrics[key] == pytest.approx(batch.metrics[key], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("normalisation", ["token-mean", "sequence-mean", 8])
-def test_layouts_agree_on_masks_and_loss_weights(make_model, make_groups, normalisation):
+@pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
+def test_layouts_agree_on_masks_and_loss_weights(make_model, make_groups, normalization):
     settings = {
         "correction": "token_mask",
         "correction_band": (0.8, 1.25),
-        "normalisation": normalisation,
+        "normalization": normalization,
         "entropy_coef": 0.01,
         "weighted": True,
     }
@@ -192,7 +192,7 @@ def test_layouts_agree_on_masks_and_loss_weights(make_model, make_groups, normal
 
 @pytest.mark.parametrize("name", WEIGHING)
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo"])
-def test_with_behaviour_equal_to_proximal_it_is_plain_ppo_to_the_bit(make_model, make_groups, name, loss):
+def test_with_behavior_equal_to_proximal_it_is_plain_ppo_to_the_bit(make_model, make_groups, name, loss):
     steps = {"mini_batches": 2, "epochs": 2}
     groups = sampled_by(make_model(), make_groups(masked=True), **steps)
     plain, decoupled = (
@@ -266,13 +266,13 @@ def aged(groups, steps_of):
     return groups
 
 
-@pytest.mark.parametrize("normalisation", ["token-mean", "sequence-mean", 8])
+@pytest.mark.parametrize("normalization", ["token-mean", "sequence-mean", 8])
 def test_masked_stale_tokens_leave_the_loss_as_if_they_were_not_generated(
-    make_model, make_groups, normalisation
+    make_model, make_groups, normalization
 ):
     # In train step 4 a token of model step m has staleness 3 - m; the first half of each response is at 2.
     groups = aged(make_groups(), lambda length: np.repeat([1, 3], [length // 2, length - length // 2]))
-    trainer, reference = (trainer_for(make_model(), normalisation=normalisation, lr=1e-3) for _ in range(2))
+    trainer, reference = (trainer_for(make_model(), normalization=normalization, lr=1e-3) for _ in range(2))
     trainer.train_step = reference.train_step = 3
     batch = trainer.fit(groups, stale_thresholds=2)
     for state in states_of(groups):
@@ -292,8 +292,8 @@ def test_a_rollout_that_is_stale_as_a_whole_does_not_shrink_the_step(make_model,
     groups = aged(make_groups(), lambda length: np.full(length, 3))
     for state in groups[1]:
         state.response_model_steps = np.zeros(len(state.response_ids))
-    for normalisation in ("token-mean", "sequence-mean", 8):
-        trainer, reference = (trainer_for(make_model(), normalisation=normalisation) for _ in range(2))
+    for normalization in ("token-mean", "sequence-mean", 8):
+        trainer, reference = (trainer_for(make_model(), normalization=normalization) for _ in range(2))
         trainer.train_step = reference.train_step = 3
         batch = trainer.fit(groups, stale_thresholds={"task": 3})
         expected = reference.fit([group for group in groups if group is not groups[1]])
@@ -303,12 +303,12 @@ def test_a_rollout_that_is_stale_as_a_whole_does_not_shrink_the_step(make_model,
         )
 
 
-def test_thresholds_are_by_task_and_unlabelled_tokens_are_fresh(make_groups):
+def test_thresholds_are_by_task_and_unlabeled_tokens_are_fresh(make_groups):
     groups = aged(make_groups(3, 2), lambda length: np.full(length, 1))
     for state in groups[1]:
         state.task_name = "patient"
     for state in groups[2]:
-        state.response_model_steps = np.full(len(state.response_ids), UNLABELLED)
+        state.response_model_steps = np.full(len(state.response_ids), UNLABELED)
     batch = TrainBatch.from_groups(groups)
     batch.mask_stale(5, {"task": 3, "patient": 4})
     # "patient" comes first: groups stand in the order of task names.

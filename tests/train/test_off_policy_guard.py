@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.train import OffPolicyError, OffPolicyGuard
-from forebay.train.guard import DEFAULT_BANDS, LOWER_BOUNDS, MIN_STEPS, WINDOW_STEPS, check_bands
+from forebay.train.objective.guard import DEFAULT_BANDS, LOWER_BOUNDS, MIN_STEPS, WINDOW_STEPS, check_bands
 
 HEALTHY = {"train/ess_token": 0.99, "train/mismatch_kl": 1e-4, "train/clip_share": 0.02}
 SICK = {"ess_token": 0.1, "mismatch_kl": 3.0, "clip_share": 0.9}

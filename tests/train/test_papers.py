@@ -11,17 +11,17 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.train import TrainConfig, TrainController
-from forebay.train.papers import DEFAULTS, differences
+from forebay.train.objective.papers import DEFAULTS, differences
 
 
 @pytest.mark.parametrize(
     ("given", "resolved"),
     [
-        ({}, {"clip": 0.2, "normalisation": "token-mean", "kl_estimator": "k3"}),
-        ({"loss": "gspo"}, {"clip": (3e-4, 4e-4), "normalisation": "sequence-mean"}),
-        ({"loss": "gspo", "clip": 1e-3}, {"clip": 1e-3, "normalisation": "sequence-mean"}),
-        ({"loss": "gspo", "normalisation": 512}, {"clip": (3e-4, 4e-4), "normalisation": 512}),
-        ({"loss": "cispo"}, {"clip": (1.0, 4.0), "normalisation": "token-mean"}),
+        ({}, {"clip": 0.2, "normalization": "token-mean", "kl_estimator": "k3"}),
+        ({"loss": "gspo"}, {"clip": (3e-4, 4e-4), "normalization": "sequence-mean"}),
+        ({"loss": "gspo", "clip": 1e-3}, {"clip": 1e-3, "normalization": "sequence-mean"}),
+        ({"loss": "gspo", "normalization": 512}, {"clip": (3e-4, 4e-4), "normalization": 512}),
+        ({"loss": "cispo"}, {"clip": (1.0, 4.0), "normalization": "token-mean"}),
         ({"advantage": "reinforce_pp_baseline"}, {"kl_estimator": "k2", "clip": 0.2}),
         (
             {"advantage": "reinforce_pp_baseline", "loss": "gspo"},
@@ -40,13 +40,13 @@ def test_names_fill_in_what_is_left_out(given: dict[str, Any], resolved: dict[st
     ("given", "said"),
     [
         ({"loss": "gspo", "clip": 0.2}, "loss 'gspo' with clip = 0.2"),
-        ({"loss": "gspo", "normalisation": "token-mean"}, "loss 'gspo' with normalisation = 'token-mean'"),
+        ({"loss": "gspo", "normalization": "token-mean"}, "loss 'gspo' with normalization = 'token-mean'"),
         ({"loss": "gspo", "advantage": "gae", "critic_lr": 1e-5}, "is the range of the critic's values, too"),
         ({"loss": "cispo", "clip": 0.2}, "loss 'cispo' with clip = 0.2"),
-        ({"advantage": "dr_grpo"}, "advantage 'dr_grpo' with normalisation = 'token-mean'"),
-        ({"advantage": "opo", "epochs": 2}, "advantage 'opo' with 2 optimiser steps"),
+        ({"advantage": "dr_grpo"}, "advantage 'dr_grpo' with normalization = 'token-mean'"),
+        ({"advantage": "opo", "epochs": 2}, "advantage 'opo' with 2 optimizer steps"),
         ({"advantage": "opo", "kl_coef": 0.1}, "advantage 'opo' with kl_coef"),
-        ({"advantage": "rloo", "mini_batches": 4}, "advantage 'rloo' with 4 optimiser steps"),
+        ({"advantage": "rloo", "mini_batches": 4}, "advantage 'rloo' with 4 optimizer steps"),
         (
             {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_estimator": "k3"},
             "with kl_estimator = 'k3'",
@@ -63,7 +63,7 @@ def test_what_differs_from_a_paper_is_said_once(given, said, model, caplog):
 def test_names_alone_differ_from_nothing():
     names = [{"loss": name} for name in ("clipped", "gspo", "cispo")]
     names += [{"advantage": name} for name in ("grpo", "rloo", "opo", "reinforce_pp_baseline", "pass_at_4")]
-    names += [{"advantage": "dr_grpo", "normalisation": 64}, {"advantage": "dr_grpo", "loss": "gspo"}]
+    names += [{"advantage": "dr_grpo", "normalization": 64}, {"advantage": "dr_grpo", "loss": "gspo"}]
     names += [{"advantage": "gae", "critic_lr": 1e-5}, {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1}]
     assert [differences(TrainConfig(**given)) for given in names] == [[]] * len(names)
     assert all(key in TrainConfig.model_fields for table in DEFAULTS.values() for key in table)
@@ -83,9 +83,9 @@ def dry_run(tmp_path: Path, train: str) -> Any:
 @pytest.mark.parametrize(
     ("train", "shown", "warned"),
     [
-        ('advantage = "dr_grpo"', "normalisation = 256", False),
-        ('advantage = "dr_grpo", normalisation = "token-mean"', 'normalisation = "token-mean"', True),
-        ('advantage = "dr_grpo", loss = "gspo"', 'normalisation = "sequence-mean"', False),
+        ('advantage = "dr_grpo"', "normalization = 256", False),
+        ('advantage = "dr_grpo", normalization = "token-mean"', 'normalization = "token-mean"', True),
+        ('advantage = "dr_grpo", loss = "gspo"', 'normalization = "sequence-mean"', False),
         ('loss = "gspo"', "    0.0003,\n    0.0004,\n", False),
         ('loss = "gspo", clip = 0.2', "clip = 0.2", True),
     ],

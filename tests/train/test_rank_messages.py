@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.train import Critic, Packer, TrainBatch
-from forebay.train.frames import receive, send
-from forebay.train.model_parts import from_parts, to_parts
-from forebay.train.shards import from_arrays, join_columns, join_tokens, take_shard, to_arrays
+from forebay.train.parallel.frames import receive, send
+from forebay.train.parallel.model_parts import from_parts, to_parts
+from forebay.train.parallel.shards import from_arrays, join_columns, join_tokens, take_shard, to_arrays
 
 
 def passed_on(value):

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
-from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController, frames
-from forebay.train import ranks as ranks_module
-from forebay.train.losses import POLICY_LOSSES
+from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
+from forebay.train.objective.losses import POLICY_LOSSES
+from forebay.train.parallel import frames
+from forebay.train.parallel import ranks as ranks_module
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +57,8 @@ def numbers(batch):
 GAE = {"advantage": "gae", "critic_lr": 1e-3}
 CASES = [
     {"layout": "padded"},
-    {"layout": "packed", "loss": "gspo", "normalisation": "sequence-mean"},
-    {"layout": "shared_prompt", "loss": "cispo", "normalisation": 8},
+    {"layout": "packed", "loss": "gspo", "normalization": "sequence-mean"},
+    {"layout": "shared_prompt", "loss": "cispo", "normalization": 8},
     {"mini_batches": 3, "epochs": 2, "kl_coef": 0.1, "entropy_coef": 0.01, "schedule": "cosine"},
     {**GAE, "layout": "shared_prompt", "mini_batches": 2},
     {**GAE, "lora_rank": 2, "kl_coef": 0.1, "layout": "packed"},

@@ -90,7 +90,7 @@ def test_an_attempt_counts_once_however_many_trajectories_it_has(model, make_gro
         for i in (1, 2)
     ]
     trainer = TrainController(model, TrainConfig(advantage=advantage), pad_token_id=0)
-    # Neighbours or not, and whoever comes first.
+    # Neighbors or not, and whoever comes first.
     for group in ([winner, *further, loser], [further[0], loser, winner, further[1]]):
         batch = trainer.compute_advantages(trainer.pack([group]))
         assert batch.advantages is not None

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.train.advantages import (
+from forebay.train.batch import TrainBatch
+from forebay.train.objective.advantages import (
     dr_grpo,
     gae,
     grpo,
@@ -16,9 +17,8 @@ from forebay.train.advantages import (
     reinforce_pp_baseline,
     rloo,
     spread,
-    standardise,
+    standardize,
 )
-from forebay.train.batch import TrainBatch
 
 scores_of_groups = st.lists(
     st.lists(st.sampled_from([0.0, 0.1, 0.5, 1.0, 3.0]), min_size=1, max_size=6), min_size=1, max_size=5
@@ -72,12 +72,12 @@ def test_opo_of_a_group_without_tokens_uses_the_plain_mean():
 
 
 @given(scores_of_groups)
-def test_reinforce_pp_baseline_normalises_over_the_batch(groups):
-    centred = np.array([score - np.mean(group) for group in groups for score in group])
-    if len(centred) < 2:
-        expected = np.zeros(len(centred))
+def test_reinforce_pp_baseline_normalizes_over_the_batch(groups):
+    centered = np.array([score - np.mean(group) for group in groups for score in group])
+    if len(centered) < 2:
+        expected = np.zeros(len(centered))
     else:
-        expected = (centred - centred.mean()) / (centred.std(ddof=1) + 1e-6)
+        expected = (centered - centered.mean()) / (centered.std(ddof=1) + 1e-6)
     np.testing.assert_allclose(reinforce_pp_baseline(*flat(groups)), expected, atol=1e-9)
 
 
@@ -207,8 +207,8 @@ def test_gae_with_lambda_one_is_the_score_minus_the_value():
     assert returns.tolist() == [2.0, 2.0]
 
 
-def test_standardise_of_one_number_is_zero():
-    assert standardise(np.array([3.0])).tolist() == [0.0]
+def test_standardize_of_one_number_is_zero():
+    assert standardize(np.array([3.0])).tolist() == [0.0]
 
 
 def test_advantages_are_spread_over_tokens_and_must_be_one_per_sequence():

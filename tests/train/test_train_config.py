@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from forebay.config import ConfigError, parse_config
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
-from forebay.train.corrections import CORRECTIONS
+from forebay.train.objective.corrections import CORRECTIONS
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from forebay.train.corrections import CORRECTIONS
         ({"loss": "clip"}, "unknown loss 'clip'; did you mean 'clipped'?"),
         ({"loss": "nowhere:loss"}, "cannot import 'nowhere'"),
         ({"learning_rate": 1.0}, "unknown key 'learning_rate'"),
-        ({"normalisation": "batch-mean"}, "'normalisation"),
+        ({"normalization": "batch-mean"}, "'normalization"),
     ],
 )
 def test_what_does_not_fit_together_is_one_clear_error(table, message):
@@ -46,7 +46,7 @@ def test_what_does_not_fit_together_is_one_clear_error(table, message):
 def test_what_the_config_says_about_a_step():
     assert not TrainConfig().needs_old_logprobs
     assert TrainConfig(mini_batches=2).needs_old_logprobs
-    assert TrainConfig(epochs=2, mini_batches=3).optimiser_steps == 6
+    assert TrainConfig(epochs=2, mini_batches=3).optimizer_steps == 6
     assert TrainConfig(correction="ratio").needs_old_logprobs
     assert TrainConfig(advantage="gae", critic_lr=1e-4).uses_critic
     config = TrainConfig(clip=0.1)
@@ -65,7 +65,7 @@ def test_only_truncated_weights_can_come_from_the_training_pass():
         "sequence_tis",
         "geometric_tis",
     }
-    own = TrainConfig(correction="forebay.train.corrections:correct")
+    own = TrainConfig(correction="forebay.train.objective.corrections:correct")
     assert own.needs_old_logprobs
     assert own.band == (0.0, math.inf)
 
@@ -78,10 +78,10 @@ def test_the_rule_correct_asks_for_a_correction():
         check_staleness_rule("correct", TrainConfig())
 
 
-def test_a_number_is_the_fixed_length_normalisation():
-    assert TrainConfig(normalisation=512).normalisation == 512
+def test_a_number_is_the_fixed_length_normalization():
+    assert TrainConfig(normalization=512).normalization == 512
     with pytest.raises(ValidationError):
-        TrainConfig(normalisation=0)
+        TrainConfig(normalization=0)
 
 
 def test_the_fields_stay_within_their_budget():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from forebay.train import TrainConfig, TrainController
-from forebay.train.losses import PolicyLoss
+from forebay.train.objective.losses import PolicyLoss
 from forebay.types import Status
 
 
@@ -33,7 +33,7 @@ SETTINGS = [
     {"mini_batches": 2, "epochs": 2},
     {"kl_coef": 0.1, "kl_estimator": "k2", "entropy_coef": 0.01},
     {"advantage": "gae", "critic_lr": 1e-2, "mini_batches": 2},
-    {"advantage": "pass_at_2", "loss": "gspo", "normalisation": "sequence-mean"},
+    {"advantage": "pass_at_2", "loss": "gspo", "normalization": "sequence-mean"},
     {"advantage": "opo", "loss": "cispo", "correction": "ratio", "layout": "shared_prompt"},
     {"correction": "token_tis"},
     {"correction": "sequence_mask", "correction_band": (0.01, 9.0), "mini_batches": 2},
@@ -61,7 +61,7 @@ def test_fit_is_the_low_level_steps_bit_for_bit(make_model, make_groups, setting
 
 
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo"])
-def test_old_logprobs_may_be_left_out_exactly_if_there_is_one_optimiser_step(make_model, make_groups, loss):
+def test_old_logprobs_may_be_left_out_exactly_if_there_is_one_optimizer_step(make_model, make_groups, loss):
     computed, left_out = (trainer_for(make_model(), loss=loss) for _ in range(2))
     batch = computed.compute_old_logprobs(computed.pack(make_groups()))
     batch = computed.train(computed.compute_advantages(batch))

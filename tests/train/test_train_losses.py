@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.train.config import LOSS_NAMES, TrainConfig
-from forebay.train.losses import (
+from forebay.train.objective.losses import (
     MAX_LOG_RATIO,
     POLICY_LOSSES,
     PolicyInputs,

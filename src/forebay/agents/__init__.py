@@ -1,6 +1,6 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudger, split_attempts
+from forebay.agents.base import AgentLoop, Generator, GroupJudge, split_attempts
 from forebay.agents.build import (
     AGENT_ARGUMENTS,
     AGENTS,
@@ -9,25 +9,25 @@ from forebay.agents.build import (
     prompt_tools,
     with_max_context,
 )
-from forebay.agents.counts import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
-from forebay.agents.environment import Environment, Reply
-from forebay.agents.environment_table import ENVIRONMENTS
-from forebay.agents.increments import IncrementRenderer
-from forebay.agents.live import Episode, LiveEnvironment
+from forebay.agents.chat.increments import IncrementRenderer
+from forebay.agents.chat.tool_calls import PARSERS, ToolCall
+from forebay.agents.environments.build import ENVIRONMENTS
+from forebay.agents.environments.contract import Environment, Reply
+from forebay.agents.environments.retry import SecondChances
+from forebay.agents.environments.stateful import Episode, LiveEnvironment
+from forebay.agents.measures import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
 from forebay.agents.multi_turn import (
     CONVERSATION_KEY,
     EPISODE_KEY,
     MultiTurnAgentLoop,
     episode_reward,
 )
-from forebay.agents.second_chances import SecondChances
 from forebay.agents.single_turn import (
     ChatTokenizer,
     SingleTurnAgentLoop,
     render_prompt,
     require_chat_template,
 )
-from forebay.agents.tool_calls import PARSERS, ToolCall
 from forebay.agents.tools import ToolAgentLoop, ToolEnvironment
 from forebay.types import TRAJECTORY_OF_KEY
 
@@ -48,7 +48,7 @@ __all__ = [
     "Environment",
     "Episode",
     "Generator",
-    "GroupJudger",
+    "GroupJudge",
     "IncrementRenderer",
     "LiveEnvironment",
     "MultiTurnAgentLoop",

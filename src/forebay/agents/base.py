@@ -6,7 +6,7 @@
                               stage "generate" of each rollout         stage "judge" of the group
 
 Token-in, token-out: the model sees and makes token ids; text is decoded for judges and people, and what the
-model wrote is never tokenised again.
+model wrote is never tokenized again.
 
 Several trajectories. `generate_sample` may return a list: the given rollout, which is judged, and further
 trajectories of the same attempt that are to be trained on too (the work of a sub-agent, or what came before a
@@ -27,10 +27,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from forebay.activity import GENERATE, JUDGE, Activities
 from forebay.agents.interruption import is_cancelled
+from forebay.renamed import old_keywords
 from forebay.tracebacks import raised_at
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, note_place, reset_rollout_response
+from forebay.watching.activity import GENERATE, JUDGE, Activities
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,15 @@ class Generator(Protocol):
         ...
 
 
-class GroupJudger(Protocol):
-    """What an agent loop needs of a judger."""
+class GroupJudge(Protocol):
+    """What an agent loop needs of a judge."""
 
     async def judge(self, target: list[RolloutState]) -> list[RolloutState]:
         """Set ``reward`` on every COMPLETED rollout."""
         ...
 
 
+@old_keywords(judger="judge")
 class AgentLoop(ABC):
     """Turns prompts into judged rollouts. Subclasses write `generate_sample`.
 
@@ -75,19 +77,19 @@ class AgentLoop(ABC):
 
     Args:
         rollout_controller: makes the tokens.
-        judger: gives the rewards; None leaves them out.
+        judge: gives the rewards; None leaves them out.
         activities: where to note what is being done; may also be assigned later. None: nobody looks.
     """
 
     def __init__(
         self,
         rollout_controller: Generator,
-        judger: GroupJudger | None = None,
+        judge: GroupJudge | None = None,
         *,
         activities: Activities | None = None,
     ) -> None:
         self.rollout_controller = rollout_controller
-        self.judger = judger
+        self.judge = judge
         self.activities = Activities() if activities is None else activities
 
     @classmethod
@@ -120,11 +122,11 @@ class AgentLoop(ABC):
         firsts = [attempt[0] for attempt in attempts]
         unjudged = [state for state in firsts if state.status is Status.COMPLETED and state.reward is None]
         # One that compares the members of a group needs all of them.
-        waits = getattr(self.judger, "needs_whole_group", False) and any(
+        waits = getattr(self.judge, "needs_whole_group", False) and any(
             state.status is Status.ABORTED for state in firsts
         )
-        if self.judger is not None and unjudged and not waits:
-            await self._judge(self.judger, unjudged)
+        if self.judge is not None and unjudged and not waits:
+            await self._judge(self.judge, unjudged)
         for attempt in attempts:
             _share_verdict(attempt)
         return [state for attempt in attempts for state in attempt]
@@ -134,8 +136,8 @@ class AgentLoop(ABC):
         await self.rollout_controller.pause_generation()
 
     async def close(self) -> None:
-        """Free what the loop and its judger hold; nothing is generated any more."""
-        closing = getattr(self.judger, "aclose", None)
+        """Free what the loop and its judge hold; nothing is generated any more."""
+        closing = getattr(self.judge, "aclose", None)
         if closing is not None:
             await closing()
 
@@ -168,18 +170,18 @@ class AgentLoop(ABC):
             activity.note = f"{first.status.value}, {len(first.response_ids)} tokens"
         return attempt
 
-    async def _judge(self, judger: GroupJudger, states: list[RolloutState]) -> None:
+    async def _judge(self, judge: GroupJudge, states: list[RolloutState]) -> None:
         first = states[0]
         group = first.rollout_id if first.group_id is None else first.group_id
         with self.activities.span(JUDGE, group, task=first.task_name, group=first.group_id):
             try:
-                await judger.judge(states)
-            # `Judger` lets nothing out; this one is the user's own.
+                await judge.judge(states)
+            # `Judge` lets nothing out; this one is the user's own.
             except Exception as error:
-                logger.exception("the judger failed on group %s", group)
+                logger.exception("the judge failed on group %s", group)
                 for state in states:
                     if state.reward is None:
-                        _fail(state, f"judger {type(judger).__name__}", error)
+                        _fail(state, f"judge {type(judge).__name__}", error)
 
 
 def split_attempts(group: Sequence[RolloutState]) -> list[Attempt]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from forebay.activity import Activities
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.base import AgentLoop, Generator, GroupJudge
 from forebay.agents.multi_turn import MultiTurnAgentLoop, MultiTurnArguments
 from forebay.agents.program import ProgramAgentLoop, ProgramArguments
 from forebay.agents.single_turn import ChatTokenizer, SingleTurnAgentLoop, SingleTurnArguments
@@ -14,6 +13,7 @@ from forebay.agents.tools import ToolAgentLoop, ToolsArguments
 from forebay.agents.verifiers import VerifiersAgentLoop, VerifiersArguments
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
 from forebay.types import SampleParams
+from forebay.watching.activity import Activities
 
 AGENTS: dict[str, Any] = {
     "single_turn": SingleTurnAgentLoop,
@@ -33,7 +33,7 @@ AGENT_ARGUMENTS: dict[str, type[StrictModel]] = {
 }
 """What the ``arguments`` of each may be."""
 
-GIVEN = ("rollout_controller", "judger", "tokenizer", "sample_params", "activities")
+GIVEN = ("rollout_controller", "judge", "tokenizer", "sample_params", "activities")
 """Arguments of every agent loop that the run fills in."""
 
 
@@ -88,7 +88,7 @@ def build_agent_loop(
     config: Component,
     *,
     rollout_controller: Generator,
-    judger: GroupJudger | None,
+    judge: GroupJudge | None,
     tokenizer: ChatTokenizer,
     sample_params: SampleParams,
     activities: Activities | None = None,
@@ -102,7 +102,7 @@ def build_agent_loop(
     try:
         loop: AgentLoop = factory(
             rollout_controller,
-            judger,
+            judge,
             tokenizer,
             sample_params=sample_params,
             activities=activities,

@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from forebay.slots import time_limit
+from forebay.aio.time_limits import time_limit
 
 Result = TypeVar("Result")
 

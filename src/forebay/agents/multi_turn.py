@@ -28,17 +28,18 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from forebay.activity import TOOL, Activities
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.counts import TURNS_KEY
-from forebay.agents.cutting import cut_unanswered
-from forebay.agents.environment import Environment, Memory
-from forebay.agents.environment_table import build_environment, check_environment, environment_class
-from forebay.agents.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.base import AgentLoop, Generator, GroupJudge
+from forebay.agents.chat.cutting import cut_unanswered
+from forebay.agents.chat.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.environments.build import build_environment, check_environment, environment_class
+from forebay.agents.environments.contract import Environment, Memory
 from forebay.agents.interruption import Interrupted, Interruptible
+from forebay.agents.measures import TURNS_KEY
 from forebay.agents.single_turn import PromptRenderer, offered_tools
 from forebay.config import StrictModel
+from forebay.renamed import old_keywords
 from forebay.types import Message, RolloutState, SampleParams, Status
+from forebay.watching.activity import TOOL, Activities
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class EpisodeRecord:
 
 
 def episode_reward(state: RolloutState) -> float:
-    """The sum of the rewards that the environment gave; a judger (``forebay.agents:episode_reward``)."""
+    """The sum of the rewards that the environment gave; a judge (``forebay.agents:episode_reward``)."""
     return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))
 
 
@@ -92,13 +93,14 @@ class MultiTurnArguments(StrictModel, strict=True):
     limit. To resume a rollout may take as long as its replies together."""
 
 
+@old_keywords(judger="judge")
 class MultiTurnAgentLoop(AgentLoop):
     """Lets the model and an environment take turns.
 
     Invariants: tokens the model wrote are never changed; the environment's have mask 0, logprob 0 and the
     model step of the token before them; ``sample_params.max_tokens`` bounds the model's tokens over all
     turns; ``response`` is the text of the model's latest turn; ``finish_reason`` is ``length`` where a limit
-    ended the episode or the last turn. Without a judger the reward is the sum of the environment's.
+    ended the episode or the last turn. Without a judge the reward is the sum of the environment's.
 
     >>> loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=64),
     ...                           environment=Guess(), max_turns=5)
@@ -108,7 +110,7 @@ class MultiTurnAgentLoop(AgentLoop):
 
     Args:
         rollout_controller: makes the tokens.
-        judger: gives the rewards.
+        judge: gives the rewards.
         tokenizer: with a chat template that renders the environment's replies.
         sample_params: for rollouts that bring none.
         environment: as in `MultiTurnArguments`, or an `Environment`.
@@ -122,7 +124,7 @@ class MultiTurnAgentLoop(AgentLoop):
     def __init__(
         self,
         rollout_controller: Generator,
-        judger: GroupJudger | None,
+        judge: GroupJudge | None,
         tokenizer: TurnTokenizer,
         *,
         sample_params: SampleParams,
@@ -133,7 +135,7 @@ class MultiTurnAgentLoop(AgentLoop):
         environment_timeout_s: float | None = ENVIRONMENT_TIMEOUT_S,
         activities: Activities | None = None,
     ) -> None:
-        super().__init__(rollout_controller, judger, activities=activities)
+        super().__init__(rollout_controller, judge, activities=activities)
         _check_limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens, max_context=max_context)
         if environment_timeout_s is not None and environment_timeout_s <= 0:
             raise ValueError(f"environment_timeout_s must be positive or None, got {environment_timeout_s}")
@@ -173,7 +175,7 @@ class MultiTurnAgentLoop(AgentLoop):
         await super().pause()
 
     async def close(self) -> None:
-        """Shut the environment down, and close the judger."""
+        """Shut the environment down, and close the judge."""
         await self.environment.shut_down()
         await super().close()
 
@@ -325,7 +327,7 @@ class MultiTurnAgentLoop(AgentLoop):
             conversation.pop()
         state.status = Status.COMPLETED
         state.finish_reason = "stop" if by == "environment" and not record.is_cut else "length"
-        if self.judger is None and self.environment.gives_rewards:
+        if self.judge is None and self.environment.gives_rewards:
             state.reward = {"score": float(sum(record.rewards))}
 
     async def _call(self, call: Any, state: RolloutState, num_replies: int = 1) -> Any:

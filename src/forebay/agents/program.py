@@ -9,7 +9,7 @@
 
 The program is anybody's: an async function, a plain one (in a thread), or a command. It needs no import of
 this package. A pause ends the program, which runs again when the rollout goes on; see
-`forebay.agents.chat_session` for what becomes of the turns it had.
+`forebay.agents.chat.session` for what becomes of the turns it had.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from forebay.activity import TOOL, Activities
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.chat_session import ChatSession
-from forebay.agents.endpoint import MODEL, ChatEndpoint
-from forebay.agents.increments import IncrementRenderer, TurnTokenizer
-from forebay.agents.tool_calls import Parser, check_parser
-from forebay.agents.trajectory import RECORD_KEY
-from forebay.agents.turn_reader import choose_reader
+from forebay.agents.base import AgentLoop, Generator, GroupJudge
+from forebay.agents.chat.endpoint import MODEL, ChatEndpoint
+from forebay.agents.chat.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.chat.session import ChatSession
+from forebay.agents.chat.tool_calls import Parser, check_parser
+from forebay.agents.chat.trajectory import RECORD_KEY
+from forebay.agents.chat.turn_reader import choose_reader
+from forebay.aio.time_limits import start_thread
 from forebay.config import StrictModel, import_object
+from forebay.renamed import old_keywords
 from forebay.sandbox.processes import until_exit
-from forebay.slots import start_thread
 from forebay.types import Message, RolloutState, SampleParams, Status
+from forebay.watching.activity import TOOL, Activities
 
 PROGRAM_TIMEOUT_S = 600.0
 """Long for an episode, short enough to notice a program that hangs."""
@@ -101,6 +102,7 @@ class ProgramArguments(StrictModel, strict=True):
     """Let `host` be an address that other machines reach."""
 
 
+@old_keywords(judger="judge")
 class ProgramAgentLoop(AgentLoop):
     """Runs an agent program against the policy and records what it makes of it.
 
@@ -108,12 +110,12 @@ class ProgramAgentLoop(AgentLoop):
     program that raises, ends with an error or takes too long makes its rollout FAILED, except where the token
     budget was used up: then what there is counts as truncated (``length``).
 
-    >>> loop = ProgramAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=2048),
+    >>> loop = ProgramAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=2048),
     ...                         program="my_agent:solve")                           # doctest: +SKIP
 
     Args:
         rollout_controller: makes the tokens.
-        judger: gives the rewards; None: what the program returns (a number, or a mapping with ``score``).
+        judge: gives the rewards; None: what the program returns (a number, or a mapping with ``score``).
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none; programs cannot change them.
         program: as in `ProgramArguments`, or a function of a `ProgramSession`.
@@ -129,7 +131,7 @@ class ProgramAgentLoop(AgentLoop):
     def __init__(
         self,
         rollout_controller: Generator,
-        judger: GroupJudger | None,
+        judge: GroupJudge | None,
         tokenizer: TurnTokenizer,
         *,
         sample_params: SampleParams,
@@ -144,7 +146,7 @@ class ProgramAgentLoop(AgentLoop):
         name: str | None = None,
         activities: Activities | None = None,
     ) -> None:
-        super().__init__(rollout_controller, judger, activities=activities)
+        super().__init__(rollout_controller, judge, activities=activities)
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
         for limit, value in (("max_turn_tokens", max_turn_tokens), ("max_context", max_context)):
@@ -190,7 +192,7 @@ class ProgramAgentLoop(AgentLoop):
         await super().pause()
 
     async def close(self) -> None:
-        """Stop listening, and close the judger."""
+        """Stop listening, and close the judge."""
         await self._endpoint.close()
         await super().close()
 
@@ -253,7 +255,7 @@ class ProgramAgentLoop(AgentLoop):
         for state in trajectories:
             state.status = Status.COMPLETED
         first.extra_fields["num_requests"] = session.num_requests
-        if self.judger is None and result is not None:
+        if self.judge is None and result is not None:
             first.reward = self._reward(result)
         return trajectories
 

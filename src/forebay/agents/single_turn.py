@@ -1,6 +1,6 @@
 """The single-turn agent loop: one prompt in, one answer out.
 
-It does not sample tokens (the rollout controller does) and does not judge (the judger does).
+It does not sample tokens (the rollout controller does) and does not judge (the judge does).
 
 ::
 
@@ -15,10 +15,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forebay.activity import Activities
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
+from forebay.agents.base import AgentLoop, Generator, GroupJudge
 from forebay.config import StrictModel
+from forebay.renamed import old_keywords
 from forebay.types import IntArray, Message, RolloutState, SampleParams
+from forebay.watching.activity import Activities
 
 NO_TOOLS = "none"
 """A rollout's ``tool_choice`` with which its prompt tells of no tools."""
@@ -97,20 +98,21 @@ class SingleTurnArguments(StrictModel, strict=True):
     """What a run file may say of a ``single_turn`` agent: nothing, it has only the task's settings."""
 
 
+@old_keywords(judger="judge")
 class SingleTurnAgentLoop(AgentLoop):
     """Renders the prompt, has one response generated, and decodes it.
 
     Invariants: ``prompt_ids`` are made once and kept, so that a continued or regenerated rollout has the same
     prompt; ``response`` is the text of ``response_ids``, also of an aborted rollout.
 
-    >>> loop = SingleTurnAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=64))
+    >>> loop = SingleTurnAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=64))
     >>> group = await loop.generate_group(await sampler.sample("math"))
     >>> group[0].response, group[0].reward
     ('46', {'score': 1.0})
 
     Args:
         rollout_controller: makes the tokens.
-        judger: gives the rewards; None leaves them out.
+        judge: gives the rewards; None leaves them out.
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none.
         activities: where to note what is being done; None: nobody looks.
@@ -119,13 +121,13 @@ class SingleTurnAgentLoop(AgentLoop):
     def __init__(
         self,
         rollout_controller: Generator,
-        judger: GroupJudger | None,
+        judge: GroupJudge | None,
         tokenizer: ChatTokenizer,
         *,
         sample_params: SampleParams,
         activities: Activities | None = None,
     ) -> None:
-        super().__init__(rollout_controller, judger, activities=activities)
+        super().__init__(rollout_controller, judge, activities=activities)
         self.tokenizer = tokenizer
         self.sample_params = sample_params
         self._prompts = PromptRenderer(tokenizer)

@@ -21,19 +21,20 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from forebay.activity import Activities
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.counts import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
-from forebay.agents.environment import Environment, Memory, Reply
-from forebay.agents.increments import CALL_ID, TurnTokenizer
+from forebay.agents.base import AgentLoop, Generator, GroupJudge
+from forebay.agents.chat.increments import CALL_ID, TurnTokenizer
+from forebay.agents.chat.tool_calls import Parser, ToolCall, check_parser, choose_parser
+from forebay.agents.environments.contract import Environment, Memory, Reply
+from forebay.agents.measures import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.agents.single_turn import NO_TOOLS
-from forebay.agents.tool_calls import Parser, ToolCall, check_parser, choose_parser
+from forebay.aio.time_limits import time_limit
 from forebay.config import StrictModel
-from forebay.slots import time_limit
+from forebay.renamed import old_keywords
 from forebay.tools import Tool, ToolError, build_tool, check_tool, schema_of
 from forebay.tools.contract import Schema
 from forebay.types import Message, RolloutState, SampleParams
+from forebay.watching.activity import Activities
 
 TOOL_TIMEOUT_S = 10.0
 """For one call: a program, a look-up; a model that computes for longer should learn to compute less."""
@@ -238,6 +239,7 @@ class ToolsArguments(StrictModel, strict=True):
     """Text of those messages, for example ``Result: {result}``."""
 
 
+@old_keywords(judger="judge")
 class ToolAgentLoop(AgentLoop):
     """Lets the model call tools until it answers.
 
@@ -246,16 +248,16 @@ class ToolAgentLoop(AgentLoop):
     model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors, and
     ``tool_calls`` are those of all turns. A rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
 
-    >>> loop = ToolAgentLoop(controller, judger, tokenizer, sample_params=SampleParams(max_tokens=256),
+    >>> loop = ToolAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=256),
     ...                      tools=["calculator", {"name": "search", "arguments": {"corpus": "docs"}}])
 
     Args:
         rollout_controller: makes the tokens.
-        judger: gives the rewards; it reads the last turn as the response.
+        judge: gives the rewards; it reads the last turn as the response.
         tokenizer: with a chat template that knows tools, or with `parser` and `result_role` set.
         sample_params: for rollouts that bring none.
         tools: names, tables with ``name`` and ``arguments``, functions or `Tool` objects.
-        parser: as in `ToolsArguments`, or a function (see `forebay.agents.tool_calls`).
+        parser: as in `ToolsArguments`, or a function (see `forebay.agents.chat.tool_calls`).
         max_turns, max_turn_tokens, max_context, tool_timeout_s, max_result_characters, result_role,
         result_format: see `ToolsArguments`.
         activities: where to note what is being done; None: nobody looks.
@@ -268,7 +270,7 @@ class ToolAgentLoop(AgentLoop):
     def __init__(
         self,
         rollout_controller: Generator,
-        judger: GroupJudger | None,
+        judge: GroupJudge | None,
         tokenizer: TurnTokenizer,
         *,
         sample_params: SampleParams,
@@ -283,7 +285,7 @@ class ToolAgentLoop(AgentLoop):
         result_format: str = "{result}",
         activities: Activities | None = None,
     ) -> None:
-        super().__init__(rollout_controller, judger, activities=activities)
+        super().__init__(rollout_controller, judge, activities=activities)
         environment = ToolEnvironment(
             [build_tool(tool) for tool in tools],
             choose_parser(parser, tokenizer),
@@ -294,7 +296,7 @@ class ToolAgentLoop(AgentLoop):
         )
         self.turns = MultiTurnAgentLoop(
             rollout_controller,
-            judger,
+            judge,
             tokenizer,
             sample_params=sample_params,
             environment=environment,
@@ -328,5 +330,5 @@ class ToolAgentLoop(AgentLoop):
         await self.turns.pause()
 
     async def close(self) -> None:
-        """Close the tools and the judger."""
+        """Close the tools and the judge."""
         await self.turns.close()

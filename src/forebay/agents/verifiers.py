@@ -22,13 +22,14 @@ from typing import Any
 
 from pydantic import Field
 
-from forebay.activity import Activities
-from forebay.agents.base import AgentLoop, Generator, GroupJudger
-from forebay.agents.increments import TurnTokenizer
+from forebay.agents.base import AgentLoop, Generator, GroupJudge
+from forebay.agents.chat.increments import TurnTokenizer
 from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
+from forebay.aio.time_limits import start_thread
 from forebay.config import ConfigError, StrictModel
-from forebay.slots import start_thread
+from forebay.renamed import old_keywords
 from forebay.types import Message, RolloutState, SampleParams
+from forebay.watching.activity import Activities
 
 TASK_KEY = "verifiers_task"
 """Key in ``reward_model``: the number of the task in its taskset."""
@@ -133,6 +134,7 @@ class VerifiersArguments(StrictModel, strict=True):
     ``train.token_budget``."""
 
 
+@old_keywords(judger="judge")
 class VerifiersAgentLoop(AgentLoop):
     """Plays episodes of a `verifiers` environment.
 
@@ -145,7 +147,7 @@ class VerifiersAgentLoop(AgentLoop):
 
     Args:
         rollout_controller: makes the tokens.
-        judger: asked only where the episode gave no reward.
+        judge: asked only where the episode gave no reward.
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none.
         env, timeout_s, max_context: see `VerifiersArguments`.
@@ -158,7 +160,7 @@ class VerifiersAgentLoop(AgentLoop):
     def __init__(
         self,
         rollout_controller: Generator,
-        judger: GroupJudger | None,
+        judge: GroupJudge | None,
         tokenizer: TurnTokenizer,
         *,
         sample_params: SampleParams,
@@ -167,14 +169,14 @@ class VerifiersAgentLoop(AgentLoop):
         max_context: int | None = None,
         activities: Activities | None = None,
     ) -> None:
-        super().__init__(rollout_controller, judger, activities=activities)
+        super().__init__(rollout_controller, judge, activities=activities)
         self._env = dict(env)
         self._tasks = _Tasks(open_environment(env).taskset)
         self._server: _Server | None = None
         self._opening = asyncio.Lock()
         self._programs = ProgramAgentLoop(
             rollout_controller,
-            # Its judger would keep the episode's reward from being used.
+            # Its judge would keep the episode's reward from being used.
             None,
             tokenizer,
             sample_params=sample_params,

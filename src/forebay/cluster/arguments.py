@@ -26,7 +26,7 @@ class RayArguments(StrictModel, strict=True):
     num_engines: int = Field(default=1, ge=1)
     """Processes with an engine each."""
     num_workers: int = Field(default=1, ge=1)
-    """Processes with agent loops and judgers."""
+    """Processes with agent loops and judges."""
     cpus: Positive | None = None
     """Logical CPUs that each part asks for; None: a quarter on a cluster that is started here, else 1."""
     gpus_per_engine: Share = 0

@@ -26,9 +26,9 @@ from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
 from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, serve
-from forebay.replay.server_address import Address
-from forebay.replay.server_command import IN_MEMORY, ServeOptions, open_buffer
-from forebay.replay.server_memory import keep_freed_memory
+from forebay.replay.remote.address import Address
+from forebay.replay.remote.command import IN_MEMORY, ServeOptions, open_buffer
+from forebay.replay.remote.malloc import keep_freed_memory
 
 DEFAULT_NAME = "forebay_buffer"
 MAX_CALLS = 10_000

@@ -20,9 +20,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from forebay.aio.batching import settle
 from forebay.cluster.library import import_ray, why
 from forebay.cluster.supervisor import NotBuilt
-from forebay.settling import settle
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

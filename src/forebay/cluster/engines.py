@@ -26,7 +26,7 @@ from forebay.cluster.weights import Published
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, MAX_RETRIES
 from forebay.runs.placement import PartLost
-from forebay.stalls import StallError, answered
+from forebay.watching.stalls import StallError, answered
 
 if TYPE_CHECKING:
     import torch

@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 from forebay.cluster.library import Given, connect, on_this_node, why
-from forebay.environments.messages import Answering, WorkerDied, WorkerSpec
+from forebay.environments.workers.messages import Answering, WorkerDied, WorkerSpec
 
 
 class _Actor:
     def work(self, address: str, encoded: str) -> None:
-        from forebay.environments.sockets import SocketLink
-        from forebay.environments.worker import work_alone
+        from forebay.environments.workers.sockets import SocketLink
+        from forebay.environments.workers.worker import work_alone
 
         spec = WorkerSpec.model_validate_json(encoded)
         with SocketLink(address, spec.worker_uuid, limit_s=spec.limit_s) as link:

@@ -18,9 +18,9 @@ from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
 from forebay.fragments import BufferClosed, ReplayBufferActor
-from forebay.fragments.calls import FragmentCalls
-from forebay.heartbeat import SILENCE_LIMIT_S, check_limit
-from forebay.stalls import StallError, answered
+from forebay.fragments.remote.calls import FragmentCalls
+from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
+from forebay.watching.stalls import StallError, answered
 
 DEFAULT_NAME = "replay_buffer"
 MAX_CALLS = 10_000

@@ -147,7 +147,7 @@ def _hush() -> None:
 def find_modules_in(paths: Sequence[str]) -> None:
     """Let this process import what another one can, as far as the files are here too.
 
-    Agents and judgers that a run file names by ``package.module:Name`` are often beside it, not installed.
+    Agents and judges that a run file names by ``package.module:Name`` are often beside it, not installed.
     """
     sys.path += [path for path in paths if path not in sys.path]
 
@@ -169,10 +169,10 @@ def cause_of(error: BaseException) -> BaseException:
 
 def trace_of(error: BaseException) -> str:
     """The trace of the process that raised what `error` carries; empty if it carries nothing."""
-    return "" if cause_of(error) is error else _COLOUR.sub("", str(error))
+    return "" if cause_of(error) is error else _COLOR.sub("", str(error))
 
 
-_COLOUR = re.compile(r"\x1b\[\d+m")
+_COLOR = re.compile(r"\x1b\[\d+m")
 
 
 def why(error: BaseException) -> str:

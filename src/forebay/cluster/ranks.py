@@ -1,4 +1,4 @@
-"""The ranks of a trainer as actors: `forebay.train.ranks.Ranks` where every rank has a place of its own.
+"""The ranks of a trainer as actors, where every rank has a place of its own (`forebay.train.parallel.ranks`).
 
 ::
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from forebay.cluster.library import cause_of, find_modules_in, import_ray, trace_of, why
 from forebay.cluster.supervisor import START_LIMIT_S
-from forebay.train.rank_worker import RankWorker
-from forebay.train.ranks import EXPECTED, GRACE_S, RankError
+from forebay.train.parallel.ranks import EXPECTED, GRACE_S, RankError
+from forebay.train.parallel.worker import RankWorker
 
 
 class RankActor:

@@ -24,7 +24,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forebay.activity import Activities
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
 from forebay.cluster.engines import PlacedEngine, none_is_left
@@ -33,7 +32,7 @@ from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.restarts import Listener, Restarts
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
-from forebay.cluster.starting import all_started
+from forebay.cluster.startup import all_started
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError, parse_config
@@ -41,7 +40,8 @@ from forebay.engines import RolloutController
 from forebay.replay import ReplayBuffer, SQLStorage, StorageBackend
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
-from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
+from forebay.watching.activity import Activities
+from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ CLOSE_LIMIT_S = 30.0
 
 
 class RayCluster:
-    """Where a run with ``cluster = "ray"`` has its trainer, engines, agents and judgers.
+    """Where a run with ``cluster = "ray"`` has its trainer, engines, agents and judges.
 
     Invariants: an engine serves only with the run's present weights; a group whose worker ends is generated
     again from what it was; what is lost is counted; Ray is ended only if it was started here.

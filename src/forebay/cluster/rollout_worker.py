@@ -1,9 +1,9 @@
-"""Agent loops and judgers in a process of their own: what runs there.
+"""Agent loops and judges in a process of their own: what runs there.
 
 ::
 
     generate([job, ...]) --> agent loop of the job's task --> RolloutController --> RayEngine ...
-                                     | judger
+                                     | judge
                                      v
                              a stream of judged groups, as they end
 
@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forebay.activity import Activities
 from forebay.agents import AgentLoop
 from forebay.cluster.calls import ItemFailed, as_they_end
 from forebay.cluster.engines import RayEngine
@@ -29,6 +28,7 @@ from forebay.engines import RolloutController
 from forebay.runs.config import RunConfig
 from forebay.runs.task_loops import build_task_loop
 from forebay.types import RolloutState
+from forebay.watching.activity import Activities
 
 LoopName = tuple[str, bool]
 """Task name, and whether it is for held-out prompts."""
@@ -98,7 +98,7 @@ class RolloutWorker:
         Called again it takes over the engines, of which some may have been replaced.
 
         Raises:
-            ConfigError: an agent or a judger cannot be built here.
+            ConfigError: an agent or a judge cannot be built here.
         """
         if self._built is None:
             find_modules_in(spec.search_path)
@@ -188,7 +188,7 @@ class RolloutWorker:
         await self._ready().continue_generation()
 
     async def close(self) -> None:
-        """Free what agents and judgers hold."""
+        """Free what agents and judges hold."""
         for loop in self._loops.values():
             await loop.close()
 

@@ -23,7 +23,7 @@ from typing import Any
 from forebay.cluster.library import import_ray, why
 from forebay.engines import EngineLost
 from forebay.runs.placement import PartLost
-from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
+from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LOOK_EVERY_S = 30.0
 """Between two questions whether a process answers: Ray notices one that ended, not one that is stopped."""
 
 SILENCE_LIMIT_S = 120.0
-"""For that answer: more than the longest that a judger or an engine may block the process's event loop."""
+"""For that answer: more than the longest that a judge or an engine may block the process's event loop."""
 
 MAX_FAILED_STARTS = 5
 """Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""

@@ -22,7 +22,7 @@ from forebay.cluster.library import cause_of, find_modules_in, import_ray, why
 from forebay.cluster.weights import PlainWeight, Published, to_plain
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import PartLost
-from forebay.train.ranks import EXPECTED, RankError
+from forebay.train.parallel.ranks import EXPECTED, RankError
 from forebay.types import FloatArray, RolloutState
 
 if TYPE_CHECKING:

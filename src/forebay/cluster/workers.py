@@ -19,7 +19,6 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from forebay.activity import GENERATE, Activities, Activity
 from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed
 from forebay.cluster.engines import PlacedEngine, none_is_left
 from forebay.cluster.library import import_ray
@@ -28,8 +27,9 @@ from forebay.cluster.supervisor import TELL_LIMIT_S, NotBuilt, Supervisor
 from forebay.cluster.weights import Published
 from forebay.engines import Engine, RolloutController
 from forebay.runs.placement import PartLost
-from forebay.stalls import StallError, answered
 from forebay.types import RolloutState, Status, reset_rollout_response
+from forebay.watching.activity import GENERATE, Activities, Activity
+from forebay.watching.stalls import StallError, answered
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class PlacedWorker:
     async def tell(self, method: str) -> None:
         """Call a method without a result; a worker that is not there has nothing to be told.
 
-        One that does not answer in time, perhaps because a judger blocks it, is ended: its groups are
+        One that does not answer in time, perhaps because a judge blocks it, is ended: its groups are
         generated again.
         """
         if not self.supervisor.is_up:

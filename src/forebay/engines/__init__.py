@@ -14,8 +14,8 @@ from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 
 if TYPE_CHECKING:
-    from forebay.engines.openai_http import HTTPEngine
-    from forebay.engines.transformers import TransformersEngine
+    from forebay.engines.local.transformers import TransformersEngine
+    from forebay.engines.servers.engine import HTTPEngine
 
 __all__ = [
     "ENGINES",
@@ -41,11 +41,11 @@ def __getattr__(name: str) -> Any:
         from forebay.extras import needed_by
 
         with needed_by("TransformersEngine"):
-            from forebay.engines.transformers import TransformersEngine
+            from forebay.engines.local.transformers import TransformersEngine
 
         return TransformersEngine
     if name == "HTTPEngine":
-        from forebay.engines.openai_http import HTTPEngine
+        from forebay.engines.servers.engine import HTTPEngine
 
         return HTTPEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

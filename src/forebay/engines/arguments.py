@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel, check_arguments
-from forebay.engines.servers import START_LIMIT_S
+from forebay.engines.servers.launch import START_LIMIT_S
 
 DEFAULT_MAX_BATCH = 256
 """Requests that decode together: more gain nothing on a CPU, and caches of as many fit a GPU."""

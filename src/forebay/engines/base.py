@@ -1,6 +1,6 @@
 """The contract between an inference engine and the rollout controller.
 
-An engine takes token ids and returns token ids: it never sees chat messages and nothing is re-tokenised.
+An engine takes token ids and returns token ids: it never sees chat messages and nothing is re-tokenized.
 
 ::
 

@@ -44,7 +44,7 @@ class EngineSurroundings:
 
 
 def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
-    from forebay.engines.transformers import TransformersEngine
+    from forebay.engines.local.transformers import TransformersEngine
 
     return [
         TransformersEngine(
@@ -65,8 +65,8 @@ def _processes(
     **arguments: Any,
 ) -> list[Engine]:
     """`engines` processes on this machine, as `ProcessArguments`; their engines take the rest."""
-    from forebay.engines.process import EngineRecipe, ProcessEngine
-    from forebay.engines.weight_handover import SharedMemoryHandOver
+    from forebay.engines.process.engine import EngineRecipe, ProcessEngine
+    from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 
     recipe = EngineRecipe(
         model_folder=surroundings.model_folder,
@@ -93,7 +93,7 @@ def _processes(
 def _http(kind: str) -> Callable[..., list[Engine]]:
     def build(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
         """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPArguments`."""
-        from forebay.engines.http_build import http_engines
+        from forebay.engines.servers.build import http_engines
 
         return http_engines(
             kind,

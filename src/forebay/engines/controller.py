@@ -17,7 +17,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forebay.activity import Activity
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
 from forebay.engines.pool import EnginePool
 from forebay.engines.seeds import request_seed
@@ -27,6 +26,7 @@ from forebay.types import (
     fill_token_fields,
     status_from_finish_reason,
 )
+from forebay.watching.activity import Activity
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ class RolloutController:
     def describe(self, activity: Activity) -> str:
         """How far the rollout that `activity` is named after is ("412 tokens"); empty if it is at no engine.
 
-        For `forebay.stalls.StallWatch`.
+        For `forebay.watching.stalls.StallWatch`.
         """
         if activity.name not in self._at_engine:
             return ""
@@ -154,7 +154,7 @@ class RolloutController:
     def count_tokens_made(self) -> int:
         """Tokens that engines have made so far, those of running requests included; it never falls.
 
-        For `forebay.stalls.StallWatch`. It asks for every request at an engine: not for every token.
+        For `forebay.watching.stalls.StallWatch`. It asks for every request at an engine: not for every token.
         """
         for call in self._at_engine.values():
             self._note_made(call, self._num_made(call))

@@ -34,7 +34,7 @@ from forebay.engines.base import (
     Remote,
     TakesAdapters,
 )
-from forebay.stalls import ANSWER_LIMIT_S, StallError, answered
+from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 if TYPE_CHECKING:
     import torch

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forebay.environments.advantages import vtrace
     from forebay.environments.config import FragmentRunConfig
-    from forebay.environments.messages import WorkerDied, WorkerError, WorkerMode, WorkerSpec
     from forebay.environments.policy import Policy
     from forebay.environments.ppo import PPOTrainer
+    from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerMode, WorkerSpec
 
 __all__ = [
     "FragmentRunConfig",
@@ -25,10 +25,10 @@ _LAZY = {
     "FragmentRunConfig": "config",
     "PPOTrainer": "ppo",
     "Policy": "policy",
-    "WorkerDied": "messages",
-    "WorkerError": "messages",
-    "WorkerMode": "messages",
-    "WorkerSpec": "messages",
+    "WorkerDied": "workers.messages",
+    "WorkerError": "workers.messages",
+    "WorkerMode": "workers.messages",
+    "WorkerSpec": "workers.messages",
     "vtrace": "advantages",
 }
 

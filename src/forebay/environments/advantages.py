@@ -8,7 +8,7 @@
 
 V-trace (Espeholt et al., 2018, arXiv 1802.01561) with the lambda of its reference implementation: rho_t and
 c_t are the ratio of the probabilities under the current weights and under those that acted, cut off at 1.
-Where both weights are the same this is generalised advantage estimation (Schulman et al., 2016, arXiv
+Where both weights are the same this is generalized advantage estimation (Schulman et al., 2016, arXiv
 1506.02438), exactly.
 
 A terminated episode has no future. A truncated one goes on with the value of its last observation, and so

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from forebay.config import ConfigError
-from forebay.environments.vector import EnvironmentConfig
+from forebay.environments.workers.vector import EnvironmentConfig
 from forebay.fragments import RateLimit
 
 
@@ -57,11 +57,11 @@ class PPOConfig(BaseModel, extra="forbid", frozen=True):
     epochs: int = Field(default=10, ge=1)
     """Passes over a batch."""
     mini_batches: int = Field(default=8, ge=1)
-    """Optimiser steps that one pass is split into; with memory whole streams stay together."""
+    """Optimizer steps that one pass is split into; with memory whole streams stay together."""
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount of a reward one step later."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """The lambda of generalised advantage estimation."""
+    """The lambda of generalized advantage estimation."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run in environments: as of any run (`forebay.runs.display`), with other numbers."""
+"""Everything a person sees of a run in environments: `forebay.runs.show.display` with other numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from forebay.metrics import STEP_S
-from forebay.runs.display import RunDisplay
+from forebay.runs.show.display import RunDisplay
 
 RETURN, STEPS_PER_S, LAG = "return", "env_steps_per_s", "lag"
 EVAL_RETURN = "eval/return"

@@ -18,8 +18,8 @@ from forebay.config import ConfigError
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.display import EVAL_RETURN
 from forebay.environments.policy import Policy
-from forebay.environments.stepper import Episode
-from forebay.environments.vector import EnvironmentConfig, import_gymnasium, make_env, make_vector
+from forebay.environments.workers.stepper import Episode
+from forebay.environments.workers.vector import EnvironmentConfig, import_gymnasium, make_env, make_vector
 
 Array = np.ndarray[Any, Any]
 
@@ -59,7 +59,7 @@ def play(
 ) -> list[Episode]:
     """The first episode of `num_episodes` environments, reset with seeds of their own.
 
-    Taking the first episodes that end, whatever environment they are of, would favour short ones. One that
+    Taking the first episodes that end, whatever environment they are of, would favor short ones. One that
     does not end counts as far as `max_steps`, by default `MAX_STEPS`.
     """
     envs = make_vector(config, num_episodes)

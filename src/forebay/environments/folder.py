@@ -5,7 +5,7 @@
     runs/NAME/  run.toml            the resolved recipe
                 metrics.jsonl       every number of every step
                 checkpoints/step_N  complete or absent, with checksums of all
-                  arrays.npz        policy, optimiser, scales of observations, random numbers
+                  arrays.npz        policy, optimizer, scales of observations, random numbers
                   run.json          counts, recent episodes, session
                   fragments/        a copy of the buffer
                 buffer-*/           the buffer while the run goes on; made anew from a checkpoint
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.config import ConfigError
-from forebay.durable import write_json
 from forebay.environments.config import FragmentRunConfig
+from forebay.io.durable import write_json
 from forebay.runs.folder import (
     check_checkpoint,
     checkpoint_path,

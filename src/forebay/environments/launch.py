@@ -15,15 +15,15 @@ from forebay.config import ConfigError, look_up
 from forebay.environments import evaluation
 from forebay.environments.actions import head_for
 from forebay.environments.config import FragmentRunConfig
-from forebay.environments.crew import Crew
 from forebay.environments.display import EVAL_RETURN, FragmentDisplay
 from forebay.environments.folder import Checkpoint, buffer_folder, load_checkpoint, newest_checkpoint
-from forebay.environments.hub import Hub
-from forebay.environments.messages import WorkerMode, WorkerSpec
 from forebay.environments.policy import Policy
 from forebay.environments.ppo import PPOTrainer
 from forebay.environments.run import FragmentRun, draw, train, working
-from forebay.environments.vector import MODES, spaces
+from forebay.environments.workers.hub import Hub
+from forebay.environments.workers.messages import WorkerMode, WorkerSpec
+from forebay.environments.workers.vector import MODES, spaces
+from forebay.environments.workers.worker_pool import Crew
 from forebay.fragments import FragmentStore, ReplayBufferActor
 from forebay.metrics import STEP_S, MetricsConfig
 from forebay.runs.folder import RUN_FILE, disk_errors_of_run, finished_line, occupied, prepare, write_run_file

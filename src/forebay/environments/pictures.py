@@ -15,7 +15,7 @@ import numpy as np
 
 from forebay.environments.display import EVAL_RETURN, LAG, RETURN, STEPS_PER_S
 from forebay.metrics import STEP_S
-from forebay.runs.pictures import BLUE, ORANGE, Rows, label_axes, read_curve
+from forebay.runs.show.pictures import BLUE, ORANGE, Rows, label_axes, read_curve
 
 
 def learning_curve(rows: Rows, path: Path, title: str) -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-    obs_SBD --normalise--> [Linear, tanh, GRU or LSTM cell over S]  --> actor --> params_SBP
+    obs_SBD --normalize--> [Linear, tanh, GRU or LSTM cell over S]  --> actor --> params_SBP
                             only with memory; state reset at `first` '-> critic --> values_SB
 
 Shapes: S consecutive steps, B environments side by side, D numbers in an observation, P parameters of a

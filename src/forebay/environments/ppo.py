@@ -1,4 +1,4 @@
-"""Proximal policy optimisation on chunks of fragments whose actions other weights may have chosen.
+"""Proximal policy optimization on chunks of fragments whose actions other weights may have chosen.
 
 ::
 
@@ -26,13 +26,13 @@ import torch
 from forebay.environments.advantages import MAX_RATIO, Targets, vtrace
 from forebay.environments.batch import StepBatch
 from forebay.environments.config import PPOConfig
-from forebay.environments.normalisation import Moments, rescale_values
+from forebay.environments.normalization import Moments, rescale_values
 from forebay.environments.policy import Policy
 
 VALUE_COEF = 0.5
-"""Of the squared error of normalised values, whose scale is fixed, so nobody needs to tune it."""
+"""Of the squared error of normalized values, whose scale is fixed, so nobody needs to tune it."""
 MAX_GRAD_NORM = 0.5
-"""The usual bound for PPO: advantages are normalised, so it does not depend on the task."""
+"""The usual bound for PPO: advantages are normalized, so it does not depend on the task."""
 ADAM_EPSILON = 1e-5
 """Tiny gradients of a nearly certain policy are not blown up to full steps."""
 
@@ -54,7 +54,7 @@ class PPOTrainer:
         self.step = 0
         self.policy = policy
         self._config, self._total_steps = config, total_steps
-        self._optimiser = torch.optim.Adam(policy.parameters(), config.lr, eps=ADAM_EPSILON)
+        self._optimizer = torch.optim.Adam(policy.parameters(), config.lr, eps=ADAM_EPSILON)
         self._generator = torch.Generator().manual_seed(seed)
         self._observations = Moments(len(policy.obs_mean))
 
@@ -64,7 +64,7 @@ class PPOTrainer:
         live_SB = torch.from_numpy(batch.live_SB)
         rescale_values(self.policy, torch.from_numpy(targets.values_SB)[live_SB], self.step)
         self._set_lr()
-        self._optimise(batch, old_SB, targets, metrics)
+        self._optimize(batch, old_SB, targets, metrics)
         self._follow_observations(batch.obs_SBD[:-1][live_SB].double().numpy())
         self.step += 1
         return metrics
@@ -105,7 +105,7 @@ class PPOTrainer:
             },
         )
 
-    def _optimise(
+    def _optimize(
         self, batch: StepBatch, old_SB: torch.Tensor, targets: Targets, metrics: dict[str, float]
     ) -> None:
         live_SB = torch.from_numpy(batch.live_SB)
@@ -142,14 +142,14 @@ class PPOTrainer:
         metrics.update((name, total / count) for name, total in sums.items())
 
     def _descend(self, loss: torch.Tensor) -> torch.Tensor:
-        self._optimiser.zero_grad()
+        self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.policy.parameters(), MAX_GRAD_NORM)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient of train step {self.step + 1} is not finite; lower train.lr"
             )
-        self._optimiser.step()
+        self._optimizer.step()
         return norm
 
     def _mini_batches(
@@ -175,7 +175,7 @@ class PPOTrainer:
 
     def _set_lr(self) -> None:
         share = max(0.0, 1 - self.step / max(1, self._total_steps))
-        for group in self._optimiser.param_groups:
+        for group in self._optimizer.param_groups:
             group["lr"] = self._config.lr * share
 
     def _follow_observations(self, obs_ND: np.ndarray[Any, Any]) -> None:
@@ -188,7 +188,7 @@ class PPOTrainer:
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Everything that changes with training but `step`, for `load`."""
         arrays = {f"policy/{name}": tensor.numpy() for name, tensor in self.policy.state_dict().items()}
-        for number, state in self._optimiser.state_dict()["state"].items():
+        for number, state in self._optimizer.state_dict()["state"].items():
             arrays |= {f"adam/{number}/{name}": tensor.numpy() for name, tensor in state.items()}
         arrays |= {f"observations/{name}": array for name, array in self._observations.arrays().items()}
         arrays["generator"] = self._generator.get_state().numpy()
@@ -216,8 +216,8 @@ class PPOTrainer:
         for name, array in groups["adam"].items():
             number, _, field = name.partition("/")
             adam.setdefault(int(number), {})[field] = torch.from_numpy(array)
-        state = self._optimiser.state_dict()
-        self._optimiser.load_state_dict({**state, "state": adam})
+        state = self._optimizer.state_dict()
+        self._optimizer.load_state_dict({**state, "state": adam})
         self._observations.load(groups["observations"])
         self._generator.set_state(torch.from_numpy(arrays["generator"]))
         self.step = step

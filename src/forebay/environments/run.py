@@ -25,13 +25,13 @@ from forebay.config import ConfigError
 from forebay.environments import evaluation
 from forebay.environments.batch import StepBatch
 from forebay.environments.config import FragmentRunConfig
-from forebay.environments.crew import Crew
 from forebay.environments.display import RETURN, STEPS_PER_S, FragmentDisplay
 from forebay.environments.folder import save_checkpoint
-from forebay.environments.hub import Hub
-from forebay.environments.messages import WorkerError
 from forebay.environments.pictures import frame_strip, learning_curve
 from forebay.environments.ppo import PPOTrainer
+from forebay.environments.workers.hub import Hub
+from forebay.environments.workers.messages import WorkerError
+from forebay.environments.workers.worker_pool import Crew
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
 from forebay.metrics import STEP_S, MetricsLogger, PhaseTimer, read_jsonl
 

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 from forebay.fragments.records import FragmentIndex, FragmentMetadata, SampleFragment
 
 if TYPE_CHECKING:
-    from forebay.fragments.actor import ReplayBufferActor
-    from forebay.fragments.client import RemoteFragmentBuffer
+    from forebay.fragments.buffer import ReplayBufferActor
     from forebay.fragments.leases import FragmentBatch, Lease
-    from forebay.fragments.mapped import StoreFullError
     from forebay.fragments.rate_limit import RateLimit
-    from forebay.fragments.server import serve
-    from forebay.fragments.store import FragmentStore
+    from forebay.fragments.remote.client import RemoteFragmentBuffer
+    from forebay.fragments.remote.server import serve
+    from forebay.fragments.store.mapped import StoreFullError
+    from forebay.fragments.store.payloads import FragmentStore
     from forebay.fragments.turns import BufferClosed
 
 __all__ = [
@@ -33,13 +33,13 @@ __all__ = [
 _LAZY = {
     "BufferClosed": "turns",
     "FragmentBatch": "leases",
-    "FragmentStore": "store",
+    "FragmentStore": "store.payloads",
     "Lease": "leases",
     "RateLimit": "rate_limit",
-    "RemoteFragmentBuffer": "client",
-    "ReplayBufferActor": "actor",
-    "StoreFullError": "mapped",
-    "serve": "server",
+    "RemoteFragmentBuffer": "remote.client",
+    "ReplayBufferActor": "buffer",
+    "StoreFullError": "store.mapped",
+    "serve": "remote.server",
 }
 
 

@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from forebay.fragments.chunks import SAMPLING, Chunk, ChunkTable, Fragment
-from forebay.fragments.index import Meta, Rows
 from forebay.fragments.leases import FragmentBatch, Lease, LeaseRow, LeaseTable
 from forebay.fragments.rate_limit import RateLimit
 from forebay.fragments.records import FragmentMetadata
-from forebay.fragments.references import References
-from forebay.fragments.segments import RowKey, Segments
 from forebay.fragments.sequences import Sequences
+from forebay.fragments.store.index import Meta, Rows
+from forebay.fragments.store.references import References
+from forebay.fragments.store.segments import RowKey, Segments
 
 
 @dataclass(frozen=True, kw_only=True)

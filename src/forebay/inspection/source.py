@@ -24,9 +24,9 @@ import pyarrow.compute as pc
 from forebay.extras import needed_by
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.analysis import join, joined_batches
-from forebay.replay.codec import GroupCodec
-from forebay.replay.snapshot import MANIFEST, SnapshotTables, open_snapshot
-from forebay.replay.tables import read_groups, read_rows, rollout_batches
+from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
+from forebay.replay.format.tables import read_groups, read_rows, rollout_batches
 from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -198,7 +198,7 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
     with needed_by("a SQL store"):
         from sqlalchemy.exc import SQLAlchemyError
 
-        from forebay.replay.sql import SQLStorage
+        from forebay.replay.stores.sql.store import SQLStorage
     try:
         return SQLStorage(url, codec=GroupCodec(), create=create)
     except (SQLAlchemyError, ImportError) as error:

@@ -1,6 +1,6 @@
 """Tables and texts for a terminal.
 
-Whatever a model, a data set or a user wrote is shown as text: never as markup, and never as what a terminal
+Whatever a model, a dataset or a user wrote is shown as text: never as markup, and never as what a terminal
 would obey.
 """
 
@@ -20,12 +20,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from forebay.agents.transcript import conversation_of, facts_of
+from forebay.agents.chat.transcript import conversation_of, facts_of
 from forebay.inspection.source import Digest
 from forebay.ledger import Balance, Comparison
 from forebay.replay import StorageItem
 from forebay.replay.query import plain_value
-from forebay.types import UNLABELLED, RolloutState, Status
+from forebay.types import UNLABELED, RolloutState, Status
 
 MAX_HISTOGRAM_LINES = 20
 """More values than this share lines, so that the histogram stays on one screen."""
@@ -92,7 +92,7 @@ def counts_table(rows: Iterable[StorageItem]) -> Table:
 
 
 def histogram(values: Sequence[int]) -> Table:
-    """How often each value comes, with a bar; neighbouring values share a line where there are too many."""
+    """How often each value comes, with a bar; neighboring values share a line where there are too many."""
     low, high = min(values), max(values)
     width = -(-(high - low + 1) // MAX_HISTOGRAM_LINES)
     counts = Counter((value - low) // width for value in values)
@@ -248,7 +248,7 @@ def _styled(text: str, style: str) -> Text:
 def version_spans(state: RolloutState) -> str:
     """Which weights made which response tokens: ``weights: step 3 for 0-11, environment for 12-19``."""
     makers = [
-        "environment" if mask == 0 else "not labelled" if step == UNLABELLED else f"step {step}"
+        "environment" if mask == 0 else "not labeled" if step == UNLABELED else f"step {step}"
         for step, mask in zip(state.response_model_steps.tolist(), state.response_mask.tolist(), strict=True)
     ]
     spans, start = [], 0

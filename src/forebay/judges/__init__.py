@@ -1,42 +1,52 @@
-"""Judgers: they give finished rollouts their reward."""
+"""Judges: they give finished rollouts their reward."""
+
+from typing import Any
 
 from forebay.judges.base import (
     DEFAULT_TIMEOUT_S,
-    GroupJudger,
+    GroupJudge,
+    Judge,
     JudgeError,
-    Judger,
     TransientJudgeError,
     mean_parts,
 )
-from forebay.judges.build import JUDGERS, JudgeConfig, build_judger, compose
-from forebay.judges.code import CodeJudger
-from forebay.judges.composed import ComposedJudger, Part
-from forebay.judges.exact_match import ExactMatchJudger
-from forebay.judges.functions import FunctionJudger, judges_group
-from forebay.judges.llm import LLMJudger
-from forebay.judges.math import MathVerifyJudger
-from forebay.judges.reasoning_gym import ReasoningGymJudger
-from forebay.judges.shuffled import ShuffledJudger
+from forebay.judges.build import JUDGES, JudgeConfig, build_judge, compose
+from forebay.judges.code import CodeJudge
+from forebay.judges.composed import ComposedJudge, Part
+from forebay.judges.exact_match import ExactMatchJudge
+from forebay.judges.functions import FunctionJudge, judges_group
+from forebay.judges.llm import LLMJudge
+from forebay.judges.math import MathVerifyJudge
+from forebay.judges.reasoning_gym import ReasoningGymJudge
+from forebay.judges.shuffled import ShuffledJudge
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "JUDGERS",
-    "CodeJudger",
-    "ComposedJudger",
-    "ExactMatchJudger",
-    "FunctionJudger",
-    "GroupJudger",
+    "JUDGES",
+    "CodeJudge",
+    "ComposedJudge",
+    "ExactMatchJudge",
+    "FunctionJudge",
+    "GroupJudge",
+    "Judge",
     "JudgeConfig",
     "JudgeError",
-    "Judger",
-    "LLMJudger",
-    "MathVerifyJudger",
+    "LLMJudge",
+    "MathVerifyJudge",
     "Part",
-    "ReasoningGymJudger",
-    "ShuffledJudger",
+    "ReasoningGymJudge",
+    "ShuffledJudge",
     "TransientJudgeError",
-    "build_judger",
+    "build_judge",
     "compose",
     "judges_group",
     "mean_parts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Up to version 0.1 a judge was called a judger: `Judger`, `ExactMatchJudger`, `build_judger`.
+    present = name.replace("Judger", "Judge").replace("judger", "judge").replace("JUDGERS", "JUDGES")
+    if present != name and present in __all__:
+        return globals()[present]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

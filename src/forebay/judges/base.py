@@ -1,12 +1,12 @@
-"""The contract of a judger, and the one place where a judge's failure becomes a FAILED rollout.
+"""The contract of a judge, and the one place where a judge's failure becomes a FAILED rollout.
 
 ::
 
     judge(rollout | group) -> verdicts(completed rollouts) --> reward = {"score": ..., ...}, status kept
                                 |                        '--> status FAILED, error_msg says which rollout,
-                                |                             judger and why; reward stays None
+                                |                             judge and why; reward stays None
                                 v
-      score(rollout), one by one, or score_group(all of them) for a `GroupJudger`
+      score(rollout), one by one, or score_group(all of them) for a `GroupJudge`
          | raises TransientJudgeError: again after a pause, up to max_retries times
          | raises anything else, or all of it takes longer than timeout_s: a failure
 
@@ -67,10 +67,10 @@ class TransientJudgeError(Exception):
         self.after_s = after_s
 
 
-class Judger(ABC):
+class Judge(ABC):
     """Gives rollouts their reward. Subclasses write `score`; everything else is here.
 
-    >>> class Length(Judger):
+    >>> class Length(Judge):
     ...     async def score(self, state):
     ...         return float(len(state.response_ids))
 
@@ -91,7 +91,7 @@ class Judger(ABC):
 
     @property
     def name(self) -> str:
-        """What error messages call this judger."""
+        """What error messages call this judge."""
         return type(self).__name__
 
     @property
@@ -116,7 +116,7 @@ class Judger(ABC):
             if isinstance(verdict, JudgeError):
                 state.reward = None
                 state.status = Status.FAILED
-                state.error_msg = f"rollout {state.rollout_id}: judger {self.name}: {verdict}"
+                state.error_msg = f"rollout {state.rollout_id}: judge {self.name}: {verdict}"
                 note_place(state, verdict.place)
             else:
                 state.reward = verdict
@@ -157,23 +157,23 @@ class Judger(ABC):
         except TransientJudgeError as error:
             raise JudgeError(f"{error} (tried {self.max_retries + 1} times)") from error
 
-    # Not abstract: most judgers hold nothing.
+    # Not abstract: most judges hold nothing.
     def close(self) -> None:  # noqa: B027
-        """Give back what the judger holds; may block for a moment."""
+        """Give back what the judge holds; may block for a moment."""
 
     async def aclose(self) -> None:
         """`close`, off the event loop."""
         await asyncio.to_thread(self.close)
 
 
-class GroupJudger(Judger):
+class GroupJudge(Judge):
     """Judges the rollouts of a group together: rankings, pairwise comparisons, novelty within the group.
 
     Invariants: `score_group` gets the COMPLETED rollouts of one group, all at once; `timeout_s` and retries
     are for the whole group. An exception in place of a verdict fails that rollout; one that is raised, a
     time-out and a wrong number of verdicts fail all of them.
 
-    >>> class Shortest(GroupJudger):
+    >>> class Shortest(GroupJudge):
     ...     async def score_group(self, states):
     ...         shortest = min(len(state.response_ids) for state in states)
     ...         return [float(len(state.response_ids) == shortest) for state in states]
@@ -196,14 +196,14 @@ class GroupJudger(Judger):
         return verdict
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """See `Judger.verdicts`."""
+        """See `Judge.verdicts`."""
         return await judge_together(self, self.score_group, states)
 
 
 async def judge_together(
-    judger: Judger, score_group: GroupScorer, states: Sequence[RolloutState]
+    judge: Judge, score_group: GroupScorer, states: Sequence[RolloutState]
 ) -> list[dict[str, Any] | JudgeError]:
-    """`Judger.verdicts` by one call of `score_group`, with the time-out and the retries of `judger`."""
+    """`Judge.verdicts` by one call of `score_group`, with the time-out and the retries of `judge`."""
 
     async def attempt() -> list[dict[str, Any] | JudgeError]:
         verdicts = await score_group(states)
@@ -211,7 +211,7 @@ async def judge_together(
             raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
         return [_checked_or_error(verdict) for verdict in verdicts]
 
-    result = await judger.attempts(attempt)
+    result = await judge.attempts(attempt)
     return [result] * len(states) if isinstance(result, JudgeError) else result
 
 

@@ -1,4 +1,4 @@
-"""From a run file's ``[tasks.judge]`` table to a judger."""
+"""From a run file's ``[tasks.judge]`` table to a judge."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pydantic import Field, model_validator
 
 from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError, StrictModel, check_arguments, look_up, parse_config
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
-from forebay.judges.code import CodeArguments, CodeJudger
-from forebay.judges.composed import ComposedJudger, Part
-from forebay.judges.exact_match import ExactMatchArguments, ExactMatchJudger
-from forebay.judges.functions import FunctionJudger
-from forebay.judges.llm import LLMArguments, LLMJudger
-from forebay.judges.math import MathVerifyArguments, MathVerifyJudger
-from forebay.judges.reasoning_gym import ReasoningGymArguments, ReasoningGymJudger
-from forebay.judges.shuffled import ShuffledJudger
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
+from forebay.judges.code import CodeArguments, CodeJudge
+from forebay.judges.composed import ComposedJudge, Part
+from forebay.judges.exact_match import ExactMatchArguments, ExactMatchJudge
+from forebay.judges.functions import FunctionJudge
+from forebay.judges.llm import LLMArguments, LLMJudge
+from forebay.judges.math import MathVerifyArguments, MathVerifyJudge
+from forebay.judges.reasoning_gym import ReasoningGymArguments, ReasoningGymJudge
+from forebay.judges.shuffled import ShuffledJudge
 
 
 class PartConfig(StrictModel):
@@ -52,8 +52,8 @@ def compose(
     parts: Sequence[Mapping[str, Any]],
     by: str = "data_source",
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
-) -> ComposedJudger:
-    """A `ComposedJudger` of what the tables `parts` describe.
+) -> ComposedJudge:
+    """A `ComposedJudge` of what the tables `parts` describe.
 
     >>> compose(parts=[{"name": "math_verify"}, {"name": "mine:politeness", "weight": 0.1}])
 
@@ -67,7 +67,7 @@ def compose(
         ValueError: they do not fit together.
     """
     tables = [parse_config(PartConfig, table, source=f"parts.{place}") for place, table in enumerate(parts)]
-    return ComposedJudger([_part(table, timeout_s) for table in tables], by=by)
+    return ComposedJudge([_part(table, timeout_s) for table in tables], by=by)
 
 
 def _part(table: PartConfig, timeout_s: float | None) -> Part:
@@ -76,19 +76,19 @@ def _part(table: PartConfig, timeout_s: float | None) -> Part:
         label=table.name.rpartition(":")[2] if table.label is None else table.label,
         weight=table.weight,
         only=None if only is None else tuple([only] if isinstance(only, str) else only),
-        judger=build_judger(JudgeConfig(name=table.name, arguments=table.arguments, timeout_s=own_s)),
+        judge=build_judge(JudgeConfig(name=table.name, arguments=table.arguments, timeout_s=own_s)),
     )
 
 
-JUDGERS: dict[str, Callable[..., Judger]] = {
-    "code": CodeJudger,
+JUDGES: dict[str, Callable[..., Judge]] = {
+    "code": CodeJudge,
     "composed": compose,
-    "llm": LLMJudger,
-    "exact_match": ExactMatchJudger,
-    "math_verify": MathVerifyJudger,
-    "reasoning_gym": ReasoningGymJudger,
+    "llm": LLMJudge,
+    "exact_match": ExactMatchJudge,
+    "math_verify": MathVerifyJudge,
+    "reasoning_gym": ReasoningGymJudge,
 }
-"""What a run file may name; besides, ``package.module:Name`` of a function or a `Judger` class."""
+"""What a run file may name; besides, ``package.module:Name`` of a function or a `Judge` class."""
 
 JUDGE_ARGUMENTS: dict[str, type[StrictModel]] = {
     "code": CodeArguments,
@@ -102,16 +102,16 @@ JUDGE_ARGUMENTS: dict[str, type[StrictModel]] = {
 
 
 class JudgeConfig(StrictModel):
-    """Which judger; in a run file a table, or only the name.
+    """Which judge; in a run file a table, or only the name.
 
-    >>> build_judger(JudgeConfig(name="exact_match", arguments={"extract": "last_number"}))
+    >>> build_judge(JudgeConfig(name="exact_match", arguments={"extract": "last_number"}))
     """
 
     name: str = ""
     """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code``, ``llm``, ``composed``, or
-    ``package.module:Name`` of a function of a rollout or of a `Judger` class."""
+    ``package.module:Name`` of a function of a rollout or of a `Judge` class."""
     arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
-    """Keyword arguments of the judger or function."""
+    """Keyword arguments of the judge or function."""
     timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Seconds for one rollout; None: no limit."""
     shuffle_seed: int | None = None
@@ -123,42 +123,42 @@ class JudgeConfig(StrictModel):
         return {"name": value} if isinstance(value, str) else value
 
 
-def build_judger(config: JudgeConfig | None) -> Judger:
-    """The judger that `config` describes.
+def build_judge(config: JudgeConfig | None) -> Judge:
+    """The judge that `config` describes.
 
     Raises:
-        ConfigError: no judger is named, it is unknown, or it does not take the arguments.
+        ConfigError: no judge is named, it is unknown, or it does not take the arguments.
     """
     if config is None or not config.name:
         raise ConfigError(
-            f"the task has no judger, so its rollouts would have no reward: set judge.name to one of "
-            f"{', '.join(JUDGERS)}, or to package.module:function"
+            f"the task has no judge, so its rollouts would have no reward: set judge.name to one of "
+            f"{', '.join(JUDGES)}, or to package.module:function"
         )
-    factory = look_up("judger", config.name, JUDGERS)
+    factory = look_up("judge", config.name, JUDGES)
     if not callable(factory):
-        raise ConfigError(f"judger {config.name!r} is a {type(factory).__name__}, not a function or class")
-    if config.name in JUDGERS or (isinstance(factory, type) and issubclass(factory, Judger)):
-        judger = _construct(config, factory)
+        raise ConfigError(f"judge {config.name!r} is a {type(factory).__name__}, not a function or class")
+    if config.name in JUDGES or (isinstance(factory, type) and issubclass(factory, Judge)):
+        judge = _construct(config, factory)
     else:
-        judger = _wrap_function(config, factory)
-    return judger if config.shuffle_seed is None else ShuffledJudger(judger, seed=config.shuffle_seed)
+        judge = _wrap_function(config, factory)
+    return judge if config.shuffle_seed is None else ShuffledJudge(judge, seed=config.shuffle_seed)
 
 
-def _construct(config: JudgeConfig, factory: Callable[..., Judger]) -> Judger:
+def _construct(config: JudgeConfig, factory: Callable[..., Judge]) -> Judge:
     arguments = {"timeout_s": config.timeout_s, **config.arguments}
     if (model := JUDGE_ARGUMENTS.get(config.name)) is not None:
-        check_arguments("judger", config.name, model, config.arguments)
+        check_arguments("judge", config.name, model, config.arguments)
     else:
-        check_arguments("judger", config.name, factory, arguments)
+        check_arguments("judge", config.name, factory, arguments)
     try:
         return factory(**arguments)
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"judger {config.name!r}: {error}") from None
+        raise ConfigError(f"judge {config.name!r}: {error}") from None
 
 
-def _wrap_function(config: JudgeConfig, function: Callable[..., Any]) -> Judger:
+def _wrap_function(config: JudgeConfig, function: Callable[..., Any]) -> Judge:
     # The rollout stands for the first argument.
-    check_arguments("judger", config.name, partial(function, None), config.arguments)
-    return FunctionJudger(function, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments)
+    check_arguments("judge", config.name, partial(function, None), config.arguments)
+    return FunctionJudge(function, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments)

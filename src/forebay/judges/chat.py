@@ -1,6 +1,6 @@
 """A client of an OpenAI-compatible chat API, for judges: cached, paced, budgeted.
 
-It asks once; that a failure may pass is said by `TransientJudgeError`, and who asks again is the judger.
+It asks once; that a failure may pass is said by `TransientJudgeError`, and who asks again is the judge.
 
 ::
 
@@ -79,7 +79,7 @@ class ChatClient:
         max_tokens: int | None = None,
         cache: bool | str | Path = True,
     ) -> None:
-        require_library("httpx", "judger 'llm'")
+        require_library("httpx", "judge 'llm'")
         if max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
         self._url = f"{base_url.rstrip('/')}/chat/completions"

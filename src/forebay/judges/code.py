@@ -22,7 +22,7 @@ from typing import Any
 from pydantic import Field
 
 from forebay.config import StrictModel
-from forebay.judges.base import DEFAULT_TIMEOUT_S, JudgeError, Judger, TransientJudgeError
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, TransientJudgeError
 from forebay.judges.extraction import compile_pattern, find_answer
 from forebay.sandbox import (
     CONFINED,
@@ -75,7 +75,7 @@ class CodeArguments(StrictModel, strict=True):
     """Programs that run at once; None: one for each CPU."""
 
 
-class CodeJudger(Judger):
+class CodeJudge(Judge):
     """Score 1.0 if the response's Python program passes all tests of its prompt, else 0.0.
 
     Invariants: the prompt's ``reward_model["tests"]`` is a list, or JSON text of one, of
@@ -84,7 +84,7 @@ class CodeJudger(Judger):
     "outputs": [...]}`` is taken too. A program that is wrong, crashes or is too slow fails its tests; only a
     failure of the sandbox fails the rollout. The verdict also says what share of the tests was ``passed``.
 
-    >>> judger = CodeJudger(partial_credit=True, limits={"wall_s": 2.0})
+    >>> judge = CodeJudge(partial_credit=True, limits={"wall_s": 2.0})
     >>> # tests [{"input": "1 2", "output": "3"}, ...], response "```python\\nprint(...)\\n```"
     >>> # -> {"score": 0.5, "passed": 0.5}
 

@@ -1,4 +1,4 @@
-"""Several judgers as one: a weighted sum of those that apply to a rollout.
+"""Several judges as one: a weighted sum of those that apply to a rollout.
 
 ::
 
@@ -17,35 +17,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.judges.base import JudgeError, Judger, Verdict, checked_reward
+from forebay.judges.base import Judge, JudgeError, Verdict, checked_reward
+from forebay.renamed import old_keywords
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
 
+@old_keywords(judger="judge")
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One judger of a `ComposedJudger`."""
+    """One judge of a `ComposedJudge`."""
 
     label: str
     """Its key in the reward."""
-    judger: Judger
+    judge: Judge
     weight: float = 1.0
     """0: only logged."""
     only: tuple[str, ...] | None = None
     """The keys of the rollouts that it judges; None: all."""
 
 
-class ComposedJudger(Judger):
-    """The weighted sum of the scores of several judgers, each for the rollouts that it is meant for.
+class ComposedJudge(Judge):
+    """The weighted sum of the scores of several judges, each for the rollouts that it is meant for.
 
     Invariants: the reward holds ``score``, every part's score under its label and what else the part said
     under ``label/...``; the weights are used as they are given; a rollout that a part fails on, or that no
     part judges, is FAILED. A part that judges groups gets the rollouts of the group that it is meant for.
     Parts keep their own time-outs and retries.
 
-    >>> judger = ComposedJudger(
+    >>> judge = ComposedJudge(
     ...     [
-    ...         Part(label="answer", judger=ExactMatchJudger(extract="last_number")),
-    ...         Part(label="proof", judger=rubric, weight=0.5, only=("proofs",)),
+    ...         Part(label="answer", judge=ExactMatchJudge(extract="last_number")),
+    ...         Part(label="proof", judge=rubric, weight=0.5, only=("proofs",)),
     ...     ]
     ... )
     >>> # a rollout of data source "proofs" -> {"score": 1.25, "answer": 1.0, "proof": 0.5}
@@ -82,7 +84,7 @@ class ComposedJudger(Judger):
     @property
     def needs_whole_group(self) -> bool:
         """Whether a part does."""
-        return any(part.judger.needs_whole_group for part in self.parts)
+        return any(part.judge.needs_whole_group for part in self.parts)
 
     async def score(self, state: RolloutState) -> Verdict:
         """The weighted sum, and the parts."""
@@ -92,7 +94,7 @@ class ComposedJudger(Judger):
         return verdict
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """See `Judger.verdicts`."""
+        """See `Judge.verdicts`."""
         keys = [self._key(state) for state in states]
         by_part = await asyncio.gather(*(_verdicts_of(part, states, keys) for part in self.parts))
         pairs = list(zip(self.parts, by_part, strict=True))
@@ -127,7 +129,7 @@ class ComposedJudger(Judger):
 
     async def aclose(self) -> None:
         """Close the parts."""
-        await asyncio.gather(*(part.judger.aclose() for part in self.parts))
+        await asyncio.gather(*(part.judge.aclose() for part in self.parts))
 
 
 async def _verdicts_of(
@@ -137,5 +139,5 @@ async def _verdicts_of(
     places = [at for at, key in enumerate(keys) if part.only is None or key in part.only]
     if not places:
         return {}
-    verdicts = await part.judger.verdicts([states[at] for at in places])
+    verdicts = await part.judge.verdicts([states[at] for at in places])
     return dict(zip(places, verdicts, strict=True))

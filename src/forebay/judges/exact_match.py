@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal, InvalidOperation
 
 from forebay.config import StrictModel
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.extraction import compile_pattern, find_answer, ground_truth
 from forebay.types import RolloutState
 
@@ -21,18 +21,18 @@ class ExactMatchArguments(StrictModel, strict=True):
     whether it is ``exact`` (1.0 or 0.0)."""
 
 
-class ExactMatchJudger(Judger):
+class ExactMatchJudge(Judge):
     """Score 1.0 if the answer equals the ground truth, both stripped, else 0.0.
 
     Invariants: a response in which `extract` finds nothing scores 0.0; with ``last_number`` numbers are
     compared by value (``1,000.0`` is ``1000``).
 
-    >>> judger = ExactMatchJudger(extract="last_number")
+    >>> judge = ExactMatchJudge(extract="last_number")
     >>> # ground truth "46", response "12 + 34 = 46." -> {"score": 1.0}
 
     Args:
         extract, partial_credit: see `ExactMatchArguments`.
-        timeout_s: unused here; every judger takes it.
+        timeout_s: unused here; every judge takes it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A plain function as a judger, of one rollout or of a whole group."""
+"""A plain function as a judge, of one rollout or of a whole group."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
-from forebay.judges.base import DEFAULT_TIMEOUT_S, JudgeError, Judger, Verdict, judge_together
-from forebay.slots import CallThreads
+from forebay.aio.time_limits import CallThreads
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Verdict, judge_together
 from forebay.types import RolloutState
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -27,7 +27,7 @@ def judges_group(function: FunctionT) -> FunctionT:
     return function
 
 
-class FunctionJudger(Judger):
+class FunctionJudge(Judge):
     """Scores with ``function(state)``, which returns a number or a mapping with ``score``.
 
     Invariants: an ``async`` function runs on the event loop and is cancelled after `timeout_s`. A plain one
@@ -37,7 +37,7 @@ class FunctionJudger(Judger):
 
     >>> def brevity(state):
     ...     return 1.0 / (1 + len(state.response_ids))
-    >>> judger = FunctionJudger(brevity)
+    >>> judge = FunctionJudge(brevity)
 
     Args:
         function: given one COMPLETED rollout; or all those of a group, if it is marked by `judges_group`.
@@ -82,7 +82,7 @@ class FunctionJudger(Judger):
         return verdict
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """See `Judger.verdicts`."""
+        """See `Judge.verdicts`."""
         if self.needs_whole_group:
             return await judge_together(self, self._call, states)
         return await super().verdicts(states)

@@ -22,8 +22,8 @@ from forebay.extras import require_library
 from forebay.judges.base import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_TIMEOUT_S,
+    Judge,
     JudgeError,
-    Judger,
     TransientJudgeError,
     Verdict,
     judge_together,
@@ -100,14 +100,14 @@ class LLMArguments(StrictModel, strict=True):
     """Keep replies in memory (true), also in this file (a path), or not at all (false)."""
 
 
-class LLMJudger(Judger):
+class LLMJudge(Judge):
     """Asks a model for the score.
 
     Invariants: see `ChatClient` for pace, budget and cache. A request that finds the server busy, broken or
     silent, and a reply that cannot be read, are tried again `max_retries` times; then, and when the budget is
     used up or the server refuses, the rollout is FAILED. Only replies that could be read are cached.
 
-    >>> judger = LLMJudger(
+    >>> judge = LLMJudge(
     ...     base_url="http://127.0.0.1:8000/v1",
     ...     model="judge-model",
     ...     template="Is this polite? Reply with a number from 1 to 5.\\n{{ response }}",
@@ -167,7 +167,7 @@ class LLMJudger(Judger):
         return verdict
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """See `Judger.verdicts`."""
+        """See `Judge.verdicts`."""
         if self._group:
             return await judge_together(self, self._score_group, states)
         return await super().verdicts(states)
@@ -202,7 +202,7 @@ class LLMJudger(Judger):
 
 
 def _compile(template: str) -> jinja2.Template:
-    require_library("jinja2", "judger 'llm'")
+    require_library("jinja2", "judge 'llm'")
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

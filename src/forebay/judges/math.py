@@ -12,7 +12,7 @@ from pydantic import Field
 
 from forebay.config import StrictModel
 from forebay.extras import require_library
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.extraction import ground_truth
 from forebay.judges.processes import JudgeProcesses
 from forebay.types import RolloutState
@@ -27,13 +27,13 @@ class MathVerifyArguments(StrictModel, strict=True):
     """How many answers are judged at once, each in a process."""
 
 
-class MathVerifyJudger(Judger):
+class MathVerifyJudge(Judge):
     """Score 1.0 if the response's final expression equals the ground truth mathematically, else 0.0.
 
     Invariants: the ground truth may be plain or LaTeX, with or without delimiters; in the response, an answer
     in ``\\boxed{}`` or ``$ $`` counts before a bare number. A ground truth that cannot be read is an error.
 
-    >>> judger = MathVerifyJudger(timeout_s=5.0)
+    >>> judge = MathVerifyJudge(timeout_s=5.0)
     >>> # ground truth "1/2", response "so it is \\boxed{0.5}" -> {"score": 1.0}
 
     Raises:
@@ -43,7 +43,7 @@ class MathVerifyJudger(Judger):
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, num_processes: int = 2) -> None:
         # The child keeps the time; here a wait for a free child would count too.
         super().__init__(timeout_s=None)
-        require_library("math_verify", "judger 'math_verify'")
+        require_library("math_verify", "judge 'math_verify'")
         self._processes = JudgeProcesses(
             "forebay.judges.math:make_scorer", timeout_s=timeout_s, num_processes=num_processes
         )
@@ -68,7 +68,7 @@ def make_scorer() -> Callable[[str, str], float]:
     math_verify.grader.TIMEOUT_WARNING_SHOWN = True
 
     def score(truth: str, response: str) -> float:
-        # Bare "x^2+1" is not recognised as an expression; inside \boxed it is.
+        # Bare "x^2+1" is not recognized as an expression; inside \boxed it is.
         marked = truth if any(mark in truth for mark in _LATEX_MARKS) else f"\\boxed{{{truth}}}"
         gold = math_verify.parse(marked, parsing_timeout=None)
         if not gold:

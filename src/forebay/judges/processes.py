@@ -73,7 +73,7 @@ class JudgeProcesses:
             JudgeProcessError: it raised, took too long or ended its process; the message says which.
         """
         loop = asyncio.get_running_loop()
-        # The thread gets the children, not self: it must not be the one that finalises self.
+        # The thread gets the children, not self: it must not be the one that finalizes self.
         return await loop.run_in_executor(self._executor, self._children.ask, json.dumps(arguments))
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from forebay.config import StrictModel
 from forebay.extras import require_library
-from forebay.judges.base import DEFAULT_TIMEOUT_S, Judger
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.extraction import compile_pattern, find_answer
 from forebay.judges.processes import JudgeProcesses
 from forebay.types import RolloutState
@@ -35,13 +35,13 @@ class ReasoningGymArguments(StrictModel, strict=True):
     """How many answers are judged at once, each in a process."""
 
 
-class ReasoningGymJudger(Judger):
+class ReasoningGymJudge(Judge):
     """The generator's own score of the answer, from 0.0 to 1.0; many generators give partial credit.
 
     Invariants: the answer is the last match of `extract`, or the whole response, stripped, where there is no
     match. Prompts must come from a ``reasoning_gym:NAME`` source.
 
-    >>> judger = ReasoningGymJudger()
+    >>> judge = ReasoningGymJudge()
     >>> # problem "Solve for e: 56 - 98*e = -1218", response "... <answer>13</answer>" -> {"score": 1.0}
 
     Args:
@@ -61,7 +61,7 @@ class ReasoningGymJudger(Judger):
     ) -> None:
         # The child keeps the time; here a wait for a free child would count too.
         super().__init__(timeout_s=None)
-        require_library("reasoning_gym", "judger 'reasoning_gym'")
+        require_library("reasoning_gym", "judge 'reasoning_gym'")
         self._pattern = compile_pattern(extract)
         self._processes = JudgeProcesses(
             "forebay.judges.reasoning_gym:make_scorer", timeout_s=timeout_s, num_processes=num_processes
@@ -91,16 +91,16 @@ def make_scorer() -> Callable[[str, dict[str, Any], int, str], float]:
     from reasoning_gym.factory import create_dataset
 
     @functools.lru_cache(maxsize=64)
-    def data_set(name: str, arguments: str) -> Any:
+    def dataset(name: str, arguments: str) -> Any:
         return create_dataset(name, **json.loads(arguments))
 
     @functools.lru_cache(maxsize=_NUM_CACHED_PROBLEMS)
     def problem(name: str, arguments: str, index: int) -> dict[str, Any]:
-        made: dict[str, Any] = data_set(name, arguments)[index]
+        made: dict[str, Any] = dataset(name, arguments)[index]
         return made
 
     def score(name: str, arguments: dict[str, Any], index: int, answer: str) -> float:
         key = json.dumps(arguments, sort_keys=True)
-        return float(data_set(name, key).score_answer(answer, problem(name, key, index)))
+        return float(dataset(name, key).score_answer(answer, problem(name, key, index)))
 
     return score

@@ -5,28 +5,28 @@ from __future__ import annotations
 import hashlib
 import random
 
-from forebay.judges.base import Judger, Target, Verdict
+from forebay.judges.base import Judge, Target, Verdict
 from forebay.types import RolloutState
 
 
-class ShuffledJudger(Judger):
+class ShuffledJudge(Judge):
     """Judges with `inner`, then permutes the rewards among the rollouts of the group.
 
     Training on it shows what is gained without any signal: format, luck, a bug that leaks answers.
     Invariants: the multiset of a group's rewards is unchanged; the permutation depends only on the seed and
     the group's id; FAILED rollouts keep their failure; a single rollout is judged as it is.
 
-    >>> control = ShuffledJudger(ExactMatchJudger(), seed=1)
+    >>> control = ShuffledJudge(ExactMatchJudge(), seed=1)
     """
 
-    def __init__(self, inner: Judger, *, seed: int) -> None:
+    def __init__(self, inner: Judge, *, seed: int) -> None:
         super().__init__(timeout_s=None)
         self.inner = inner
         self.seed = seed
 
     @property
     def name(self) -> str:
-        """The inner judger's name, marked."""
+        """The inner judge's name, marked."""
         return f"shuffled {self.inner.name}"
 
     @property
@@ -35,7 +35,7 @@ class ShuffledJudger(Judger):
         return True
 
     async def score(self, state: RolloutState) -> Verdict:
-        """The inner judger's score: one rollout has nothing to be permuted with."""
+        """The inner judge's score: one rollout has nothing to be permuted with."""
         return await self.inner.score(state)
 
     async def judge(self, target: Target) -> Target:
@@ -46,7 +46,7 @@ class ShuffledJudger(Judger):
         return target
 
     async def aclose(self) -> None:
-        """Close the inner judger."""
+        """Close the inner judge."""
         await self.inner.aclose()
 
     def _permute(self, judged: list[RolloutState]) -> None:

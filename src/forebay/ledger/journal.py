@@ -30,7 +30,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from forebay.durable import sync
+from forebay.io.durable import sync
 
 RESTARTED = "restarted"
 _APART = f'{{"event": "{RESTARTED}"'.encode()

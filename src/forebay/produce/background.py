@@ -6,7 +6,7 @@
                      v                                                             |
     paused <--> round for step f: every task up to its target --> f + 1 --> may start? --> next round
      ^  |                                                                          |
-     |  `-- resume(model_step) <-- weights synchronised                            '-- shutdown --> end
+     |  `-- resume(model_step) <-- weights synchronized                            '-- shutdown --> end
      `----- pause(): everything in flight stored
 
 A round ends when every task has its share, so no task runs ahead of a slower one by more than a batch and its
@@ -22,14 +22,14 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
-from forebay.produce.budget import ProductionError
-from forebay.produce.context import ProduceContext, default_should_continue_fn
+from forebay.aio.changed import Changes
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.strategies import ProduceBatchStatus, ProduceStrategy
+from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy
+from forebay.produce.strategies.budget import ProductionError
+from forebay.produce.strategies.context import ProduceContext, default_should_continue_fn
 from forebay.produce.tasks import TaskRunner
 from forebay.replay import ConnectionLost
-from forebay.replay.changes import Changes
-from forebay.stalls import ANSWER_LIMIT_S, answered
+from forebay.watching.stalls import ANSWER_LIMIT_S, answered
 
 STATUS_PRECEDENCE = (ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT, ProduceBatchStatus.EXPIRED_BATCH)
 

@@ -8,7 +8,7 @@
                                                           +--> was never started, and nobody else puts
                                                           |    groups, for a while: ProductionError
                                                           +--> has weights that are too old
-                                                               newer ones exist: synchronise
+                                                               newer ones exist: synchronize
                                                                none do: ProductionError
 
 It takes nothing and starts nothing.
@@ -21,8 +21,8 @@ import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from forebay.produce.background import BackgroundProducer, ProductionStopped
-from forebay.produce.budget import ProductionError
 from forebay.produce.starvation import HeldUpBatch
+from forebay.produce.strategies.budget import ProductionError
 from forebay.produce.tasks import TaskRunner, count_pending
 from forebay.produce.waiting import relayed
 from forebay.replay import ConnectionLost, ReplayBuffer

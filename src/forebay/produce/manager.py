@@ -10,7 +10,7 @@ A separate run, where `produce_loop` goes on beside the trainer (`forebay.produc
 
     get_batch(batch_size, train_step)
         age the groups -> wait until the buffer has the batch -> take it -> age for the next step -> result
-    pause_produce -> synchronise weights, evaluate, save -> continue_produce(model_step)
+    pause_produce -> synchronize weights, evaluate, save -> continue_produce(model_step)
 
 The manager owns no device and starts no engine; it is the one writer of progress and ledger. Evaluation has
 priority over production by being done between `pause_produce` and `continue_produce`.
@@ -27,8 +27,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from forebay.activity import WAIT_BATCH, Activities
-from forebay.durable import check, seal, write_json
+from forebay.io.durable import check, seal, write_json
 from forebay.ledger import Ledger
 from forebay.produce.accounts import Accounts, GroupsByTask
 from forebay.produce.background import (
@@ -41,13 +40,13 @@ from forebay.produce.background import (
     worst_status,
 )
 from forebay.produce.batch_wait import BatchWait
-from forebay.produce.budget import ProductionError
-from forebay.produce.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.results import ProduceBatchResult, TaskResult, expired_result, summarise
-from forebay.produce.rules import GroupRules
+from forebay.produce.results import ProduceBatchResult, TaskResult, expired_result, summarize
 from forebay.produce.starvation import StarvationAlarm
-from forebay.produce.strategies import ProduceBatchStatus
+from forebay.produce.strategies.base import ProduceBatchStatus
+from forebay.produce.strategies.budget import ProductionError
+from forebay.produce.strategies.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
+from forebay.produce.strategies.rules import GroupRules
 from forebay.produce.tasks import (
     TaskRunner,
     check_batch_size,
@@ -58,8 +57,9 @@ from forebay.produce.tasks import (
 )
 from forebay.produce.waiting import Awaited, whole_or_undone
 from forebay.replay import ReplayBuffer
-from forebay.stalls import StallWatch
 from forebay.types import RolloutState
+from forebay.watching.activity import WAIT_BATCH, Activities
+from forebay.watching.stalls import StallWatch
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ class AgentLoopManager:
         """Wait for the batch of `train_step` and take it.
 
         Empty, with EXPIRED_BATCH, if newer weights than the producer's exist and only they can help:
-        synchronise, `continue_produce`, and ask again for the same step. An empty result carries what is left
+        synchronize, `continue_produce`, and ask again for the same step. An empty result carries what is left
         over and the time of the pauses since the last result; what was produced comes with the next batch.
 
         Raises:
@@ -408,7 +408,7 @@ class AgentLoopManager:
             )
             for name in self.task_names
         }
-        return summarise(results, sizes, worst_status(statuses.values()), progress.consume_produce_time())
+        return summarize(results, sizes, worst_status(statuses.values()), progress.consume_produce_time())
 
     async def _empty_result(self, sizes: dict[str, int]) -> ProduceBatchResult:
         leftovers = await self._accounts.count_leftovers()

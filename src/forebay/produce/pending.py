@@ -22,12 +22,12 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
-from forebay.activity import loop_time
-from forebay.produce.budget import ProductionError
+from forebay.aio.changed import Changes
+from forebay.produce.strategies.budget import ProductionError
 from forebay.replay import ConnectionLost
-from forebay.replay.changes import Changes
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.types import RolloutState, Status
+from forebay.watching.activity import loop_time
 
 logger = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forebay.agents.counts import mean_counts
+from forebay.agents.measures import mean_counts
 from forebay.judges import mean_parts
 from forebay.metrics import nearest_rank
-from forebay.produce.context import GROUP_GENERATE_TIME_KEY
-from forebay.produce.strategies import ProduceBatchStatus
+from forebay.produce.strategies.base import ProduceBatchStatus
+from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, Status
 
 LEFTOVER_STATUSES = (
@@ -135,10 +135,10 @@ def expired_result(
         name: TaskResult(status=status, leftovers=dict(cells), group_gen_pause_time_s=pauses_s[name])
         for name, cells in leftovers.items()
     }
-    return summarise(results, task_batch_sizes, status, produce_time_s=0.0)
+    return summarize(results, task_batch_sizes, status, produce_time_s=0.0)
 
 
-def summarise(
+def summarize(
     results: dict[str, TaskResult],
     task_batch_sizes: dict[str, int],
     status: ProduceBatchStatus,

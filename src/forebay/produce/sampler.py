@@ -1,4 +1,4 @@
-"""The sampler: which group is generated next, from the replay buffer or from the prompt data set.
+"""The sampler: which group is generated next, from the replay buffer or from the prompt dataset.
 
 It generates nothing and stores nothing; it only hands out groups and remembers its place.
 
@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forebay.durable import write_text
-from forebay.produce.prompts import Prompt
-from forebay.produce.sequences import Permutation
+from forebay.io.durable import write_text
+from forebay.produce.prompts.dataset import Prompt
+from forebay.produce.prompts.sequences import Permutation
 from forebay.replay import ReplayBuffer
 from forebay.types import RolloutState, SampleParams, Status, reset_rollout_response
 
@@ -44,7 +44,7 @@ class Sampler:
     ('math/1/0/2417', 'math/1/0/2417/0')
 
     Args:
-        prompts: the data set; at least one prompt.
+        prompts: the dataset; at least one prompt.
         replay_buffer: where interrupted and expired groups wait.
         task_name: the task whose groups these are.
         prompt_repeat_k: rollouts in a group.
@@ -68,7 +68,7 @@ class Sampler:
         already_has: Callable[[str], bool] | None = None,
     ) -> None:
         if len(prompts) == 0:
-            raise ValueError(f"task {task_name!r} has no prompts; a data set holds at least one")
+            raise ValueError(f"task {task_name!r} has no prompts; a dataset holds at least one")
         if prompt_repeat_k < 1:
             raise ValueError(f"prompt_repeat_k must be at least 1, got {prompt_repeat_k}")
         self.prompts = prompts

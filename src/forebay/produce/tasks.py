@@ -10,8 +10,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import Protocol
 
-from forebay.produce.context import GroupGenerator, GroupSampler
-from forebay.produce.strategies import ProduceStrategy
+from forebay.produce.strategies.base import ProduceStrategy
+from forebay.produce.strategies.context import GroupGenerator, GroupSampler
 from forebay.types import RolloutState
 
 _NUM_NAMED = 8

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
-from forebay.cancelling import outlast
+from forebay.aio.cancellation import outlast
 
 T = TypeVar("T")
 

@@ -2,12 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from forebay.aio.changed import BufferClosed
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.building import AsyncReplayBufferConfig, SyncReplayBufferConfig
-from forebay.replay.changes import BufferClosed
-from forebay.replay.indexed import IndexedStorage, PandasStorage
-from forebay.replay.naive import NaiveStorage
-from forebay.replay.objects import SavedFields
+from forebay.replay.config import AsyncReplayBufferConfig, SyncReplayBufferConfig
+from forebay.replay.format.objects import SavedFields
 from forebay.replay.policies import (
     FIFOReplayPolicy,
     PrioritizedReplayPolicy,
@@ -15,14 +13,16 @@ from forebay.replay.policies import (
     StalenessReplayPolicy,
 )
 from forebay.replay.query import StorageIndices, parse_query
-from forebay.replay.storage import StorageBackend, StorageItem
-from forebay.replay.store_errors import DamagedRowError, OwnerLost, StoreBusy
+from forebay.replay.stores.contract import StorageBackend, StorageItem
+from forebay.replay.stores.errors import DamagedRowError, OwnerLost, StoreBusy
+from forebay.replay.stores.indexed import IndexedStorage, PandasStorage
+from forebay.replay.stores.naive import NaiveStorage
 
 if TYPE_CHECKING:
-    from forebay.replay.client import RemoteReplayBuffer
-    from forebay.replay.server import BufferServer, serve
-    from forebay.replay.server_messages import ConnectionLost, ServerClosed
-    from forebay.replay.sql import SQLStorage
+    from forebay.replay.remote.client import RemoteReplayBuffer
+    from forebay.replay.remote.messages import ConnectionLost, ServerClosed
+    from forebay.replay.remote.server import BufferServer, serve
+    from forebay.replay.stores.sql.store import SQLStorage
 
 __all__ = [
     "AsyncReplayBufferConfig",
@@ -54,12 +54,12 @@ __all__ = [
 
 # SQLAlchemy and msgspec are loaded only where a SQL store or a server is used.
 _LAZY = {
-    "BufferServer": "server",
-    "ConnectionLost": "server_messages",
-    "RemoteReplayBuffer": "client",
-    "SQLStorage": "sql",
-    "ServerClosed": "server_messages",
-    "serve": "server",
+    "BufferServer": "remote.server",
+    "ConnectionLost": "remote.messages",
+    "RemoteReplayBuffer": "remote.client",
+    "SQLStorage": "stores.sql.store",
+    "ServerClosed": "remote.messages",
+    "serve": "remote.server",
 }
 
 

@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 
 from forebay.extras import needed_by
-from forebay.replay.dataframe import rows_to_frame
-from forebay.replay.storage import StorageItem
-from forebay.replay.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, rollout_batches
+from forebay.replay.format.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, rollout_batches
+from forebay.replay.stores.contract import StorageItem
+from forebay.replay.stores.frame import rows_to_frame
 
 if TYPE_CHECKING:
     from pandas import DataFrame

@@ -37,8 +37,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from forebay.aio.changed import Changes
+from forebay.aio.gate import SharedLock
 from forebay.replay.archiving import ArchivingStorage, taking
-from forebay.replay.arrivals import (
+from forebay.replay.arrival import (
     CAN_EXPIRE,
     Arrival,
     Arrived,
@@ -47,17 +49,15 @@ from forebay.replay.arrivals import (
     expire_old,
     label_groups,
 )
-from forebay.replay.changes import Changes
-from forebay.replay.codec import GroupCodec
+from forebay.replay.format.codec import GroupCodec
 from forebay.replay.groups import hand_out
-from forebay.replay.indexed import IndexedStorage
-from forebay.replay.locks import SharedLock
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
-from forebay.replay.slices import check_priorities, forget, revive, reweigh
-from forebay.replay.storage import StorageBackend, StorageItem, TagValue
-from forebay.replay.store_errors import StepPassed
+from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
+from forebay.replay.stores.errors import StepPassed
+from forebay.replay.stores.indexed import IndexedStorage
+from forebay.replay.stores.slices import check_priorities, forget, revive, reweigh
 from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class ReplayBuffer:
     ) -> None:
         """Store one group under its group status; an empty group is ignored.
 
-        Response tokens without a model step are labelled with `model_step`. Staleness is refreshed at
+        Response tokens without a model step are labeled with `model_step`. Staleness is refreshed at
         `current_train_step`; without it, at the train step last seen for the task; without that, it is as
         given. A COMPLETED or ABORTED group at or over `stale_threshold` is stored EXPIRED, its responses
         wiped.

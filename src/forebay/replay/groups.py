@@ -41,15 +41,15 @@ class StoredGroup(list[RolloutState]):
         group.steps = tuple(steps)
         return group
 
-    def refresh(self, train_step: int, *, reset_unlabelled: bool = False) -> None:
+    def refresh(self, train_step: int, *, reset_unlabeled: bool = False) -> None:
         """Write the members' `seq_staleness` at `train_step`.
 
-        A member without labels keeps the one it has, or gets 0 if `reset_unlabelled`.
+        A member without labels keeps the one it has, or gets 0 if `reset_unlabeled`.
         """
         for state, step in zip(self, self.steps, strict=True):
             if step is not None:
                 state.seq_staleness = calculate_seq_staleness(step, train_step)
-            elif reset_unlabelled:
+            elif reset_unlabeled:
                 state.seq_staleness = 0
 
 
@@ -69,14 +69,14 @@ class HeldGroup(Sequence[RolloutState], ABC):
     def status(self) -> Status:
         """The group's."""
 
-    def refresh(self, train_step: int, *, reset_unlabelled: bool = False) -> None:
+    def refresh(self, train_step: int, *, reset_unlabeled: bool = False) -> None:
         """See `StoredGroup.refresh`."""
         self.staleness = tuple(
             [
                 calculate_seq_staleness(step, train_step)
                 if step is not None
                 else 0
-                if reset_unlabelled
+                if reset_unlabeled
                 else before
                 for step, before in zip(self.steps, self.staleness, strict=True)
             ]

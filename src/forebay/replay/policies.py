@@ -20,7 +20,7 @@ import numpy as np
 
 from forebay.replay.archiving import taking
 from forebay.replay.query import QueryLike
-from forebay.replay.storage import ARRIVAL, STALEST, StorageBackend, StorageItem
+from forebay.replay.stores.contract import ARRIVAL, STALEST, StorageBackend, StorageItem
 
 
 class ReplayPolicy(ABC):

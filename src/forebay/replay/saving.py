@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
-from forebay.cancelling import finish
-from forebay.replay.storage import StorageBackend
+from forebay.aio.cancellation import finish
+from forebay.replay.stores.contract import StorageBackend
 
 if TYPE_CHECKING:
-    from forebay.replay.snapshot import Snapshot
+    from forebay.replay.format.snapshot import Snapshot
 
 Result = TypeVar("Result")
 
@@ -64,14 +64,14 @@ def _open_state(storage: StorageBackend, stack: ExitStack) -> dict[str, Any]:
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
     """Write the snapshot with these fields to `path`; see `write_snapshot`."""
-    from forebay.replay.snapshot import Snapshot, write_snapshot
+    from forebay.replay.format.snapshot import Snapshot, write_snapshot
 
     write_snapshot(path, Snapshot(**content))
 
 
 def read(path: Path, policy: str) -> Snapshot:
     """The snapshot at `path`; see `read_snapshot`."""
-    from forebay.replay.snapshot import read_snapshot
+    from forebay.replay.format.snapshot import read_snapshot
 
     return read_snapshot(path, policy=policy)
 

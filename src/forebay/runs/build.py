@@ -23,14 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from forebay.activity import Activities
 from forebay.agents import IncrementRenderer, prompt_tools, render_prompt
 from forebay.agents.single_turn import offered_tools
-from forebay.busy import BusyShare
 from forebay.config import ConfigError
-from forebay.durable import DamagedError, check
 from forebay.engines import RolloutController
 from forebay.evaluate import Evaluator
+from forebay.io.durable import DamagedError, check
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.models import load_model, load_tokenizer, resolve_model
@@ -38,23 +36,25 @@ from forebay.produce import (
     AgentLoopManager,
     Prompt,
 )
-from forebay.produce.prompts import known_characters
-from forebay.produce.sequences import LazySequence
-from forebay.runs.alarms import RunAlarms
+from forebay.produce.prompts.dataset import known_characters
+from forebay.produce.prompts.sequences import LazySequence
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.data import TaskData, check_lengths, load_data, with_alphabet
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer
 from forebay.runs.record.observers import observe
 from forebay.runs.record.writer import Recorder
 from forebay.runs.rollouts import EvalSet, build_rollouts, warn_after_s
-from forebay.runs.status import RunStatus
+from forebay.runs.show.alarms import RunAlarms
+from forebay.runs.show.display import RunDisplay
+from forebay.runs.show.status import RunStatus
 from forebay.runs.verify import WeightCheck
-from forebay.tracing import TraceWriter
 from forebay.train import OffPolicyGuard, TrainController, WarmupConfig, supervised_warmup
-from forebay.train.ranks import Ranks
+from forebay.train.parallel.ranks import Ranks
 from forebay.types import Message, RolloutState, Status, get_group_status
+from forebay.watching.activity import Activities
+from forebay.watching.trace import TraceWriter
+from forebay.watching.utilization import BusyShare
 
 
 @dataclass(kw_only=True)

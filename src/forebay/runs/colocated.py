@@ -19,7 +19,7 @@ from forebay.runs.build import Run
 
 
 async def run_colocated(run: Run) -> None:
-    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise.
+    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarize.
 
     Raises:
         ProductionError: rollouts cannot be produced any more; the last finished step is saved.

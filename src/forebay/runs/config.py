@@ -20,11 +20,11 @@ from forebay.config import (
     look_up,
 )
 from forebay.engines import EngineConfig, find_engine
-from forebay.judges import JudgeConfig, build_judger
+from forebay.judges import JudgeConfig, build_judge
 from forebay.metrics import MetricsConfig
 from forebay.models import ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
-from forebay.produce.sources import check_source
+from forebay.produce.prompts.sources import check_source
 from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
@@ -269,14 +269,14 @@ class RunConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_generation_budget(cls, given: Any) -> Any:
-        """Dr. GRPO divides by a constant: the generation budget. GSPO's own normalisation goes first."""
+        """Dr. GRPO divides by a constant: the generation budget. GSPO's own normalization goes first."""
         train = given.get("train")
         if not isinstance(train, Mapping) or train.get("advantage") != "dr_grpo":
             return given
         budget = _generation_budget(given.get("tasks"))
-        if budget is None or "normalisation" in train or train.get("loss") == "gspo":
+        if budget is None or "normalization" in train or train.get("loss") == "gspo":
             return given
-        return {**given, "train": {**train, "normalisation": budget}}
+        return {**given, "train": {**train, "normalization": budget}}
 
     @model_validator(mode="before")
     @classmethod
@@ -392,8 +392,8 @@ def _check_task(number: int, task: TaskConfig) -> None:
         for data in (task.data, task.eval_data):
             if data is not None:
                 check_source(data.source, data.arguments)
-        # Thrown away: a judger costs nothing before its first verdict.
-        build_judger(task.judge)
+        # Thrown away: a judge costs nothing before its first verdict.
+        build_judge(task.judge)
     except ConfigError as error:
         raise ConfigError(f"task {task.name!r}: {error}") from None
 

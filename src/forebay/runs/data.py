@@ -18,7 +18,7 @@ from forebay.models import load_tokenizer
 from forebay.models.config import TINY
 from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import Prompt
-from forebay.produce.prompts import check_prompt_lengths, hold_out, load_prompts, texts_of
+from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.task_loops import task_agent
 

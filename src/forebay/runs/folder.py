@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TextIO
 
 from forebay.config import ConfigError, ModelT, load_config
-from forebay.durable import (
+from forebay.io.durable import (
     DamagedError,
     DiskError,
     check,

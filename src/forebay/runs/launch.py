@@ -20,18 +20,17 @@ import torch
 import transformers
 
 from forebay.config import ConfigError
-from forebay.durable import DamagedError, check, is_disk_error
 from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
+from forebay.io.durable import DamagedError, check, is_disk_error
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs import steps
 from forebay.runs.build import Run, build_run, find_beginning
-from forebay.runs.changes import changed
+from forebay.runs.changeable_keys import changed
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
 from forebay.runs.data import TaskData, load_data, with_alphabet
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import (
     check_checkpoint,
     disk_errors_of_run,
@@ -47,8 +46,9 @@ from forebay.runs.placement import Cluster, PartLost, make_cluster
 from forebay.runs.preflight import try_judges
 from forebay.runs.rollouts import build_rollouts
 from forebay.runs.separate import run_separate
+from forebay.runs.show.display import RunDisplay
 from forebay.runs.surroundings import logs_shown, stopped_by_signals
-from forebay.train.ranks import RankError
+from forebay.train.parallel.ranks import RankError
 
 MAX_RESTARTS = 3
 """How often a run in one process may lose its trainer's ranks without finishing a step in between."""

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from forebay.activity import Activities
 from forebay.config import look_up
 from forebay.engines import RolloutController
-from forebay.produce.context import GroupGenerator
+from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import ReplayBuffer, StorageBackend
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
 from forebay.train.batch import TrainBatch
 from forebay.types import FloatArray, RolloutState
+from forebay.watching.activity import Activities
 
 
 class PartLost(RuntimeError):

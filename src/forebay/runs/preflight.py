@@ -16,18 +16,18 @@ from pathlib import Path
 import torch
 
 from forebay.config import ConfigError
-from forebay.judges import build_judger
+from forebay.judges import build_judge
 from forebay.models import load_tokenizer, resolve_model
 from forebay.produce import Prompt
-from forebay.produce.prompts import last_user_text
+from forebay.produce.prompts.dataset import last_user_text
 from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
 from forebay.runs.data import TaskData, check_lengths, load_data, with_alphabet
 from forebay.runs.folder import RUN_FILE, occupied
 from forebay.runs.placement import Cluster, make_cluster
 from forebay.runs.rollouts import build_rollouts
+from forebay.runs.show.wording import clean
 from forebay.runs.steps import close_rollouts
-from forebay.runs.wording import clean
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
@@ -42,12 +42,12 @@ async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
     for task, part in zip(config.tasks, data, strict=True):
         if task.agent.name != "single_turn":
             continue
-        judger = build_judger(task.judge)
+        judge = build_judge(task.judge)
         state = _answered(task.name, part.training[0])
         try:
-            await judger.judge([state])
+            await judge.judge([state])
         finally:
-            await judger.aclose()
+            await judge.aclose()
         if state.status is Status.FAILED:
             reason = (state.error_msg or "").removeprefix(f"rollout {state.rollout_id}: ")
             if raised := state.extra_fields.get(FAILED_AT_KEY):

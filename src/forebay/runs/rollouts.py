@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from forebay.activity import Activities
 from forebay.config import ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.models import load_tokenizer
@@ -35,17 +34,18 @@ from forebay.produce import (
     SyncProduceStrategyConfig,
     TaskRunner,
 )
-from forebay.produce.context import GroupGenerator
+from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
 from forebay.runs.config import FILTERS, RunConfig, TaskConfig
 from forebay.runs.data import TaskData, fitting
 from forebay.runs.placement import Cluster
 from forebay.runs.record.observers import RecordedReplayBuffer
 from forebay.runs.task_loops import build_task_loop
-from forebay.stalls import StallWatch
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
 from forebay.types import RolloutState
+from forebay.watching.activity import Activities
+from forebay.watching.stalls import StallWatch
 
 WARN_AFTER_S = 60.0
 """Seconds without progress after which a run says what it waits for: longer than a usual generation."""

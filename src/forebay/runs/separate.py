@@ -26,11 +26,11 @@ from collections.abc import AsyncIterator
 
 from forebay.runs import steps
 from forebay.runs.build import Run
-from forebay.stalls import StallError
+from forebay.watching.stalls import StallError
 
 
 async def run_separate(run: Run) -> None:
-    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarise.
+    """Train until ``config.steps`` steps are done or a stop was requested; then save and summarize.
 
     Raises:
         ProductionError: rollouts cannot be produced any more; the last finished step is saved.

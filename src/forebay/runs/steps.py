@@ -25,24 +25,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forebay.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.agents import AgentLoop
-from forebay.agents.transcript import conversation_of, facts_of
+from forebay.agents.chat.transcript import conversation_of, facts_of
 from forebay.config import ConfigError
-from forebay.durable import check, write_json
 from forebay.engines import EngineLost
+from forebay.io.durable import check, write_json
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.folder import checkpoint_path, prune_checkpoints, publish, unfinished
-from forebay.runs.pictures import learning_curve
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.observers import note_training
 from forebay.runs.rollouts import EvalSet, Rollouts
-from forebay.runs.status import batch_numbers
+from forebay.runs.show.pictures import learning_curve
+from forebay.runs.show.status import batch_numbers
 from forebay.runs.verify import WeightCheck, WeightsDifferError
-from forebay.stalls import StallError, StallWatch
 from forebay.train import OffPolicyError
 from forebay.types import RolloutState, Status
+from forebay.watching.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
+from forebay.watching.stalls import StallError, StallWatch
 
 T = TypeVar("T")
 
@@ -399,9 +399,9 @@ async def resume(run: Run, path: Path) -> None:
 
 async def rescue(run: Run, error: Exception) -> None:
     """Save the last finished step of a run that failed with `error`, if there is one to save."""
-    # After an optimiser step that failed and was not the step's first, the weights belong to no step.
+    # After an optimizer step that failed and was not the step's first, the weights belong to no step.
     between = isinstance(error, FloatingPointError | ConfigError) and (
-        run.config.train.optimiser_steps > 1 or run.config.train.uses_critic
+        run.config.train.optimizer_steps > 1 or run.config.train.uses_critic
     )
     # Groups that failed because nobody was left to generate them must not be in what the run goes back to.
     is_damaged = run.cluster is not None and run.cluster.none_is_left()

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from forebay.runs.display import RunDisplay
 from forebay.runs.folder import list_checkpoints
+from forebay.runs.show.display import RunDisplay
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from forebay.activity import Activities
 from forebay.agents import AgentLoop, build_agent_loop, with_max_context
 from forebay.agents.base import Generator
 from forebay.config import Component, ConfigError
-from forebay.judges import build_judger
+from forebay.judges import build_judge
 from forebay.runs.config import RunConfig, TaskConfig
+from forebay.watching.activity import Activities
 
 
 def task_agent(config: RunConfig, task: TaskConfig) -> Component:
@@ -50,7 +50,7 @@ def build_task_loop(
     same agent.
 
     Raises:
-        ConfigError: the agent or the judger is unknown, or an argument does not fit.
+        ConfigError: the agent or the judge is unknown, or an argument does not fit.
     """
     judge, sample_params = task.judge, task.sample
     if held_out:
@@ -60,7 +60,7 @@ def build_task_loop(
     return build_agent_loop(
         task_agent(config, task),
         rollout_controller=controller,
-        judger=build_judger(judge),
+        judge=build_judge(judge),
         tokenizer=tokenizer,
         sample_params=sample_params,
         activities=activities,

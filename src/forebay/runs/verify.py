@@ -74,7 +74,7 @@ class WeightCheck:
         steps = {int(step) for state in states for step in state.response_model_steps}
         if len(steps) != 1:
             raise WeightsDifferError(
-                f"engine {number} ({type(engine).__name__}) labelled the tokens of one probe with the model "
+                f"engine {number} ({type(engine).__name__}) labeled the tokens of one probe with the model "
                 f"steps {sorted(steps)}"
                 if steps
                 else f"engine {number} ({type(engine).__name__}) generated nothing for the probe prompts: "

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from forebay.cancelling import finish
+from forebay.aio.cancellation import finish
 
 logger = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from forebay.aio.time_limits import not_counted
 from forebay.sandbox.control_group import ControlGroup, ControlGroups, find_control_groups
 from forebay.sandbox.isolation import (
     BOX,
@@ -43,7 +44,6 @@ from forebay.sandbox.isolation import (
     system_call_filter,
 )
 from forebay.sandbox.processes import Text, in_memory, temporary_folder, until_end
-from forebay.slots import not_counted
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Sandbox:
     Invariants: a program starts in an empty folder of its own, without the caller's environment; at most
     `max_concurrent` run at once; when `run` returns or is cancelled, the program and all that it started
     have been killed (under ``LIMITS``, all that did not leave its process group). The clock starts when a
-    program gets its slot; so does that of a `forebay.slots.time_limit` around it.
+    program gets its slot; so does that of a `forebay.aio.time_limits.time_limit` around it.
 
     >>> sandbox = Sandbox(Limits(wall_s=2.0))
     >>> result = await sandbox.run_python("print(sum(map(int, input().split())))", stdin="1 2")

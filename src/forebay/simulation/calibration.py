@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.activity import GENERATE, JUDGE, SYNC, TRAIN
 from forebay.config import ConfigError
 from forebay.engines.arguments import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
@@ -29,6 +28,7 @@ from forebay.metrics import STEP_S, Row, read_jsonl
 from forebay.runs.config import RunConfig
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.result import WARM_UP_SHARE
+from forebay.watching.activity import GENERATE, JUDGE, SYNC, TRAIN
 
 _MAX_LENGTHS = 1000
 """Quantiles that are kept of the measured lengths: a file to read, and more than a tail needs."""
@@ -118,7 +118,7 @@ def measure_rates(rollouts: Sequence[tuple[float, float, int]], slots: int) -> t
         time_s, made = seconds[levels].sum(), tokens[levels].sum()
         if time_s > 0 and made > 0:
             pairs.append((round(float((levels * seconds[levels]).sum() / time_s)), float(made / time_s)))
-    # Two neighbours may round to one number.
+    # Two neighbors may round to one number.
     return tuple(dict(pairs).items())
 
 

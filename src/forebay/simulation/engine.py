@@ -61,14 +61,14 @@ class _Entry:
     timers: list[asyncio.TimerHandle] = field(default_factory=list)
 
 
-class ModelledEngine:
+class ModeledEngine:
     """Serves requests of known lengths at a known rate, without making their tokens.
 
     Invariants: at most `slots` requests run; tokens made in any stretch of time are the integral of
     ``rate(number decoding)``, but for the started token of each request that was aborted; a request costs a
     logarithm of those that run, however long it is.
 
-    >>> engine = ModelledEngine(rate=lambda running: 10.0 * running, slots=4, length=lambda request: 20)
+    >>> engine = ModeledEngine(rate=lambda running: 10.0 * running, slots=4, length=lambda request: 20)
     >>> completion = await engine.generate(request)                                 # two seconds later
     >>> len(completion.response_ids), completion.finish_reason
     (20, 'stop')

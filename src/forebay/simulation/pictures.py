@@ -2,7 +2,7 @@
 
 ::
 
-    SimulationResult --> gantt.png  slots of every engine, coloured by the weights; trainer, sync, waiting
+    SimulationResult --> gantt.png  slots of every engine, colored by the weights; trainer, sync, waiting
                      --> lag.png    tokens by staleness
     tables, pictures --> simulation.html, one file that needs no other
 """
@@ -19,13 +19,13 @@ from typing import Any
 import numpy as np
 from rich.console import Console, RenderableType
 
-from forebay.activity import SYNC, TRAIN, WAIT_BATCH
 from forebay.simulation.result import PAUSE, Lag, SimulationResult, Span
+from forebay.watching.activity import SYNC, TRAIN, WAIT_BATCH
 
 SHOWN_STEPS = 6
 """Train steps of the chart: enough to see the rhythm, few enough to see single rollouts."""
 
-# Okabe & Ito 2008, "Color universal design": told apart with every common colour blindness.
+# Okabe & Ito 2008, "Color universal design": told apart with every common color blindness.
 _WEIGHTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _GREY, _VERMILION = "#8a8a8a", "#D55E00"
 _ROWS = ((TRAIN, "training"), (SYNC, "weight sync"), (PAUSE, "pausing"), (WAIT_BATCH, "trainer waits"))
@@ -52,7 +52,7 @@ def draw_gantt(result: SimulationResult, path: Path, *, shown_steps: int = SHOWN
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(start_s, end_s)
     slots.set_title(
-        f"slots of the engines: one bar a request, coloured by the weights that it began with, red end: "
+        f"slots of the engines: one bar a request, colored by the weights that it began with, red end: "
         f"interrupted; vertical lines: ends of train steps ({result.engine_idle:.0%} of the slots empty)",
         fontsize=9,
         loc="left",
@@ -67,11 +67,11 @@ def _draw_slots(axes: Any, result: SimulationResult, start_s: float, end_s: floa
 
     shown = [s for s in result.segments if s.end_s > start_s and s.start_s < end_s]
     lines = [[(s.start_s, row := s.engine * (result.slots + 1) + s.slot), (s.end_s, row)] for s in shown]
-    colours = [_WEIGHTS[s.model_step % len(_WEIGHTS)] for s in shown]
+    colors = [_WEIGHTS[s.model_step % len(_WEIGHTS)] for s in shown]
     num_rows = max((line[0][1] for line in lines), default=0) + 1
     # As thick as a row of the chart is high, in points.
     width = max(0.4, 0.8 * 370 / num_rows)
-    axes.add_collection(LineCollection(lines, colors=colours, linewidths=width, capstyle="butt"))
+    axes.add_collection(LineCollection(lines, colors=colors, linewidths=width, capstyle="butt"))
     cuts = [
         [(s.end_s, line[0][1] - 0.45), (s.end_s, line[0][1] + 0.45)]
         for s, line in zip(shown, lines, strict=True)

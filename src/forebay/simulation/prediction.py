@@ -18,7 +18,6 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
-from forebay.activity import SYNC, TRAIN, WAIT_BATCH
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import EvalConfig, ProduceConfig, RunConfig
 from forebay.runs.separate import run_separate
@@ -33,9 +32,10 @@ from forebay.simulation.result import (
     busy_s,
     idle_slots,
 )
-from forebay.simulation.standins import EnoughSteps, SimulationLoop
+from forebay.simulation.simulated_parts import EnoughSteps, SimulationLoop
 from forebay.simulation.world import World, build_world
 from forebay.types import RolloutState, Status
+from forebay.watching.activity import SYNC, TRAIN, WAIT_BATCH
 
 DEFAULT_STEPS = 50
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.activity import Activity
 from forebay.metrics import nearest_rank
 from forebay.simulation.cluster import ClusterConfig
 from forebay.simulation.engine import Segment
+from forebay.watching.activity import Activity
 
 WARM_UP_SHARE = 0.2
 """Of the steps: a run has its usual rhythm a few steps after the producer has its full lead."""

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from forebay.activity import Activities
 from forebay.agents import SingleTurnAgentLoop
-from forebay.busy import BusyShare
 from forebay.engines import RolloutController
 from forebay.engines.base import GenerateRequest
 from forebay.engines.controller import request_seed
@@ -29,10 +27,18 @@ from forebay.runs.build import ProductionProgress, Run
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.rollouts import build_buffer, build_strategy
 from forebay.simulation.cluster import ClusterConfig
-from forebay.simulation.engine import ModelledEngine
-from forebay.simulation.standins import PromptTokenizer, SilentDisplay, TimedJudger, TimedThread, TimedTrainer
-from forebay.train.guard import OffPolicyGuard
+from forebay.simulation.engine import ModeledEngine
+from forebay.simulation.simulated_parts import (
+    PromptTokenizer,
+    SilentDisplay,
+    TimedJudge,
+    TimedThread,
+    TimedTrainer,
+)
+from forebay.train.objective.guard import OffPolicyGuard
 from forebay.types import RolloutState
+from forebay.watching.activity import Activities
+from forebay.watching.utilization import BusyShare
 
 _SEED_SPAN = float(1 << 63)
 """Seeds of requests are drawn evenly from 0 to this."""
@@ -46,7 +52,7 @@ class World:
     """A simulated run, and the parts that know what happened in it."""
 
     run: Run
-    engines: list[ModelledEngine]
+    engines: list[ModeledEngine]
     trainer: TimedTrainer
     display: SilentDisplay
 
@@ -95,7 +101,7 @@ def build_world(
     return World(run=run, engines=engines, trainer=trainer, display=display)
 
 
-def _engine(cluster: ClusterConfig, number: int) -> ModelledEngine:
+def _engine(cluster: ClusterConfig, number: int) -> ModeledEngine:
     prefill_rate = cluster.prefill_tokens_per_s
 
     def length(request: GenerateRequest) -> int:
@@ -104,7 +110,7 @@ def _engine(cluster: ClusterConfig, number: int) -> ModelledEngine:
         whole = cluster.lengths_of(task_name).quantile((request.seed + 0.5) / _SEED_SPAN)
         return whole - request.num_earlier
 
-    return ModelledEngine(
+    return ModeledEngine(
         rate=cluster.decode_rate,
         slots=cluster.slots,
         length=length,
@@ -129,7 +135,7 @@ def _task_runner(
         task_name=task.name,
         agent_loop=SingleTurnAgentLoop(
             controller,
-            TimedJudger(cluster.judge_s),
+            TimedJudge(cluster.judge_s),
             tokenizer,
             sample_params=task.sample,
             activities=activities,

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+from forebay.aio.time_limits import CallThreads, OverrunError, TooManyOverrunsError
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
-from forebay.slots import CallThreads, OverrunError, TooManyOverrunsError
 from forebay.tools.calculator import Calculator
 from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
 from forebay.tools.python import Python, PythonArguments

@@ -28,7 +28,7 @@ class Tool(Protocol):
 
     Invariants: calls may run at the same time and may be cancelled; one that is interrupted is made again,
     so a tool with effects outside must bear that. The time limit of a call does not count what it spends in
-    `forebay.slots.not_counted`, for tools that wait until it is their turn.
+    `forebay.aio.time_limits.not_counted`, for tools that wait until it is their turn.
     """
 
     name: str

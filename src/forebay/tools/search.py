@@ -22,8 +22,8 @@ from typing import Any
 
 from pydantic import Field
 
+from forebay.aio.time_limits import not_counted
 from forebay.config import ConfigError, StrictModel
-from forebay.slots import not_counted
 from forebay.tools.contract import ToolError, make_schema, only_argument
 
 Document = tuple[str, str]

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 from forebay.extras import needed_by
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig, WarmupConfig, check_staleness_rule
-from forebay.train.corrections import Correction
-from forebay.train.guard import GuardDecision, OffPolicyError, OffPolicyGuard
+from forebay.train.objective.corrections import Correction
+from forebay.train.objective.guard import GuardDecision, OffPolicyError, OffPolicyGuard
 from forebay.train.packing import Packer
 
 if TYPE_CHECKING:
     from forebay.train.controller import TrainController
-    from forebay.train.critic import Critic
-    from forebay.train.losses import PolicyInputs, PolicyLoss
-    from forebay.train.rank_worker import RankWorker
-    from forebay.train.ranks import LocalRanks, RankError, Ranks
+    from forebay.train.model.critic import Critic
+    from forebay.train.objective.losses import PolicyInputs, PolicyLoss
+    from forebay.train.parallel.ranks import LocalRanks, RankError, Ranks
+    from forebay.train.parallel.worker import RankWorker
     from forebay.train.warmup import supervised_warmup
     from forebay.train.weight_sync import AdapterReceiver, WeightReceiver
 
@@ -49,13 +49,13 @@ __all__ = [
 
 _WITH_TORCH = {
     "AdapterReceiver": "weight_sync",
-    "Critic": "critic",
-    "LocalRanks": "ranks",
-    "PolicyInputs": "losses",
-    "PolicyLoss": "losses",
-    "RankError": "ranks",
-    "RankWorker": "rank_worker",
-    "Ranks": "ranks",
+    "Critic": "model.critic",
+    "LocalRanks": "parallel.ranks",
+    "PolicyInputs": "objective.losses",
+    "PolicyLoss": "objective.losses",
+    "RankError": "parallel.ranks",
+    "RankWorker": "parallel.worker",
+    "Ranks": "parallel.ranks",
     "TrainController": "controller",
     "WeightReceiver": "weight_sync",
     "supervised_warmup": "warmup",

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from forebay.types import (
     TRAJECTORY_OF_KEY,
-    UNLABELLED,
+    UNLABELED,
     FloatArray,
     IntArray,
     RolloutState,
@@ -43,7 +43,7 @@ Pack = NDArray[np.int64]
 class TrainBatch:
     """The sequences of all groups of one train step, and what is computed for their tokens.
 
-    Invariants: sequences of a group are neighbours; groups stand in an order that depends on their ids only,
+    Invariants: sequences of a group are neighbors; groups stand in an order that depends on their ids only,
     so that the loss does not depend on which rollout finished first; arrays by response token are 0 where
     `response_mask` is False.
 
@@ -205,7 +205,7 @@ class TrainBatch:
 
     def token_staleness(self, train_step: int) -> NDArray[np.int64]:
         """R: staleness of each token trained at `train_step` (from 1); 0 where its weights are unknown."""
-        return np.where(self.model_steps == UNLABELLED, 0, train_step - 1 - self.model_steps.astype(np.int64))
+        return np.where(self.model_steps == UNLABELED, 0, train_step - 1 - self.model_steps.astype(np.int64))
 
     def mask_stale(self, train_step: int, thresholds: int | Mapping[str, int]) -> None:
         """Give loss weight 0 to the tokens whose staleness at `train_step` is at or over their threshold.
@@ -229,7 +229,7 @@ class TrainBatch:
 def _attempt_first(groups: Iterable[Sequence[RolloutState]]) -> NDArray[np.int64]:
     firsts: list[int] = []
     for group in groups:
-        # By the id that further trajectories name, for nothing says that they are neighbours of the first.
+        # By the id that further trajectories name, for nothing says that they are neighbors of the first.
         numbers: dict[Any, int] = {}
         marks = [state.extra_fields.get(TRAJECTORY_OF_KEY) for state in group]
         for number, (state, mark) in enumerate(zip(group, marks, strict=True), start=len(firsts)):

@@ -6,7 +6,7 @@
                           -> old one deleted
 
     TrainerParts --save_trainer--> model/ (Hugging Face, adapters merged)   adapter/ (LoRA only, peft format)
-                                   optimiser, critic, critic_optimiser .safetensors   trainer.json
+                                   optimizer, critic, critic_optimizer .safetensors   trainer.json
     (of sharded weights the whole tensors, so that the folder says nothing of how many ranks wrote it)
     save_random --> random.safetensors
 
@@ -32,11 +32,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from forebay.durable import check, seal, sync, sync_tree
-from forebay.train.critic import Critic
-from forebay.train.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
-from forebay.train.optimisation import Optimiser
-from forebay.train.sharding import fill, plain_class, whole
+from forebay.io.durable import check, seal, sync, sync_tree
+from forebay.train.model.critic import Critic
+from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
+from forebay.train.optimization import Optimizer
+from forebay.train.parallel.sharding import fill, plain_class, whole
 
 FORMAT = 1
 """Version of the checkpoint folder."""
@@ -140,9 +140,9 @@ class TrainerParts:
     """Everything of a trainer that changes with training, and the model that it began with."""
 
     model: nn.Module
-    optimiser: Optimiser
+    optimizer: Optimizer
     critic: Critic | None
-    critic_optimiser: Optimiser | None
+    critic_optimizer: Optimizer | None
     starting_weights: str | None
     """`fingerprint` of the frozen weights that are not saved: below adapters, or the reference model."""
 
@@ -183,10 +183,10 @@ def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, writes: 
             (folder / "adapter").mkdir()
             save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
             save_tensors(adapter, folder / "adapter" / ADAPTER_FILE)
-    rest = {"optimiser": parts.optimiser.state_tensors()}
-    if parts.critic is not None and parts.critic_optimiser is not None:
+    rest = {"optimizer": parts.optimizer.state_tensors()}
+    if parts.critic is not None and parts.critic_optimizer is not None:
         rest["critic"] = iter(parts.critic.state_dict().items())
-        rest["critic_optimiser"] = parts.critic_optimiser.state_tensors()
+        rest["critic_optimizer"] = parts.critic_optimizer.state_tensors()
     for name, tensors in rest.items():
         gathered = _on_cpu(tensors, writes)
         if writes:
@@ -228,10 +228,10 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
                 f"build it from the same config and the same starting model (after its warm-up, if any)"
             )
     _load_weights(parts.model, folder)
-    parts.optimiser.load_state_tensors(load_tensors(folder / "optimiser.safetensors"))
-    if parts.critic is not None and parts.critic_optimiser is not None:
+    parts.optimizer.load_state_tensors(load_tensors(folder / "optimizer.safetensors"))
+    if parts.critic is not None and parts.critic_optimizer is not None:
         _fill_all(parts.critic.state_dict(), load_tensors(folder / "critic.safetensors"))
-        parts.critic_optimiser.load_state_tensors(load_tensors(folder / "critic_optimiser.safetensors"))
+        parts.critic_optimizer.load_state_tensors(load_tensors(folder / "critic_optimizer.safetensors"))
     return int(saved["train_step"])
 
 

@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
-from forebay.train.advantages import find_advantage, pass_at
 from forebay.train.batch import Layout
-from forebay.train.corrections import CORRECTIONS, DEFAULT_BANDS, Band
-from forebay.train.guard import DEFAULT_BANDS as GUARD_BANDS
-from forebay.train.guard import GuardAction, check_bands
-from forebay.train.papers import fill_in
+from forebay.train.objective.advantages import find_advantage, pass_at
+from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
+from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
+from forebay.train.objective.guard import GuardAction, check_bands
+from forebay.train.objective.papers import fill_in
 
 LOSS_NAMES = ("clipped", "gspo", "cispo")
-"""The keys of `forebay.train.losses.POLICY_LOSSES`, here so that a run file is checked without torch."""
+"""The keys of `forebay.train.objective.losses.POLICY_LOSSES`, so that run files are checked without torch."""
 
 
 NonNegative = Annotated[float, Field(ge=0)]
@@ -35,7 +35,7 @@ class WarmupConfig(StrictModel):
     """
 
     steps: int = Field(ge=1)
-    """Optimiser steps."""
+    """Optimizer steps."""
     lr: float = Field(default=1e-3, gt=0)
     """Peak learning rate; it falls linearly to 0 over `steps`."""
     batch_size: int = Field(default=64, ge=1)
@@ -43,7 +43,7 @@ class WarmupConfig(StrictModel):
 
 
 class TrainConfig(StrictModel):
-    """Everything about the loss, the optimiser and the precision.
+    """Everything about the loss, the optimizer and the precision.
 
     Invariants: every combination that validates can be trained; a field that its companions would ignore is
     an error.
@@ -52,7 +52,7 @@ class TrainConfig(StrictModel):
     0.0004
     """
 
-    # Optimiser
+    # Optimizer
     lr: float = Field(default=1e-6, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -64,7 +64,7 @@ class TrainConfig(StrictModel):
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients with a larger L2 norm are scaled down to it; 0: never."""
     mini_batches: int = Field(default=1, ge=1)
-    """Optimiser steps that one pass over a batch is split into."""
+    """Optimizer steps that one pass over a batch is split into."""
     epochs: int = Field(default=1, ge=1)
     """Passes over a batch."""
     # Memory and speed
@@ -98,10 +98,10 @@ class TrainConfig(StrictModel):
     """How samples estimate the divergence (Schulman, 2020); ``k3`` is unbiased and never negative."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus."""
-    normalisation: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
-    """A number is the fixed-length normalisation: each sequence's token losses are summed and divided by it.
+    normalization: Literal["token-mean", "sequence-mean"] | Annotated[int, Field(ge=1)] = "token-mean"
+    """A number is the fixed-length normalization: each sequence's token losses are summed and divided by it.
     With loss ``gspo`` ``sequence-mean``, with advantage ``dr_grpo`` the tasks' largest ``max_tokens``."""
-    # Off-policy data (forebay.train.corrections, forebay.train.guard)
+    # Off-policy data (forebay.train.objective.corrections, forebay.train.objective.guard)
     correction: str = "none"
     """How the loss accounts for tokens that other weights, or an engine that computes otherwise, sampled:
     ``none``; ``ratio`` takes the clipped ratio against the engine's logprobs; ``token_tis``,
@@ -118,7 +118,7 @@ class TrainConfig(StrictModel):
     critic_lr: float | None = Field(default=None, gt=0)
     """Peak learning rate of the critic, which exists if this is given."""
     lam: float = Field(default=0.95, ge=0, le=1)
-    """The lambda of generalised advantage estimation; rewards are not discounted."""
+    """The lambda of generalized advantage estimation; rewards are not discounted."""
     # LoRA
     lora_rank: int = Field(default=0, ge=0)
     """0 trains all weights."""
@@ -128,8 +128,8 @@ class TrainConfig(StrictModel):
     """Names of the layers to adapt, ``all-linear`` for all but the output head."""
 
     @property
-    def optimiser_steps(self) -> int:
-        """Optimiser steps per train step."""
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per train step."""
         return self.mini_batches * self.epochs
 
     @property
@@ -166,12 +166,12 @@ class TrainConfig(StrictModel):
     def needs_old_logprobs(self) -> bool:
         """Whether the old logprobs must be computed before `train`.
 
-        With a single optimiser step per batch the old policy is the trained one: the ratio is exactly 1, and
+        With a single optimizer step per batch the old policy is the trained one: the ratio is exactly 1, and
         the logprobs of the training forward pass, without gradient, are the old ones. Truncated weights can
-        be taken from that pass too; masks cannot, because how many tokens are left sets the normalisation.
+        be taken from that pass too; masks cannot, because how many tokens are left sets the normalization.
         """
         may_mask = self.weighs_tokens and (":" in self.correction or self.correction.endswith("_mask"))
-        return may_mask or self.correction == "ratio" or self.optimiser_steps > 1
+        return may_mask or self.correction == "ratio" or self.optimizer_steps > 1
 
     @model_validator(mode="before")
     @classmethod

@@ -10,7 +10,7 @@ plain blocking code: a caller with an event loop runs them in a thread.
     groups -> pack -> mask_stale
                 -> compute_old_logprobs -> compute_ref_logprobs -> compute_values -> compute_advantages
                                                                                                |
-              sync_weights(rollout_controller) <- train: mini-batches x epochs optimiser steps <-+
+              sync_weights(rollout_controller) <- train: mini-batches x epochs optimizer steps <-+
 
 Every step takes the batch and returns it. `fit` is their composition, without those the config does not need.
 """
@@ -29,19 +29,19 @@ from torch import nn
 
 from forebay.models.config import Precision
 from forebay.train import checkpoint, weight_sync
-from forebay.train.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
-from forebay.train.critic import Critic
 from forebay.train.learner import Learner, Update
 from forebay.train.measures import batch_measures, timed, token_measures
-from forebay.train.normalisation import batch_token_weights
-from forebay.train.off_policy import Corrector, staleness_measures
-from forebay.train.optimisation import schedule_factor
+from forebay.train.model.critic import Critic
+from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
+from forebay.train.objective.normalization import batch_token_weights
+from forebay.train.objective.off_policy import Corrector, staleness_measures
+from forebay.train.objective.papers import differences
+from forebay.train.optimization import schedule_factor
 from forebay.train.packing import Packer
-from forebay.train.papers import differences
-from forebay.train.ranked import RankedLearner
-from forebay.train.ranks import LocalRanks, Ranks
+from forebay.train.parallel.learner import RankedLearner
+from forebay.train.parallel.ranks import LocalRanks, Ranks
 from forebay.types import FloatArray, RolloutState
 
 logger = logging.getLogger(__name__)
@@ -266,14 +266,14 @@ class TrainController:
         return batch
 
     def train(self, batch: TrainBatch) -> TrainBatch:
-        """One train step: every mini-batch of every epoch is one optimiser step. Metrics go to the batch.
+        """One train step: every mini-batch of every epoch is one optimizer step. Metrics go to the batch.
 
         Without ``old_logprobs`` the old policy is the trained one, which is only so if the config has a
-        single optimiser step per batch.
+        single optimizer step per batch.
 
         Raises:
             ValueError: the batch is not packed, or a result that the config needs is missing.
-            FloatingPointError: a gradient is not finite; earlier optimiser steps of this call stand.
+            FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
         self._check_ready(batch)
         importance_R = self._corrector.weights(batch)
@@ -360,7 +360,7 @@ class TrainController:
         weights_R, steps = np.zeros(batch.num_response_tokens, np.float32), []
         for ranks in batch.packs:
             sequences = np.concatenate([pack for packs in ranks for pack in packs])
-            part_R = batch_token_weights(self.config.normalisation, batch, sequences, importance_R)
+            part_R = batch_token_weights(self.config.normalization, batch, sequences, importance_R)
             weights_R += part_R
             steps.append(bool(part_R.any()))
         return weights_R, steps
@@ -376,7 +376,7 @@ class TrainController:
             warmup_steps=config.schedule_warmup_steps,
             total_steps=self._total_steps,
         )
-        metrics["train/skipped_updates"] = float(config.optimiser_steps - num_steps)
+        metrics["train/skipped_updates"] = float(config.optimizer_steps - num_steps)
         if done.critic_norms:
             metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
         return metrics

@@ -1,4 +1,4 @@
-"""`Learner`: the model of one rank, its critic, reference and optimisers, and the passes through them.
+"""`Learner`: the model of one rank, its critic, reference and optimizers, and the passes through them.
 
 It knows batches as packs and token weights, and neither groups nor advantages nor metrics: what needs the
 whole batch is worked out before (`TrainController`) and arrives as arrays by response token.
@@ -7,10 +7,10 @@ whole batch is worked out before (`TrainController`) and arrives as arrays by re
 
     token_values("old_logprobs" | "ref_logprobs" | "values", batch) --> array by response token
     update(batch, weights, importance) : epochs x mini-batches x micro-batches
-                                         loss.backward() ... optimiser step --> Update(columns, norms)
+                                         loss.backward() ... optimizer step --> Update(columns, norms)
 
-On several ranks each has a Learner whose weights are slices (`forebay.train.sharding`) and whose batch holds
-its own sequences; every rank makes the same passes and steps in the same order.
+On several ranks each has a Learner whose weights are slices (`forebay.train.parallel.sharding`) and whose
+batch holds its own sequences; every rank makes the same passes and steps in the same order.
 """
 
 from __future__ import annotations
@@ -28,18 +28,25 @@ from torch import nn
 from forebay.config import look_up
 from forebay.models.config import Precision
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
-from forebay.train import checkpoint, lora, weight_sync
+from forebay.train import checkpoint, weight_sync
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate, to_device
 from forebay.train.config import TrainConfig
-from forebay.train.critic import Critic
-from forebay.train.forward import checkpoint_activations, output_head, response_logprobs
-from forebay.train.layout_check import check_layout
-from forebay.train.losses import POLICY_LOSSES, PolicyInputs, PolicyLossFunction, kl_penalty, value_loss
 from forebay.train.measures import Columns, TokenRecords
-from forebay.train.off_policy import Corrector
-from forebay.train.optimisation import Optimiser
-from forebay.train.sharding import whole
+from forebay.train.model import lora
+from forebay.train.model.critic import Critic
+from forebay.train.model.forward import checkpoint_activations, output_head, response_logprobs
+from forebay.train.model.layout_check import check_layout
+from forebay.train.objective.losses import (
+    POLICY_LOSSES,
+    PolicyInputs,
+    PolicyLossFunction,
+    kl_penalty,
+    value_loss,
+)
+from forebay.train.objective.off_policy import Corrector
+from forebay.train.optimization import Optimizer
+from forebay.train.parallel.sharding import whole
 from forebay.types import FloatArray
 
 
@@ -49,7 +56,7 @@ class Update(NamedTuple):
     columns: Columns
     """Arrays by trained token in the order of the passes, epoch by epoch; ``token_index`` says which."""
     norms: list[float]
-    """The policy's gradient norm at each optimiser step taken, before clipping."""
+    """The policy's gradient norm at each optimizer step taken, before clipping."""
     critic_norms: list[float]
 
 
@@ -58,7 +65,7 @@ class Learner:
 
     Invariants: dropout is off; a pass without gradient changes nothing; `update` leaves no gradient behind.
 
-    `shard` is called on each model before its optimiser is made, and may split its weights over ranks.
+    `shard` is called on each model before its optimizer is made, and may split its weights over ranks.
 
     >>> learner = Learner(model, TrainConfig(), pad_token_id=0)   # doctest: +SKIP
     >>> logprobs_R = learner.token_values("old_logprobs", batch)  # doctest: +SKIP
@@ -108,9 +115,9 @@ class Learner:
         self._pad_token_id = pad_token_id
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config)
-        self._optimiser = self._build_optimiser(model, config.lr, total_steps)
-        self._critic_optimiser = (
-            self._build_optimiser(self.critic, config.critic_lr, total_steps)
+        self._optimizer = self._build_optimizer(model, config.lr, total_steps)
+        self._critic_optimizer = (
+            self._build_optimizer(self.critic, config.critic_lr, total_steps)
             if self.critic is not None and config.critic_lr is not None
             else None
         )
@@ -121,8 +128,8 @@ class Learner:
         None without LoRA."""
         self._set_modes()
 
-    def _build_optimiser(self, model: nn.Module, lr: float, total_steps: int | None) -> Optimiser:
-        return Optimiser(
+    def _build_optimizer(self, model: nn.Module, lr: float, total_steps: int | None) -> Optimizer:
+        return Optimizer(
             model,
             lr=lr,
             schedule=self.config.schedule,
@@ -145,9 +152,9 @@ class Learner:
         """What a checkpoint holds."""
         return checkpoint.TrainerParts(
             model=self.model,
-            optimiser=self._optimiser,
+            optimizer=self._optimizer,
             critic=self.critic,
-            critic_optimiser=self._critic_optimiser,
+            critic_optimizer=self._critic_optimizer,
             starting_weights=self._starting_weights,
         )
 
@@ -205,13 +212,13 @@ class Learner:
         train_step: int,
         steps: Sequence[bool],
     ) -> Update:
-        """One train step: an optimiser step for each mini-batch of each epoch.
+        """One train step: an optimizer step for each mini-batch of each epoch.
 
         `weights_R` are the weights of the token losses, each of its whole mini-batch on all ranks; `steps`
         says of each mini-batch whether any of them is not 0. `train_step` counts the completed ones.
 
         Raises:
-            FloatingPointError: a gradient is not finite; earlier optimiser steps of this call stand.
+            FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
         self._set_modes()
         records, norms, critic_norms = TokenRecords(), [], []
@@ -222,16 +229,16 @@ class Learner:
                     self._backward(batch, pack, weights_R, importance_R, records)
                 if not takes_step:
                     continue
-                norms.append(self._optimiser.step(train_step))
-                if self._critic_optimiser is not None:
-                    critic_norms.append(self._critic_optimiser.step(train_step))
+                norms.append(self._optimizer.step(train_step))
+                if self._critic_optimizer is not None:
+                    critic_norms.append(self._critic_optimizer.step(train_step))
         return Update(records.columns(), norms, critic_norms)
 
     def _zero_grad(self) -> None:
         """An interrupted step, or one that was not taken, may have left gradients behind."""
-        self._optimiser.zero_grad()
-        if self._critic_optimiser is not None:
-            self._critic_optimiser.zero_grad()
+        self._optimizer.zero_grad()
+        if self._critic_optimizer is not None:
+            self._critic_optimizer.zero_grad()
 
     def _backward(
         self,
@@ -305,7 +312,7 @@ class Learner:
             return micro.gather(importance_R)
         if not self._corrector.weighs_tokens:
             return None
-        # One optimiser step: these logprobs are the proximal ones, and no mask needs them any sooner.
+        # One optimizer step: these logprobs are the proximal ones, and no mask needs them any sooner.
         weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
         return to_device(weights_N, old_N.device).to(old_N.dtype)
 

@@ -56,12 +56,12 @@ class TokenRecords:
         return {name: torch.cat(values).cpu().numpy() for name, values in self._columns.items()}
 
 
-def token_measures(columns: Columns, num_optimiser_steps: int) -> dict[str, float]:
-    """The metrics of a train step; losses are means over its optimiser steps, others over kept tokens."""
+def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, float]:
+    """The metrics of a train step; losses are means over its optimizer steps, others over kept tokens."""
     weights = columns["weight"].astype(np.float64)
     kept = weights != 0
     metrics: dict[str, float] = {
-        name: float((columns[name] * weights).sum()) / max(1, num_optimiser_steps)
+        name: float((columns[name] * weights).sum()) / max(1, num_optimizer_steps)
         for name in ("loss", "policy_loss", "value_loss")
         if name in columns
     }

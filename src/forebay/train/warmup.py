@@ -16,8 +16,8 @@ from torch import nn
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import collate
 from forebay.train.config import WarmupConfig
-from forebay.train.forward import response_logprobs
-from forebay.train.optimisation import Optimiser
+from forebay.train.model.forward import response_logprobs
+from forebay.train.optimization import Optimizer
 from forebay.train.packing import cut_sorted
 
 Example = tuple[Sequence[int], Sequence[int]]
@@ -46,7 +46,7 @@ def supervised_warmup(
     longest = int(batch.lengths.max())
     if longest > token_budget:
         raise ValueError(f"an example has {longest} tokens, more than the token budget of {token_budget}")
-    optimiser = Optimiser(model, lr=config.lr, schedule="linear", total_steps=config.steps)
+    optimizer = Optimizer(model, lr=config.lr, schedule="linear", total_steps=config.steps)
     device = next(model.parameters()).device
     model.eval()
     losses = []
@@ -58,7 +58,7 @@ def supervised_warmup(
             part = -response_logprobs(model, micro).logprobs.sum() / max(1, num_tokens)
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
-        optimiser.step(step)
+        optimizer.step(step)
         losses.append(float(loss))
         if on_step is not None:
             on_step(step + 1, losses[-1])

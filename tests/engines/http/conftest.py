@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from forebay.engines import GenerateRequest
-from forebay.engines.http_dialects import VLLM, Dialect, SGLang
-from forebay.engines.openai_http import HTTPEngine
-from forebay.engines.weight_files import WeightFiles
+from forebay.engines.servers.dialects import VLLM, Dialect, SGLang
+from forebay.engines.servers.engine import HTTPEngine
+from forebay.engines.weights.files import WeightFiles
 from forebay.types import SampleParams
 
 CONTEXT = 64

@@ -15,9 +15,9 @@ from test_engine_adapters import Source
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.base import EngineLost
-from forebay.engines.http_dialects import VLLM, SGLang
-from forebay.engines.openai_http import HTTPEngine
-from forebay.engines.weight_files import WeightFiles
+from forebay.engines.servers.dialects import VLLM, SGLang
+from forebay.engines.servers.engine import HTTPEngine
+from forebay.engines.weights.files import WeightFiles
 from forebay.models import ModelConfig, load_model
 from forebay.models.config import TinyConfig
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
@@ -70,7 +70,7 @@ async def makes(engine: Any, ask: Any, token: int, step: int) -> None:
     assert completion.model_steps.tolist() == [step] * 4
 
 
-async def test_tokens_are_made_and_labelled_by_the_adapters_of_now(engine, server, ask, source):
+async def test_tokens_are_made_and_labeled_by_the_adapters_of_now(engine, server, ask, source):
     assert engine.takes_adapters
     await give_base(engine, source)
     await makes(engine, ask, 10, 0)

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from forebay.engines import http_client
-from forebay.engines.http_client import Client, HTTPError
+from forebay.engines.servers import client as http_client
+from forebay.engines.servers.client import Client, HTTPError
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 

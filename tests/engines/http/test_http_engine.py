@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from forebay.engines.base import EngineLost
-from forebay.engines.openai_http import TOKENS_PER_PIECE
+from forebay.engines.servers.engine import TOKENS_PER_PIECE
 from forebay.models.tiny import character_tokenizer
 
 WEIGHTS = [("w", torch.ones(2)), ("also_w", torch.zeros(3))]
@@ -354,7 +354,7 @@ async def test_whose_fault_an_error_is(vllm, connect, ask, status, text, lost, m
 
 
 async def test_a_server_that_stops_answering_loses_what_runs(engine, server, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.http_watch._HEALTH_EVERY_S", 0.02)
+    monkeypatch.setattr("forebay.engines.servers.watch._HEALTH_EVERY_S", 0.02)
     server.auto = False
     running = asyncio.create_task(engine.generate(ask()))
     await server.has_jobs(1)
@@ -412,7 +412,7 @@ async def test_a_server_that_is_set_up_wrongly_is_refused_with_what_to_do(vllm, 
 
 
 async def test_waits_for_a_server_that_others_start(vllm, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.openai_http._ASK_EVERY_S", 0.01)
+    monkeypatch.setattr("forebay.engines.servers.engine._ASK_EVERY_S", 0.01)
     await vllm.kill()
     engine = connect(vllm)
     assert (await engine.generate(ask())).lost

@@ -19,12 +19,12 @@ import torch
 
 from forebay.config import Component
 from forebay.engines import EngineSurroundings, RolloutController, build_engines
-from forebay.engines.sampling import Sampling, draw
+from forebay.engines.local.sampling import Sampling, draw
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.models.tiny import write_tiny
-from forebay.train.lora import adapter_config, adapter_weights, add_lora, model_weights
+from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
 from forebay.train.weight_sync import sync_weights
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -137,7 +137,7 @@ def rollout(name: str, max_tokens: int = 40, **params: Any) -> RolloutState:
 
 
 def check(trainer: Trainer, state: RolloutState, **how: Any) -> None:
-    """Every log probability is that of the weights the token is labelled with."""
+    """Every log probability is that of the weights the token is labeled with."""
     ids = state.response_ids.tolist()
     assert len(ids) == len(state.logprobs) == len(state.response_model_steps)
     for step in np.unique(state.response_model_steps):

@@ -13,11 +13,11 @@ import torch
 from forebay.config import ConfigError
 from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
-from forebay.engines.http_dialects import SGLang
-from forebay.engines.openai_http import TOKENS_PER_PIECE, HTTPEngine
 from forebay.engines.pool import EnginePool
-from forebay.engines.servers import LocalServer
-from forebay.engines.weight_files import WeightFiles
+from forebay.engines.servers.dialects import SGLang
+from forebay.engines.servers.engine import TOKENS_PER_PIECE, HTTPEngine
+from forebay.engines.servers.launch import LocalServer
+from forebay.engines.weights.files import WeightFiles
 from forebay.types import RolloutState, SampleParams, Status
 
 WEIGHTS = [("w", torch.ones(2))]
@@ -61,7 +61,7 @@ def rollout(name: str, max_tokens: int = 40) -> RolloutState:
 
 
 async def test_a_healthy_server_whose_model_hangs_is_lost(server, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.http_watch._SILENCE_S", 0.05)
+    monkeypatch.setattr("forebay.engines.servers.watch._SILENCE_S", 0.05)
     engine = connect(server)
     await engine.bring_up()
     server.auto = False
@@ -236,7 +236,7 @@ async def test_a_busy_server_is_asked_again_and_not_lost(server, connect, ask, s
 
 
 async def test_a_server_that_is_busy_for_ever_is_lost(vllm, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.openai_http._BUSY_LIMIT_S", 0.02)
+    monkeypatch.setattr("forebay.engines.servers.engine._BUSY_LIMIT_S", 0.02)
     engine = connect(vllm)
     await engine.bring_up()
     vllm.answers = [(503, "too many requests")] * 1000

@@ -15,14 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forebay.config import Component, ConfigError
-from forebay.engines import EngineSurroundings, build_engines, server_guard
+from forebay.engines import EngineSurroundings, build_engines
 from forebay.engines.base import EngineLost
-from forebay.engines.http_client import Client, HTTPError
-from forebay.engines.http_dialects import VLLM, SGLang
-from forebay.engines.openai_http import HTTPEngine
-from forebay.engines.servers import LocalServer
-from forebay.engines.untied import shared_weights, write_untied
-from forebay.engines.weight_files import WeightFiles
+from forebay.engines.servers import guard as server_guard
+from forebay.engines.servers.client import Client, HTTPError
+from forebay.engines.servers.dialects import VLLM, SGLang
+from forebay.engines.servers.engine import HTTPEngine
+from forebay.engines.servers.launch import LocalServer
+from forebay.engines.weights.files import WeightFiles
+from forebay.engines.weights.untie_embeddings import shared_weights, write_untied
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
@@ -31,7 +32,7 @@ from forebay.models.tiny import write_tiny
 SERVER = """
 import http.server, os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-print("child", child.pid, os.environ.get("COLOUR"), flush=True)
+print("child", child.pid, os.environ.get("COLOR"), flush=True)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.send_header("content-length", "0"); self.end_headers()
@@ -75,7 +76,7 @@ async def is_gone(pid: int) -> None:
 
 
 async def test_a_server_starts_answers_and_ends_with_all_its_children(tmp_path):
-    server = local_server(tmp_path, environment={"COLOUR": "green"})
+    server = local_server(tmp_path, environment={"COLOR": "green"})
     await server.start(lambda: answers(server))
     first, child = server.url, child_of(tmp_path / "logs/server.log")
     assert server.is_running
@@ -113,7 +114,7 @@ async def test_a_server_ends_with_the_process_that_started_it_however_that_ends(
     program = f"""
 import asyncio, sys
 from pathlib import Path
-from forebay.engines.servers import LocalServer
+from forebay.engines.servers.launch import LocalServer
 log = Path({str(tmp_path)!r}) / "logs/server.log"
 async def main():
     server = LocalServer(lambda port: [sys.executable, "-c", {SERVER!r}, str(port)], log=log)

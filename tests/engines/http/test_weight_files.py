@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.engines.weight_files import WeightFiles
+from forebay.engines.weights.files import WeightFiles
 
 WEIGHTS = [("w", torch.ones(2))]
 
@@ -33,7 +33,7 @@ async def test_two_runs_may_share_a_folder(tmp_path):
 PROGRAM = """
 import sys
 from pathlib import Path
-from forebay.engines.weight_files import _Part
+from forebay.engines.weights.files import _Part
 part = _Part(Path(sys.argv[1]), "theirs")
 (part.folder / "step_000003-1").mkdir()
 print(part.folder, flush=True)

@@ -2,7 +2,7 @@
 
 ::
 
-    ReplayedStep.groups --add--> columns of `forebay.replay.tables`, `train_step` in front --> Parquet
+    ReplayedStep.groups --add--> columns of `forebay.replay.format.tables`, `train_step` in front --> Parquet
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.replay.storage import StorageItem
-from forebay.replay.tables import ROLLOUTS_SCHEMA, rollout_batches
+from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
+from forebay.replay.stores.contract import StorageItem
 from forebay.runs.record.observers import Groups
 
 _COLUMNS = [name for name in ROLLOUTS_SCHEMA.names if name not in ("uid", "blobs")]

@@ -4,7 +4,7 @@
 
     RecordedSampler      admit       group, tries, tokens it brings
     RecordedEngine       generate    request, seed, tokens, weights, finish reason, from when to when
-    RecordedJudger       judge       scores or errors, from when to when
+    RecordedJudge       judge       scores or errors, from when to when
     RecordedReplayBuffer put (of each group), get, take, commit, restore, refresh, priorities
     steps.fit            train       what the trainer was given
     steps.checkpoint     checkpoint
@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from forebay.agents import AgentLoop
-from forebay.agents.base import GroupJudger
+from forebay.agents.base import GroupJudge
 from forebay.engines import RolloutController
 from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.produce import AgentLoopManager
 from forebay.produce.tasks import CheckpointedSampler
 from forebay.replay import ReplayBuffer
-from forebay.replay.arrivals import Arrival
+from forebay.replay.arrival import Arrival
 from forebay.replay.groups import StoredGroup, copy_group
-from forebay.replay.storage import TagValue
+from forebay.replay.stores.contract import TagValue
 from forebay.runs.record.writer import Recorder
 from forebay.types import RolloutState, Status, get_group_status
 
@@ -52,8 +52,8 @@ def observe(recorder: Recorder, manager: AgentLoopManager, controller: RolloutCo
     for runner in manager.task_runners:
         runner.sampler = RecordedSampler(runner.sampler, recorder)
         loop = runner.agent_loop
-        if isinstance(loop, AgentLoop) and loop.judger is not None:
-            loop.judger = RecordedJudger(loop.judger, recorder)
+        if isinstance(loop, AgentLoop) and loop.judge is not None:
+            loop.judge = RecordedJudge(loop.judge, recorder)
 
 
 def note_training(
@@ -242,24 +242,24 @@ class RecordedSampler:
         self.sampler.resume(path)
 
 
-class RecordedJudger:
-    """A judger whose verdicts are noted.
+class RecordedJudge:
+    """A judge whose verdicts are noted.
 
-    >>> agent_loop.judger = RecordedJudger(agent_loop.judger, recorder)
+    >>> agent_loop.judge = RecordedJudge(agent_loop.judge, recorder)
     """
 
-    def __init__(self, judger: GroupJudger, recorder: Recorder) -> None:
-        self.judger = judger
+    def __init__(self, judge: GroupJudge, recorder: Recorder) -> None:
+        self._judge = judge
         self._recorder = recorder
 
     def __getattr__(self, name: str) -> Any:
-        # What else the judger can do: being closed, wanting whole groups.
-        return getattr(self.judger, name)
+        # What else the judge can do: being closed, wanting whole groups.
+        return getattr(self._judge, name)
 
     async def judge(self, target: list[RolloutState]) -> list[RolloutState]:
-        """See `Judger.judge`."""
+        """See `Judge.judge`."""
         start_s = self._recorder.now_s()
-        judged = await self.judger.judge(target)
+        judged = await self._judge.judge(target)
         errors = [state.error_msg for state in target]
         self._recorder.note(
             "judge",

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forebay.replay.format.values import damage_named
 from forebay.replay.groups import StoredGroup
-from forebay.replay.payload import damage_named
 from forebay.runs.record.writer import EVENTS, FOLDER, FORMAT, ROLLOUTS
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ def _read_piece(path: Path, offset: int, num_bytes: int) -> dict[int, StoredGrou
     """The groups in one piece of the rollouts, by the number of their event."""
     import pyarrow as pa
 
-    from forebay.replay.tables import ROLLOUTS_SCHEMA, read_groups
+    from forebay.replay.format.tables import ROLLOUTS_SCHEMA, read_groups
 
     with damage_named(f"{str(path)!r} at byte {offset}"):
         with path.open("rb") as file:

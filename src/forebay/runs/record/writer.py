@@ -30,8 +30,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from forebay.durable import sync, write_text
-from forebay.replay.storage import StorageItem
+from forebay.io.durable import sync, write_text
+from forebay.replay.stores.contract import StorageItem
 from forebay.types import RolloutState
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ class _Files:
         # Here, because loading Arrow takes longer than the event loop may stand still.
         import pyarrow as pa
 
-        from forebay.replay.tables import ROLLOUTS_SCHEMA, rollout_batches
+        from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
 
         if self._stream is None:
             options = pa.ipc.IpcWriteOptions(compression="zstd")

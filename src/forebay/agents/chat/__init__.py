@@ -1,0 +1,1 @@
+"""Chat messages and tokens: sessions, the endpoint, and rendering by increments."""

@@ -1,0 +1,300 @@
+"""An OpenAI-compatible chat endpoint, a private address for every session.
+
+::
+
+    http://127.0.0.1:PORT/SECRET/v1/chat/completions --> ChatSession of that SECRET --> answer, or SSE chunks
+
+The secret in the address is the session: it separates programs that run at the same time, and nobody can talk
+into a rollout without it. The API key that a client sends is not looked at. What is not text in and text (or
+tool calls) out is refused with an error that the official clients raise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from forebay.agents.chat.messages import RequestError, arguments_as_text
+from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
+from forebay.config import ConfigError
+from forebay.extras import require_library
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MODEL = "policy"
+"""What clients call the model; any name is accepted."""
+MAX_BODY_BYTES = 32 << 20
+"""Far longer than any context."""
+BACKLOG = 2048
+"""Every program of a large batch may connect at once."""
+KEEP_ALIVE_S = 600
+"""A program may think for long between two requests; a connection that is closed under one fails it."""
+
+
+class ChatEndpoint:
+    """Serves chat sessions on a local port while at least one is open, or until `close`.
+
+    Invariants: a request reaches only the session whose address it was sent to; an ended session answers 410,
+    an unknown address 404; nothing listens on other interfaces than `host`.
+
+    >>> endpoint = ChatEndpoint()
+    >>> async with endpoint.serving(session) as base_url:                           # doctest: +SKIP
+    ...     client = openai.AsyncOpenAI(base_url=base_url, api_key="any")
+
+    Args:
+        host: the interface to listen on.
+        port: 0 chooses a free one.
+        allow_remote: must be True for a `host` that is not loopback: who reaches it can load the engines.
+
+    Raises:
+        ConfigError: the host is not loopback and that was not allowed, or starlette or uvicorn is missing.
+    """
+
+    def __init__(self, *, host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> None:
+        if not allow_remote and not _is_loopback(host):
+            raise ConfigError(
+                f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
+                f"set allow_remote = true where the network is trusted"
+            )
+        _require_server()
+        self._host, self._port = host, port
+        self._bound_port = port
+        self._sessions: dict[str, ChatSession] = {}
+        self._server: Any = None
+        self._serving: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def serving(self, session: ChatSession) -> AsyncIterator[str]:
+        """The base URL of `session`, for as long as the block lasts."""
+        async with self._starting:
+            if self._serving is None:
+                await self._start()
+        secret = secrets.token_urlsafe(18)
+        self._sessions[secret] = session
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        try:
+            yield f"http://{host}:{self._bound_port}/{secret}/v1"
+        finally:
+            del self._sessions[secret]
+
+    async def close(self) -> None:
+        """Stop listening. A session that is opened later starts it again."""
+        if self._serving is not None:
+            self._server.should_exit = True
+            await asyncio.gather(self._serving, return_exceptions=True)
+            self._serving = None
+
+    async def _start(self) -> None:
+        import uvicorn
+        from starlette.applications import Starlette
+        from starlette.routing import Route
+
+        app = Starlette(
+            routes=[
+                Route("/{secret}/v1/chat/completions", self._chat, methods=["POST"]),
+                Route("/{secret}/v1/models", self._models, methods=["GET"]),
+                Route("/{rest:path}", _unknown, methods=["GET", "POST"]),
+            ]
+        )
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        # Listening: requests wait in its backlog until uvicorn takes them.
+        listening = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
+        self._bound_port = listening.getsockname()[1]
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _make_server(config)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="chat endpoint")
+
+    async def _chat(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        session = self._sessions.get(request.path_params["secret"])
+        if session is None:
+            return await _unknown(request)
+        try:
+            body = await _body(request)
+            turn = await session.complete(
+                body["messages"],
+                tools=body.get("tools") or None,
+                may_call=body.get("tool_choice") != "none",
+                max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
+                stop=_stop(body),
+            )
+        except BudgetExhaustedError as error:
+            return _error(400, str(error), "context_length_exceeded")
+        except RequestError as error:
+            return _error(400, str(error), "invalid_request_error")
+        except SessionEndedError as error:
+            return _error(410, str(error), "session_ended")
+        name = str(body.get("model") or MODEL)
+        if body.get("stream"):
+            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            return StreamingResponse(_chunks(turn, name, usage), media_type="text/event-stream")
+        return JSONResponse(_completion(turn, name, bool(body.get("logprobs"))))
+
+    async def _models(self, request: Request) -> Response:
+        from starlette.responses import JSONResponse
+
+        if request.path_params["secret"] not in self._sessions:
+            return await _unknown(request)
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "forebay"}],
+            }
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _require_server() -> None:
+    for name in ("starlette", "uvicorn"):
+        require_library(name, "the chat endpoint")
+
+
+async def _unknown(request: Request) -> Response:
+    return _error(
+        404,
+        f"no session answers {request.method} {request.url.path}; what is served is "
+        f"BASE_URL/chat/completions and BASE_URL/models, with the base URL that the program was given",
+        "not_found",
+    )
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > MAX_BODY_BYTES:
+            raise RequestError(f"the request has more than {MAX_BODY_BYTES} bytes")
+    try:
+        body = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the request is not JSON that can be read: {error}") from None
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise RequestError("the request needs a list of messages")
+    if (body.get("n") or 1) != 1:
+        raise RequestError(f"n = {body['n']} is not supported; send {body['n']} requests instead")
+    for key in ("max_tokens", "max_completion_tokens"):
+        if body.get(key) is not None and (not isinstance(body[key], int) or body[key] < 1):
+            raise RequestError(f"{key} must be a positive whole number, got {body[key]!r}")
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise RequestError(
+            f"tool_choice {body['tool_choice']!r} cannot be enforced on what the policy writes; send 'auto' "
+            f"with the tools that it may call, or 'none'"
+        )
+    for key, kind, what in (("tools", list, "a list"), ("stream_options", dict, "an object")):
+        if body.get(key) is not None and not isinstance(body[key], kind):
+            raise RequestError(f"{key} must be {what}, got {body[key]!r}"[:200])
+    return body
+
+
+def _stop(body: dict[str, Any]) -> tuple[str, ...]:
+    stop = body.get("stop") or ()
+    return (stop,) if isinstance(stop, str) else tuple(str(text) for text in stop if text)
+
+
+def _error(status: int, message: str, code: str) -> Response:
+    from starlette.responses import JSONResponse
+
+    # Clients retry what they take for a passing fault; none of these passes.
+    headers = {"x-should-retry": "false"}
+    error = {"message": message, "type": code, "param": None, "code": code}
+    return JSONResponse({"error": error}, status_code=status, headers=headers)
+
+
+def _api_message(turn: Turn) -> dict[str, Any]:
+    """The turn as the chat API writes it: arguments of tool calls are text there."""
+    message = dict(turn.message)
+    if calls := message.get("tool_calls"):
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [arguments_as_text(call) for call in calls]
+    return message
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    return {
+        "prompt_tokens": turn.num_prompt_tokens,
+        "completion_tokens": turn.num_tokens,
+        "total_tokens": turn.num_prompt_tokens + turn.num_tokens,
+    }
+
+
+def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": _api_message(turn),
+        "finish_reason": turn.finish_reason,
+        "logprobs": None,
+    }
+    if with_logprobs:
+        content = [
+            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, value in turn.logprobs
+        ]
+        choice["logprobs"] = {"content": content, "refusal": None}
+    return {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [choice],
+        "usage": _usage(turn),
+    }
+
+
+def _chunks(turn: Turn, model: str, with_usage: bool) -> Iterator[bytes]:
+    """The whole turn as a stream: it is only sent when it is complete."""
+    message = _api_message(turn)
+    delta: dict[str, Any] = {"role": "assistant", "content": message["content"]}
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
+    frame = {
+        "id": f"chatcmpl-{secrets.token_hex(12)}",
+        "object": "chat.completion.chunk",
+        "created": int(time.time()),
+        "model": model,
+    }
+    choices = [
+        [{"index": 0, "delta": delta, "finish_reason": None}],
+        [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason}],
+    ]
+    for choice in choices:
+        yield b"data: " + json.dumps({**frame, "choices": choice}).encode() + b"\n\n"
+    if with_usage:
+        yield b"data: " + json.dumps({**frame, "choices": [], "usage": _usage(turn)}).encode() + b"\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _make_server(config: Any) -> Any:
+    import uvicorn
+
+    class QuietServer(uvicorn.Server):
+        """Leaves the signals to the run."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    return QuietServer(config)

@@ -1,0 +1,210 @@
+"""The tokens between two turns of the model, rendered by its chat template as an increment only.
+
+The template is never given the conversation: what the model wrote would be tokenized again, and a template
+that rewrites history (drops earlier reasoning, say) would change tokens that the model has already seen. It
+renders a stand-in conversation whose last assistant message is a marker, and what follows the marker is what
+any reply adds to any turn::
+
+    stand-in, no reply    <user>x<end><assistant>MARKER<end>
+    stand-in and reply    <user>x<end><assistant>MARKER<end><user>higher<end><assistant>
+                                                       ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ the increment
+                                                       ^^^^^ not what of it the model wrote itself
+
+A template that only ever appends therefore gives, turn by turn, what it would give for the whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from forebay.agents.single_turn import ChatTokenizer
+from forebay.types import IntArray, Message
+
+MARKER = "MARKED"
+"""Plain letters, which no template escapes or strips. What is rendered holds no other text of ours."""
+
+CALL_ID = "call00000"
+"""Nine letters and digits, which some templates insist on."""
+
+
+class TurnTokenizer(ChatTokenizer, Protocol):
+    """What is needed of a tokenizer for several turns; those of transformers have it."""
+
+    all_special_ids: list[int]
+    all_special_tokens: list[str]
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """The token ids of a text."""
+        ...
+
+
+class IncrementRenderer:
+    """Renders replies to the model as token increments.
+
+    Invariants: nothing the model wrote is changed or tokenized again; an end-of-turn token stands exactly
+    once at the end of each turn, whether the model wrote it or was cut short before; text that looks like a
+    token of its own inside a reply (special ones, and added ones such as ``<tool_call>``) is broken up, so
+    that no tool or environment can write control tokens.
+
+    >>> renderer = IncrementRenderer(tokenizer, roles=["user"])         # ChatML
+    >>> ids = renderer.render(turn_ids, [{"role": "user", "content": "higher"}])
+    >>> tokenizer.decode(ids)                                           # the model wrote <|im_end|> itself
+    '\\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n'
+
+    Args:
+        tokenizer: with a chat template.
+        roles: of the replies that will come; each is tried now.
+
+    Raises:
+        ValueError: the template does not render such replies; the message says which and what to do.
+    """
+
+    def __init__(self, tokenizer: TurnTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(tokenizer.all_special_ids)
+        longest_first = sorted(_control_tokens(tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._end = _after_marker(self._text(_stand_in()))
+        self._end_ids = self._encode(self._end)
+        self._stand_ins = {role: self._find_stand_in(role) for role in dict.fromkeys(roles)}
+
+    def render(
+        self, turn_ids: Sequence[int], replies: Sequence[Message], *, is_cut: bool = False
+    ) -> IntArray:
+        """int32: what stands between the model's turn `turn_ids` and its next, with `replies` in it.
+
+        A turn that `is_cut` by a limit has no end, whatever its last token is.
+
+        Raises:
+            ValueError: the template does not render these replies.
+        """
+        harmless = [self._harmless(reply) for reply in replies]
+        ids = self._encode(self._between(harmless))
+        return np.asarray(ids[self._num_written(turn_ids, ids, is_cut) :], np.int32)
+
+    def _num_written(self, turn_ids: Sequence[int], ids: Sequence[int], is_cut: bool) -> int:
+        """How much of the end of the turn, with which `ids` begin, the model wrote itself."""
+        for length in range(min(len(self._end_ids), len(turn_ids)), 0, -1):
+            if list(turn_ids[-length:]) == list(ids[:length]):
+                return length
+        # Models have several end tokens (<|eom_id|>, <|endoftext|>), and the template writes one.
+        ended = not is_cut and len(turn_ids) > 0 and int(turn_ids[-1]) in self._special_ids
+        return 1 if ended and ids and ids[0] in self._special_ids else 0
+
+    def _between(self, replies: Sequence[Message]) -> str:
+        role = replies[0]["role"]
+        if role not in self._stand_ins:
+            self._stand_ins[role] = self._find_stand_in(role)
+        before = self._stand_ins[role]
+        turn = _after_marker(self._text(before))
+        whole = _after_marker(self._text([*before, *replies], add_generation_prompt=True))
+        if not whole.startswith(turn):
+            raise ValueError(
+                f"the chat template of {self._name!r} writes a turn differently once a "
+                f"{role!r} message follows ({turn!r} becomes {whole[: len(turn) + 20]!r}), so "
+                f"its replies cannot be appended; give the replies another role or use another template"
+            )
+        return self._end + whole[len(turn) :]
+
+    def _find_stand_in(self, role: str) -> list[Message]:
+        """The stand-in conversation after which the template renders replies of this role.
+
+        Raises:
+            ValueError: there is none.
+        """
+        error: Exception | None = None
+        for stand_in in _stand_ins(role):
+            try:
+                before = _after_marker(self._text(stand_in))
+                after = _after_marker(self._text([*stand_in, _probe(role)], add_generation_prompt=True))
+            # Templates refuse what they do not know in many ways: raise_exception, missing attributes.
+            except Exception as refusal:
+                error = refusal
+                continue
+            if after.startswith(before) and MARKER.lower() in after[len(before) :]:
+                return stand_in
+        reason = f"{type(error).__name__}: {error}" if error else "it leaves them out"
+        raise ValueError(
+            f"the chat template of {self._name!r} cannot render a message of role {role!r} after an "
+            f"assistant's turn ({reason}); use another role, or a template that knows it"
+        ) from error
+
+    def _harmless(self, message: Message) -> Message:
+        harmless = dict(message)
+        for key in ("content", "name"):
+            value = message.get(key)
+            if isinstance(value, str):
+                harmless[key] = self._broken_up(value)
+            elif isinstance(value, list):
+                harmless[key] = [
+                    {**part, "text": self._broken_up(part["text"])}
+                    if isinstance(part, dict) and isinstance(part.get("text"), str)
+                    else part
+                    for part in value
+                ]
+        return harmless
+
+    def _broken_up(self, text: str) -> str:
+        return self._special.sub(_broken_up, text)
+
+    def _text(self, messages: Sequence[Message], **options: Any) -> str:
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    @property
+    def _name(self) -> str:
+        return self._tokenizer.name_or_path or "the given tokenizer"
+
+
+def _stand_in(**assistant: Any) -> list[Message]:
+    return [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARKER, **assistant}]
+
+
+def _stand_ins(role: str) -> Iterator[list[Message]]:
+    """For a tool's answer an assistant that called a tool, in the dialects of different templates."""
+    if role == "tool":
+        for content in ("", None):
+            for arguments in ({"x": MARKER}, f'{{"x": "{MARKER}"}}'):
+                function = {"name": "f", "arguments": arguments}
+                call = {"id": CALL_ID, "type": "function", "function": function}
+                yield _stand_in(content=content, tool_calls=[call])
+    yield _stand_in()
+
+
+def _probe(role: str) -> Message:
+    message = {"role": role, "content": MARKER.lower()}
+    return {**message, "name": "f", "tool_call_id": CALL_ID} if role == "tool" else message
+
+
+def _after_marker(text: str) -> str:
+    """What follows the last marker.
+
+    Raises:
+        ValueError: the template left it out.
+    """
+    before, marker, after = text.rpartition(MARKER)
+    if not marker:
+        raise ValueError(
+            f"the chat template left out what the assistant said; it rendered {before + after!r}"
+        )
+    return after
+
+
+def _control_tokens(tokenizer: TurnTokenizer) -> set[str]:
+    """Texts that are tokens by themselves and mean something to a template or a model."""
+    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+    # Some vocabularies add words and runs of blanks, which text may hold.
+    signs = {token for token in added if len(token) > 1 and re.search(r"[^\w\s]", token)}
+    return signs | set(tokenizer.all_special_tokens)
+
+
+def _broken_up(match: re.Match[str]) -> str:
+    token = match[0]
+    # One character cannot be broken up.
+    return f"{token[0]} {token[1:]}" if len(token) > 1 else " "

@@ -1,0 +1,292 @@
+"""Reading the tool calls in what a model wrote, in the dialects of the chat templates.
+
+::
+
+    text of a turn, special tokens included --parser--> ToolCall: name, arguments | what is wrong with it
+
+| name        | what models write                                                                    |
+|-------------|--------------------------------------------------------------------------------------|
+| `hermes`    | ``<tool_call>{"name": "f", "arguments": {...}}</tool_call>`` (Hermes, Qwen, SmolLM)   |
+| `llama3`    | ``{"name": "f", "parameters": {...}}`` alone, perhaps after ``<|python_tag|>``        |
+| `mistral`   | ``[TOOL_CALLS][{"name": "f", "arguments": {...}}]`` or ``[TOOL_CALLS]f[ARGS]{...}``   |
+| `tokenizer` | whatever the tokenizer's own ``response_template`` says                               |
+| a pattern   | a regular expression with a group ``arguments`` and perhaps one ``name``              |
+
+A malformed call is a call too: the model reads what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.agents.chat.increments import TurnTokenizer
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call that a model wrote.
+
+    Either `problem` says why it cannot be made, or `arguments` are those of the tool `name`. A text in place
+    of a mapping is for a tool with one parameter, and no name for the only tool there is.
+    """
+
+    name: str | None = None
+    arguments: dict[str, Any] | str = ""
+    problem: str | None = None
+
+
+Parser = Callable[[str], list[ToolCall]]
+
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_PYTHON_TAG = "<|python_tag|>"
+_TOOL_CALLS = "[TOOL_CALLS]"
+_ARGUMENTS = ("arguments", "parameters")
+_NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{)")
+_decoder = json.JSONDecoder()
+
+MAX_DEPTH = 50
+"""Of a call's arguments; more than any tool takes, and less than what breaks those that print or copy it."""
+
+
+def parse_hermes(text: str) -> list[ToolCall]:
+    """Calls in ``<tool_call>`` tags; the last may lack its end."""
+    return [_read_json(body) for body in _HERMES.findall(text)]
+
+
+def parse_llama3(text: str) -> list[ToolCall]:
+    """Calls that are the whole turn, one after the other, separated by blanks or semicolons.
+
+    Without the tag, JSON with a name but no arguments is an answer.
+    """
+    body = text.strip()
+    if body.startswith(_PYTHON_TAG):
+        return _read_sequence(body.removeprefix(_PYTHON_TAG).strip())
+    if body.startswith("{") and '"name"' in body and any(f'"{key}"' in body for key in _ARGUMENTS):
+        return _read_sequence(body, needs_arguments=True)
+    return []
+
+
+def parse_mistral(text: str) -> list[ToolCall]:
+    """Calls after ``[TOOL_CALLS]``: a list of them, or each by its name."""
+    _, tag, body = text.partition(_TOOL_CALLS)
+    body = body.strip()
+    if not tag:
+        return []
+    if not body.startswith("["):
+        return _read_named(body.replace(_TOOL_CALLS, " "))
+    try:
+        calls, _ = _decode(body)
+    except ValueError as error:
+        return [_malformed(body, error)]
+    return [_from_json(call) for call in calls]
+
+
+def parse_pattern(pattern: str) -> Parser:
+    """A parser of what matches a regular expression.
+
+    Raises:
+        ValueError: it is not one, or has no group ``arguments``.
+
+    >>> parse_pattern(r"=(?P<arguments>.*?)=")("so =1+2= is")
+    [ToolCall(name=None, arguments='1+2', problem=None)]
+    """
+    try:
+        compiled = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"parser {pattern!r} is not a regular expression: {error}") from None
+    if "arguments" not in compiled.groupindex:
+        raise ValueError(f"parser {pattern!r} has no group (?P<arguments>...)")
+
+    def parse(text: str) -> list[ToolCall]:
+        return [_from_match(match) for match in compiled.finditer(text)]
+
+    return parse
+
+
+def parse_by(tokenizer: Any) -> Parser:
+    """A parser that follows the tokenizer's ``response_template``."""
+
+    def parse(text: str) -> list[ToolCall]:
+        try:
+            calls = tokenizer.parse_response(text, prefix="").get("tool_calls") or []
+            _check_depth(calls)
+            return [_from_json(call.get("function", call)) for call in calls]
+        # A template is somebody's program, and a model may write what its author never thought of.
+        except Exception as error:
+            return [_malformed(text, error)]
+
+    return parse
+
+
+PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama3": parse_llama3, "mistral": parse_mistral}
+"""Parsers by name; ``tokenizer`` and patterns besides."""
+
+_SIGNS = {"<tool_call>": "hermes", _TOOL_CALLS: "mistral", _PYTHON_TAG: "llama3"}
+
+
+def choose_parser(parser: str | Parser | None, tokenizer: TurnTokenizer) -> Parser:
+    """`parser` itself, the one it names, or for None the one that suits the tokenizer.
+
+    Raises:
+        ValueError: the name is unknown, or nothing tells which dialect the model speaks.
+    """
+    if callable(parser):
+        return parser
+    has_template = getattr(tokenizer, "response_template", None) is not None
+    if parser is None:
+        parser = "tokenizer" if has_template else _dialect_of(tokenizer)
+    if parser == "tokenizer":
+        if not has_template:
+            raise ValueError(
+                f"parser 'tokenizer': {tokenizer.name_or_path!r} has no response_template; name another"
+            )
+        return parse_by(tokenizer)
+    return _named(parser)
+
+
+def check_parser(parser: Any) -> Any:
+    """`parser` as it is, if it names a dialect or is a pattern of calls, for some tokenizer at least.
+
+    Raises:
+        ValueError: the name is unknown, or it is no such pattern.
+    """
+    if isinstance(parser, str) and parser != "tokenizer":
+        _named(parser)
+    return parser
+
+
+def _named(parser: str) -> Parser:
+    if parser in PARSERS:
+        return PARSERS[parser]
+    if "(?P<" in parser:
+        return parse_pattern(parser)
+    raise ValueError(
+        f"unknown parser {parser!r}; known: {', '.join(PARSERS)}, tokenizer, or a regular expression with a "
+        f"group (?P<arguments>...)"
+    )
+
+
+def text_before_calls(text: str) -> str:
+    """What a turn with calls says before the first one; nothing where no tag shows its beginning."""
+    starts = [position for sign in _SIGNS if (position := text.find(sign)) >= 0]
+    return text[: min(starts)] if starts else ""
+
+
+def _dialect_of(tokenizer: TurnTokenizer) -> str:
+    template = str(tokenizer.chat_template or "")
+    for sign, dialect in _SIGNS.items():
+        if sign in template:
+            return dialect
+    raise ValueError(
+        f"the chat template of {tokenizer.name_or_path or 'the given tokenizer'!r} does not tell how its "
+        f"model writes tool calls; set parser to one of {', '.join(PARSERS)}, or to a regular expression "
+        f"with a group (?P<arguments>...)"
+    )
+
+
+def _read_sequence(body: str, *, needs_arguments: bool = False) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    while body:
+        try:
+            value, end = _decode(body)
+        except ValueError as error:
+            return [*calls, _malformed(body, error)]
+        if needs_arguments and not (isinstance(value, dict) and any(key in value for key in _ARGUMENTS)):
+            return []
+        calls.append(_from_json(value))
+        body = body[end:].lstrip("; \n\t\r")
+    return calls
+
+
+def _read_named(body: str) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    position = 0
+    while match := _NAMED_CALL.search(body, position):
+        try:
+            arguments, position = _decode(body, match.end())
+        except ValueError as error:
+            return [*calls, _malformed(body[match.start() :], error)]
+        calls.append(ToolCall(match[1], arguments))
+    return calls or [_malformed(body, "no call")]
+
+
+def _decode(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at `start`, and where it ends.
+
+    Raises:
+        ValueError: there is none, or it is nested too deeply.
+    """
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep") from None
+    _check_depth(value)
+    return value, end
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for parent in level
+            if isinstance(parent, dict | list)
+            for part in (parent.values() if isinstance(parent, dict) else parent)
+        ]
+    if level:
+        raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
+
+
+def _decode_all(text: str) -> Any:
+    """The JSON value that is all of `text`.
+
+    Raises:
+        ValueError: it is not one, or nested too deeply.
+    """
+    text = text.strip()
+    value, end = _decode(text)
+    if end < len(text):
+        raise ValueError(f"Extra data after character {end}")
+    return value
+
+
+def _read_json(body: str) -> ToolCall:
+    try:
+        return _from_json(_decode_all(body))
+    except ValueError as error:
+        return _malformed(body, error)
+
+
+def _from_json(value: Any) -> ToolCall:
+    """A call from its JSON form; `arguments` (Llama: ``parameters``) may be JSON text themselves."""
+    name = value.get("name") if isinstance(value, dict) else None
+    # Halves of surrogate pairs, which JSON can hold, are not printable, and no text of a prompt.
+    if not isinstance(name, str) or not name.isprintable():
+        return _malformed(json.dumps(value), 'it needs "name" and "arguments"')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _as_mapping(arguments)
+    if not isinstance(arguments, dict | str):
+        return _malformed(json.dumps(value), "the arguments are not an object")
+    return ToolCall(name, arguments)
+
+
+def _from_match(match: re.Match[str]) -> ToolCall:
+    groups = match.groupdict()
+    return ToolCall(groups.get("name"), _as_mapping(groups["arguments"] or ""))
+
+
+def _as_mapping(text: str) -> dict[str, Any] | str:
+    try:
+        value = _decode_all(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _malformed(body: str, why: object) -> ToolCall:
+    return ToolCall(problem=f"the tool call {body[:200]!r} cannot be read: {why}")

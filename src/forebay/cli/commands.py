@@ -1,0 +1,218 @@
+"""The ``forebay`` command.
+
+::
+
+    forebay train RUN.toml [key=value ...] [--dry-run] [--overwrite]
+    forebay train RUN.toml [key=value ...] --check        one sample of everything, nothing trained
+    forebay train --resume RUN_FOLDER [key=value ...]
+    forebay eval  RUN_FOLDER [key=value ...]
+    forebay replay RUN_FOLDER [--until STEP]
+    forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
+    forebay buffer inspect|show|query|export|migrate|serve ...
+    forebay ledger RUN_FOLDER
+    forebay keys [PATTERN]
+    forebay init [NAME] [FOLDER]
+
+Errors a person can mend are one message and exit status 2; an interrupted run exits with 130.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from forebay import __version__
+from forebay.cli import buffer as buffer_cli
+from forebay.cli import init as init_cli
+from forebay.cli import keys
+from forebay.cli import replay as replay_cli
+from forebay.cli import simulate as simulate_cli
+from forebay.cli.errors import INTERRUPTED, MARKUP, one_message
+from forebay.config import ConfigError, load_config, read_toml
+
+if TYPE_CHECKING:
+    from forebay.environments.config import FragmentRunConfig
+    from forebay.runs.config import RunConfig
+
+app = typer.Typer(
+    help="Reinforcement learning for language models: rollouts, replay and training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=MARKUP,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.lr=1e-4, tasks.0.weight=2."),
+]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"forebay {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def train(
+    run_file: Annotated[
+        Path | None, typer.Argument(help="A TOML run file; see recipes/. Left out with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file only.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Try data, model, engine and judge on one sample; train nothing.")
+    ] = False,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with the run in this folder, from its last checkpoint.")
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the run's folder.")
+    ] = False,
+    verify_weights: Annotated[
+        bool,
+        typer.Option("--verify-weights", help="Prove after every hand-over that engines hold the weights."),
+    ] = False,
+) -> None:
+    """Train a model as a run file says, or go on with an interrupted run."""
+    if resume is not None and run_file is not None:
+        # With --resume the first positional argument is an override, not a file.
+        overrides, run_file = [str(run_file), *(overrides or [])], None
+    if verify_weights:
+        overrides = [*(overrides or []), "verify_weights=true"]
+    with one_message():
+        if check:
+            _check(run_file, overrides or [])
+        else:
+            _train(run_file, overrides or [], dry_run, resume, overwrite)
+
+
+@app.command(name="eval")
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A model folder to try instead of the run's newest.")
+    ] = None,
+) -> None:
+    """Try a trained model on the held-out prompts of its run, and print the metrics."""
+    with one_message():
+        _evaluate(folder, overrides or [], model)
+
+
+app.add_typer(buffer_cli.app, name="buffer")
+app.command(name="ledger")(buffer_cli.show_ledger)
+app.command(name="simulate")(simulate_cli.simulate_run)
+app.command(name="replay")(replay_cli.replay)
+app.command(name="keys")(keys.show_keys)
+app.command(name="init")(init_cli.init)
+
+
+def main() -> None:
+    """The entry point of the ``forebay`` command."""
+    try:
+        app()
+    except SystemExit as end:
+        if end.code == INTERRUPTED:
+            # A second Ctrl-C would only print what the libraries think of it while they close.
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise
+
+
+def _train(
+    run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
+) -> None:
+    from forebay.runs.config import RunConfig
+    from forebay.runs.folder import RUN_FILE, saved_as
+
+    if resume is not None:
+        config = saved_as(_kind_of(resume / RUN_FILE), resume, overrides)
+    elif run_file is not None:
+        config = load_config(_kind_of(run_file), run_file, overrides)
+    else:
+        raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
+    if dry_run:
+        _show(config)
+        return
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import launch
+
+        last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
+        if last_line:
+            typer.echo(last_line)
+    else:
+        from forebay.environments.launch import launch as launch_in_environments
+
+        interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _show(config: RunConfig | FragmentRunConfig) -> None:
+    from forebay.runs.config import RunConfig, to_toml
+    from forebay.train.objective.papers import differences
+
+    typer.echo(to_toml(config), nl=False)
+    if isinstance(config, RunConfig):
+        for difference in differences(config.train):
+            typer.echo(f"warning: {difference}", err=True)
+
+
+def _check(run_file: Path | None, overrides: list[str]) -> None:
+    if run_file is None:
+        raise ConfigError("--check is for a run file: forebay train RUN.toml --check")
+    from forebay.runs.config import RunConfig
+
+    config = load_config(_kind_of(run_file), run_file, overrides)
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import silence_progress_bars
+        from forebay.runs.preflight import try_all
+
+        silence_progress_bars()
+        asyncio.run(try_all(config, typer.echo))
+    else:
+        from forebay.environments.launch import try_parts
+
+        try_parts(config, typer.echo)
+    command = shlex.join(["forebay", "train", str(run_file), *overrides])
+    typer.echo(f"all of it works; nothing was trained or kept. To start: {command}")
+
+
+def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:
+    """What the run file is read as: one with an ``[environment]`` table has a recipe of its own."""
+    # A missing file gets its message when it is read.
+    if run_file.is_file() and "environment" in read_toml(run_file):
+        from forebay.environments.config import FragmentRunConfig
+
+        return FragmentRunConfig
+    from forebay.runs.config import RunConfig
+
+    return RunConfig
+
+
+def _evaluate(folder: Path, overrides: list[str], model: Path | None) -> None:
+    from forebay.runs.config import RunConfig
+    from forebay.runs.folder import RUN_FILE, saved_as
+
+    config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides)
+    if isinstance(config, RunConfig):
+        from forebay.runs.launch import launch_evaluation
+
+        asyncio.run(launch_evaluation(config, model))
+        return
+    from forebay.environments.launch import evaluate as play
+
+    if model is not None:
+        raise ConfigError("--model is for runs that train language models; leave it out")
+    for name, value in asyncio.run(play(config)).items():
+        typer.echo(f"{name} {value:g}")

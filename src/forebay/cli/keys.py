@@ -1,0 +1,279 @@
+"""The reference of run-file keys: read from the models, for ``forebay keys`` and for docs/keys.md.
+
+::
+
+    RunConfig, arguments of named components --keys_of--> Key, Key, ... --find_keys(pattern)--> some of them
+                                                              '--as_page--> docs/keys.md
+
+What a key means stands once, in the docstring below its field; nothing is said here again.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from forebay.cli.errors import one_message
+from forebay.config import Component, ConfigError
+from forebay.sandbox import Limits
+from forebay.types import SampleParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    """One key of a run file."""
+
+    path: str
+    """As an override has it; ``tasks.0`` stands for any task."""
+    of: str = ""
+    """The component whose argument it is; empty: every run file may have it."""
+    values: str
+    """What it may be."""
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """Keys that stand together in the reference."""
+
+    title: str
+    keys: tuple[Key, ...]
+
+
+COMPONENTS = (
+    ("engine.arguments", "engine", "forebay.engines.arguments:ENGINE_ARGUMENTS"),
+    ("cluster.arguments", "cluster", "forebay.runs.config:CLUSTER_ARGUMENTS"),
+    ("tasks.0.data.arguments", "data source", "forebay.produce.prompts.sources:SOURCE_ARGUMENTS"),
+    ("tasks.0.agent.arguments", "agent", "forebay.agents.build:AGENT_ARGUMENTS"),
+    (
+        "tasks.0.agent.arguments.environment.arguments",
+        "environment",
+        "forebay.agents.environments.build:ENVIRONMENT_ARGUMENTS",
+    ),
+    ("tasks.0.agent.arguments.tools.0.arguments", "tool", "forebay.tools.base:TOOL_ARGUMENTS"),
+    ("tasks.0.judge.arguments", "judge", "forebay.judges.build:JUDGE_ARGUMENTS"),
+)
+"""Where the arguments of named components stand, and the table of their models."""
+
+
+@cache
+def reference() -> tuple[Section, ...]:
+    """All keys."""
+    # Not before they are asked for: every command imports this module.
+    from forebay.environments.config import FragmentRunConfig
+    from forebay.runs.config import RunConfig
+
+    sections = [Section(title="A run file", keys=tuple(keys_of(RunConfig)))]
+    for path, kind, table in COMPONENTS:
+        for name, model in _imported(table).items():
+            model = _imported(model) if isinstance(model, str) else model
+            if keys := tuple(keys_of(model, f"{path}.", of=f"{kind} {name}")):
+                sections.append(Section(title=f"Arguments of the {kind} `{name}`", keys=keys))
+    keys = tuple(keys_of(FragmentRunConfig, of="run in environments"))
+    sections.append(Section(title="A run file with an `[environment]` table", keys=keys))
+    return tuple(sections)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def keys_of(model: Any, prefix: str = "", *, of: str = "") -> Iterator[Key]:
+    """The keys of a model or dataclass, those of the tables in it after each table's own."""
+    meanings = field_docstrings(model)
+    for name, annotation, default in _fields(model):
+        path = f"{prefix}{name}"
+        table, is_list = _table_in(annotation)
+        meaning = meanings.get(name) or (inspect.getdoc(table) or "" if table else "").split("\n")[0]
+        yield Key(
+            path=path, of=of, values=_values(annotation), default=_shown(default), meaning=_plain(meaning)
+        )
+        if table is not None:
+            yield from keys_of(table, f"{path}.0." if is_list else f"{path}.", of=of)
+
+
+@cache
+def field_docstrings(model: Any) -> Mapping[str, str]:
+    """The docstring below each field of a class and of our own that it derives from, by the field's name."""
+    own = [base for base in model.__bases__ if base.__module__.startswith("forebay.")]
+    inherited = {name: text for base in own for name, text in field_docstrings(base).items()}
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
+    assert isinstance(tree, ast.ClassDef)
+    return inherited | {
+        field.target.id: inspect.cleandoc(text.value.value)
+        for field, text in zip(tree.body, tree.body[1:], strict=False)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+def _fields(model: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Name, annotation and default of each field."""
+    if issubclass(model, BaseModel):
+        for name, field in model.model_fields.items():
+            # The bounds of a number stand beside its type.
+            annotation = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+            yield name, annotation, field.get_default(call_default_factory=True)
+        return
+    for name, annotation in inspect.get_annotations(model, eval_str=True).items():
+        if not name.startswith("_"):
+            default = model.__dataclass_fields__[name].default
+            yield name, annotation, PydanticUndefined if default is MISSING else default
+
+
+def _table_in(annotation: Any) -> tuple[Any, bool]:
+    """The model of the table that a key holds, and whether it holds a list of them."""
+    origin = get_origin(annotation)
+    if origin is list:
+        return _table_in(get_args(annotation)[0])[0], True
+    for part in get_args(annotation) if origin else [annotation]:
+        if isinstance(part, type) and issubclass(part, BaseModel | SampleParams | Limits):
+            return part, False
+        if get_origin(part) is not None and (found := _table_in(part))[0] is not None:
+            return found
+    return None, False
+
+
+_WORDS = {
+    bool: "true, false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "path",
+    Any: "text or table",
+}
+
+
+def _values(annotation: Any) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [text for bound in arguments[1:] if (text := _bound(bound))]
+        return " ".join([_values(arguments[0]), *bounds])
+    if origin in (Union, types.UnionType):
+        parts = [_values(part) for part in arguments if part is not type(None)]
+        return " or ".join(dict.fromkeys(parts))
+    if origin is Literal:
+        return ", ".join(str(value) for value in arguments)
+    if origin in (list, Sequence):
+        return f"list of {_values(arguments[0])}"
+    if origin is tuple:
+        return f"list of {_values(arguments[0])}" if arguments[-1] is ... else f"{len(arguments)} values"
+    if isinstance(annotation, type) and issubclass(annotation, Component):
+        return "text or table"
+    return _WORDS.get(annotation, "table")
+
+
+def _bound(constraint: Any) -> str:
+    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
+        if (value := getattr(constraint, name, None)) is not None:
+            return f"{sign} {value}"
+    return ""
+
+
+def _shown(default: Any) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    if default is None:
+        return "none"
+    if default == sys.executable:
+        return "the run's own"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, Component):
+        return default.name
+    if isinstance(default, BaseModel | SampleParams | Limits):
+        return ""
+    return str(list(default) if isinstance(default, tuple) else default).replace("\n", "\\n")
+
+
+def _plain(text: str) -> str:
+    """One line; names of code in single backticks."""
+    return re.sub(r"\s+", " ", text.replace("``", "`")).strip()
+
+
+def find_keys(pattern: str | None) -> list[Key]:
+    """The keys whose path has `pattern` in it; if there is none, those whose meaning has.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest.
+    """
+    keys = [key for section in reference() for key in section.keys]
+    if pattern is None:
+        return keys
+    wanted = re.sub(r"\b\d+\b", "0", pattern.lower())
+    for text_of in (lambda key: key.path.lower(), lambda key: f"{key.of} {key.meaning}".lower()):
+        if found := [key for key in keys if wanted in text_of(key)]:
+            return found
+    paths = {key.path for key in keys}
+    near = difflib.get_close_matches(wanted, paths | {path.rpartition(".")[2] for path in paths}, n=3)
+    raise ConfigError(
+        f"no key of a run file has {pattern!r} in its name or meaning"
+        + (f"; did you mean {' or '.join(map(repr, near))}?" if near else "; `forebay keys` lists all")
+    )
+
+
+def as_page() -> str:
+    """The reference as Markdown."""
+    parts = [
+        "# Keys of a run file",
+        "Made from the config models by `python tests/test_keys.py`; `forebay keys PATTERN` shows some of\n"
+        "it. A key is written as a path, as in an override (`train.lr=1e-4`); `tasks.0` is the first\n"
+        "`[[tasks]]` table. A default of `none`: the key is left out. Times end in `_s` and are seconds.\n"
+        "What becomes of a row of data: [judges](judges.md#from-a-row-of-data-to-a-rollout).",
+    ]
+    for section in reference():
+        rows = [
+            f"| `{key.path}` | {key.values} | {_cell(key.default)} | {key.meaning} |" for key in section.keys
+        ]
+        table = "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
+        parts.append(f"## {section.title}\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return f"`` {text} ``".replace("|", "\\|") if text else ""
+
+
+def show_keys(
+    pattern: Annotated[
+        str | None, typer.Argument(help="Part of a key's path, or of what it means; left out: all keys.")
+    ] = None,
+) -> None:
+    """Say what the keys of a run file mean: values, defaults, units."""
+    with one_message():
+        keys = find_keys(pattern)
+        console = Console()
+        if not console.is_terminal:
+            for key in keys:
+                values = f"{key.values}; default: {key.default}" if key.default else key.values
+                of = f" ({key.of})" if key.of else ""
+                typer.echo(f"{key.path}{of}: {key.meaning} [{values}]")
+            return
+        table = Table("key", "values", "default", "meaning", show_lines=True)
+        for key in keys:
+            name = Text(key.path, "bold").append(f"\n{key.of}" if key.of else "", "dim")
+            table.add_row(name, Text(key.values), Text(key.default), Text(key.meaning))
+        console.print(table)

@@ -1,0 +1,190 @@
+"""The ``forebay replay`` command: a recorded training, once more, without an engine.
+
+::
+
+    forebay replay RUN_FOLDER                        every step; ends with "450 steps, bit-equal"
+    forebay replay RUN_FOLDER --until 7              stops after step 7 and shows what it was trained on
+    forebay replay RUN_FOLDER --until 7 --output X   X/trainer, X/buffer, X/batches.parquet
+    forebay replay RUN_FOLDER --batches-only         the buffer's part alone: seconds, not minutes
+
+Exit status: 0 if all steps are equal, 1 if a number differs, 2 if the record cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from forebay.cli.errors import one_message
+
+if TYPE_CHECKING:
+    from forebay.runs.record.batches import BatchFile
+    from forebay.runs.record.rerun import Replay, ReplayedStep
+
+MAX_LINES = 50
+"""About so many steps are listed, however many there are; those that differ always are."""
+_LOSS = "train/loss"
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="Of a run with record = true.")],
+    until: Annotated[
+        int | None, typer.Option(min=1, metavar="STEP", help="Stop after this train step and show its batch.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="A new folder for trainer, buffer and batches as they are at the end."),
+    ] = None,
+    batches_only: Annotated[
+        bool, typer.Option("--batches-only", help="Check the batches and leave out the training.")
+    ] = False,
+) -> None:
+    """Run a recorded training again, without an engine, and compare batches and losses."""
+    with one_message(ValueError, OSError):
+        is_equal = asyncio.run(_replay(folder, until, output, batches_only))
+    if not is_equal:
+        raise typer.Exit(1)
+
+
+async def _replay(folder: Path, until: int | None, output: Path | None, batches_only: bool) -> bool:
+    from transformers.utils.logging import disable_progress_bar
+
+    from forebay.runs.record.rerun import Replay
+
+    disable_progress_bar()
+    run = Replay(folder, trains=not batches_only)
+    last_recorded = max(run.recorded, default=0)
+    # One more: the step that the run failed at has no numbers.
+    if until is not None and until > last_recorded + 1:
+        raise ValueError(f"no train step {until} to stop after: the record ends with step {last_recorded}")
+    report = _Report(last_recorded if until is None else min(until, last_recorded))
+    with _batch_file(output) as batches:
+        async for step in run.steps(until=until):
+            report.add(step)
+            if batches is not None:
+                batches.add(step.train_step, step.groups)
+    last = report.last
+    if last is None or (until is not None and last.train_step < until):
+        raise ValueError(f"no train step {until or 1} in the record: it ends with step {last_recorded}")
+    if output is not None:
+        await _save(run, last, output)
+    if until is not None:
+        _show_batch(run, last)
+    typer.echo(report.verdict(last, batches_only))
+    return report.num_differing == 0
+
+
+class _Report:
+    """Lists the steps as they come."""
+
+    def __init__(self, total: int) -> None:
+        self.last: ReplayedStep | None = None
+        self.num_differing = 0
+        self._num_steps = 0
+        self._first_differing = 0
+        self._total = total
+        self._every = max(1, -(-total // MAX_LINES))
+        columns = ("step", 6), ("reward", 8), ("loss, recorded", 18), ("loss, replayed", 18)
+        typer.echo("  ".join(f"{name:>{width}}" for name, width in columns) + "  equal")
+
+    def add(self, step: ReplayedStep) -> None:
+        """Count a step, and print it if it is one of those that are listed."""
+        self._num_steps, self.last = self._num_steps + 1, step
+        if step.differences:
+            self.num_differing += 1
+            self._first_differing = self._first_differing or step.train_step
+        listed = step.train_step % self._every == 0 or step.train_step in (1, self._total)
+        if listed or step.differences or step.recorded is None or step.failure is not None:
+            typer.echo(_line(step))
+        for message in step.alarms:
+            typer.echo(f"warning: {message}")
+
+    def verdict(self, last: ReplayedStep, batches_only: bool) -> str:
+        """The one line that says it all."""
+        steps = f"{self._num_steps} step{'' if self._num_steps == 1 else 's'}"
+        if self.num_differing:
+            return f"{steps}, {self.num_differing} differ, the first is step {self._first_differing}"
+        if last.recorded is None:
+            # Its result was lost with the process, or it failed as it does now.
+            return f"{steps}, bit-equal up to step {last.train_step - 1}"
+        return f"{steps}, the same batches" if batches_only else f"{steps}, bit-equal"
+
+
+def _batch_file(output: Path | None) -> contextlib.AbstractContextManager[BatchFile | None]:
+    if output is None:
+        return contextlib.nullcontext()
+    from forebay.runs.record.batches import BatchFile
+
+    if output.exists() and any(output.iterdir()):
+        raise ValueError(f"{str(output)!r} is not empty; name a new folder for --output")
+    output.mkdir(parents=True, exist_ok=True)
+    return BatchFile(output / "batches.parquet")
+
+
+async def _save(run: Replay, last: ReplayedStep, output: Path) -> None:
+    saved = ["batches.parquet", "buffer"]
+    await run.buffer.save(output / "buffer")
+    # After a failed step the weights are those of no step.
+    if run.trainer is not None and last.failure is None:
+        run.trainer.save(output / "trainer")
+        saved.append("trainer")
+    typer.echo(f"after step {last.train_step}: {', '.join(saved)} in {output}")
+
+
+def _line(step: ReplayedStep) -> str:
+    recorded = None if step.recorded is None else step.recorded.get(_LOSS)
+    numbers = (step.train_step, 6, 6), (step.replayed.get("reward"), 8, 4)
+    losses = (recorded, 18, 12), (step.replayed.get(_LOSS), 18, 12)
+    if step.failure is not None:
+        equal = step.failure
+    elif step.recorded is None:
+        equal = "not recorded: the run ended here"
+    else:
+        equal = "yes" if not step.differences else "NO: " + _explain(step)
+    cells = [f"{_number(value, digits):>{width}}" for value, width, digits in (*numbers, *losses)]
+    return "  ".join([*cells, equal])
+
+
+def _explain(step: ReplayedStep) -> str:
+    assert step.recorded is not None
+    # The loss has columns of its own.
+    names = [name for name in step.differences if name != _LOSS] or step.differences
+    name = names[0]
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"{name} {_number(step.replayed.get(name))}, recorded {_number(step.recorded.get(name))}{more}"
+
+
+def _number(value: float | None, digits: int = 12) -> str:
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def _show_batch(run: Replay, step: ReplayedStep) -> None:
+    """What was trained on: a line per rollout."""
+    from forebay.inspection.views import number, plain, table, version_spans
+    from forebay.runs.record.reader import read_seeds
+
+    states = [state for group in step.groups for state in group]
+    seeds = read_seeds(run.history, {str(state.rollout_id) for state in states})
+    shown = table("rollout", "score", "tokens", "finish", "staleness", "seed", "made by", left=1)
+    shown.columns[6].justify = shown.columns[3].justify = "left"
+    for state in states:
+        score = (state.reward or {}).get("score")
+        shown.add_row(
+            plain(state.rollout_id),
+            number(score, 4),
+            number(len(state.response_ids)),
+            plain(state.finish_reason or "-"),
+            number(state.seq_staleness),
+            str(seeds.get(str(state.rollout_id), "-")),
+            plain(version_spans(state).removeprefix("weights: ")),
+        )
+    typer.echo(f"\nthe batch of train step {step.train_step}")
+    Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(
+        shown
+    )

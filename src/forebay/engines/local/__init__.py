@@ -1,0 +1,1 @@
+"""The engine inside the process: any transformers decoder on this machine."""

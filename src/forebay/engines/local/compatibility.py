@@ -1,0 +1,127 @@
+"""Whether a model can decode in a `DecodeBatch`; one that cannot is refused, never served wrongly.
+
+::
+
+    config --check_config--> plain attention?  --probe--> a few tokens, compared with a forward without cache
+
+The config tells of what shows only in long contexts (sliding windows, context-dependent positions); the probe
+finds everything else, whatever the architecture calls it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from forebay.engines.base import Completion, GenerateRequest
+from forebay.engines.local.batch import DecodeBatch, Ended, Row
+from forebay.types import SampleParams
+
+_PLAIN_LAYERS = {"full_attention"}
+_WINDOW_LAYERS = {"sliding_attention", "chunked_attention"}
+_MASKABLE_ATTENTION = {"sdpa", "eager"}
+
+_FLOAT32_TOLERANCE = 1e-3
+"""Of a log probability; rounding stays below 1e-4, a wrong mask or position is above 1e-2."""
+_PROBED_LENGTHS = (1, 2, 5)
+"""Without and with a prefill, and of different lengths, so that masks and positions of rows differ."""
+_PROBED_TOKENS = 3
+
+_HALF_TOLERANCE = 0.2
+"""The same for 16-bit weights, whose rounding alone reaches some 0.05."""
+
+
+def check_config(model: Any, max_context_tokens: int) -> None:
+    """Check that every layer attends to the whole context at positions of its own.
+
+    Raises:
+        ValueError: naming what does not fit, and the context in which it would.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; the engine runs decoder-only models")
+    attention = config._attn_implementation
+    if attention not in _MASKABLE_ATTENTION:
+        raise ValueError(
+            f"{name} was loaded with attn_implementation={attention!r}; load it with 'sdpa' or 'eager'"
+        )
+    layer_types = set(getattr(config, "layer_types", None) or [])
+    if other := sorted(layer_types - _PLAIN_LAYERS - _WINDOW_LAYERS):
+        raise ValueError(f"{name} has {', '.join(other)} layers; the engine runs plain attention only")
+    windowed = layer_types & _WINDOW_LAYERS or not layer_types
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if windowed and window is not None and window < max_context_tokens:
+        raise ValueError(
+            f"{name} attends to the last {window} tokens only, but the context is {max_context_tokens}; "
+            f"set model.max_context (in code: max_context_tokens) to {window} or less"
+        )
+    _check_rope(name, getattr(config, "rope_parameters", None) or {}, max_context_tokens)
+
+
+def _check_rope(name: str, rope: dict[str, Any], max_context_tokens: int) -> None:
+    kind = rope.get("rope_type")
+    limit = rope.get("original_max_position_embeddings") or 0
+    if kind in ("dynamic", "longrope") and max_context_tokens > limit:
+        raise ValueError(
+            f"{name} encodes positions by {kind!r} rope, which depends on the longest rollout of a batch; "
+            f"set model.max_context (in code: max_context_tokens) to {limit or 'the trained context'} or less"
+        )
+
+
+def probe(batch: DecodeBatch) -> None:
+    """Decode two short prompts of different lengths and compare with plain forward passes.
+
+    Raises:
+        ValueError: a forward pass fails, or the log probabilities differ by more than rounding.
+    """
+    name = type(batch.model).__name__
+    try:
+        worst = _worst_difference(batch)
+    # Models raise whatever their code runs into when masks or caches are not what it expects.
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot decode in a batch with a cache: {type(error).__name__}: {error}"
+        ) from error
+    tolerance = _FLOAT32_TOLERANCE if batch.model.dtype == torch.float32 else _HALF_TOLERANCE
+    # Weights that have diverged give NaN here, which passes: they are no fault of the architecture.
+    if worst > tolerance:
+        raise ValueError(
+            f"{name} decodes differently in a batch than alone (log probabilities differ by {worst:.3g}); "
+            f"its attention cache is not one that the engine can drive"
+        )
+
+
+@torch.inference_mode()
+def _worst_difference(batch: DecodeBatch) -> float:
+    vocab_size = batch.model.config.get_text_config().vocab_size
+    rows = [
+        Row(
+            GenerateRequest(
+                request_id="probe",
+                input_ids=np.arange(1, length + 1, dtype=np.int32) % vocab_size,
+                params=SampleParams(temperature=0.0, max_tokens=_PROBED_TOKENS),
+                max_tokens=_PROBED_TOKENS,
+                seed=0,
+            )
+        )
+        for length in _PROBED_LENGTHS
+        if length < batch.max_context_tokens
+    ]
+    batch.admit(rows)
+    ended: list[Ended] = []
+    while batch.size:
+        ended += batch.step(0)
+    return max(_difference(batch.model, row, completion) for row, completion in ended)
+
+
+def _difference(model: Any, row: Row, completion: Completion) -> float:
+    """The largest difference between the log probabilities and those of one forward without a cache."""
+    ids = completion.response_ids.astype(np.int64)
+    tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]))[None].to(model.device)
+    logits_TV = model(input_ids=tokens, use_cache=False).logits[0].float()
+    plain_TV = torch.log_softmax(logits_TV[len(row.request.input_ids) - 1 : -1], dim=-1).cpu()
+    expected = plain_TV.gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+    return float(np.abs(expected - completion.logprobs).max())

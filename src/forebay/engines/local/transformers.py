@@ -1,0 +1,414 @@
+"""An inference engine inside the process: any transformers decoder, many requests to one forward pass.
+
+Not a server and not a paged cache: for models that one device holds.
+
+::
+
+    generate() -> waiting -> [settle] -> admit -> step, step, ... -> Completion
+                     event loop         |      one worker thread      | event loop
+
+    _drive    consumes: waiting requests and aborts    waits for: the worker thread
+              woken by: `generate` on an idle engine   produces: completions, in the order they end
+
+The worker thread alone touches the model and the batch. It goes on stepping until something ends or the event
+loop has news for it (a request that fits, an abort, new weights), so that neither waits long for the other.
+Transformers' own continuous batching was measured first and does not serve: one seed for all requests,
+nothing back from a cancelled one, no weight version, and slower than `generate`
+(benchmarks/engine_batching.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from forebay.aio.batching import settle
+from forebay.engines.arguments import DEFAULT_MAX_BATCH
+from forebay.engines.base import Completion, EngineHealth, GenerateRequest
+from forebay.engines.local.batch import DecodeBatch, Ended, Row
+from forebay.engines.local.compatibility import check_config, probe
+from forebay.engines.weights.adapters import AdaptedWeights
+from forebay.engines.weights.takeover import copy_weights
+from forebay.models.starting_weights import AdaptersRefusedError
+
+logger = logging.getLogger(__name__)
+
+_MAX_TURNS = 1000
+"""Of the event loop for which requests wait for others of the same moment; a large batch takes hundreds."""
+
+
+class TransformersEngine:
+    """Generates with a transformers model on this machine; see `forebay.engines.base` for the contract.
+
+    The same request draws the same random numbers whatever runs beside it, and on CPU in float32 the same
+    tokens to the bit. One event loop at a time may use it.
+
+    >>> engine = TransformersEngine(model, tokenizer)                               # doctest: +SKIP
+    >>> request = GenerateRequest(request_id="a", input_ids=np.array([1, 5], np.int32),
+    ...                           params=SampleParams(), max_tokens=8, seed=0)      # doctest: +SKIP
+    >>> completion = await engine.generate(request)                                 # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_batch: int = DEFAULT_MAX_BATCH,
+        prefill_tokens: int = 8192,
+        takes_adapters: bool = True,
+        max_context_tokens: int | None = None,
+        model_step: int = 0,
+        device: str = "cpu",
+    ) -> None:
+        """Take over `model` (it is put into evaluation mode and on `device`).
+
+        Without a `tokenizer` requests cannot have stop texts. `max_context_tokens` left out is the model's
+        own limit. `max_batch` requests decode together, the rest wait; `prefill_tokens`, padding included, is
+        what one prefill pass may hold, and a longer prompt goes alone. With LoRA, an engine that
+        `takes_adapters` keeps a second copy of the adapted weights; one that does not is given merged ones.
+
+        Raises:
+            ValueError: the model is not a decoder with plain attention, the context is over its limit, or
+                `max_batch` or `prefill_tokens` is below 1.
+        """
+        if max_batch < 1 or prefill_tokens < 1:
+            raise ValueError(
+                f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}"
+            )
+        self._max_batch = max_batch
+        self._device = device
+        self._model = model.eval().to(device)
+        self._has_tokenizer = tokenizer is not None
+        self._max_context_tokens = _context_limit(model, max_context_tokens)
+        check_config(model, self._max_context_tokens)
+        self._batch = DecodeBatch(
+            self._model,
+            max_context_tokens=self._max_context_tokens,
+            prefill_tokens=prefill_tokens,
+            eos_token_ids=end_token_ids(model, tokenizer),
+            tokenizer=tokenizer,
+        )
+        probe(self._batch)
+        self._adapted = AdaptedWeights(self._model) if takes_adapters else None
+        self._model_step = model_step
+        self._waiting: dict[Row, asyncio.Future[Completion]] = {}
+        self._running: dict[Row, asyncio.Future[Completion]] = {}
+        self._aborting: set[Row] = set()
+        self._time_limits: dict[Row, asyncio.TimerHandle] = {}
+        self._overdue: set[Row] = set()
+        self._paused = False
+        self._closed = False
+        self._num_arrivals = 0
+        self._num_failed_passes = 0
+        self._driver: asyncio.Task[None] | None = None
+        self._news = threading.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-engine")
+
+    @property
+    def model_step(self) -> int:
+        """The step of the weights that make the next token."""
+        return self._model_step
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The most tokens, prompt and response together, one request may reach."""
+        return self._max_context_tokens
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue ``request.input_ids``.
+
+        Raises:
+            ValueError: the request can never run: empty, at or over the context, no budget, or stop texts
+                without a tokenizer.
+        """
+        self._check(request)
+        if self._closed:
+            return Completion(finish_reason="error", error_msg="the engine is closed")
+        if self._paused:
+            return Completion(finish_reason="abort")
+        row, future = Row(request), asyncio.get_running_loop().create_future()
+        self._waiting[row] = future
+        self._num_arrivals += 1
+        if self._driver is None:
+            self._driver = asyncio.create_task(self._drive())
+        elif len(self._running) < self._max_batch:
+            self._news.set()
+        try:
+            # Shielded: the row leaves the batch before its future is done, also when the caller is cancelled.
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._end([row])
+            raise
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with ``"abort"``; unknown ids are ignored."""
+        wanted = set(request_ids)
+        rows = [row for row in (*self._waiting, *self._running) if row.request.request_id in wanted]
+        await self._end_and_wait(rows)
+
+    async def pause(self) -> None:
+        """End every request with ``"abort"`` and take no new one until `resume`; free the cache."""
+        self._paused = True
+        await self._end_and_wait([*self._waiting, *self._running])
+        if not self._closed:
+            await self._in_thread(self._release)
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        self._paused = False
+
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
+        return 0 if self._closed else self._batch.num_made(request_id)
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        """Copy these parameters between two forward passes; running requests keep their caches.
+
+        Tied parameters may come under any of their names. Persistent buffers are optional.
+
+        Raises:
+            ValueError: a parameter is missing, unknown or of another shape; then nothing has changed.
+            RuntimeError: the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
+        await self._in_thread(self._load, weights, model_step)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether `load_adapters` may be called."""
+        return self._adapted is not None
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """Merge these adapters into the starting weights between two forward passes, as `load_weights` does.
+
+        Raises:
+            BaseDiffersError, AdaptersRefusedError, ValueError: see `TakesAdapters`; nothing has changed.
+            RuntimeError: the engine is closed.
+        """
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no adapters (those of step {model_step})")
+        if self._adapted is None:
+            raise AdaptersRefusedError("the engine was built to take no adapters")
+        await self._in_thread(self._load_adapters, self._adapted, adapters, config, model_step)
+
+    async def sleep(self) -> None:
+        """Give the device to somebody else: weights to the CPU, caches freed. `pause` comes first."""
+        assert self._paused, "an engine that generates cannot sleep; pause it first"
+        await self._in_thread(self._move, "cpu")
+
+    async def wake(self) -> None:
+        """Take the device again; `resume` may follow."""
+        await self._in_thread(self._move, self._device)
+
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is."""
+        return EngineHealth(
+            ok=not self._closed,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            model_step=self._model_step,
+            detail=f"{self._num_failed_passes} failed forward passes" if self._num_failed_passes else "",
+        )
+
+    async def close(self) -> None:
+        """End everything and free the weights; `generate` afterwards returns an error completion."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._end_and_wait([*self._waiting, *self._running])
+        await self._in_thread(self._release)
+        self._thread.shutdown()
+        del self._batch, self._model
+        self._adapted = None
+
+    # The event loop's side
+
+    def _check(self, request: GenerateRequest) -> None:
+        length = len(request.input_ids)
+        if length == 0:
+            raise ValueError(f"request {request.request_id!r} has no input tokens")
+        if length >= self._max_context_tokens:
+            raise ValueError(
+                f"request {request.request_id!r} has {length} input tokens, which leaves no room in the "
+                f"context of {self._max_context_tokens}; shorten the prompt or raise the context"
+            )
+        if request.max_tokens < 1:
+            raise ValueError(
+                f"request {request.request_id!r} may add {request.max_tokens} tokens; at least 1"
+            )
+        if request.params.stop and not self._has_tokenizer:
+            raise ValueError(
+                f"request {request.request_id!r} has stop texts {request.params.stop!r}, but the engine was "
+                f"built without a tokenizer; use stop_token_ids"
+            )
+
+    def _end(self, rows: Iterable[Row]) -> None:
+        """Abort rows: those that wait at once, those that run before their next token."""
+        for row in rows:
+            if row in self._running:
+                self._aborting.add(row)
+                self._news.set()
+            elif (future := self._waiting.pop(row, None)) is not None:
+                future.set_result(Completion(finish_reason="abort"))
+
+    async def _end_and_wait(self, rows: Sequence[Row]) -> None:
+        futures = [future for row in rows if (future := self._running.get(row)) is not None]
+        self._end(rows)
+        if futures:
+            await asyncio.wait(futures)
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> None:
+        """Run between two forward passes: the worker returns at the news and takes calls in turn."""
+        self._news.set()
+        await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    async def _drive(self) -> None:
+        """Run while there is work; see the module docstring."""
+        try:
+            await self._in_thread(self._batch.clear)
+            while self._waiting or self._running:
+                if len(self._running) < self._max_batch:
+                    await self._settle()
+                admitted = list(self._waiting)[: self._max_batch - len(self._running)]
+                self._running |= {row: self._waiting.pop(row) for row in admitted}
+                self._start_time_limits(admitted)
+                aborting, self._aborting = self._aborting, set()
+                self._news.clear()
+                self._deliver(
+                    await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self._work, admitted, aborting
+                    )
+                )
+        # Whatever went wrong, no caller may be left waiting; the error itself goes to each of them.
+        except Exception as error:
+            logger.exception("the engine's driver failed")
+            self._fail_all(error)
+        except asyncio.CancelledError:
+            self._fail_all(RuntimeError("the event loop ended"))
+            raise
+        finally:
+            # The worker may be stepping still if this task was cancelled.
+            self._news.set()
+            self._driver = None
+
+    async def _settle(self) -> None:
+        """Let all who are about to submit do so: then who runs together does not depend on timing."""
+        await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
+
+    def _start_time_limits(self, rows: Iterable[Row]) -> None:
+        loop = asyncio.get_running_loop()
+        for row in rows:
+            if row.request.time_limit_s is not None:
+                self._time_limits[row] = loop.call_later(row.request.time_limit_s, self._end_overdue, row)
+
+    def _end_overdue(self, row: Row) -> None:
+        self._overdue.add(row)
+        self._end([row])
+
+    def _deliver(self, ended: Sequence[Ended]) -> None:
+        for row, completion in ended:
+            if (timer := self._time_limits.pop(row, None)) is not None:
+                timer.cancel()
+            if row in self._overdue:
+                self._overdue.remove(row)
+                if completion.finish_reason == "abort":
+                    why = f"aborted after its time limit of {row.request.time_limit_s} s"
+                    completion = replace(completion, error_msg=why)
+            self._running.pop(row).set_result(completion)
+
+    def _fail_all(self, error: Exception) -> None:
+        for future in (*self._waiting.values(), *self._running.values()):
+            future.set_result(Completion(finish_reason="error", error_msg=_describe(error)))
+        for timer in self._time_limits.values():
+            timer.cancel()
+        for rows in (self._waiting, self._running, self._aborting, self._time_limits, self._overdue):
+            rows.clear()
+
+    # The worker thread's side
+
+    def _work(self, admitted: Sequence[Row], aborting: Iterable[Row]) -> list[Ended]:
+        """Admit, then step until something ends or the event loop has news."""
+        ended = self._batch.abort(aborting)
+        if admitted:
+            try:
+                self._batch.admit(admitted)
+            # A model may raise anything (out of memory, say): it fails these requests, not the engine.
+            except Exception as error:
+                ended += [
+                    (row, Completion(finish_reason="error", error_msg=message))
+                    for message in [self._failed_pass(error)]
+                    for row in admitted
+                ]
+        while self._batch.size and not ended and not self._news.is_set():
+            try:
+                ended = self._batch.step(self._model_step)
+            except Exception as error:
+                ended = self._batch.fail(self._failed_pass(error))
+        return ended
+
+    def _failed_pass(self, error: Exception) -> str:
+        self._num_failed_passes += 1
+        logger.error("a forward pass failed", exc_info=error)
+        return f"forward pass failed: {_describe(error)}"
+
+    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        copy_weights(self._model, weights)
+        if self._adapted is not None:
+            self._adapted.full_load()
+        self._model_step = model_step
+
+    def _load_adapters(
+        self,
+        adapted: AdaptedWeights,
+        adapters: Iterable[tuple[str, torch.Tensor]],
+        config: Mapping[str, Any],
+        model_step: int,
+    ) -> None:
+        adapted.load(adapters, config)
+        self._model_step = model_step
+
+    def _move(self, device: str) -> None:
+        self._model.to(device)
+        if self._adapted is not None:
+            self._adapted.to(device)
+        if torch.device(self._device).type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _release(self) -> None:
+        if self._batch.size == 0:
+            self._batch.release()
+
+
+def end_token_ids(model: Any, tokenizer: Any = None) -> set[int]:
+    """The ids that end a response: those of the model's generation config and the tokenizer's own."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    ids = set(own if isinstance(own, list) else [own])
+    ids.add(getattr(tokenizer, "eos_token_id", None))
+    return {token_id for token_id in ids if token_id is not None}
+
+
+def _context_limit(model: Any, wanted: int | None) -> int:
+    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    chosen = limit if wanted is None else wanted
+    if chosen is None:
+        raise ValueError(f"{type(model).__name__} states no context length; give max_context_tokens")
+    if chosen < 2 or (limit is not None and chosen > limit):
+        raise ValueError(
+            f"max_context_tokens is {chosen}; it must be at least 2 and at most the model's {limit}"
+        )
+    return chosen
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

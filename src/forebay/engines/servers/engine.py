@@ -1,0 +1,481 @@
+"""An engine behind HTTP: vLLM or SGLang, tokens in and tokens out.
+
+::
+
+    generate() --POST--> server --events--> pieces --> Completion
+        | cut: abort, time limit, pause, server lost        the tokens of all pieces read so far
+
+    load_weights(step), load_adapters(step):
+                 files.write -> interrupt what runs -> load the folder -> release -> go on
+    bring_up():  start or wait for the server -> load the current weights -> release -> check what it answers
+
+It starts no process by itself (`forebay.engines.servers.launch` does), knows no server's names for things
+(`forebay.engines.servers.dialects` does), nor what a server has (`forebay.engines.servers.weights`), and is
+told by `forebay.engines.servers.watch` that one is gone. One controller per server: pausing it pauses
+everybody's requests.
+
+While weights change requests wait here, also those that were running: they go on from their tokens when the
+new weights are there. Every token carries the step of the weights that made it: see
+`forebay.engines.servers.stream`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.local.stopping import StopTexts
+from forebay.engines.servers.check import check_context, check_probe, probe_request
+from forebay.engines.servers.dialects import VLLM, BadAnswer, Dialect, ErrorEvent
+from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
+from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink
+from forebay.engines.servers.stream import Stream
+from forebay.engines.servers.watch import Watch
+from forebay.engines.servers.weights import ServerWeights
+from forebay.engines.weights.files import WeightFiles, WrittenWeights
+from forebay.models.starting_weights import AdaptersRefusedError
+
+if TYPE_CHECKING:
+    import torch
+
+TOKENS_PER_PIECE = 16
+"""Asked of servers that take it. One event per token costs both sides more than it tells."""
+
+_ASK_EVERY_S = 1.0
+"""Seconds between two questions whether a server is back that others start."""
+_TRY_AGAIN_S = 10.0
+"""Between two tries to use such a server: it cannot be started anew."""
+_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
+"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
+_END_LIMIT_S = 5.0
+"""For requests to end after the server was paused; then their connections are closed."""
+_START_TRIES = 3
+"""Failures in a row to bring a server back, after which it is given up."""
+
+
+class HTTPEngine:
+    """One inference server; see `forebay.engines.base` for the contract, and `bring_up` first.
+
+    The same request draws the same random numbers, but what runs beside it changes a server's rounding, so
+    tokens may differ from run to run. A stop text that began before an interruption is found where a
+    tokenizer is given.
+
+    >>> engine = HTTPEngine("http://gpu7:8000", model="policy", max_context_tokens=4096,
+    ...                     files=WeightFiles(Path("/shared/weights")))                # doctest: +SKIP
+    >>> await engine.bring_up()                                                        # doctest: +SKIP
+    >>> completion = await engine.generate(request)                                    # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        server: str | LocalServer,
+        *,
+        model: str,
+        max_context_tokens: int,
+        files: WeightFiles,
+        dialect: Dialect | None = None,
+        tokenizer: Any = None,
+        model_step: int = 0,
+        start_limit_s: float = START_LIMIT_S,
+        api_key: str | None = None,
+        lora_rank: int = 0,
+    ) -> None:
+        """`server` is an address or a server to start; `model` is what it calls the model.
+
+        `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
+        may be away, and how long one may take to be ready for use. `api_key` goes with every request.
+        `lora_rank` is the highest rank of adapters that the server was started for; 0: none.
+        """
+        self._server = server if isinstance(server, LocalServer) else None
+        self._link = ServerLink(
+            dialect or VLLM(),
+            lambda: server if isinstance(server, str) else server.url,
+            {} if api_key is None else {"authorization": f"Bearer {api_key}"},
+        )
+        self._dialect = self._link.dialect
+        self._model = model
+        self._max_context_tokens = max_context_tokens
+        self._files = files
+        files.num_users += 1
+        self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
+        self._weights = ServerWeights(self._link, lora_rank=lora_rank, model_step=model_step)
+        self._start_limit_s = start_limit_s
+        self._streams: dict[Stream, None] = {}
+        self._watch = Watch(self._link, self._server, self._lose)
+        self._control = asyncio.Lock()
+        self._open = asyncio.Event()
+        self._open.set()
+        self._away = "it has not been brought up"
+        """Why there is no server; empty while there is one."""
+        self._was_up = False
+        self._paused = False
+        self._closed = False
+
+    def __str__(self) -> str:
+        return str(self._link)
+
+    @property
+    def model_step(self) -> int:
+        """The step of the weights that make the next token."""
+        return self._weights.model_step
+
+    @property
+    def max_context_tokens(self) -> int:
+        """The most tokens, prompt and response together, one request may reach."""
+        return self._max_context_tokens
+
+    # Requests
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue ``request.input_ids``.
+
+        Raises:
+            ValueError: the request can never run: empty, at or over the context, no budget, or its log
+                probabilities would not be those of what it draws from.
+        """
+        self._check(request)
+        stream = Stream(request, self._stop_texts)
+        self._streams[stream] = None
+        try:
+            while not stream.has_ended:
+                # It is closed while weights change.
+                if self._open.is_set():
+                    await self._go_on(stream)
+                else:
+                    await stream.until(self._open)
+        finally:
+            stream.close()
+            del self._streams[stream]
+        return stream.completion()
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with ``"abort"``; unknown ids are ignored.
+
+        Their connections are closed, which makes the server drop them.
+        """
+        wanted = set(request_ids)
+        for stream in self._streams:
+            if stream.request.request_id in wanted:
+                stream.cut("abort")
+
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request has by now, but for those of the piece to come; else 0."""
+        return sum(len(stream.ids) for stream in self._streams if stream.request.request_id == request_id)
+
+    # Control
+
+    async def pause(self) -> None:
+        """End every request with ``"abort"`` and take no new one until `resume`.
+
+        Raises:
+            EngineLost: the server does not answer.
+        """
+        self._paused = True
+        async with self._controlling():
+            await self._stop_all(goes_on=False)
+
+    async def resume(self) -> None:
+        """Take requests again.
+
+        Raises:
+            EngineLost: the server does not answer.
+        """
+        async with self._controlling():
+            await self._link.do(self._dialect.release)
+            self._paused = False
+
+    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        """Write these parameters to a folder (once for all engines that share it) and let the server load it.
+
+        Running requests wait meanwhile and go on over the new weights.
+
+        Raises:
+            EngineLost: the server is away, went away or refuses them; it loads the folder when it is brought
+                up.
+            ConfigError: they cannot be written; the server keeps what it has.
+            RuntimeError: the engine is closed.
+        """
+        await self._take_over(weights, model_step)
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the server was started for adapters, and has refused none yet."""
+        return self._weights.takes_adapters
+
+    async def load_adapters(
+        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
+    ) -> None:
+        """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base.TakesAdapters`.
+
+        The server computes with them beside its weights, so log probabilities are those of merged weights but
+        for rounding.
+
+        Raises:
+            BaseDiffersError: not known to be for the weights that the server has below adapters.
+            AdaptersRefusedError: the server cannot use such adapters; the server goes on as it was.
+            EngineLost, ConfigError, RuntimeError: as for `load_weights`.
+        """
+        self._weights.check(config)
+        await self._take_over(adapters, model_step, config)
+
+    async def _take_over(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        model_step: int,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> None:
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
+        written = await self._files.write(weights, model_step, adapters=adapters)
+        async with self._controlling():
+            try:
+                if self._away:
+                    raise EngineLost(f"{self}: {self._away}")
+                await self._load(written)
+            except AdaptersRefusedError:
+                raise
+            except BaseException:
+                # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
+                self._weights.model_step = model_step
+                raise
+
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is."""
+        ok = not (self._away or self._closed) and await self._link.is_healthy()
+        num_running = sum(1 for stream in self._streams if stream.ids)
+        return EngineHealth(
+            ok=ok,
+            num_running=num_running,
+            num_waiting=len(self._streams) - num_running,
+            model_step=self.model_step,
+            detail="" if ok else self._away or f"{self} does not answer",
+        )
+
+    async def close(self) -> None:
+        """End everything; stop the server if it was started here, else leave it unpaused."""
+        if self._closed:
+            return
+        self._closed = True
+        for stream in self._streams:
+            stream.cut("abort")
+        await self._watch.quiet()
+        if self._server is not None:
+            await self._server.stop()
+        elif self._was_up:
+            with contextlib.suppress(EngineLost, TimeoutError):
+                async with asyncio.timeout(_END_LIMIT_S):
+                    await self._link.do(self._dialect.release)
+        await self._link.close()
+        self._files.num_users -= 1
+        if not self._files.num_users:
+            self._files.close()
+
+    async def bring_up(self) -> None:
+        """Return once the server answers as it should and has the current weights.
+
+        A server of this machine that is down, or does not answer, or cannot be used, is started anew; for
+        another one this waits until it is there. One that never was up gets one try: it is set up wrongly;
+        so is one that refuses what it is asked right after its start.
+
+        Raises:
+            EngineLost: it could not be started, did not come back, or is not set up as it must be.
+        """
+        failures: list[str] = []
+        num_tries = _START_TRIES if self._was_up else 1
+        while len(failures) < num_tries:
+            if failures and self._server is None:
+                await asyncio.sleep(_TRY_AGAIN_S)
+            is_new = False
+            try:
+                is_new = await self._reach()
+                await self._prepare_in_time()
+                return
+            except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
+                self._lose(str(error))
+                failures.append(str(error))
+                if self._server is not None:
+                    await self._server.stop()
+                    if is_new and isinstance(error, ServerFailed):
+                        break
+        what = "; ".join(dict.fromkeys(failures))
+        where = "" if self._server is None else f" (its log: {self._server.log})"
+        raise EngineLost(f"given up after {len(failures)} tries: {what}{where}")
+
+    # What runs
+
+    def _check(self, request: GenerateRequest) -> None:
+        length = len(request.input_ids)
+        if not 0 < length < self._max_context_tokens:
+            raise ValueError(
+                f"request {request.request_id!r} has {length} input tokens; it needs at least one and fewer "
+                f"than the context of {self._max_context_tokens}"
+            )
+        if request.max_tokens < 1:
+            raise ValueError(
+                f"request {request.request_id!r} may add {request.max_tokens} tokens; at least 1"
+            )
+        self._dialect.check(request)
+
+    async def _go_on(self, stream: Stream) -> None:
+        """Let the server work on it, unless it has ended or cannot."""
+        if stream.has_ended:
+            return
+        if self._closed:
+            return stream.end("error", "the engine is closed")
+        if self._paused:
+            return stream.end("abort")
+        if self._away:
+            return stream.end("error", f"{self}: {self._away}", lost=True)
+        with self._watch.reading():
+            try:
+                async with stream.leg(step=self.model_step):
+                    await self._read(stream)
+            except Refused as error:
+                stream.end("error", str(error))
+            except (EngineLost, BadAnswer) as error:
+                stream.end("error", str(error), lost=True)
+
+    async def _read(self, stream: Stream) -> None:
+        """One leg of it. A server that is busy is asked again; it has done nothing yet."""
+        loop = asyncio.get_running_loop()
+        until_s, delay_s = loop.time() + _BUSY_LIMIT_S, _BUSY_FIRST_S
+        while True:
+            try:
+                return await self._read_answer(stream)
+            except Busy as busy:
+                if loop.time() > until_s:
+                    raise
+                await asyncio.sleep(max(delay_s, busy.after_s))
+                delay_s = min(2 * delay_s, _BUSY_MOST_S)
+
+    async def _read_answer(self, stream: Stream) -> None:
+        request = stream.rest()
+        max_tokens = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
+        body = self._dialect.body(
+            request, self._model, max_tokens, TOKENS_PER_PIECE, adapters=self._weights.adapters
+        )
+        async with contextlib.aclosing(self._link.events(body)) as events:
+            async for event in events:
+                self._watch.heard()
+                stream.add(self._dialect.read(event, stream.num_in_leg))
+                if stream.found_stop_text:
+                    return
+        if not stream.end_leg():
+            raise ServerFailed(f"{self}: the answer ended early")
+
+    @contextlib.asynccontextmanager
+    async def _controlling(self) -> AsyncIterator[None]:
+        """One control at a time; the server is lost if it fails or is cancelled: nobody knows what it did."""
+        async with self._control:
+            try:
+                yield
+            except AdaptersRefusedError:
+                # It does what it did before.
+                raise
+            except BaseException as error:
+                self._lose(str(error) or "what it was asked for was cancelled")
+                raise
+
+    async def _stop_all(self, *, goes_on: bool) -> None:
+        """Let the server abort all that runs, and return when all that was made has been read."""
+        streams = list(self._streams)
+        for stream in streams:
+            stream.stop_leg(goes_on=goes_on)
+        await self._link.do(self._dialect.pause)
+        for stream in streams:
+            # The server has ended all it knew of; a request that it did not know yet has made nothing.
+            if not stream.num_in_leg:
+                stream.cut_leg()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_END_LIMIT_S):
+                await self._watch.quiet()
+        for stream in streams:
+            stream.cut_leg()
+        await self._watch.quiet()
+
+    def _lose(self, why: str) -> None:
+        self._away = why.removeprefix(f"{self}: ")
+        for stream in self._streams:
+            stream.cut("error", f"{self}: {self._away}", lost=True)
+
+    # The server
+
+    async def _reach(self) -> bool:
+        """Return once the server answers; whether it was started for that.
+
+        Raises:
+            EngineLost: it does not.
+        """
+        if self._server is not None:
+            if self._server.is_running and await self._answers():
+                return False
+            self._lose(self._away or "it does not answer")
+            await self._server.start(self._link.is_ready)
+            return True
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + self._start_limit_s
+        while not await self._answers():
+            if loop.time() > until_s:
+                raise EngineLost(f"{self}: no server there that answers, for {self._start_limit_s:.0f} s")
+            # Another's server has no event for being back.
+            await asyncio.sleep(_ASK_EVERY_S)
+        return False
+
+    async def _answers(self) -> bool:
+        return await self._link.is_healthy() and await self._link.is_alive()
+
+    async def _prepare_in_time(self) -> None:
+        limit = asyncio.timeout(self._start_limit_s)
+        try:
+            async with limit, self._controlling():
+                await self._prepare()
+                # Others may have started theirs anew, in another way.
+                if self._server is None or not self._was_up:
+                    await check_context(self._link, self._model, self._max_context_tokens)
+                    await self._probe()
+                self._away, self._was_up = "", True
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise EngineLost(
+                f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s"
+            ) from None
+
+    async def _prepare(self) -> None:
+        """Load the current weights if the server lacks them; then let it make tokens."""
+        # Whoever brings it up pauses it again if need be; a stale pause would outlast the loading below.
+        self._paused = False
+        written = await self._files.latest()
+        if written is not None and not await self._weights.has(written):
+            return await self._load(written)
+        await self._link.do(self._dialect.release)
+
+    async def _probe(self) -> None:
+        stream = Stream(probe_request(self._dialect))
+        try:
+            await self._read(stream)
+        except ErrorEvent:
+            raise
+        except (Refused, BadAnswer) as error:
+            raise ServerFailed(f"{error}; {self._dialect.help}") from error
+        check_probe(self._link, stream.completion())
+
+    async def _load(self, written: WrittenWeights) -> None:
+        """Let the server take over weights; what runs is interrupted and goes on afterwards."""
+        self._open.clear()
+        try:
+            await self._stop_all(goes_on=True)
+            refusal: AdaptersRefusedError | None = None
+            try:
+                await self._weights.take(written)
+            except AdaptersRefusedError as error:
+                refusal = error
+            if not self._paused:
+                await self._link.do(self._dialect.release)
+            if refusal is not None:
+                raise refusal
+        finally:
+            self._open.set()

@@ -1,0 +1,164 @@
+"""Inference servers that a run starts on this machine, and ends with itself.
+
+::
+
+    start() --> guard --> server --> log file
+        ready: its health endpoint answers      ended before: EngineLost with the end of its log
+    stop() --> guard's input closes --> the server's whole process tree ends
+
+It does not talk to the server beyond its health: that is the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from forebay.engines.base import EngineLost
+from forebay.engines.servers import guard as server_guard
+
+START_LIMIT_S = 900.0
+"""Large models take minutes to load and compile."""
+
+_ASK_EVERY_S = 0.5
+"""Seconds between two questions whether a starting server is ready: another's process has no event for it."""
+
+_TAIL_LINES = 15
+_TAIL_BYTES = 8192
+"""Of a log: where the error stands."""
+
+_STOP_LIMIT_S = server_guard.GRACE_S + 5
+
+
+class LocalServer:
+    """A server process on this machine.
+
+    Invariants: at most one process at a time; when this object's process dies, however it dies, so does the
+    server with all its children; a restart gets a port of its own.
+
+    >>> server = LocalServer(lambda port: ["python", "-m", "http.server", str(port)],
+    ...                      log=Path("server.log"))                                   # doctest: +SKIP
+    >>> await server.start(is_ready)                                                   # doctest: +SKIP
+    >>> server.url                                                                     # doctest: +SKIP
+    'http://127.0.0.1:41723'
+    """
+
+    def __init__(
+        self,
+        command: Callable[[int], Sequence[str]],
+        *,
+        log: Path,
+        environment: Mapping[str, str | None] | None = None,
+        start_limit_s: float = START_LIMIT_S,
+    ) -> None:
+        """`command` makes the command line for a port; `environment` is added to this process's own, less
+        what is None there.
+        """
+        self._command = command
+        self.log = log
+        """Its output; appended to by every start."""
+        self._environment = dict(environment or {})
+        self._start_limit_s = start_limit_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._port = 0
+
+    @property
+    def url(self) -> str:
+        """Where it answers, from `start` on."""
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a process."""
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
+        """Start the process and wait until `is_ready`, which is asked again and again.
+
+        Raises:
+            EngineLost: it ended before, or took too long (then it is stopped).
+        """
+        await self.stop()
+        self._port = _free_port()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, server_guard.__file__, *self._command(self._port)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=self._whole_environment(),
+                # Ctrl-C in a terminal is for the run, which still needs its servers to finish.
+                start_new_session=True,
+            )
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            while not await is_ready():
+                if ended.done():
+                    raise EngineLost(
+                        f"the server ended with exit code {ended.result()} after "
+                        f"{loop.time() - began_s:.0f} s; the end of {self.log}:\n{self.log_tail()}"
+                    )
+                if loop.time() - began_s > self._start_limit_s:
+                    raise EngineLost(
+                        f"the server was not ready after {self._start_limit_s:.0f} s; the end of "
+                        f"{self.log}:\n{self.log_tail()}"
+                    )
+                await asyncio.wait([ended], timeout=_ASK_EVERY_S)
+        except BaseException:
+            await self.stop()
+            raise
+        finally:
+            ended.cancel()
+
+    async def wait(self) -> int:
+        """Wait for the process to end; its exit code."""
+        assert self._process is not None, "wait before start"
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """End the process with all its children, if there is one."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            # Processes that were forked from this one may hold the pipe open, too.
+            process.terminate()
+        try:
+            async with asyncio.timeout(_STOP_LIMIT_S):
+                await process.wait()
+        except TimeoutError:
+            # The guard itself hangs.
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+        finally:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                await process.stdin.wait_closed()
+
+    def _whole_environment(self) -> dict[str, str]:
+        merged = {**os.environ, **self._environment}
+        return {name: value for name, value in merged.items() if value is not None}
+
+    def log_tail(self) -> str:
+        """The last lines of its log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(lines[-_TAIL_LINES:])
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -1,0 +1,190 @@
+"""A request while a server works on it: its tokens so far, and how it ends.
+
+::
+
+    leg(step): send `rest()` --> add(piece), add(piece), ...      the next leg, if it was interrupted
+    cut(reason) from outside: the reading ends, what was read stays          --> completion()
+
+A leg is one request to the server, all of whose tokens are made by the same weights: an update of the weights
+interrupts what runs, and a new leg goes on from the tokens. So every token is labeled exactly, whenever its
+piece arrives. (A server can also hold its requests while weights change. Then nothing tells of a piece that
+arrives late which weights made it, and what the old ones cached has to be computed anew all the same.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from forebay.engines.base import Completion, GenerateRequest
+from forebay.engines.local.stopping import StopTexts
+from forebay.engines.servers.dialects import Piece
+
+
+class Stream:
+    """One request at a server.
+
+    Invariants: tokens, log probabilities and labels are equally many; the end that the server reports wins
+    over a cut, so that nothing is continued that has ended.
+
+    >>> stream = Stream(request)                                                    # doctest: +SKIP
+    >>> while not stream.has_ended:                                                 # doctest: +SKIP
+    ...     async with stream.leg(step=engine.model_step):
+    ...         async for event in link.events(body_of(stream.rest())):
+    ...             stream.add(dialect.read(event, stream.num_in_leg))
+    >>> stream.completion().model_steps                                             # doctest: +SKIP
+    array([3, 3], dtype=int32)
+    """
+
+    def __init__(self, request: GenerateRequest, stop_texts: StopTexts | None = None) -> None:
+        self.request = request
+        self.ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._steps: list[int] = []
+        self._stop_texts = stop_texts
+        self._leg_start = 0
+        self._step = 0
+        self._reading: asyncio.Timeout | None = None
+        self._stopping = False
+        self._goes_on = False
+        self.leg_has_ended = False
+        """The server has said how."""
+        self.found_stop_text = False
+        """The server would go on, but the response is complete."""
+        self._timer: asyncio.TimerHandle | None = None
+        self._end: tuple[str, str | None, bool] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing more to make."""
+        return self._end is not None
+
+    @property
+    def num_in_leg(self) -> int:
+        """Tokens of the current leg so far."""
+        return len(self.ids) - self._leg_start
+
+    def rest(self) -> GenerateRequest:
+        """What is left to do, as a request."""
+        if not self.ids:
+            return self.request
+        return replace(
+            self.request,
+            input_ids=np.concatenate([self.request.input_ids, np.array(self.ids, np.int32)]),
+            max_tokens=self.request.max_tokens - len(self.ids),
+        )
+
+    @asynccontextmanager
+    async def leg(self, *, step: int) -> AsyncIterator[None]:
+        """What is done in here reads one answer, made by the weights of `step`; a cut ends it."""
+        self._leg_start, self._step = len(self.ids), step
+        self._stopping = self._goes_on = self.leg_has_ended = False
+        async with self._until_cut():
+            yield
+
+    async def until(self, event: asyncio.Event) -> None:
+        """Wait for `event` or for a cut, whichever comes first."""
+        async with self._until_cut():
+            await event.wait()
+
+    @asynccontextmanager
+    async def _until_cut(self) -> AsyncIterator[None]:
+        self._reading = asyncio.timeout(None)
+        try:
+            async with self._reading:
+                yield
+        except TimeoutError:
+            if not self._reading.expired():
+                raise
+        finally:
+            self._reading = None
+
+    def add(self, piece: Piece) -> None:
+        """Take in what the server sent."""
+        if piece.ids and not self.ids:
+            self._start_time_limit()
+        self.ids += piece.ids
+        self._logprobs += piece.logprobs
+        self._steps += [self._step] * len(piece.ids)
+        if piece.finish_reason is not None:
+            self.leg_has_ended = True
+            if not (self._goes_on and piece.finish_reason == "abort"):
+                self._end = (piece.finish_reason, None, False)
+        if self._completes_stop_text(len(piece.ids)):
+            self.found_stop_text, self._end = True, ("stop", None, False)
+
+    def end(self, reason: str, why: str | None = None, *, lost: bool = False) -> None:
+        """Say how it ended, unless that is known already."""
+        self._end = self._end or (reason, why, lost)
+
+    def cut(self, reason: str, why: str | None = None, *, lost: bool = False) -> None:
+        """End it from outside."""
+        self.end(reason, why, lost=lost)
+        self._stop_reading()
+
+    def stop_leg(self, *, goes_on: bool) -> None:
+        """The server will abort this leg, which is the end, or another leg goes on."""
+        self._stopping, self._goes_on = True, goes_on
+
+    def end_leg(self) -> bool:
+        """The answer has ended; whether it should have: it said how, or it was to be aborted.
+
+        A server may say nothing of a request that it aborts before the first token.
+        """
+        if self._stopping and not self.leg_has_ended:
+            self.add(Piece(finish_reason="abort"))
+        return self.leg_has_ended
+
+    def cut_leg(self) -> None:
+        """End the leg from outside, after `stop_leg`."""
+        if not self._goes_on:
+            self.end("abort")
+        self._stop_reading()
+
+    def close(self) -> None:
+        """Forget about the time limit."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def completion(self) -> Completion:
+        """What has come of it."""
+        assert self._end is not None, "a stream was left without an end"
+        reason, why, lost = self._end
+        return Completion(
+            response_ids=np.array(self.ids, np.int32),
+            logprobs=np.array(self._logprobs, np.float32),
+            model_steps=np.array(self._steps, np.int32),
+            finish_reason=reason,
+            error_msg=why,
+            lost=lost,
+        )
+
+    def _stop_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.reschedule(asyncio.get_running_loop().time())
+
+    def _start_time_limit(self) -> None:
+        """From the first token on: before that it may have waited for its turn."""
+        if (limit_s := self.request.time_limit_s) is not None:
+            why = f"aborted after its time limit of {limit_s} s"
+            self._timer = asyncio.get_running_loop().call_later(limit_s, self.cut, "abort", why)
+
+    def _completes_stop_text(self, num_new: int) -> bool:
+        """Whether the response ends in a stop text that began before this leg, which no server can know.
+
+        What was made beyond it is dropped.
+        """
+        stop, texts, request = self.request.params.stop, self._stop_texts, self.request
+        if not (stop and texts and request.num_earlier + self._leg_start):
+            return False
+        count = texts.num_tail_tokens(stop)
+        before = request.input_ids[-request.num_earlier :].tolist() if request.num_earlier else []
+        for end in range(len(self.ids) - num_new + 1, min(len(self.ids), self._leg_start + count) + 1):
+            if texts.completed(stop, (before + self.ids[:end])[-count:]):
+                del self.ids[end:], self._logprobs[end:], self._steps[end:]
+                return True
+        return False

@@ -1,0 +1,1 @@
+"""Handing the trainer's weights to engines."""

@@ -1,0 +1,329 @@
+"""Weights for servers that load them from a folder: written once per model step, whoever asks for them.
+
+::
+
+    write(weights, step) --> .writing-... --rename--> run-5f0c21aa/step_000007-1/     a whole model
+    write, by another engine at the same time: the same folder                       older ones are deleted
+
+    write(adapters, step, adapters=config): the same, with what peft writes, for the base below them:
+        the last whole weights, which stay; before any, those that the servers began with
+          | not known to have the base fingerprint in `config`: BaseDiffersError
+
+    first write --> run-5f0c21aa/lock, held as long as the process lives
+                    other run-.../ whose lock nobody holds: left by a run that was killed, deleted
+
+The folder is whole as soon as it has its name. The one before the current one is kept: a server may still be
+reading it. In a folder in memory (``/dev/shm``) this is a hand-over through shared memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from forebay.config import ConfigError
+from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+NUM_KEPT = 2
+"""The current weights, and those that a slow server may still be reading; of adapters likewise."""
+
+_SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""What a model folder holds besides weights."""
+_WEIGHT_INDEX = "*.index.json"
+"""Says which file has which tensor; there is only one file here."""
+_RUN_PREFIX, _LOCK = "run-", "lock"
+
+
+@dataclass(frozen=True)
+class WrittenWeights:
+    """Weights that servers can load."""
+
+    model_step: int
+    folder: Path
+    version: str
+    """What servers are told to call them: no other weights, of this run or another, have this name.
+
+    That of adapters is that of their base, a plus sign, and more.
+    """
+    base: WrittenWeights | None = None
+    """Of adapters: the whole weights below them. None: these are whole."""
+    is_start: bool = False
+    """Whether servers have them when they start, though nobody has loaded them."""
+
+
+class WeightFiles:
+    """The weights that all servers of a run should have, as a model folder.
+
+    Invariants: `current` is complete on disk; calls that overlap and have the same weights object and step
+    write once; at most `NUM_KEPT` folders are kept, and as many of adapters; what the current adapters lie on
+    is. Several of them may share one folder, also from several processes: each writes into its own part of
+    it, and deletes the parts of processes of this machine that have died.
+
+    >>> files = WeightFiles(Path("/dev/shm/run"), model_folder=Path("model"))          # doctest: +SKIP
+    >>> (await files.write(model.named_parameters(), 7)).folder                        # doctest: +SKIP
+    PosixPath('/dev/shm/run/run-5f0c21aa/step_000007-1')
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        model_folder: Path | None = None,
+        *,
+        written_out: Mapping[str, str] | None = None,
+        starting_dtype: str | None = None,
+    ) -> None:
+        """Write into `folder`, which is made with the first weights; config and tokenizer of `model_folder`
+        are put beside them, for servers that want a whole model.
+
+        `written_out` names weights that are another's under a second name, and are to be written all the
+        same: see `forebay.engines.weights.untie_embeddings`. `starting_dtype` says that all servers begin
+        with the weights in `model_folder`, held as this (``float32``, say); None: what they begin with is not
+        known.
+        """
+        self._written_out = dict(written_out or {})
+        self._folder = folder
+        self._model_folder = model_folder
+        # So that a server with weights of the same step of another run does not pass for up to date.
+        self._name = uuid.uuid4().hex[:8]
+        self._part: _Part | None = None
+        self._num_written = 0
+        self.num_users = 0
+        """Engines that use it; the last one that is closed deletes everything."""
+        self._start = (
+            None
+            if starting_dtype is None or model_folder is None
+            else WrittenWeights(0, model_folder, f"{self._name}-start", is_start=True)
+        )
+        self._starting_dtype = starting_dtype
+        self._whole: list[WrittenWeights] = []
+        self._adapters: list[WrittenWeights] = []
+        self._current: WrittenWeights | None = None
+        self._fingerprints: dict[str, str] = {}
+        """Of whole weights, by version: it takes a while."""
+        self._writing: _Writing | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where everything is written; servers must see it, too."""
+        return self._folder
+
+    @property
+    def current(self) -> WrittenWeights | None:
+        """The latest weights; None before the first."""
+        return self._current
+
+    async def write(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        model_step: int,
+        *,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> WrittenWeights:
+        """Write them, unless somebody is just doing so; return when they are `current`.
+
+        The tensors are read before it returns. One of two that share their memory (tied weights) is left
+        out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters.
+
+        Raises:
+            ConfigError: the folder cannot be written to, or there is no room left.
+            BaseDiffersError: these adapters are not known to be for what servers have below adapters.
+        """
+        earlier = self._writing
+        if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
+            return await asyncio.shield(earlier.task)
+        after = None if earlier is None else earlier.task
+        task = asyncio.create_task(self._write(dict(weights), model_step, adapters, after))
+        self._writing = _Writing(weights, model_step, task)
+        task.add_done_callback(self._note_written)
+        return await asyncio.shield(task)
+
+    async def latest(self) -> WrittenWeights | None:
+        """`current`, once nothing is being written any more; None before the first."""
+        while self._writing is not None:
+            await asyncio.wait([self._writing.task])
+        return self.current
+
+    def _note_written(self, task: asyncio.Task[WrittenWeights]) -> None:
+        if self._writing is not None and self._writing.task is task:
+            self._writing = None
+        if not task.cancelled():
+            # Told to those who wait; there may be none.
+            task.exception()
+
+    async def _write(
+        self,
+        weights: dict[str, torch.Tensor],
+        model_step: int,
+        adapters: Mapping[str, Any] | None,
+        after: asyncio.Task[WrittenWeights] | None,
+    ) -> WrittenWeights:
+        from safetensors import SafetensorError
+
+        if after is not None:
+            # In the order they were given, so that the last ones are current.
+            await asyncio.wait([after])
+        base = None if adapters is None else await asyncio.to_thread(self._base, adapters)
+        self._num_written += 1
+        name = f"step_{model_step:06d}-{self._num_written}"
+        try:
+            folder = await asyncio.to_thread(self._write_folder, weights, name, adapters)
+        # A full disk is the latter's.
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(
+                f"the weights of step {model_step} cannot be written to {str(self._folder)!r}: {error}; make "
+                f"room there, or set the engine's weights_folder to another folder"
+            ) from error
+        version = f"{self._name}-{name}" if base is None else f"{base.version}+{name}"
+        self._current = WrittenWeights(model_step, folder, version, base)
+        kept = self._whole if base is None else self._adapters
+        kept.append(self._current)
+        while len(kept) > NUM_KEPT:
+            await asyncio.to_thread(shutil.rmtree, kept.pop(0).folder, ignore_errors=True)
+        return self._current
+
+    def _base(self, config: Mapping[str, Any]) -> WrittenWeights:
+        """The whole weights that these adapters are for."""
+        base = self._whole[-1] if self._whole else self._start
+        if base is None:
+            raise BaseDiffersError(
+                "nobody knows which weights the servers began with; give them the starting weights first"
+            )
+        wanted = config.get(BASE_FINGERPRINT)
+        if wanted is not None and wanted != (found := self._fingerprint(base)):
+            raise BaseDiffersError(
+                f"these adapters are for the starting weights {wanted[:12]}, but the servers hold "
+                f"{found[:12]}; give them those first, or all weights"
+            )
+        return base
+
+    def _fingerprint(self, base: WrittenWeights) -> str:
+        if base.version not in self._fingerprints:
+            dtype = self._starting_dtype if base.is_start else None
+            stored = _stored(base.folder, dtype, leave_out=self._written_out)
+            self._fingerprints[base.version] = fingerprint(stored)
+        return self._fingerprints[base.version]
+
+    def _write_folder(
+        self, weights: dict[str, torch.Tensor], name: str, adapters: Mapping[str, Any] | None
+    ) -> Path:
+        from safetensors.torch import save_file
+
+        if self._part is None:
+            self._part = _Part(self._folder, self._name)
+        unfinished = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._part.folder))
+        try:
+            # mkdtemp makes it private; a server may run as somebody else.
+            unfinished.chmod(0o755)
+            kept, file = _without_shared(weights), "adapter_model.safetensors"
+            if adapters is not None:
+                # Servers have no use for our own key, and their peft would warn of it.
+                config = {key: value for key, value in adapters.items() if key != BASE_FINGERPRINT}
+                text = json.dumps(config, indent=2)
+                (unfinished / "adapter_config.json").write_text(text, encoding="utf-8")
+            else:
+                file = "model.safetensors"
+                kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
+                if self._model_folder is not None:
+                    _copy_small_files(self._model_folder, unfinished)
+            save_file(kept, unfinished / file, metadata={"format": "pt"})
+            return unfinished.rename(self._part.folder / name)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def close(self) -> None:
+        """Delete everything that was written."""
+        if self._part is not None:
+            self._part.close()
+            self._part = None
+        self._whole.clear()
+        self._adapters.clear()
+        self._current = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Writing:
+    weights: Iterable[tuple[str, torch.Tensor]]
+    """The object itself says whose they are."""
+    model_step: int
+    task: asyncio.Task[WrittenWeights]
+
+
+class _Part:
+    """A subfolder that is this process's own as long as it lives; made after those of dead ones are deleted.
+
+    Only those of this machine: file systems that several machines share do not always share the locks.
+    """
+
+    def __init__(self, parent: Path, name: str) -> None:
+        parent.mkdir(parents=True, exist_ok=True)
+        for other in parent.glob(f"{_RUN_PREFIX}*/{_LOCK}"):
+            _delete_if_dead(other)
+        self.folder = parent / f"{_RUN_PREFIX}{name}"
+        # Under its name only with its lock, or it would pass for a dead one's.
+        unnamed = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
+        unnamed.chmod(0o755)
+        lock = os.open(unnamed / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        self._unlock = weakref.finalize(self, os.close, lock)
+        os.write(lock, socket.gethostname().encode())
+        # A file system without locks: nobody will take it for dead either.
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        unnamed.rename(self.folder)
+
+    def close(self) -> None:
+        """Delete it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+
+def _delete_if_dead(lock: Path) -> None:
+    with contextlib.suppress(OSError), lock.open("rb") as file:
+        if file.read() == socket.gethostname().encode():
+            # Refused while its process lives.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent, ignore_errors=True)
+
+
+def _copy_small_files(source: Path, target: Path) -> None:
+    for pattern in _SMALL_FILES:
+        for file in source.glob(pattern):
+            if not file.match(_WEIGHT_INDEX):
+                shutil.copyfile(file, target / file.name)
+
+
+def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    kept: dict[int, str] = {}
+    for name, tensor in weights.items():
+        kept.setdefault(tensor.data_ptr(), name)
+    return {name: weights[name].detach().cpu().contiguous() for name in kept.values()}
+
+
+def _stored(
+    folder: Path, dtype: str | None, *, leave_out: Collection[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights in a model folder, one after another, those of floating point as `dtype`."""
+    import torch
+    from safetensors import safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping.
+                if name not in leave_out:
+                    tensor = file.get_tensor(name)
+                    is_cast = dtype is not None and tensor.is_floating_point()
+                    yield name, tensor.to(getattr(torch, dtype or "")) if is_cast else tensor

@@ -1,0 +1,231 @@
+"""Handing weights to engines in other processes of this machine, through shared memory.
+
+::
+
+    trainer's process                                        each engine's process
+    load_weights of engine 1 --+
+    load_weights of engine 2 --+-> SharedMemoryHandOver        WeightInbox
+         written once for all into one file in memory
+              --message: path, layout--------------------------> maps the file --> engine.load_weights
+         <------------------------------------------------------ answered when they are in use
+
+With LoRA, adapters travel in the same way; the message then has their config too, and the inbox calls
+``engine.load_adapters``, which puts them on the engine's starting weights.
+
+An engine takes weights over only when all of them have arrived, so one that dies in between, or a sender that
+does, leaves the others with whole weights. The messages are plain data; which way they travel (a socket, a
+Ray call) is the member's affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+
+from forebay.engines.base import Engine, EngineLost, TakesAdapters
+from forebay.engines.weights.layout import from_message, layout_of
+from forebay.models.starting_weights import AdaptersRefusedError
+
+Weights = Sequence[tuple[str, torch.Tensor]]
+
+
+class Member(Protocol):
+    """An engine elsewhere that takes part in hand-overs."""
+
+    async def send_weights(self, message: dict[str, Any]) -> None:
+        """Have the engine's `WeightInbox` handle `message`; returns once it has."""
+        ...
+
+
+class SharedMemoryHandOver:
+    """Writes weights into memory that every engine on this machine can map.
+
+    Invariants: whatever the number of engines, there is one copy, which is written once a hand-over. Memory
+    that an engine may still read is not written again: a hand-over that begins meanwhile gets memory of its
+    own, so that an engine that hangs holds nobody up. It goes when the last process that has it ends, however
+    that ends, and here with the last member. Adapters have memory of their own beside the whole weights.
+
+    >>> hand_over = SharedMemoryHandOver()
+    >>> hand_over.close()
+    """
+
+    def __init__(self) -> None:
+        self._whole: _Written | None = None
+        self._adapters: _Written | None = None
+        """What was given since then, if that were adapters."""
+        self._num_members = 0
+
+    def join(self) -> None:
+        """Keep the memory for one member more."""
+        self._num_members += 1
+
+    def leave(self) -> None:
+        """Free the memory if the member that goes was the last."""
+        self._num_members -= 1
+        if self._num_members == 0:
+            self.close()
+
+    async def load(
+        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
+    ) -> None:
+        """Return once `member` uses `weights`. Calls with the same object share one hand-over.
+
+        With `adapters`, the config of LoRA adapters, `weights` are these, for the member's starting weights.
+        """
+        written = self._latest(weights, model_step, adapters)
+        try:
+            await self._give(member, written)
+        except ValueError:
+            if self._adapters is written:
+                # An engine that begins anew would refuse them too.
+                self._adapters = None
+            raise
+
+    async def again(self, member: Member) -> None:
+        """Give a member that began anew the weights of the last hand-over, if there was one.
+
+        Where these were adapters, it gets the whole weights of an earlier hand-over before them.
+
+        Raises:
+            EngineLost: it refuses the adapters that it, or others, have taken before.
+        """
+        if (whole := self._whole) is not None:
+            await self._give(member, whole)
+        if (written := self._adapters) is not None:
+            try:
+                await self._give(member, written)
+            except AdaptersRefusedError as error:
+                # The others have them still, and the run does not hear of it: this one cannot take part.
+                raise EngineLost(
+                    f"it cannot use the adapters of step {written.model_step}: {error}"
+                ) from error
+
+    async def _give(self, member: Member, written: _Written) -> None:
+        assert written.message is not None
+        written.num_readers += 1
+        message = await asyncio.shield(written.message)
+        try:
+            await member.send_weights(
+                {**message, "model_step": written.model_step, "adapters": written.adapters}
+            )
+        except (EngineLost, ValueError):
+            # It is gone, or has refused them: either way it does not read.
+            written.num_readers -= 1
+            raise
+        # Whoever was given up, or failed otherwise, may still be at it: then it counts for ever.
+        written.num_readers -= 1
+
+    def _latest(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> _Written:
+        """`weights` on their way to the memory, which has others until now or these already."""
+        earlier = self._whole if adapters is None else self._adapters
+        if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
+            return earlier
+        written = _Written(weights, model_step, adapters)
+        written.message = asyncio.ensure_future(self._write(written, earlier))
+        if adapters is None:
+            self._whole, self._adapters = written, None
+        else:
+            self._adapters = written
+        return written
+
+    async def _write(self, written: _Written, earlier: _Written | None) -> dict[str, Any]:
+        free: _MemoryFile | None = None
+        if earlier is not None and earlier.message is not None:
+            await asyncio.wait([earlier.message])
+            free = earlier.file if earlier.num_readers == 0 else None
+        return await asyncio.to_thread(self._fill, written, free)
+
+    def _fill(self, written: _Written, free: _MemoryFile | None) -> dict[str, Any]:
+        layout = layout_of(written.weights)
+        if free is None or free.num_bytes != layout.num_bytes:
+            free = _MemoryFile(layout.num_bytes)
+        layout.write(free.data, written.weights)
+        written.file = free
+        return {
+            "path": free.path,
+            "inode": free.inode,
+            "layout": layout.to_message(),
+        }
+
+    def close(self) -> None:
+        """Let go of the memory; an engine that has mapped it may still read it."""
+        for written in (self._whole, self._adapters):
+            if written is not None and written.file is not None:
+                written.file.close()
+        self._whole = self._adapters = None
+
+
+class WeightInbox:
+    """The engine's side of a hand-over.
+
+    >>> inbox = WeightInbox(engine)                                                 # doctest: +SKIP
+    >>> await inbox.handle(message)                                                 # doctest: +SKIP
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._mapped: tuple[int, torch.Tensor] | None = None
+        self._turn = asyncio.Lock()
+
+    async def handle(self, message: dict[str, Any]) -> None:
+        """Bring the weights that `message` announces into use, after those that were announced before.
+
+        Raises:
+            RuntimeError: the memory was given back meanwhile; the engine keeps what it has.
+            ValueError: they are not those of the engine's model, or adapters that it refuses.
+        """
+        layout = from_message(message["layout"])
+        # One that the sender has given up may still be at it, and must not end after a later one.
+        async with self._turn:
+            data = self._map(message["path"], message["inode"], layout.num_bytes)
+            weights, step, adapters = layout.views(data), message["model_step"], message["adapters"]
+            if adapters is None:
+                await self._engine.load_weights(weights, step)
+            else:
+                await cast("TakesAdapters", self._engine).load_adapters(weights, step, config=adapters)
+
+    def _map(self, path: str, inode: int, num_bytes: int) -> torch.Tensor:
+        # Not by the path: it has the number of a descriptor, which the next file may get again.
+        if self._mapped is None or self._mapped[0] != inode:
+            if not os.path.exists(path) or os.stat(path).st_ino != inode:
+                raise RuntimeError(f"{path} is not the memory that was announced; it was given back")
+            self._mapped = inode, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
+        return self._mapped[1]
+
+
+class _Written:
+    """Weights in shared memory, or on the way there."""
+
+    def __init__(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> None:
+        self.weights, self.model_step, self.adapters = weights, model_step, adapters
+        self.message: asyncio.Future[dict[str, Any]] | None = None
+        self.file: _MemoryFile | None = None
+        self.num_readers = 0
+
+
+class _MemoryFile:
+    """Memory that other processes of this user can map by `path`, freed when nobody has it open."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        if hasattr(os, "memfd_create"):
+            handle = os.memfd_create("forebay-weights")
+            self.path = f"/proc/{os.getpid()}/fd/{handle}"
+            self._finalizer: Any = weakref.finalize(self, os.close, handle)
+        else:
+            handle, self.path = tempfile.mkstemp(prefix="forebay-weights-")
+            os.close(handle)
+            self._finalizer = weakref.finalize(self, os.unlink, self.path)
+        os.truncate(self.path, num_bytes)
+        self.inode = os.stat(self.path).st_ino
+        self.data = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Give the memory back once nobody else has mapped it."""
+        self._finalizer()

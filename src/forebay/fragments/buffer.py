@@ -1,0 +1,385 @@
+"""The replay buffer of fragments: waiting, time and disk around `ReplayState`.
+
+::
+
+    worker --add_fragment(id, metadata)--> [rate limit: waits in line] --> ReplayState --> rows committed
+                                                                               |               |
+    trainer --fetch_fragments(n)--> [waits in line for n] --> batch + lease <--'        free payloads deleted
+            --release(batch.lease)--> payloads let go                                   (`collector`)
+            --update_model_version--> stale and foreign chunks dropped
+
+One plain class for a program that uses it embedded and for an actor in a process of its own
+(`forebay.cluster`). All methods run on one event loop and take time from its clock; nothing here starts a
+thread but deleting and copying. What a killed buffer knew, the next one on the same folder knows; every lease
+gets its whole term again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from forebay.aio.cancellation import finish
+from forebay.fragments.leases import FragmentBatch, Lease
+from forebay.fragments.rate_limit import RateLimit
+from forebay.fragments.records import FragmentMetadata
+from forebay.fragments.state import ReplayState, Rules
+from forebay.fragments.store.collector import Collector
+from forebay.fragments.store.index import Index
+from forebay.fragments.store.payloads import FragmentStore
+from forebay.fragments.turns import BufferClosed, Turns
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+def _log_report(metrics: Metrics) -> None:
+    logger.info("%s", ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+class ReplayBufferActor:
+    """Chunks of fragments between workers that act and a trainer.
+
+    Invariants: nothing older than `max_staleness` versions by its oldest fragment, or of another session, is
+    ever served; no chunk is served more than `max_reuse` times, and at most once in a batch; the payloads of
+    a batch stay until its lease is released or its term is over; a fetch that is cancelled has taken nothing;
+    every fragment that leaves unused is counted by reason.
+
+    >>> config = {"path": tempfile.mkdtemp()}
+    >>> buffer = ReplayBufferActor(
+    ...     max_chunks=100, max_staleness=2, max_reuse=1, database_config=config, fragments_per_chunk=1)
+    >>> store = FragmentStore(**await buffer.get_database_config())
+    >>> await buffer.add_fragment(store.add_fragment(fragment), FragmentMetadata("w", 0, -1, ""))
+    >>> batch = await buffer.fetch_fragments(1)
+    >>> store.stack(batch.fragment_ids).reward.shape
+    (1, 8)
+    >>> await buffer.release(batch.lease)
+    True
+    """
+
+    def __init__(
+        self,
+        max_chunks: int,
+        max_staleness: int,
+        max_reuse: int,
+        database_config: Mapping[str, Any],
+        fragments_per_chunk: int,
+        fragments_per_report: int | None = None,
+        *,
+        sampling: str = "uniform",
+        seed: int = 0,
+        lease_s: float = 600.0,
+        worker_timeout_s: float = 600.0,
+        orphan_grace_s: float = 600.0,
+        rate_limit: RateLimit | None = None,
+        report: Callable[[Metrics], None] = _log_report,
+    ) -> None:
+        """Open the buffer in the folder of `database_config` (`FragmentStore`), and go on with what is there.
+
+        `sampling` is ``"uniform"``, ``"recency"`` or ``"priority"``. A partial chunk waits `worker_timeout_s`
+        for the next fragment of its worker, and a payload `orphan_grace_s` for its `add_fragment`. Every
+        `fragments_per_report` fragments `report` gets `metrics`.
+
+        Raises:
+            ValueError: a value is not possible, or the folder holds chunks of another length.
+        """
+        self._rules = Rules(
+            max_chunks=max_chunks,
+            max_staleness=max_staleness,
+            max_reuse=max_reuse,
+            fragments_per_chunk=fragments_per_chunk,
+            sampling=sampling,
+            seed=seed,
+            lease_s=lease_s,
+            worker_timeout_s=worker_timeout_s,
+            rate_limit=rate_limit,
+        )
+        if fragments_per_report is not None and fragments_per_report < 1:
+            raise ValueError(f"fragments_per_report must be at least 1 or None, got {fragments_per_report}")
+        self._fragments_per_report, self._report = fragments_per_report, report
+        self._database_config = dict(database_config)
+        self._store = FragmentStore(**self._database_config)
+        self._index = Index(self._store.path / "index")
+        self._state = ReplayState(self._rules)
+        self._state.restore(self._index.load(), self._store.__contains__)
+        self._arriving: set[str] = set()
+        self._collector = Collector(self._store, self._is_named, orphan_grace_s)
+        self._readers = Turns(on_wait=self._wake)
+        self._writers = Turns()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._closed: str | None = None
+        self._reported_at = self._state.meta.tallies.added
+        self._reported_s = 0.0
+
+    # For workers.
+
+    async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:
+        """Announce a fragment whose payload is in the store; see `add_fragments`."""
+        await self.add_fragments([(fragment_id, metadata)])
+
+    async def add_fragments(self, fragments: Sequence[tuple[str, FragmentMetadata]]) -> None:
+        """Announce fragments, those of a worker in order; with a rate limit, wait while readers lag behind.
+
+        Adding one again changes nothing while the buffer or a lease holds it, and for long after, so a caller
+        that does not know whether an addition got through may repeat it. A cancelled call has added a part
+        from the front.
+
+        Raises:
+            BufferClosed: the buffer was closed.
+        """
+        ids = [fragment_id for fragment_id, _ in fragments]
+        self._arriving.update(ids)
+        try:
+            if self._rules.rate_limit is None:
+                with self._change():
+                    self._state.add(fragments, self._now_s())
+            else:
+                for fragment in fragments:
+                    # Each may be the one after which readers come first.
+                    await self._writers.wait(self._may_insert)
+                    with self._change():
+                        self._state.add([fragment], self._now_s())
+        finally:
+            self._arriving.difference_update(ids)
+        self._report_if_due()
+        await self._collector.drained()
+
+    async def wait_for_room(self) -> None:
+        """Return when the rate limit would let a writer in: who asks before it acts, acts with newer weights.
+
+        Nothing is reserved: several who asked may write, and those who are too many wait then.
+
+        Raises:
+            BufferClosed: the buffer was closed.
+        """
+        await self._writers.wait(self._may_insert)
+        # Nothing has changed, but the next in line is the first now.
+        self._writers.wake()
+
+    async def remove_worker(self, worker_uuid: str) -> None:
+        """A worker has ended: let its partial chunk go now, not when it has been silent for long."""
+        with self._change():
+            self._state.drop_worker(worker_uuid)
+        await self._collector.drained()
+
+    # For the trainer.
+
+    async def fetch_fragments(
+        self, num_fragments: int, *, timeout_s: float | None = None, lease_s: float | None = None
+    ) -> FragmentBatch:
+        """A batch of `num_fragments` in distinct chunks, under a lease; waits in line until there are enough.
+
+        `lease_s` is the term of its lease, if not the buffer's. Release the lease when the payloads are read.
+
+        Raises:
+            ValueError: there can be no such batch.
+            TimeoutError: there was none within `timeout_s`; nothing was taken.
+            BufferClosed: the buffer was closed.
+        """
+        num_chunks = self._rules.num_chunks(num_fragments)
+        if lease_s is not None and lease_s <= 0:
+            raise ValueError(f"lease_s must be above 0, got {lease_s}")
+        self._refresh()
+        async with asyncio.timeout(timeout_s):
+            await self._readers.wait(lambda: self._state.can_serve(num_chunks))
+        # Nothing is awaited from here on: a cancelled fetch has taken nothing.
+        with self._change():
+            return self._state.serve(num_chunks, self._now_s(), lease_s)
+
+    async def prepared_fragments(self) -> FragmentBatch:
+        """What the last fetch gave, whether its lease is still in force or not; empty before the first."""
+        return self._state.prepared
+
+    async def release(self, lease: Lease | str) -> bool:
+        """End a lease, given as such or by its id; False: it had ended already."""
+        with self._change():
+            released = self._state.release(lease)
+        await self._collector.drained()
+        return released
+
+    async def renew(self, lease: Lease | str) -> bool:
+        """Begin a lease's term anew; False: it had ended, and its payloads may be gone."""
+        with self._change():
+            return self._state.renew(lease, self._now_s())
+
+    async def update_model_version(self, session_id: str, model_version: int) -> None:
+        """The trainer's session and weights are these now; drop what does not fit them.
+
+        Fragments of another session are dropped on arrival, so this comes before the first of a new session.
+        """
+        with self._change():
+            self._state.set_version(session_id, model_version)
+        await self._collector.drained()
+
+    async def update_priorities(self, priorities: Mapping[str, float]) -> None:
+        """Set priorities by fragment id, for ``sampling="priority"``; a chunk has its fragments' largest.
+
+        New chunks begin with the largest priority ever set (Schaul et al., 2016, arXiv 1511.05952).
+
+        Raises:
+            ValueError: a priority is not a positive number.
+        """
+        with self._change():
+            self._state.set_priorities(priorities)
+
+    # For everybody.
+
+    async def get_database_config(self) -> dict[str, Any]:
+        """What opens the store: ``FragmentStore(**config)``."""
+        return dict(self._database_config)
+
+    async def metrics(self) -> Metrics:
+        """Counts since the store was made, what is held now, and the speed since the last report."""
+        return self._metrics()
+
+    async def save(self, path: str) -> None:
+        """Copy the whole buffer to the new folder `path`: a buffer opened there goes on from now.
+
+        Writers and readers go on meanwhile; nothing is deleted. The copy is on the disk when this returns,
+        and a crash on the way leaves no folder of that name.
+
+        Raises:
+            FileExistsError: there is something at `path`.
+        """
+        target = Path(path)
+        if await asyncio.to_thread(target.exists):
+            raise FileExistsError(f"{str(path)!r} exists; save to a new folder")
+        self._refresh()
+        async with self._collector.paused():
+            # A thread cannot be stopped: a cancelled call lets go of the pause only when it is done.
+            await finish(asyncio.to_thread(self._copy, target))
+
+    def _copy(self, target: Path) -> None:
+        from forebay.io import durable
+
+        temporary = target.with_name(f"{target.name}.tmp")
+        # The rows first: payloads that come after them are unnamed in the copy, but none that they name is
+        # missing.
+        self._index.copy(temporary / "index")
+        self._store.copy(temporary)
+        durable.sync(temporary)
+        temporary.rename(target)
+        durable.sync(target.parent)
+
+    async def close(self) -> None:
+        """End all waits with `BufferClosed` and finish deleting; what is held stays in the folder."""
+        self._end("the buffer was closed")
+        await self._collector.drained()
+
+    # Around every change.
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Change the state inside; after it the rows are on disk, and whoever can go on is woken."""
+        self._refresh()
+        yield
+        self._commit()
+
+    def _refresh(self) -> None:
+        """Do what time has brought; called by the timer, and before every change."""
+        if self._closed is not None:
+            raise BufferClosed(self._closed)
+        self._follow_clock()
+        self._state.advance(self._now_s())
+        if self._state.has_changed:
+            self._commit()
+        self._collector.advance(self._now_s())
+        self._set_timer()
+
+    def _commit(self) -> None:
+        try:
+            self._index.commit(self._state.rows(), self._state.meta)
+        except BufferClosed as reason:
+            self._end(str(reason))
+            raise
+        self._collector.discard(self._state.committed())
+        self._wake()
+        self._set_timer()
+
+    def _wake(self) -> None:
+        self._readers.wake()
+        self._writers.wake()
+
+    def _may_insert(self) -> bool:
+        # Whoever waits for more chunks can only be helped by writers.
+        return self._state.may_insert() or self._readers.blocked
+
+    def _is_named(self, fragment_id: str) -> bool:
+        return fragment_id in self._state.references or fragment_id in self._arriving
+
+    def _end(self, reason: str) -> None:
+        self._closed = self._closed or reason
+        if self._timer is not None:
+            self._timer.cancel()
+        self._readers.close(reason)
+        self._writers.close(reason)
+
+    # The clock.
+
+    def _now_s(self) -> float:
+        assert self._loop is not None
+        return self._loop.time()
+
+    def _follow_clock(self) -> None:
+        """A new buffer, or one used in another event loop than before, begins all terms anew."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._timer = loop, None
+            self._reported_s = loop.time()
+            self._state.restart_clock(loop.time())
+            self._collector.restart_clock()
+
+    def _set_timer(self) -> None:
+        """Come back when the next term ends; at most one timer runs, and none without a term.
+
+        consumes: the terms of leases, silent workers and suspects / waits for: the next end / woken by: the
+        event loop's clock / produces: `_refresh`
+        """
+        assert self._loop is not None
+        dues_s = (self._state.next_deadline_s(), self._collector.next_due_s())
+        due_s = min((due_s for due_s in dues_s if due_s is not None), default=None)
+        if self._timer is not None and (
+            due_s is None or due_s < self._timer.when() or self._timer.cancelled()
+        ):
+            self._timer.cancel()
+            self._timer = None
+        # One that is too early is left alone: it sets the next when it fires.
+        if self._timer is None and due_s is not None:
+            self._timer = self._loop.call_at(due_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        try:
+            self._refresh()
+        except BufferClosed as reason:
+            logger.warning("fragment buffer: %s", str(reason))
+
+    # Metrics.
+
+    def _metrics(self) -> Metrics:
+        state, tallies = self._state, self._state.meta.tallies
+        elapsed_s = asyncio.get_running_loop().time() - self._reported_s
+        added = tallies.added - self._reported_at
+        return tallies.as_metrics() | {
+            "fragments_per_s": added / elapsed_s if elapsed_s > 0 else 0.0,
+            "chunks": state.num_chunks,
+            "partial_fragments": state.num_partial,
+            "held_fragments": len(state.references),
+            "leases": len(state.leases),
+            "waiting_fetches": len(self._readers),
+            "waiting_additions": len(self._writers),
+            "orphans_deleted": self._collector.num_orphans,
+            "model_version": state.meta.model_version,
+        }
+
+    def _report_if_due(self) -> None:
+        every, added = self._fragments_per_report, self._state.meta.tallies.added
+        if every is not None and added - self._reported_at >= every:
+            self._report(self._metrics())
+            self._reported_at, self._reported_s = added, self._now_s()

@@ -1,0 +1,1 @@
+"""A fragment buffer for other processes of the machine."""

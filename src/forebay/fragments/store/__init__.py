@@ -1,0 +1,1 @@
+"""Payloads and rows of fragments on disk."""

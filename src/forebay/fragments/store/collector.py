@@ -1,0 +1,130 @@
+"""Deletes payloads that nothing needs: those let go, and those that nobody ever announced.
+
+::
+
+    discard(ids) --> queue --one thread at a time--> store.delete_fragments
+                                                          ^
+    sweep: ids in the store that nothing names --> suspects --still unnamed after `grace_s`
+
+A payload is written before the buffer hears of it, so one that is not named may be on its way. It may also be
+what a worker or a buffer left behind when it was killed. Time tells them apart: both looks are `grace_s`
+apart. A sweep happens when the buffer is opened, and then with its activity at most every `grace_s`; no timer
+runs while there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+from forebay.fragments.store.payloads import FragmentStore
+
+
+class Collector:
+    """What deletes payloads from `store`, beside the event loop.
+
+    >>> collector = Collector(store, is_named=lambda fragment_id: False, grace_s=600.0)
+    >>> collector.discard([fragment_id])
+    >>> await collector.drained()
+    >>> fragment_id in store
+    False
+    """
+
+    def __init__(self, store: FragmentStore, is_named: Callable[[str], bool], grace_s: float) -> None:
+        """`is_named` says whether anything needs the payload, or is about to."""
+        self.num_orphans = 0
+        """Payloads deleted that nobody had announced in time."""
+        self._store = store
+        self._is_named = is_named
+        self._grace_s = grace_s
+        self._queue: list[str] = []
+        self._suspects: set[str] = set()
+        self._due_s: float | None = None
+        self._swept_s: float | None = None
+        self._paused = 0
+        self._working: asyncio.Future[None] | None = None
+
+    def discard(self, fragment_ids: Iterable[str]) -> None:
+        """Delete these soon; the event loop must be running."""
+        self._queue += fragment_ids
+        self._work()
+
+    async def drained(self) -> None:
+        """Wait until everything discarded so far, and not held back, is deleted.
+
+        Raises what the store raised.
+        """
+        while self._working is not None:
+            # Whoever waits may be cancelled; the work goes on.
+            await asyncio.shield(self._working)
+
+    def _work(self) -> None:
+        if self._queue and not self._paused and self._working is None:
+            ids, self._queue = self._queue, []
+            self._start(lambda: self._store.delete_fragments(ids), lambda _: None)
+
+    def _start(self, work: Callable[[], object], use: Callable[[object], None]) -> None:
+        """Do `work` in a thread, `use` its result here, and then what is queued.
+
+        consumes: the queue / waits for: the thread / woken by: its end / produces: free room in the store
+        """
+        loop = asyncio.get_running_loop()
+        done = loop.create_future()
+        self._working = done
+
+        def finish(working: asyncio.Future[object]) -> None:
+            self._working = None
+            error = working.exception()
+            if error is None:
+                use(working.result())
+                done.set_result(None)
+            else:
+                done.set_exception(error)
+            self._work()
+
+        loop.run_in_executor(None, work).add_done_callback(finish)
+
+    def next_due_s(self) -> float | None:
+        """When `advance` has something to do; None: not by time alone."""
+        return self._due_s
+
+    def restart_clock(self) -> None:
+        """Begin anew to wait and to sweep: times so far were those of another clock."""
+        self._swept_s = None
+        self._due_s = None
+        # A loop that ended takes its futures with it; its executor has finished what it had begun.
+        self._working = None
+        self._work()
+
+    def advance(self, now_s: float) -> None:
+        """Delete suspects whose time is over; sweep, if it is time for that."""
+        if self._due_s is not None and self._due_s <= now_s:
+            self._due_s = None
+            orphans = [fragment_id for fragment_id in self._suspects if not self._is_named(fragment_id)]
+            self._suspects.clear()
+            self.num_orphans += len(orphans)
+            self.discard(orphans)
+        is_time = self._swept_s is None or self._swept_s + self._grace_s <= now_s
+        if is_time and self._due_s is None and self._working is None:
+            self._swept_s = now_s
+            self._start(self._store.ids, lambda ids: self._suspect(ids, now_s))
+
+    def _suspect(self, ids: object, now_s: float) -> None:
+        assert isinstance(ids, list)
+        self._suspects = {fragment_id for fragment_id in ids if not self._is_named(fragment_id)}
+        # What is queued is unnamed too, and needs no second look.
+        self._suspects.difference_update(self._queue)
+        self._due_s = now_s + self._grace_s if self._suspects else None
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Delete nothing inside."""
+        self._paused += 1
+        try:
+            while self._working is not None:
+                await asyncio.shield(self._working)
+            yield
+        finally:
+            self._paused -= 1
+            self._work()

@@ -1,0 +1,224 @@
+"""A memory-mapped database (LMDB) that processes of one machine share, and memory in it that stays what it
+is.
+
+It knows keys and values, not fragments.
+
+::
+
+    writer (any process): write() --one at a time--> commit: pages go to the map, never onto pages in use
+    reader (any process): Snapshot --> value() --> uint8 array that looks into the map
+                              ^------------------ holds: its pages stay while an array looks at them
+
+Why LMDB: it is the only embedded store measured that reads without a copy, and the fastest writer (docs).
+
+* A killed process loses nothing that it committed and leaves no lock behind. The disk may lag behind the map,
+  so a power cut can lose or damage it: what must outlive one is copied (`Environment.copy`).
+* The file grows in steps that are reserved on the disk first. Writing to a mapped page that the full disk
+  cannot give would end the process by a signal; a reservation fails with an error instead.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import WeakSet, WeakValueDictionary
+
+import numpy as np
+
+from forebay.extras import needed_by
+from forebay.io import durable
+
+with needed_by("forebay.fragments"):
+    import lmdb
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+PAGE_BYTES = 4096
+INLINE_BYTES = PAGE_BYTES // 2
+"""Smaller values share a page with others and are not aligned: a copy is cheaper than holding the page."""
+RESERVE_STEP_BYTES = (1 << 20, 64 << 20)
+"""What is reserved beyond the need: half of it again, within these bounds."""
+MAX_PROCESSES = 256
+MAX_SNAPSHOTS = 15
+"""Held by the arrays of one process at a time; beyond that arrays are copies. One more is for reading."""
+
+
+class StoreFullError(RuntimeError):
+    """There is no room for what was to be written; nothing of it was."""
+
+
+class Snapshot:
+    """The database as it was at one moment, for as long as this or an array from it lives.
+
+    Pages that were freed since cannot be used again before, so a snapshot kept for long makes the file grow.
+    """
+
+    __slots__ = ("__weakref__", "_transaction")
+
+    def __init__(self, transaction: lmdb.Transaction[memoryview]) -> None:
+        self._transaction = transaction
+
+    def get(self, key: bytes, table: Any) -> memoryview | None:
+        """The value, for use before this is let go; None: there is none."""
+        return self._transaction.get(key, db=table)
+
+    def keys(self, table: Any) -> Iterator[bytes]:
+        """All keys in order; it holds the snapshot until it is exhausted or let go."""
+        for key in self._transaction.cursor(table).iternext(values=False):
+            yield bytes(key)
+
+    def items(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
+        """All keys and values in order."""
+        for key, value in self._transaction.cursor(table):
+            yield bytes(key), bytes(value)
+
+    def value(self, raw: memoryview, *, copy: bool) -> Bytes:
+        """`raw` as an array that may outlive this: a copy of a small one, else it holds the snapshot."""
+        if copy or len(raw) < INLINE_BYTES:
+            return np.frombuffer(bytes(raw), np.uint8)
+        return np.asarray(_Mapped(np.frombuffer(raw, np.uint8), self))
+
+
+class _Mapped:
+    """What numpy asks for the memory, and holds as the base of every array that looks into it."""
+
+    __slots__ = ("__array_interface__", "snapshot")
+
+    def __init__(self, memory: Bytes, snapshot: Snapshot) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self.snapshot = snapshot
+
+
+class Environment:
+    """One database folder, opened once in a process however many use it (LMDB asks for that).
+
+    It closes when nobody refers to it: neither a user nor an array.
+
+    >>> environment = Environment.open(Path(tempfile.mkdtemp()), max_bytes=1 << 20)
+    >>> with environment.write() as transaction:
+    ...     transaction.put(b"key", b"value", db=environment.table("rows"))
+    True
+    """
+
+    _opened: ClassVar[WeakValueDictionary[tuple[int, ...], Environment]] = WeakValueDictionary()
+    _opening: ClassVar[threading.Lock] = threading.Lock()
+
+    @classmethod
+    def open(cls, path: Path, *, max_bytes: int) -> Environment:
+        """The database in the folder `path`, made if it is missing; its file stays below `max_bytes`."""
+        path.mkdir(parents=True, exist_ok=True)
+        stat = path.stat()
+        # A forked child may not use what its parent opened.
+        key = (os.getpid(), stat.st_dev, stat.st_ino)
+        with cls._opening:
+            environment = cls._opened.get(key)
+            # A deleted folder's number may be given to a new one while arrays still look into the old file.
+            if environment is None or not environment._is_at(path):
+                environment = cls._opened[key] = cls(path, max_bytes)
+        return environment
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        # Not synchronized with the disk, and written in the map: see the module.
+        self._lmdb = lmdb.open(
+            str(path),
+            map_size=max_bytes,
+            max_dbs=4,
+            max_readers=MAX_PROCESSES * (MAX_SNAPSHOTS + 1),
+            sync=False,
+            writemap=True,
+            map_async=True,
+            readahead=False,
+        )
+        # One process waits for another inside LMDB, but its own threads would wait there with the
+        # interpreter.
+        self._writing = threading.Lock()
+        self._tables: dict[str, Any] = {}
+        self._pinned: WeakSet[Snapshot] = WeakSet()
+        self._file = path / "data.mdb"
+        self._file_number = self._file.stat().st_ino
+        self._reserved_bytes = 0
+        self._lmdb.reader_check()
+
+    def _is_at(self, path: Path) -> bool:
+        file = path / "data.mdb"
+        return file.exists() and file.stat().st_ino == self._file_number
+
+    def table(self, name: str) -> Any:
+        """The named table, made if it is missing."""
+        if name not in self._tables:
+            with self._writing:
+                self._tables[name] = self._lmdb.open_db(name.encode())
+        return self._tables[name]
+
+    def read(self) -> Snapshot:
+        """A snapshot of now."""
+        return Snapshot(self._lmdb.begin(buffers=True))
+
+    def pin(self, snapshot: Snapshot) -> bool:
+        """Whether arrays may hold `snapshot`; not if too many snapshots are held already."""
+        if len(self._pinned) >= MAX_SNAPSHOTS:
+            return False
+        self._pinned.add(snapshot)
+        return True
+
+    @property
+    def num_pinned(self) -> int:
+        """Snapshots that arrays of this process hold."""
+        return len(self._pinned)
+
+    @contextmanager
+    def write(self, num_bytes: int = 0) -> Iterator[lmdb.Transaction[memoryview]]:
+        """All that is put and deleted inside, or nothing; `num_bytes` of values are to be put.
+
+        Raises:
+            StoreFullError: they do not fit.
+        """
+        with self._writing:
+            try:
+                with self._lmdb.begin(write=True, buffers=True) as transaction:
+                    self._reserve(num_bytes)
+                    yield transaction
+            except lmdb.MapFullError:
+                # Readers that were killed hold pages until somebody looks.
+                self._lmdb.reader_check()
+                raise StoreFullError(self._full_text()) from None
+
+    def _reserve(self, num_bytes: int) -> None:
+        # The tree, the list of free pages, and the partly filled last page of each value.
+        needed = self.used_bytes() + 2 * num_bytes + (1 << 20)
+        if needed <= self._reserved_bytes:
+            return
+        least, most = RESERVE_STEP_BYTES
+        size = min(needed + max(least, min(needed // 2, most)), self._lmdb.info()["map_size"])
+        descriptor = os.open(self._file, os.O_RDWR)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            raise StoreFullError(
+                f"no room on the disk for {size} bytes of {str(self._file)!r}: {error}"
+            ) from error
+        finally:
+            os.close(descriptor)
+        self._reserved_bytes = size
+
+    def _full_text(self) -> str:
+        size = self._lmdb.info()["map_size"]
+        return (
+            f"{str(self._file)!r} has reached {size} bytes, and arrays of this process hold "
+            f"{self.num_pinned} snapshots, whose freed pages cannot be used: drop arrays, or raise max_bytes"
+        )
+
+    def used_bytes(self) -> int:
+        """Of the file, pages that are free again included."""
+        return int((self._lmdb.info()["last_pgno"] + 1) * PAGE_BYTES)
+
+    def copy(self, path: Path) -> None:
+        """A copy in the folder `path`, without free pages, that has reached the disk."""
+        path.mkdir(parents=True)
+        self._lmdb.copy(str(path), compact=True)
+        durable.sync(path / "data.mdb")
+        durable.sync(path)

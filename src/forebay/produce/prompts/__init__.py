@@ -1,0 +1,1 @@
+"""The prompt dataset: its rows, their order, and where they come from."""

@@ -1,0 +1,322 @@
+"""A prompt dataset: a finite, indexable sequence of `Prompt` records made from the rows of any source.
+
+Not a stream and not a cache: the rows stay where they are and a `Prompt` is made when it is asked for.
+
+::
+
+    source --open_source--> rows --columns--> Prompt 0..N-1 --shuffle_seed--> --start, size--> prompts
+    prompts --hold_out(evaluation prompts)--> --check_prompt_lengths(tokenizer)--> Sampler
+
+Two parts of one source share no row when their ``start`` and ``size`` do not overlap (and their
+``shuffle_seed`` is the same). `hold_out` also removes equal texts. Do not split a reasoning-gym generator by
+seed: problem i of seed s is problem i - 1 of seed s + 1, so neighboring seeds share nearly everything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from forebay.agents.single_turn import ChatTokenizer, offered_tools, render_prompt
+from forebay.beside import ArgumentPaths
+from forebay.config import ConfigError, StrictModel
+from forebay.produce.prompts.sequences import LazySequence, shuffled
+from forebay.produce.prompts.sources import locate_source, open_source
+from forebay.types import Message
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """One prompt and what is needed to judge its rollouts. Read-only: rollouts get copies of the chat.
+
+    >>> Prompt(message=[{"role": "user", "content": "12+34="}], reward_model={"ground_truth": "46"})
+    """
+
+    message: list[Message]
+    reward_model: dict[str, Any] | None = None
+    data_source: str | dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """None: those of the agent."""
+    tool_choice: str | dict[str, Any] | None = None
+    """As in the chat API: ``"none"`` offers no tools."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The row's other columns; they become the rollouts' ``extra_fields``."""
+    place: str = ""
+    """Where the row stands, for messages."""
+
+
+class DataConfig(StrictModel):
+    """Which prompts: a source, the meaning of its columns, and the part of it to use.
+
+    >>> train = DataConfig(source="addition", arguments={"digits": 2}, size=4000)
+    >>> held_out = DataConfig(source="addition", arguments={"digits": 2}, start=4000, size=200)
+    """
+
+    source: str | list[str]
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file, pattern or list; a folder of `datasets.save_to_disk`;
+    ``addition``, ``sorting``, ``reasoning_gym:NAME``, or ``package.module:function`` returning a sequence."""
+    arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
+    """Keyword arguments of a generator or function; ``split`` for a dataset on disk that has splits."""
+    prompt_column: str = "prompt"
+    """Holds a text, which becomes one user message, or a chat list."""
+    answer_column: str = "answer"
+    """Becomes ``reward_model["ground_truth"]``; "" when there is no such column."""
+    system_prompt: str | None = None
+    """Put before every prompt that does not begin with a system message of its own."""
+    shuffle_seed: int | None = None
+    """Shuffle before `start` and `size` cut; None keeps the order of the source."""
+    start: int = Field(default=0, ge=0)
+    """Number of prompts left out at the beginning."""
+    size: int | None = Field(default=None, gt=0)
+    """Number of prompts; None takes all."""
+
+    @field_validator("source")
+    @classmethod
+    def _found(cls, source: str | list[str], info: ValidationInfo) -> str | list[str]:
+        return locate_source(source, info.context)
+
+
+def load_prompts(config: DataConfig) -> Sequence[Prompt]:
+    """The prompts that `config` describes, in its order.
+
+    The first row is looked at now, and all rows of a JSONL file; the others when they are asked for.
+
+    Raises:
+        ConfigError: the source cannot be opened, a row does not fit, or there are fewer prompts than asked.
+    """
+    end = None if config.size is None else config.start + config.size
+    source = open_source(config.source, config.arguments, end)
+    num_rows = len(source.rows)
+    if num_rows < (config.start + 1 if end is None else end):
+        raise ConfigError(
+            f"data source {config.source!r} has {num_rows} prompts, but start = {config.start} and "
+            f"size = {config.size} ask for more; lower one of them"
+        )
+    if source.is_random and config.shuffle_seed is not None:
+        raise ConfigError(
+            f"data source {config.source!r} is random already: leave out shuffle_seed = "
+            f"{config.shuffle_seed} and set arguments.seed"
+        )
+    prompts: Sequence[Prompt] = LazySequence(
+        lambda index: _make_prompt(source.rows[index], config, source.place(index)), range(num_rows)
+    )
+    if source.in_memory:
+        prompts = list(prompts)
+    if config.shuffle_seed is not None:
+        prompts = shuffled(prompts, f"prompts/{config.shuffle_seed}")
+    prompts = prompts[config.start : end]
+    # Made and thrown away: a wrong column is an error now, not at the first rollout.
+    _ = prompts[0]
+    return prompts
+
+
+def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[Prompt]:
+    """`prompts` without those whose chat equals one of `held_out`'s, so that evaluation cannot leak.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    hidden = {_message_key(prompt) for prompt in held_out}
+    kept = [index for index in range(len(prompts)) if _message_key(prompts[index]) not in hidden]
+    if not kept:
+        raise ConfigError(
+            f"all {len(prompts)} training prompts are also among the {len(held_out)} evaluation prompts; "
+            f"give them different parts of the data with start and size"
+        )
+    if len(kept) < len(prompts):
+        logger.info(
+            "%d of %d training prompts are left out: their text is among the evaluation's, too",
+            len(prompts) - len(kept),
+            len(prompts),
+        )
+    return _subset(prompts, kept)
+
+
+def check_prompt_lengths(
+    prompts: Sequence[Prompt],
+    tokenizer: ChatTokenizer,
+    limit_tokens: int,
+    policy: Literal["error", "drop"] = "error",
+    *,
+    tools: list[dict[str, Any]] | None = None,
+) -> Sequence[Prompt]:
+    """`prompts`, all of which are at most `limit_tokens` long as the model sees them.
+
+    `tools` are told to it where a prompt has none of its own. Renders every prompt (some 0.2 ms each). With
+    "drop", longer ones are left out and their number logged.
+
+    Raises:
+        ConfigError: a prompt is too long and the policy is "error", or all are too long.
+    """
+    kept: list[int] = []
+    for index in range(len(prompts)):
+        prompt = prompts[index]
+        offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
+        with known_characters(prompt, tokenizer):
+            num_tokens = len(render_prompt(tokenizer, prompt.message, offered))
+        if num_tokens <= limit_tokens:
+            kept.append(index)
+        elif policy == "error":
+            place = f" ({prompt.place})" if prompt.place else ""
+            raise ConfigError(
+                f"prompt {index} has {num_tokens} tokens, more than the {limit_tokens} that leave "
+                f"room for a response; shorten it{place}, raise model.max_context, lower sample.max_tokens, "
+                f"or leave out such prompts with overlong_prompts = 'drop'"
+            )
+    if not kept:
+        raise ConfigError(f"all {len(prompts)} prompts are longer than {limit_tokens} tokens")
+    if len(kept) < len(prompts):
+        logger.warning(
+            "dropped %d of %d prompts: longer than %d tokens",
+            len(prompts) - len(kept),
+            len(prompts),
+            limit_tokens,
+        )
+    return _subset(prompts, kept)
+
+
+@contextmanager
+def known_characters(prompt: Prompt, tokenizer: Any) -> Iterator[None]:
+    """A character of `prompt` that `tokenizer` cannot encode inside is told as what it is.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    # A tokenizer without an "unknown" token raises a bare Exception, which does not say for what.
+    except Exception as error:
+        characters = dict.fromkeys("".join(texts_of(prompt)))
+        unknown = [character for character in characters if not _knows(tokenizer, character)]
+        if not unknown:
+            raise
+        raise ConfigError(
+            f"{prompt.place or 'a prompt'}: the model has no token for the character {unknown[0]!r} "
+            f"(U+{ord(unknown[0]):04X}); add it to model.tiny.alphabet, or leave that key out, so that the "
+            f"alphabet is taken from the data"
+        ) from error
+
+
+def texts_of(prompt: Prompt) -> Iterator[str]:
+    """What a model may have to read or to write for `prompt`: messages, answer and demonstration."""
+    shown = prompt.extra.get("demonstration")
+    for message in [*prompt.message, *(shown if isinstance(shown, list) else ())]:
+        content = message.get("content") if isinstance(message, dict) else None
+        yield content if isinstance(content, str) else ""
+    yield str((prompt.reward_model or {}).get("ground_truth", ""))
+
+
+def _knows(tokenizer: Any, character: str) -> bool:
+    try:
+        tokenizer.encode(character, add_special_tokens=False)
+    # As above: whatever it raises, it does not know the character.
+    except Exception:
+        return False
+    return True
+
+
+def last_user_text(message: Sequence[Message]) -> str:
+    """What the user said last; else what was said last."""
+    contents = [turn.get("content") for turn in message if turn.get("role") == "user"]
+    content = contents[-1] if contents else (message[-1].get("content") if message else "")
+    if isinstance(content, list):
+        content = " ".join(str(part.get("text", f"<{part.get('type')}>")) for part in content)
+    return str(content or "")
+
+
+def _subset(prompts: Sequence[Prompt], kept: list[int]) -> Sequence[Prompt]:
+    return prompts if len(kept) == len(prompts) else LazySequence(prompts.__getitem__, kept)
+
+
+def _message_key(prompt: Prompt) -> str:
+    return json.dumps(prompt.message, sort_keys=True, default=str)
+
+
+def _make_prompt(row: Any, config: DataConfig, place: str) -> Prompt:
+    if isinstance(row, Prompt):
+        return row
+    if not isinstance(row, Mapping):
+        raise ConfigError(f"{place}: a row must be a mapping or a Prompt, got {type(row).__name__}")
+    rest = dict(row)
+    message = _make_message(_take_column(rest, config.prompt_column, "prompt_column", place), config, place)
+    reward_model = rest.pop("reward_model", None) or {}
+    if not isinstance(reward_model, dict):
+        raise ConfigError(f"{place}: column 'reward_model' must hold a mapping, got {reward_model!r}")
+    # A row that brings a reward_model needs no answer besides.
+    if config.answer_column and (config.answer_column in rest or not reward_model):
+        answer = _take_column(rest, config.answer_column, "answer_column", place)
+        reward_model = {"ground_truth": answer, **reward_model}
+    return Prompt(
+        message=message,
+        reward_model=reward_model or None,
+        data_source=rest.pop("data_source", None)
+        or (config.source if isinstance(config.source, str) else None),
+        tools=_read_tools(rest.pop("tools", None), place),
+        tool_choice=_read_tool_choice(rest.pop("tool_choice", None), place),
+        extra=rest,
+        place=place,
+    )
+
+
+def _take_column(rest: dict[str, Any], column: str, setting: str, place: str) -> Any:
+    if column in rest:
+        return rest.pop(column)
+    near = difflib.get_close_matches(column, rest, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(
+        f"{place} has no column {column!r}; {hint}Its columns: {', '.join(map(str, rest))}. Set {setting}."
+    )
+
+
+def _make_message(value: Any, config: DataConfig, place: str) -> list[Message]:
+    if isinstance(value, str) and value:
+        message: list[Message] = [{"role": "user", "content": value}]
+    elif isinstance(value, list) and value and all(_is_message(item) for item in value):
+        # Arrow gives every message all the fields that any message has; the absent ones as None.
+        message = [{key: part for key, part in item.items() if part is not None} for item in value]
+    else:
+        raise ConfigError(
+            f"{place}: column {config.prompt_column!r} must hold a text or a chat list of "
+            f'{{"role": ..., "content": ...}}, got {str(value)[:80]!r}'
+        )
+    if config.system_prompt is not None and message[0]["role"] != "system":
+        message = [{"role": "system", "content": config.system_prompt}, *message]
+    return message
+
+
+def _read_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
+    """Tool schemas, as a list or, because Arrow would pad differing schemas with nulls, as its JSON text."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{place}: column 'tools' is not valid JSON: {error}") from None
+    if value is not None and not isinstance(value, list):
+        raise ConfigError(f"{place}: column 'tools' must hold a list of tool schemas, got {value!r}")
+    return value or None
+
+
+def _read_tool_choice(value: Any, place: str) -> str | dict[str, Any] | None:
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{place}: column 'tool_choice' is not valid JSON: {error}") from None
+    if value is not None and not isinstance(value, str | dict):
+        raise ConfigError(f"{place}: column 'tool_choice' must hold a text or an object, got {value!r}")
+    return value or None
+
+
+def _is_message(item: Any) -> bool:
+    return isinstance(item, dict) and isinstance(item.get("role"), str) and "content" in item

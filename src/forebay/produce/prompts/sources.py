@@ -1,0 +1,356 @@
+"""Where rows of prompts come from: files, datasets on disk, generators and functions.
+
+::
+
+    "data/*.jsonl", "a.csv", ["a.parquet", "b.parquet"]       }
+    "folder"           saved by datasets.save_to_disk         }
+    "addition"         a word of the table GENERATORS         } -> Rows: row i, and where row i stands
+    "reasoning_gym:countdown"                                 }
+    "package.module:function"                                 }
+
+A row is a mapping from column to value; what the columns mean is not decided here. Parquet and Arrow rows
+stay in their columns until they are asked for, generated rows are made anew each time. Every problem with a
+source is a `ConfigError` that says which file, line or argument.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import glob
+import inspect
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from forebay.beside import locate
+from forebay.config import ConfigError, StrictModel, check_arguments, look_up
+from forebay.extras import needed_by
+from forebay.produce.prompts import demo_tasks
+from forebay.produce.prompts.sequences import LazySequence
+
+GENERATORS: dict[str, Callable[..., Sequence[Any]]] = {
+    "addition": demo_tasks.addition,
+    "sorting": demo_tasks.sorting,
+}
+SOURCE_ARGUMENTS: dict[str, type[StrictModel]] = {
+    "addition": demo_tasks.AdditionArguments,
+    "sorting": demo_tasks.SortingArguments,
+}
+"""What the ``arguments`` of each may be."""
+REASONING_GYM = "reasoning_gym"
+FILE_TYPES = (".jsonl", ".parquet", ".csv")
+_OTHER_FILE_TYPES = (".json", ".tsv", ".txt", ".xlsx", ".xls", ".arrow", ".gz", ".zip", ".ndjson", ".yaml")
+"""Files of data that people have and this does not read: they are told so, and not of an unknown word."""
+_SOURCE_FORMS = (
+    "a .jsonl or .csv or .parquet file or pattern, a folder written by datasets.save_to_disk, "
+    f"{', '.join(GENERATORS)}, reasoning_gym:NAME or package.module:function"
+)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """An opened source."""
+
+    rows: Sequence[Any]
+    """Row i: a mapping from column to value, or, from a function, whatever its sequence holds."""
+    place: Callable[[int], str]
+    """Where row i stands, for error messages."""
+    in_memory: bool = False
+    """The rows are Python objects already, so that looking at each of them is cheap."""
+    is_random: bool = False
+    """The order is random already, and `size` does not bound the supply."""
+
+
+def open_source(source: str | Sequence[str], arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:
+    """The rows of `source`; at least `num_wanted` of them where the source can make any number.
+
+    Raises:
+        ConfigError: the source is unknown, missing, empty or malformed, or does not take the arguments.
+    """
+    if not isinstance(source, str):
+        rows = _open_files(source, arguments)
+    elif source.startswith(f"{REASONING_GYM}:"):
+        rows = _open_reasoning_gym(source, arguments, num_wanted)
+    # Before folders: a folder named "sorting", a run's own for example, must not hide the generator.
+    elif source in GENERATORS or (":" in source and not Path(source).exists()):
+        rows = _open_function(source, arguments)
+    elif Path(source).suffix in FILE_TYPES:
+        rows = _open_files([source], arguments)
+    elif Path(source).is_dir():
+        rows = _open_saved_dataset(source, arguments)
+    else:
+        raise ConfigError(_unknown_source(source))
+    if len(rows.rows) == 0:
+        raise ConfigError(f"data source {source!r} is empty: it holds no row")
+    return rows
+
+
+def locate_source(source: str | list[str], folders: Sequence[Path] | None) -> str | list[str]:
+    """`source` with the paths of files and folders that are found in `folders` as absolute ones.
+
+    A file that is found nowhere is taken for one of the first folder, the run file's.
+    """
+    if not isinstance(source, str):
+        return [str(locate_source(part, folders)) for part in source]
+    if source in GENERATORS or source.startswith(f"{REASONING_GYM}:"):
+        return source
+    found = locate(source, folders)
+    is_file = Path(source).suffix in FILE_TYPES and not Path(source).is_absolute() and ":" not in source
+    return str(folders[0] / source) if found == source and is_file and folders else found
+
+
+def _unknown_source(source: str) -> str:
+    path = Path(source)
+    if path.is_file() or path.suffix in _OTHER_FILE_TYPES:
+        kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
+        known = ", ".join(FILE_TYPES)
+        return (
+            f"data source {source!r} is {kind}, which is not read: data files are {known}, by ending; "
+            f'write one JSON object per line, such as {{"prompt": ..., "answer": ...}}, into a .jsonl file'
+        )
+    near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(Path(source))
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}"
+
+
+def _near_paths(path: Path) -> list[str]:
+    names = [entry.name for entry in path.parent.glob("*") if entry.name != path.name]
+    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=1)]
+
+
+def _open_files(patterns: Sequence[str], arguments: Mapping[str, Any]) -> Rows:
+    if arguments:
+        raise ConfigError(f"data files {list(patterns)} take no arguments, got {sorted(arguments)}")
+    paths = [path for pattern in patterns for path in _expand(pattern)]
+    suffixes = {path.suffix for path in paths}
+    if suffixes == {".jsonl"}:
+        return _read_jsonl(paths)
+    if suffixes == {".csv"}:
+        return _read_csv(paths)
+    if suffixes == {".parquet"}:
+        return _read_parquet(paths)
+    if not paths:
+        raise ConfigError("the list of data files is empty")
+    raise ConfigError(
+        f"data files must all be {' or all '.join(FILE_TYPES)}, got {[str(path) for path in paths]}"
+    )
+
+
+def _expand(pattern: str) -> list[Path]:
+    path = Path(pattern)
+    # A folder named *.parquet is how Spark writes one dataset; Arrow reads it as one.
+    if path.is_file() or (path.is_dir() and path.suffix == ".parquet"):
+        return [path]
+    if glob.has_magic(pattern):
+        found = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+        if not found:
+            raise ConfigError(f"no data file matches {pattern!r}")
+        return found
+    near = _near_paths(path)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; the working folder is {str(Path.cwd())!r}"
+    raise ConfigError(f"no data file at {pattern!r}{hint}")
+
+
+def _read_jsonl(paths: Sequence[Path]) -> Rows:
+    rows: list[dict[str, Any]] = []
+    places: list[tuple[Path, int]] = []
+    for path in paths:
+        # Bytes, split at newlines only: str.splitlines would also cut a row at U+2028 inside a string.
+        for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+            if line.strip():
+                rows.append(_parse_line(line, f"{path}, line {number}"))
+                places.append((path, number))
+    return Rows(rows, lambda index: f"{places[index][0]}, line {places[index][1]}", in_memory=True)
+
+
+def _read_csv(paths: Sequence[Path]) -> Rows:
+    """Every value is text, as it stands: a number read as a number would lose its zeros."""
+    rows: list[dict[str, Any]] = []
+    places: list[str] = []
+    for path in paths:
+        try:
+            # "utf-8-sig": spreadsheets put a mark before the first column's name.
+            text = _read_bytes(path).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): save it as CSV UTF-8") from None
+        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+        try:
+            columns = next(reader, [])
+            for row in reader:
+                if row:
+                    places.append(f"{path}, line {reader.line_num}")
+                    rows.append(_named_cells(columns, row, places[-1]))
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from None
+    return Rows(rows, places.__getitem__, in_memory=True)
+
+
+def _named_cells(columns: Sequence[str], row: Sequence[str], place: str) -> dict[str, Any]:
+    if len(row) != len(columns) or len(set(columns)) < len(columns):
+        raise ConfigError(
+            f"{place} has {len(row)} values for the {len(columns)} columns {', '.join(columns)} of the first "
+            f"line; put a value with commas in quotes, and give every column a name of its own"
+        )
+    return dict(zip(columns, row, strict=True))
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
+
+
+def _parse_line(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{place} is not valid JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place} holds a {type(row).__name__}; each line must be an object with columns")
+    return row
+
+
+def _read_parquet(paths: Sequence[Path]) -> Rows:
+    tables = []
+    for path in paths:
+        try:
+            tables.append(pq.read_table(path))
+        except (pa.ArrowException, OSError) as error:
+            raise ConfigError(f"cannot read {str(path)!r} as Parquet: {error}") from None
+    try:
+        table = pa.concat_tables(tables, promote_options="default")
+    except pa.ArrowException as error:
+        raise ConfigError(f"the Parquet files {[str(path) for path in paths]} differ: {error}") from None
+    columns = {name: table.column(name) for name in table.column_names}
+
+    def row(index: int) -> dict[str, Any]:
+        return {name: _plain(column[index].as_py()) for name, column in columns.items()}
+
+    first_rows = list(accumulate((part.num_rows for part in tables), initial=0))
+
+    def place(index: int) -> str:
+        number = bisect_right(first_rows, index) - 1
+        return f"{paths[number]}, row {index - first_rows[number]}"
+
+    return Rows(LazySequence(row, range(table.num_rows)), place)
+
+
+def _plain(value: Any) -> Any:
+    """`value` with dates, durations, decimals and UUIDs as text; a snapshot holds none of them."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, (date, time, timedelta, Decimal, UUID)) else value
+
+
+def _open_saved_dataset(source: str, arguments: Mapping[str, Any]) -> Rows:
+    with needed_by(f"data source {source!r}"):
+        import datasets
+    if unknown := sorted(set(arguments) - {"split"}):
+        raise ConfigError(f"data source {source!r} takes only the argument 'split', got {unknown}")
+    try:
+        dataset = datasets.load_from_disk(source)
+    except FileNotFoundError:
+        raise ConfigError(
+            f"folder {source!r} holds no dataset saved by datasets.save_to_disk; "
+            f"for a folder of files write a pattern such as {source.rstrip('/') + '/*.parquet'!r}"
+        ) from None
+    split = arguments.get("split")
+    if isinstance(dataset, datasets.DatasetDict):
+        if split is None and len(dataset) == 1:
+            split = next(iter(dataset))
+        if split not in dataset:
+            raise ConfigError(
+                f"data source {source!r} has the splits {sorted(dataset)}; name one as arguments.split, "
+                f"not {split!r}"
+            )
+        dataset = dataset[split]
+    elif split is not None:
+        raise ConfigError(f"data source {source!r} has no splits; leave out arguments.split = {split!r}")
+    rows = LazySequence(lambda index: _plain(dataset[index]), range(len(dataset)))
+    return Rows(rows, lambda index: f"{source}, row {index}")
+
+
+def _open_function(source: str, arguments: Mapping[str, Any]) -> Rows:
+    rows = _find_function(source, arguments)(**arguments)
+    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
+        raise ConfigError(
+            f"data source {source!r} returned a {type(rows).__name__}; "
+            f"it must return a sequence, such as a list, of rows or of Prompt"
+        )
+    return Rows(rows, lambda index: f"{source}, row {index}")
+
+
+def check_source(source: str | Sequence[str], arguments: Mapping[str, Any]) -> None:
+    """Check the arguments of a generator or function; nothing is opened, and other sources say so later.
+
+    Raises:
+        ConfigError: it cannot be imported, or an argument does not fit.
+    """
+    if not isinstance(source, str) or source.startswith(f"{REASONING_GYM}:") or Path(source).exists():
+        return
+    if source in GENERATORS or (":" in source and Path(source).suffix not in FILE_TYPES):
+        _find_function(source, arguments)
+
+
+def _find_function(source: str, arguments: Mapping[str, Any]) -> Callable[..., Any]:
+    function: Callable[..., Any] = look_up("data source", source, GENERATORS)
+    if not callable(function):
+        raise ConfigError(f"data source {source!r} is a {type(function).__name__}, not a function")
+    check_arguments("data source", source, SOURCE_ARGUMENTS.get(source, function), arguments)
+    return function
+
+
+def _open_reasoning_gym(source: str, arguments: Mapping[str, Any], num_wanted: int | None) -> Rows:
+    """Rows that carry, for the judge, how to make the problem again rather than the problem.
+
+    A problem's own record holds tuples and other things that do not survive JSON, and some scorers then
+    judge it differently; name, arguments and index do survive, and are smaller.
+    """
+    with needed_by(f"data source {source!r}"):
+        from reasoning_gym.factory import DATASETS, create_dataset
+    name = source.partition(":")[2]
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"reasoning-gym has no generator {name!r}; {hint}known: {', '.join(sorted(DATASETS))}"
+        )
+    settings = {"seed": 0, **arguments}
+    if num_wanted is not None:
+        settings["size"] = num_wanted
+    try:
+        dataset = create_dataset(name, **settings)
+    # reasoning-gym checks its settings with assert; a keyword it does not have is a TypeError.
+    except (AssertionError, TypeError, ValueError) as error:
+        known = ", ".join(inspect.signature(DATASETS[name][1]).parameters)
+        raise ConfigError(
+            f"reasoning-gym generator {name!r} refuses {settings}: {error}; its arguments: {known}"
+        ) from None
+
+    def row(index: int) -> dict[str, Any]:
+        problem = dataset[index]
+        return {
+            "prompt": problem["question"],
+            "answer": problem["answer"],
+            "data_source": source,
+            "reward_model": {REASONING_GYM: {"name": name, "arguments": settings, "index": index}},
+        }
+
+    return Rows(
+        LazySequence(row, range(len(dataset))), lambda index: f"{source}, problem {index}", is_random=True
+    )

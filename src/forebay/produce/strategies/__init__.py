@@ -1,0 +1,1 @@
+"""When to start groups, and when to stop."""

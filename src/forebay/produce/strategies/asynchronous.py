@@ -1,0 +1,354 @@
+"""The asynchronous strategy: production goes on while the trainer trains, and groups outlive the call.
+
+::
+
+    produce_batch(target):  available + in flight < limit?  --> start groups
+             ^                                                      |
+             +-- woken by a finished group, or by a pause <---------+--> each stored when it ends
+
+    pause_produce:  ask agents and engines to stop, again every 5 s
+                    --> what ends is stored, COMPLETED or ABORTED --> after a time-out, the rest is cut short
+
+Counts are absolute: available are the groups that the trainer has taken and the COMPLETED ones that wait.
+What is in flight when the call ends goes on; it is stored as it finishes and counted by the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from pydantic import Field, field_validator
+
+from forebay.produce.pending import Ended, Group, PendingGroups
+from forebay.produce.strategies.base import (
+    ProduceBatchStatus,
+    ProduceStrategy,
+    ProduceStrategyConfig,
+    woken_by,
+)
+from forebay.produce.strategies.budget import ProductionBudget
+from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, ProduceContext, fail_group
+from forebay.produce.strategies.staleness import (
+    Outlook,
+    StalenessRule,
+    calculate_stale_threshold,
+    find_staleness_rule,
+)
+from forebay.types import (
+    Status,
+    calculate_seq_staleness,
+    get_group_status,
+    reset_rollout_response,
+    update_sample_version,
+)
+from forebay.watching.stalls import StallError, answered
+
+logger = logging.getLogger(__name__)
+
+PAUSE_REPEAT_S = 5.0
+"""An engine may start what was queued somewhere after it was asked to stop, so it is asked again."""
+
+NUM_FAILURES_KEY = "num_failures"
+"""Key in ``extra_fields``: how often this rollout failed and was generated again."""
+LAST_FAILURE_KEY = "last_failure"
+"""Key in ``extra_fields``: why it failed the last time."""
+
+
+class AsyncProduceStrategyConfig(ProduceStrategyConfig):
+    """Builds an `AsyncProduceStrategy`.
+
+    >>> config = AsyncProduceStrategyConfig(max_staleness=1, over_sample_threshold=0.5)
+    >>> strategy = config.build(sync_weights_interval=2, rollout_controller=controller)
+    """
+
+    over_sample_threshold: float = Field(default=0.0, ge=0)
+    """Groups kept in flight beyond the target, as a share of the task's batch."""
+    enable_partial_rollout: bool = False
+    """An interrupted rollout keeps its tokens and goes on from them; else it starts over."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Sync periods that a rollout may lag behind, beyond the current one."""
+    staleness_rule: str | StalenessRule = "drop"
+    """A name of `produce.strategies.staleness` (drop, requeue, admit, mask, correct), or your own rule."""
+    tail_batch_trigger_size: int = Field(default=0, ge=0)
+    """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
+    tail_batch_max_tries: int = Field(default=0, ge=0)
+    """Aborts without partial rollout after which a group waits for the tail batch; 0: no limit."""
+    max_retries: int = Field(default=0, ge=0)
+    """How often the rollouts of a group that failed are generated again; its completed ones are kept."""
+    group_time_limit_s: float | None = Field(default=None, gt=0)
+    """A group that takes longer fails, and is retried as other failures are. None: no limit."""
+    pause_timeout_s: float = Field(default=60.0, ge=0)
+    """What has not stopped this long after it was asked to is cut short: its prompt is kept."""
+
+    @field_validator("staleness_rule")
+    @classmethod
+    def _is_known(cls, rule: str | StalenessRule) -> str | StalenessRule:
+        find_staleness_rule(rule)
+        return rule
+
+    def build(
+        self, *, sync_weights_interval: int = 1, rollout_controller: Any = None
+    ) -> AsyncProduceStrategy:
+        """The strategy for weights that are synchronized every `sync_weights_interval` train steps.
+
+        `rollout_controller` is asked to stop by a pause, besides the agent loop.
+        """
+        return AsyncProduceStrategy(self, sync_weights_interval, rollout_controller)
+
+
+class _Plan(NamedTuple):
+    """What one call does in its rounds."""
+
+    from_expired_pool: bool
+    over_sample: int
+
+
+class AsyncProduceStrategy(ProduceStrategy):
+    """Keeps groups in flight up to a limit that its staleness rule sets.
+
+    Invariants: at any instant a group is in flight, or in the buffer, or the trainer's, and in one of them
+    only; while the update event is set nothing is started; tokens that nobody labeled get the model step
+    that their generation started with.
+
+    consumes: prompts; waits for: the next group to finish, or a pause; woken by: the group's task, the
+    update event; produces: stored groups.
+    """
+
+    works_ahead = True
+
+    def __init__(
+        self,
+        config: AsyncProduceStrategyConfig,
+        sync_weights_interval: int = 1,
+        rollout_controller: Any = None,
+    ) -> None:
+        super().__init__(config.is_valid_sample_fn, config.should_continue_fn)
+        self.config = config
+        self.rule = find_staleness_rule(config.staleness_rule)
+        self.rollout_controller = rollout_controller
+        self.max_lag: int = calculate_stale_threshold(config.max_staleness, sync_weights_interval)
+        """In train steps: weights that lag this much are too old, and so are rollouts that may expire."""
+        self.stale_threshold = self.max_lag if self.rule.expires else None
+        self.tail_batch_trigger_size = config.tail_batch_trigger_size
+        self.keeps_expired = self.rule.regenerates or config.tail_batch_trigger_size > 0
+        self._pending = PendingGroups()
+        self._budget = ProductionBudget()
+        self._ctx: ProduceContext
+
+    def is_model_expired(self, train_step: int, model_step: int) -> bool:
+        """See `ProduceStrategy.is_model_expired`."""
+        return calculate_seq_staleness(model_step, train_step) >= self.max_lag
+
+    def limit_lag(self, train_steps: int) -> None:
+        """See `ProduceStrategy.limit_lag`; it never raises the limit."""
+        self.max_lag = min(self.max_lag, train_steps)
+        self.stale_threshold = self.max_lag if self.rule.expires else None
+
+    def pending_task_count(self) -> int:
+        """See `ProduceStrategy.pending_task_count`."""
+        return len(self._pending)
+
+    def pending_groups(self) -> list[Group]:
+        """See `ProduceStrategy.pending_groups`."""
+        return self._pending.groups
+
+    async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
+        """Start groups until `should_continue_fn` finds enough of them available.
+
+        Raises:
+            KeyError: the progress does not know the task.
+            ProductionError: too many groups failed, or almost none was accepted, since the last full batch.
+        """
+        self._ctx = ctx
+        target, _ = ctx.target_abs, ctx.consumed
+        if target <= 0:
+            return ProduceBatchStatus.NORMAL
+        if (stop := self._must_stop(ctx)) is not None:
+            return stop
+        plan = await self._make_plan(ctx)
+        async with woken_by(ctx.update_event, self._pending):
+            return await self._fill(ctx, plan)
+
+    async def _make_plan(self, ctx: ProduceContext) -> _Plan:
+        """Whether this round is a tail batch, and where its groups come from."""
+        over_sample = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
+        trigger, num_waiting = self.config.tail_batch_trigger_size, await ctx.expired_count()
+        # Also without a limit of tries: agents, or a run with other settings, may have made such groups.
+        num_exhausted = await ctx.replay_buffer.count(ctx.task_name, Status.MAX_TRIES)
+        # Without a trigger, nothing else would ever take up what has exhausted its tries.
+        is_tail = num_waiting + num_exhausted >= trigger if trigger else num_exhausted > 0
+        from_pool = is_tail or (self.rule.regenerates and num_waiting > 0)
+        return _Plan(from_expired_pool=from_pool, over_sample=0 if is_tail else over_sample)
+
+    async def _fill(self, ctx: ProduceContext, plan: _Plan) -> ProduceBatchStatus:
+        while True:
+            seen = self._pending.version
+            self._pending.raise_error()
+            if (stop := self._must_stop(ctx)) is not None:
+                return stop
+            available = await ctx.available_count()
+            if self._pending.version != seen:
+                continue  # A group ended meanwhile, and would be counted in both places or in neither.
+            if not self.should_continue_fn(available, ctx.target_abs):
+                self._budget.reset()
+                return ProduceBatchStatus.NORMAL
+            self._budget.check(
+                ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size, rules=ctx.rules
+            )
+            for _ in range(self._num_to_start(ctx, plan, available)):
+                self._start(ctx, plan)
+            if not len(self._pending):
+                # The rule wants nothing more from these weights.
+                return ProduceBatchStatus.EXPIRED_BATCH
+            await self._pending.wait(seen)
+
+    def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
+        if ctx.should_abort():
+            return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
+        if self.is_model_expired(ctx.train_step, ctx.model_step):
+            return ProduceBatchStatus.EXPIRED_BATCH
+        return None
+
+    def _num_to_start(self, ctx: ProduceContext, plan: _Plan, available: int) -> int:
+        in_flight, progress = len(self._pending), ctx.progress
+        fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
+        outlook = Outlook(
+            # `should_continue_fn` may want more than the target.
+            target=max(ctx.target_abs, available + 1),
+            available=available,
+            in_flight=in_flight,
+            over_sample=plan.over_sample,
+            fresh_limit=ctx.target_abs + max(0, fresh_steps) * ctx.task_batch_size,
+            num_expired=self.num_expired,
+        )
+        return self.rule.limit(outlook) - available - in_flight
+
+    def _start(self, ctx: ProduceContext, plan: _Plan) -> None:
+        self._pending.start(
+            partial(ctx.sample_group, from_expired_pool=plan.from_expired_pool),
+            partial(self._generate, ctx, ctx.model_step),
+            self._store,
+            is_stopped=ctx.should_abort,
+            time_limit_s=self.config.group_time_limit_s,
+        )
+
+    async def _generate(self, ctx: ProduceContext, model_step: int, group: Group) -> Group:
+        group = await ctx.generate_group(group, enable_partial_rollout=self.config.enable_partial_rollout)
+        if model_step != self._ctx.model_step:
+            # The put would label with the weights of now, but these tokens began with older ones.
+            for state in group:
+                update_sample_version(state, model_step)
+        return group
+
+    async def _store(self, group: Group, ended: Ended) -> None:
+        """Store a group through the context of the latest call."""
+        ctx = self._ctx
+        if ended is Ended.NOT_STARTED:
+            await ctx.put_back(group)
+        elif ended is Ended.INTERRUPTED:
+            for state in group:
+                state.status = Status.ABORTED
+            if self.config.enable_partial_rollout:
+                await ctx.put_back(group, wipe=True)
+            else:
+                self._start_over(group)
+                await ctx.put_back(group)
+        else:
+            if ended is Ended.OUT_OF_TIME:
+                fail_group(group, f"the group took longer than {self.config.group_time_limit_s:g} s")
+            if await ctx.put_generated_group(group, before_put=self._prepare):
+                self._budget.count(Status.COMPLETED, group)
+            elif group[0].status is Status.EXPIRED:
+                self._budget.count(Status.EXPIRED, group)
+                self.num_expired += 1
+
+    def _prepare(self, group: Group) -> None:
+        """What becomes of a group that did not complete, before it is stored."""
+        status = get_group_status(group)
+        # A pause aborts by request; only unasked aborts say that something is wrong.
+        if status is not Status.ABORTED or not self._ctx.should_abort():
+            self._budget.count(status, group)
+        if status is Status.FAILED:
+            self._retry(group)
+        elif status is Status.ABORTED and not self.config.enable_partial_rollout:
+            self._start_over(group)
+
+    def _start_over(self, group: Group) -> None:
+        """Wipe what was aborted: it will not be continued, and must not grow old meanwhile."""
+        aborted = [state for state in group if state.status is Status.ABORTED]
+        for state in aborted:
+            reset_rollout_response(state)
+            state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
+            state.num_tries += 1
+        limit = self.config.tail_batch_max_tries
+        if limit and max(state.num_tries for state in aborted) >= limit:
+            for state in aborted:
+                state.status = Status.MAX_TRIES
+
+    def _retry(self, group: Group) -> None:
+        """Let what failed be generated again, if the budget allows it; completed rollouts are kept."""
+        tries = max(state.extra_fields.get(NUM_FAILURES_KEY, 0) for state in group)
+        if tries >= self.config.max_retries:
+            return
+        for state in group:
+            if state.status is Status.FAILED:
+                state.extra_fields[NUM_FAILURES_KEY] = tries + 1
+                state.extra_fields[LAST_FAILURE_KEY] = state.error_msg
+                state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
+                reset_rollout_response(state)
+                # Other tries draw other random numbers, so the same fault need not come again.
+                state.num_tries += 1
+                state.status = Status.ABORTED
+
+    async def pause_produce(self, ctx: ProduceContext) -> float:
+        """Have everything in flight stored, COMPLETED or ABORTED; the seconds it took.
+
+        Set the update event first: otherwise a call to `produce_batch` starts more meanwhile.
+        """
+        self._ctx = ctx
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        ask_s, deadline_s = started_s, started_s + self.config.pause_timeout_s
+        while len(self._pending):
+            seen = self._pending.version
+            if clock() >= deadline_s:
+                logger.warning(
+                    "task %s: %d groups did not stop within %g s and are cut short",
+                    ctx.task_name,
+                    len(self._pending),
+                    self.config.pause_timeout_s,
+                )
+                await self._pending.cancel()
+                break
+            if clock() >= ask_s:
+                await self._ask_to_stop(ctx)
+                ask_s = clock() + PAUSE_REPEAT_S
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(min(ask_s, deadline_s)):
+                    await self._pending.wait(seen)
+        self._pending.raise_error()
+        return clock() - started_s
+
+    async def cut_short(self) -> None:
+        """See `ProduceStrategy.cut_short`."""
+        await self._pending.cancel()
+
+    async def _ask_to_stop(self, ctx: ProduceContext) -> None:
+        """Ask whoever generates; who does not answer is asked again, or overruled by the time-out."""
+        asked: list[tuple[object, Callable[[], Awaitable[Any]]]] = [(ctx.agent_loop, ctx.agent_loop.pause)]
+        if self.rollout_controller is not None:
+            asked.append((self.rollout_controller, self.rollout_controller.pause_generation))
+        for who, stop in asked:
+            try:
+                await answered(stop(), f"{type(who).__name__} was asked to stop", PAUSE_REPEAT_S)
+            except StallError as error:
+                logger.warning("task %s: %s", ctx.task_name, error)
+            # Agents are user code and engines are remote: whatever they raise, the rest has to stop too.
+            except Exception:
+                logger.exception("task %s: asking to stop failed", ctx.task_name)

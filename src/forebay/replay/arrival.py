@@ -1,0 +1,195 @@
+"""What happens to groups on their way into a buffer: labeled, aged, and expired if they are too old.
+
+::
+
+    put, here or in a client: check, label_group --> arrived_row (where the store is) --> policy --> store
+
+Checking and labeling are done where the rollouts were made; ageing where the train step is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypedDict
+
+from forebay.aio.changed import Changes
+from forebay.replay.format.storable import check_group
+from forebay.replay.groups import HeldGroup, StoredGroup, as_stored, copy_group
+from forebay.replay.stores.contract import (
+    STALEST,
+    StorageBackend,
+    StorageItem,
+    TagValue,
+    check_priority,
+    check_tags,
+)
+from forebay.types import (
+    RolloutState,
+    Status,
+    expire_group,
+    get_group_status,
+    label_and_fill,
+)
+
+CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
+EXPIRE_AT_ONCE = 64
+"""Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
+LABEL_AT_ONCE = 256
+"""Groups labeled between two turns of the event loop; with arrays to make it takes about 10 ms."""
+
+
+class Arrival(TypedDict, total=False):
+    """The keywords of `ReplayBuffer.put`, which say how groups arrive."""
+
+    model_step: int | None
+    current_train_step: int | None
+    stale_threshold: int | None
+    tags: Mapping[str, TagValue] | None
+    priority: float | None
+
+
+_KEYWORDS = frozenset(Arrival.__annotations__)
+
+
+class Arrived(NamedTuple):
+    """How the groups of one put arrive, checked.
+
+    >>> Arrived.of("math", {"model_step": 3}).priority
+    1.0
+    """
+
+    model_step: int | None
+    current_train_step: int | None
+    stale_threshold: int | None
+    tags: dict[str, TagValue]
+    priority: float
+
+    @classmethod
+    def of(cls, task_name: str, given: Arrival) -> Arrived:
+        """What these keywords say.
+
+        Raises:
+            TypeError: there is no such keyword.
+            ValueError: the threshold is not positive, or a tag or the priority is not one.
+        """
+        if not _KEYWORDS.issuperset(given):
+            unknown, known = sorted(set(given) - _KEYWORDS)[0], ", ".join(sorted(_KEYWORDS))
+            raise TypeError(f"a put has no keyword {unknown!r}; it has {known}")
+        threshold = given.get("stale_threshold")
+        check_threshold(task_name, threshold)
+        tags, priority = check_tags(given.get("tags")), check_priority(given.get("priority"))
+        return cls(given.get("model_step"), given.get("current_train_step"), threshold, tags, priority)
+
+
+def check_threshold(task_name: str, threshold: int | None) -> None:
+    """ValueError if the stale threshold is not positive; None stands for no threshold."""
+    if threshold is not None and threshold <= 0:
+        raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
+
+
+async def label_groups(
+    groups: Iterable[Sequence[RolloutState]], model_step: int | None
+) -> list[Sequence[RolloutState]]:
+    """Those that are not empty, labeled by `label_group`; others have their turn in between.
+
+    Raises:
+        ValueError: as there.
+    """
+    labeled: list[Sequence[RolloutState]] = []
+    for group in groups:
+        if group:
+            labeled.append(label_group(group, model_step))
+            if len(labeled) % LABEL_AT_ONCE == 0:
+                await asyncio.sleep(0)
+    return labeled
+
+
+def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequence[RolloutState]:
+    """The group, its tokens labeled and its token fields filled.
+
+    Raises:
+        ValueError: token fields of a rollout have different lengths, or a value cannot be stored.
+        TypeError: it is no group of rollouts, or a field is of a type that it never has.
+    """
+    if isinstance(group, HeldGroup):
+        # It came from a client, which has done so.
+        return group
+    check_group(group)
+    return StoredGroup.with_steps(group, [label_and_fill(state, model_step) for state in group])
+
+
+def arrived_row(
+    items: Sequence[RolloutState],
+    task_name: str,
+    seen_step: int | None,
+    how: Arrived,
+) -> StorageItem:
+    """The row of a group that arrives when `seen_step` is the train step last seen for its task.
+
+    At or over the threshold the group is expired, its responses wiped; so is one that came EXPIRED.
+    """
+    group = items if isinstance(items, (HeldGroup, StoredGroup)) else StoredGroup(items)
+    if seen_step is not None:
+        group.refresh(seen_step, reset_unlabeled=how.current_train_step is not None)
+    status, staleness = status_of(group), max(staleness_of(group))
+    is_old = how.stale_threshold is not None and staleness >= how.stale_threshold
+    if status is Status.EXPIRED or (is_old and status in CAN_EXPIRE):
+        states = as_stored(group)
+        expire_group(states)
+        group, status = StoredGroup(states), Status.EXPIRED
+    steps = [step for step in group.steps if step is not None]
+    return StorageItem(
+        group,
+        uid=-1,
+        timestamp_id=-1,
+        task_name=task_name,
+        status=status,
+        staleness=staleness,
+        oldest_model_step=min(steps, default=None),
+        tags=how.tags,
+        priority=how.priority,
+    )
+
+
+async def expire_old(
+    storage: StorageBackend,
+    task_name: str,
+    threshold: int,
+    train_step: int,
+    statuses: Sequence[Status],
+    changes: Changes,
+    is_saving: Callable[[], bool],
+) -> int:
+    """Wipe and store as EXPIRED what is at or over the threshold at `train_step`; return how many groups."""
+    await storage.set_train_step(task_name, train_step)
+    # Somebody may have named a later one.
+    train_step = await storage.get_train_step(task_name) or train_step
+    query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
+    num_expired = 0
+    while rows := await storage.get(query, order=STALEST, limit=EXPIRE_AT_ONCE):
+        for row in rows:
+            # A snapshot being written still reads the rollouts as they were.
+            group = as_stored(row.item)
+            if is_saving() and group is row.item:
+                group = copy_group(group)
+            group.refresh(train_step)
+            expire_group(group)
+            row.item, row.status, row.oldest_model_step = StoredGroup(group), Status.EXPIRED, None
+        # Another process may have taken some since.
+        with changes.noted_if_cut_short():
+            num_expired += await storage.update_if(rows, query)
+        changes.note()
+        # The lock is held, but other work than the buffer's may go on.
+        await asyncio.sleep(0)
+    return num_expired
+
+
+def status_of(group: Sequence[RolloutState]) -> Status:
+    """The group's status."""
+    return group.status if isinstance(group, HeldGroup) else get_group_status(group)
+
+
+def staleness_of(group: Sequence[RolloutState]) -> Sequence[int]:
+    """The staleness of each member."""
+    return group.staleness if isinstance(group, HeldGroup) else [state.seq_staleness for state in group]

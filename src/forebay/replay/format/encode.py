@@ -1,0 +1,331 @@
+"""The packed form of a group: a small head, and its arrays as they lie in memory.
+
+::
+
+    group --pack_group--> PackedGroup: head      MessagePack, written and checked by msgspec: `Head`
+                                       buffers   response ids of all members, then their logprobs, ...,
+                                                 then masks, then the blobs of `trees`; nothing between them;
+                                                 small ones in one copy, large ones where they lie
+
+It is what a group looks like between two processes and, in one piece, in a database (`codec`). What most
+groups have is not written out: a value that all members have, a prompt that is that of the first member, a
+mask and model steps of one value throughout, ``tokens`` that are the prompt and the response. Prompts are in
+the head, so that a group whose response is wiped later does not keep the buffer of its tokens in memory.
+
+Values that MessagePack gives back as they are, type for type, are in `Head.values`, and what every run has
+beside them in `Head.sample_params`. All others (arrays,
+tuples, bytes, integers over 64 bits, ...) are the trees of `forebay.replay.format.values`, as in a snapshot.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, is_
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.replay.format.values import MAX_DEPTH, Encoder
+from forebay.replay.groups import StoredGroup
+from forebay.types import ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, SampleParams, Status
+
+assert sys.byteorder == "little", "arrays are stored as they lie in memory, which must be little-endian"
+
+ARRAYS: dict[str, np.dtype[Any]] = {
+    "response_ids": np.dtype("<i4"),
+    "logprobs": np.dtype("<f4"),
+    "response_model_steps": np.dtype("<i4"),
+    "tokens": np.dtype("<i4"),
+    "response_mask": np.dtype("u1"),
+}
+"""In the order of the buffers: the widest first, so that every array is aligned."""
+CONSTANTS = ("response_mask", "response_model_steps")
+"""Arrays that often have one value throughout."""
+VALUES = tuple(name for name in ROLLOUT_FIELDS if name not in (*ARRAYS, "prompt_ids", "status"))
+
+NOT_SENT = -1
+"""As a length: the array follows from the others. A prompt is then the very array of the first member."""
+EQUAL = -2
+"""As the length of a prompt: an array of its own that equals the first member's."""
+
+MAX_TOKENS = 1 << 28
+"""Of the prompts and `tokens` of a group, 1 GiB: they may be many times what the bytes of a group are."""
+MAX_COPIED_BYTES = 1 << 26
+"""Of a value times the members that get a copy of it; likewise."""
+
+MIN_APART_BYTES = 64 << 10
+"""Arrays from this mean size up are sent from where they lie. To hand out many small ones one by one, to
+Python and to the socket, takes longer than to copy them into one piece."""
+
+Buffer = bytes | memoryview
+
+
+class Head(msgspec.Struct, forbid_unknown_fields=True):
+    """All of a group but its arrays; a map, whose keys are these names."""
+
+    status: list[Status]
+    """Of each member."""
+    steps: list[int | None] | None
+    """The oldest model step of each member, if it was known."""
+    values: dict[str, list[Any]]
+    """By field: a value for each member, or one that all share; None if it is missing."""
+    copied: dict[str, msgspec.Raw]
+    """By field: a value of which each member has a copy of its own."""
+    trees: str
+    """As `values`, in JSON text, each value a tree (`forebay.replay.format.values`); or empty."""
+    prompts: bytearray
+    """The prompts, int32, without those that are `NOT_SENT` or `EQUAL`."""
+    lengths: dict[str, list[int]]
+    """By array field: the length of each member's."""
+    constants: dict[str, list[int]]
+    """The one value of each mask and each model steps array; of those that are `NOT_SENT`, in order."""
+    blobs: list[int]
+    """Bytes of each blob of the trees."""
+    sample_params: list[SampleParams] = []
+    """One of each member, or one that all share; empty if they are elsewhere."""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_read_values = attrgetter(*VALUES)
+_READ_ARRAYS = {name: ROLLOUT_SLOTS[name].__get__ for name in (*ARRAYS, "prompt_ids")}
+_NONE = {type(None)}
+_SCALARS = frozenset({str, int, bool, float, type(None)})
+_SAME_IF_EQUAL = frozenset({str, int, bool})
+"""Of one of these kinds, equal values are the same; floats have -0.0 and NaN."""
+_TEXT, _INTS, _FLOATS = frozenset({str}), frozenset({int}), frozenset({float})
+_PARAMS = {SampleParams}
+_EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for kind in (dict, list)}
+"""What most fields hold that may hold more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedGroup:
+    """A group in its packed form.
+
+    >>> packed = pack_group([state])
+    >>> unpack_group(packed.head, b"".join(packed.buffers))[0].response_ids
+    array([7, 8], dtype=int32)
+    """
+
+    head: bytes
+    buffers: list[Buffer]
+    """May be the arrays themselves: not to be written to while they are used."""
+    num_bytes: int
+    """Of `buffers` together."""
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Bytes of the head and of the arrays."""
+        return len(self.head), self.num_bytes
+
+
+def pack_group(group: Sequence[RolloutState]) -> PackedGroup:
+    """The packed form of a group.
+
+    Raises:
+        ValueError: a rollout holds a value that cannot be stored; the message says where.
+    """
+    try:
+        return _pack(group, _pack_values)
+    except (OverflowError, UnicodeEncodeError):
+        # MessagePack has no integers over 64 bits and no lone surrogates; the trees' JSON text has both.
+        return _pack(group, _pack_as_trees)
+
+
+def _pack(group: Sequence[RolloutState], pack_values: Callable[..., None]) -> PackedGroup:
+    steps = list(group.steps) if isinstance(group, StoredGroup) else None
+    head = Head([state.status for state in group], steps, {}, {}, "", bytearray(), {}, {}, [])
+    trees = _Trees(group)
+    for name, column in zip(VALUES, zip(*map(_read_values, group), strict=True), strict=True):
+        if (kinds := set(map(type, column))) != _NONE:
+            pack_values(head, trees, name, column, kinds)
+    head.trees, blobs = trees.text(), trees.blobs
+    head.blobs = list(map(len, blobs))
+    buffers, num_bytes = _pack_arrays(group, head)
+    return PackedGroup(_encode(head), [*buffers, *blobs], num_bytes + sum(head.blobs))
+
+
+class _Trees:
+    """The values of a group that are not plain, as trees by field."""
+
+    def __init__(self, group: Sequence[RolloutState]) -> None:
+        self._group = group
+        self._encoder = Encoder()
+        self._trees: dict[str, list[Any]] = {}
+        self.blobs = self._encoder.blobs
+
+    def add(self, name: str, column: Sequence[Any]) -> None:
+        where = (f"rollout {state.rollout_id!r}: {name}" for state in self._group)
+        self._trees[name] = list(map(self._encoder.encode, column, where))
+
+    def text(self) -> str:
+        return json.dumps(self._trees) if self._trees else ""
+
+
+def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
+    """Put the values of a field, one of each member and of these kinds, where they belong."""
+    first = column[0]
+    if kinds <= _SAME_IF_EQUAL and len(kinds) == 1:
+        head.values[name] = [first] if column.count(first) == len(column) else list(column)
+    elif kinds <= _SCALARS:
+        head.values[name] = list(column)
+    elif kinds == _PARAMS and name == "sample_params" and all(map(_is_exact, shown := _once(column))):
+        head.sample_params = list(shown)
+    elif len(kinds) == 1 and type(first) in _EMPTY and not any(column):
+        if all(map(is_, column, repeat(first))):
+            head.values[name] = [first]
+        else:
+            head.copied[name] = _EMPTY[type(first)]
+    elif not all(map(_is_plain, shown := _once(column))):
+        trees.add(name, shown)
+    elif len(shown) > 1 and (text := _text_of_all(shown)) is not None:
+        head.copied[name] = msgspec.Raw(text)
+    else:
+        head.values[name] = list(shown)
+
+
+def _pack_as_trees(_: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
+    trees.add(name, _once(column))
+
+
+def _is_exact(params: SampleParams) -> bool:
+    """Whether the head gives `params` back as they are, type for type: it makes floats of integers."""
+    return (
+        _FLOATS.issuperset((type(params.temperature), type(params.top_p)))
+        and _INTS.issuperset(map(type, (params.max_tokens, params.top_k, params.seed or 0)))
+        and _TEXT.issuperset(map(type, params.stop))
+        and _INTS.issuperset(map(type, params.stop_token_ids))
+    )
+
+
+def _once(column: Sequence[Any]) -> Sequence[Any]:
+    """One value if it is the same object in all members, so that they share it again."""
+    return column[:1] if all(map(is_, column, repeat(column[0]))) else column
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether MessagePack gives the value back as it is, type for type."""
+    kind = type(value)
+    if kind is dict:
+        items = value.values()
+        if not _TEXT.issuperset(map(type, value)):
+            return False
+    elif kind is list:
+        items = value
+    else:
+        return kind in _SCALARS
+    if _SCALARS.issuperset(map(type, items)):
+        return True
+    return depth < MAX_DEPTH and all(_is_plain(item, depth + 1) for item in items)
+
+
+def _text_of_all(column: Sequence[Any]) -> bytes | None:
+    """The MessagePack text of all these plain values if it is the same, and not too long to be copied."""
+    if column.count(column[0]) < len(column):
+        return None
+    # What is equal may still differ: 1 and True, 0.0 and -0.0, the order of keys.
+    text = _encode(column[0])
+    if len(text) * len(column) > MAX_COPIED_BYTES or any(_encode(value) != text for value in column):
+        return None
+    return text
+
+
+def _pack_arrays(group: Sequence[RolloutState], head: Head) -> tuple[list[Buffer], int]:
+    """Write what there is to say of the arrays into `head`; those that are sent, and their bytes."""
+    arrays = {name: list(map(read, group)) for name, read in _READ_ARRAYS.items()}
+    prompts, ids = arrays.pop("prompt_ids"), arrays["response_ids"]
+    _check_size(prompts, arrays["tokens"])
+    head.lengths = {name: list(map(len, column)) for name, column in arrays.items()}
+    counts = head.lengths["response_ids"]
+    for name in CONSTANTS:
+        head.constants[name] = _find_constants(arrays[name], head.lengths[name], counts)
+    head.lengths["tokens"] = _find_whole(arrays["tokens"], prompts, ids)
+    head.lengths["prompt_ids"], head.prompts = _pack_prompts(prompts)
+    return _gather_sent(arrays, head.lengths)
+
+
+def _gather_sent(
+    arrays: Mapping[str, Sequence[NDArray[Any]]], lengths: Mapping[str, Sequence[int]]
+) -> tuple[list[Buffer], int]:
+    """The arrays that are sent, in order, and how many bytes they have."""
+    sent: list[NDArray[Any]] = []
+    num_bytes = 0
+    for name, dtype in ARRAYS.items():
+        of_all, num_apart = lengths[name], lengths[name].count(NOT_SENT)
+        if num_apart < len(of_all):
+            sent += arrays[name] if not num_apart else compress(arrays[name], map(NOT_SENT.__lt__, of_all))
+            num_bytes += (sum(of_all) + num_apart) * dtype.itemsize
+    if num_bytes < MIN_APART_BYTES * len(sent):
+        return [_join(sent)] if num_bytes else [], num_bytes
+    return [array.data for array in sent if len(array)], num_bytes
+
+
+def _join(arrays: Iterable[NDArray[Any]]) -> bytes:
+    # The types of numpy do not say that it takes arrays.
+    return b"".join(cast("Iterable[Buffer]", arrays))
+
+
+def _check_size(prompts: Sequence[NDArray[Any]], tokens: Sequence[NDArray[Any]]) -> None:
+    number = sum(map(len, prompts)) + sum(map(len, tokens))
+    if number > MAX_TOKENS:
+        raise ValueError(f"a group has at most {MAX_TOKENS} tokens in its prompts and tokens, got {number}")
+
+
+def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: Sequence[int]) -> list[int]:
+    """The value of each array that has one throughout, a response long; its length becomes `NOT_SENT`."""
+    if lengths == counts and min(counts) and (value := _constant_of_all(arrays)) is not None:
+        lengths[:] = repeat(NOT_SENT, len(arrays))
+        return [value] * len(arrays)
+    constants = []
+    for member, (array, count) in enumerate(zip(arrays, counts, strict=True)):
+        # Compared as bytes: for the lengths of responses far cheaper than with numpy.
+        # Most that differ do so at the ends.
+        if (
+            count
+            and len(array) == count
+            and array[0] == array[-1]
+            and (data := array.tobytes()) == data[: array.itemsize] * count
+        ):
+            lengths[member] = NOT_SENT
+            constants.append(int(array[0]))
+    return constants
+
+
+def _constant_of_all(arrays: Sequence[NDArray[Any]]) -> int | None:
+    """The value that these arrays, none empty, have throughout, if it is one for all of them."""
+    first = arrays[0]
+    if first[0] != first[-1] or first[0] != arrays[-1][-1]:
+        return None
+    data = _join(arrays)
+    return int(first[0]) if data == data[: first.itemsize] * (len(data) // first.itemsize) else None
+
+
+def _find_whole(tokens: Sequence[NDArray[Any]], prompts: Sequence[Any], ids: Sequence[Any]) -> list[int]:
+    """The lengths of `tokens`; `NOT_SENT` where they are the prompt and the response."""
+    return [
+        NOT_SENT
+        if len(whole) == len(parts[0]) + len(parts[1]) and whole.tobytes() == b"".join(parts)
+        else len(whole)
+        for whole, parts in zip(tokens, zip(prompts, ids, strict=True), strict=True)
+    ]
+
+
+def _pack_prompts(prompts: Sequence[NDArray[Any]]) -> tuple[list[int], bytearray]:
+    first, *others = prompts
+    lengths = [len(first)]
+    parts = [text := first.tobytes()]
+    for prompt in others:
+        if prompt is first:
+            lengths.append(NOT_SENT)
+        elif (data := prompt.tobytes()) == text:
+            lengths.append(EQUAL)
+        else:
+            lengths.append(len(prompt))
+            parts.append(data)
+    return lengths, bytearray().join(parts)

@@ -1,0 +1,301 @@
+"""A buffer on disk: two Arrow files and a manifest in one directory.
+
+::
+
+    manifest.json                what the files are called, their checksums, the counters, the policy
+    groups-<random>.arrow        one line per group  (`tables`)
+    rollouts-<random>.arrow      one line per rollout
+
+The files are Arrow IPC (Feather version 2), uncompressed: measured on 71 MB of token arrays, written and
+synced in 65 ms where Parquet takes 185-230 and the bare bytes 63.
+
+Writing. New files get a temporary name, are synced and renamed; then the manifest is replaced in one step,
+and only then are files of the earlier snapshot removed. Whenever the process dies, the directory holds the
+earlier or the new snapshot, whole. Reading checks every byte against the manifest before anything is decoded.
+The checksum of the tables is CRC-32, which finds accidents in half the time of SHA-256 or less; the manifest
+guards against nobody who can write to the directory, so a stronger one would add nothing. There is no pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from forebay.io.durable import sync
+from forebay.replay.format.snapshot_checks import DATA_FILE, check_manifest, check_table, check_together
+from forebay.replay.format.tables import (
+    GROUPS_SCHEMA,
+    OPTIONAL_COLUMNS,
+    ROLLOUTS_SCHEMA,
+    group_batches,
+    read_items,
+    rollout_batches,
+)
+from forebay.replay.format.values import damage_named
+from forebay.replay.stores.contract import STATE_VERSION, StorageItem, copy_row
+
+FORMAT = "forebay-replay"
+FORMAT_VERSION = 2
+MANIFEST = "manifest.json"
+
+_TEMPORARY = ".tmp-"
+_SCHEMAS = {"groups": GROUPS_SCHEMA, "rollouts": ROLLOUTS_SCHEMA}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everything a buffer is, at one moment.
+
+    >>> write_snapshot(Path("checkpoint/buffer"), snapshot)
+    >>> read_snapshot(Path("checkpoint/buffer"), policy="FIFOReplayPolicy").num_evicted
+    {}
+    """
+
+    storage: Mapping[str, Any]
+    """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`.
+
+    To be written, the items may also be something that is walked once and knows its length.
+    """
+    policy: str
+    """The policy's class name."""
+    policy_state: Mapping[str, Any]
+    num_evicted: Mapping[str, int]
+
+
+def write_snapshot(path: Path, snapshot: Snapshot) -> None:
+    """Make the directory `path` hold `snapshot` instead of whatever snapshot it held.
+
+    Raises:
+        ValueError: `path` holds something that is not a snapshot, or a value cannot be stored.
+    """
+    _claim(path)
+    items, train_steps = snapshot.storage["items"], snapshot.storage["train_steps"]
+    # The rollouts first: a value that cannot be stored is found before any file has its final name.
+    rows: list[StorageItem] = []
+    rollouts = _write_arrow(path, "rollouts", rollout_batches(_noting(items, rows)))
+    groups = _write_arrow(path, "groups", group_batches(rows, train_steps))
+    manifest = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "policy": snapshot.policy,
+        "policy_state": dict(snapshot.policy_state),
+        "num_evicted": dict(snapshot.num_evicted),
+        "next_uid": snapshot.storage["next_uid"],
+        "next_timestamp_id": snapshot.storage["next_timestamp_id"],
+        "train_steps": dict(train_steps),
+        "num_groups": len(items),
+        "num_rollouts": sum(len(row.item) for row in rows),
+        "files": {"groups": groups, "rollouts": rollouts},
+    }
+    manifest["sha256"] = _digest_of(manifest)
+    with _TemporaryFile(path) as temporary:
+        temporary.write(json.dumps(manifest, indent=1).encode())
+        temporary.publish(MANIFEST)
+    sync(path)
+    current = {MANIFEST, groups["name"], rollouts["name"]}
+    for name in os.listdir(path):
+        if name not in current and _is_ours(name):
+            (path / name).unlink()
+
+
+def _noting(items: Iterable[StorageItem], rows: list[StorageItem]) -> Iterator[StorageItem]:
+    """The items as they come; `rows` gets them with nothing of their groups but the number of rollouts."""
+    for item in items:
+        rows.append(copy_row(item, item=range(len(item.item))))
+        yield item
+
+
+@dataclass(frozen=True)
+class SnapshotTables:
+    """A snapshot as it lies on disk, its files checked and open, nothing decoded.
+
+    >>> with open_snapshot(Path("checkpoint/buffer")) as tables:
+    ...     tables.groups.num_rows
+    64
+    """
+
+    manifest: Mapping[str, Any]
+    groups: pa.Table
+    """One line per group (`tables.GROUPS_SCHEMA`)."""
+    rollouts: pa.RecordBatchFileReader
+    """One line per rollout (`tables.ROLLOUTS_SCHEMA`); a group lies in one batch."""
+
+    def storage_state(self, items: list[StorageItem]) -> dict[str, Any]:
+        """What a store loads, with these items."""
+        counters = {name: self.manifest[name] for name in ("next_uid", "next_timestamp_id", "train_steps")}
+        return {"version": STATE_VERSION, "items": items, **counters}
+
+
+@contextmanager
+def open_snapshot(path: Path) -> Iterator[SnapshotTables]:
+    """The tables of the snapshot at `path`, to be read before they are closed.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is no snapshot, is damaged, or is of another format.
+    """
+    manifest = _read_manifest(path)
+    with (
+        _open_arrow(path, "groups", manifest) as groups,
+        _open_arrow(path, "rollouts", manifest) as rollouts,
+    ):
+        tables = SnapshotTables(manifest, groups.read_all(), rollouts)
+        with damage_named(repr(str(path))):
+            check_together(tables.groups, rollouts)
+        yield tables
+
+
+def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
+    """The snapshot at `path`; with `policy`, it must have been taken with that one.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is no snapshot, is damaged, or is of another format or policy.
+    """
+    with open_snapshot(path) as tables:
+        manifest = tables.manifest
+        if policy is not None and manifest["policy"] != policy:
+            raise ValueError(
+                f"the snapshot at {str(path)!r} was taken with {manifest['policy']}, this buffer uses "
+                f"{policy}; build the buffer with the same policy"
+            )
+        storage = tables.storage_state(read_items(tables.groups, tables.rollouts))
+    return Snapshot(storage, manifest["policy"], manifest["policy_state"], manifest["num_evicted"])
+
+
+def _claim(path: Path) -> None:
+    """Make sure that `path` is a directory in which only snapshots lie."""
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"{str(path)!r} is a file; a snapshot is a directory, name another path")
+    path.mkdir(parents=True, exist_ok=True)
+    sync(path.parent)
+    foreign = [name for name in os.listdir(path) if not _is_ours(name)]
+    if MANIFEST in foreign and _says_it_is_ours(path):
+        foreign.remove(MANIFEST)
+    if foreign:
+        raise ValueError(
+            f"{str(path)!r} holds {sorted(foreign)[0]!r}, which is not part of a replay snapshot; "
+            f"name an empty directory"
+        )
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(_TEMPORARY) or DATA_FILE.fullmatch(name) is not None
+
+
+def _says_it_is_ours(path: Path) -> bool:
+    try:
+        manifest = json.loads((path / MANIFEST).read_bytes())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
+
+
+class _TemporaryFile:
+    """A file under a temporary name, removed again unless it is published.
+
+    Its checksum is taken as the bytes pass by, while they are in the processor's cache.
+    """
+
+    closed = False
+    """What `pyarrow` asks before it writes."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._name = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        # With the access rights that any new file gets here: others may be meant to read it.
+        self._file = open(self._name, "xb")  # noqa: SIM115
+        self._published = False
+        self.num_bytes = 0
+        self.crc32 = 0
+
+    def write(self, data: Any) -> None:
+        """Append the bytes of a buffer."""
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.num_bytes += self._file.write(data)
+
+    def publish(self, name: str) -> None:
+        """Sync the content and rename the file."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        os.replace(self._name, self._directory / name)
+        self._published = True
+
+    def __enter__(self) -> _TemporaryFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if not self._published:
+            os.unlink(self._name)
+
+
+def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
+    """Write one table and return what the manifest says of it."""
+    with _TemporaryFile(path) as temporary:
+        with pa.ipc.new_file(temporary, _SCHEMAS[kind]) as writer:
+            for batch in batches:
+                writer.write_batch(batch)
+        # A name of its own: the file of the earlier snapshot stays until the manifest names this one.
+        name = f"{kind}-{secrets.token_hex(8)}.arrow"
+        temporary.publish(name)
+    return {"name": name, "bytes": temporary.num_bytes, "crc32": temporary.crc32}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no replay snapshot at {str(path)!r}")
+    file = path / MANIFEST
+    if not file.is_file():
+        raise ValueError(f"{str(path)!r} is not a replay snapshot: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{str(file)!r} is damaged or not a manifest: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ValueError(f"{str(file)!r} is not the manifest of a {FORMAT} snapshot")
+    if manifest.get("version") != FORMAT_VERSION:
+        raise ValueError(
+            f"{str(file)!r} has format version {manifest.get('version')!r}; "
+            f"this release reads {FORMAT_VERSION}"
+        )
+    with damage_named(repr(str(file))):
+        digest = _digest_of(manifest)
+    if manifest.get("sha256") != digest:
+        raise ValueError(f"{str(file)!r} is damaged: its content is not what its checksum says")
+    check_manifest(manifest, repr(str(file)))
+    return manifest
+
+
+def _digest_of(manifest: Mapping[str, Any]) -> str:
+    content = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _open_arrow(path: Path, kind: str, manifest: Mapping[str, Any]) -> pa.RecordBatchFileReader:
+    """A reader over the file, once all its bytes are known to be right."""
+    entry = manifest["files"][kind]
+    file = path / entry["name"]
+    if not file.is_file() or file.stat().st_size != entry.get("bytes"):
+        raise ValueError(f"{str(file)!r} is damaged: it is missing or has not {entry.get('bytes')} bytes")
+    data = pa.memory_map(str(file)).read_buffer()
+    checksum = zlib.crc32(data)
+    if checksum != entry.get("crc32"):
+        raise ValueError(
+            f"{str(file)!r} is damaged: its CRC-32 is {checksum}, the manifest says {entry.get('crc32')}; "
+            f"go back to an earlier checkpoint"
+        )
+    with damage_named(repr(str(file))):
+        reader = pa.ipc.open_file(data)
+        check_table(reader, _SCHEMAS[kind], OPTIONAL_COLUMNS[kind])
+    return reader

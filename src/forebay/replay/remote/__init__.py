@@ -1,0 +1,1 @@
+"""A replay buffer for other processes: the server and its client."""

@@ -1,0 +1,181 @@
+"""Where a buffer server listens, and who may connect.
+
+::
+
+    run/buffer.sock, unix:run/buffer.sock   a Unix socket: for the user who started the server, and root
+    tcp://127.0.0.1:7077, localhost:7077    loopback: for everybody on the machine, unless there is a token
+    tcp://0.0.0.0:7077                      elsewhere: refused without a token
+
+The token itself is never sent: the client proves that it has it by a keyed hash of what the server drew at
+random for this connection. What follows is not encrypted; between machines, tunnel it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import os
+import re
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.io.framing import connect_unix, is_answered
+from forebay.io.heartbeat import SILENCE_LIMIT_S
+
+MIN_TOKEN_LENGTH = 16
+"""Characters; as many as keep a random one from being guessed."""
+
+BACKLOG = 4096
+"""Connections that wait to be accepted; the system lowers it to its own limit (``net.core.somaxconn``)."""
+
+_TCP_LIMITS = {
+    "TCP_KEEPIDLE": 10,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 4,
+    "TCP_USER_TIMEOUT": int(1000 * SILENCE_LIMIT_S),
+}
+"""By name, because not every system has them all: a peer that acknowledges nothing for 30 s is gone."""
+
+_HOST_AND_PORT = re.compile(r"(\[[^\]/]+\]|[^/:]+):(\d{1,5})")
+
+
+@dataclass(frozen=True)
+class Address:
+    """A Unix socket's path, or a host and a port.
+
+    >>> str(Address.parse("localhost:7077"))
+    'tcp://localhost:7077'
+    """
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @classmethod
+    def parse(cls, text: str | os.PathLike[str]) -> Address:
+        """The address that `text` names; ValueError if it names none."""
+        given = os.fspath(text)
+        is_tcp = given.startswith("tcp://")
+        found = _HOST_AND_PORT.fullmatch(given.removeprefix("tcp://"))
+        if found and not given.startswith("unix:") and int(found[2]) < 2**16:
+            return cls(host=found[1].strip("[]"), port=int(found[2]))
+        path = given.removeprefix("unix:")
+        if is_tcp or not path or "://" in path:
+            raise ValueError(f"an address is a path, for a Unix socket, or tcp://HOST:PORT, got {given!r}")
+        return cls(path=Path(path))
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
+
+
+async def listen(address: Address, token: str | None) -> tuple[socket.socket, Address]:
+    """A listening socket, and the address with the port that was given for port 0.
+
+    Raises:
+        ValueError: the address is not loopback and there is no token, or the token is too short.
+        OSError: another server listens there, or the place cannot be used.
+    """
+    if token is not None and len(token) < MIN_TOKEN_LENGTH:
+        raise ValueError(f"a token has at least {MIN_TOKEN_LENGTH} characters, this one has {len(token)}")
+    if address.path is not None:
+        return _listen_on_path(address.path), address
+    family, place = await _resolve(address)
+    if token is None and not ipaddress.ip_address(place[0]).is_loopback:
+        raise ValueError(
+            f"{address} can be reached from other machines: give a token, or listen on 127.0.0.1"
+        )
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock = _listening(sock, place)
+    return sock, Address(host=address.host, port=sock.getsockname()[1])
+
+
+async def dial(address: Address) -> socket.socket:
+    """A socket connected to `address`, as soon as there is room; OSError if nobody listens there."""
+    if address.path is not None:
+        return await connect_unix(str(address.path))
+    family, place = await _resolve(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(sock, place)
+    except BaseException:
+        sock.close()
+        raise
+    tune(sock)
+    return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Small messages at once; notice a machine that is gone."""
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _TCP_LIMITS.items():
+            if (option := getattr(socket, name, None)) is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def prove(token: str | None, nonce: bytes) -> bytes:
+    """What shows that one knows the token; empty without one."""
+    return b"" if token is None else hmac.digest(token.encode(), b"forebay-client" + nonce, hashlib.sha256)
+
+
+def is_proof(proof: bytes, token: str, nonce: bytes) -> bool:
+    """Whether `proof` is that of the token, in a time that says nothing of either."""
+    return hmac.compare_digest(proof, prove(token, nonce))
+
+
+async def _resolve(address: Address) -> tuple[int, tuple[str, int]]:
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        raise OSError(f"the host of {address} is not known: {error.strerror}") from None
+    family, _, _, _, place = found[0]
+    return family, (str(place[0]), int(place[1]))
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    _remove_left_over(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # The mode of the socket decides who may connect, and it must be right from the first moment.
+    before = os.umask(0o177)
+    try:
+        return _listening(sock, str(path))
+    finally:
+        os.umask(before)
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove the socket of a server that was killed."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
+    if is_answered(str(path)):
+        raise FileExistsError(f"another server listens on {str(path)!r}")
+    path.unlink()
+
+
+def _listening(sock: socket.socket, place: str | tuple[str, int]) -> socket.socket:
+    try:
+        sock.bind(place)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            reason = f"cannot listen at {place}: {error.strerror or error}"
+            raise (OSError(error.errno, reason) if error.errno else OSError(reason)) from None
+        raise
+    return sock

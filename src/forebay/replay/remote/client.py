@@ -1,0 +1,390 @@
+"""`RemoteReplayBuffer`: a replay buffer in another process, with the methods of `ReplayBuffer`.
+
+::
+
+    connect --> Link --lost--> the next call connects again
+                 |
+    put, get, count, ... --> one message there, one answer back; any number of calls at a time
+
+It holds no groups and decides nothing; what it can rely on is said in `forebay.replay.remote.server`.
+
+When the connection breaks, calls are made again on a new connection: those that only look; those that do the
+same when done twice; puts, which the server knows by their keys, also after a restart if its store is a
+database; and takes, because what did not arrive here, or was not confirmed, is in the buffer again. Only
+`resume`, and a put into a server in memory that was started anew, raise `ConnectionLost`, because they may
+have happened. So does every call while nobody answers at the address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, Unpack
+
+import msgspec
+
+from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
+from forebay.replay.arrival import Arrival, Arrived
+from forebay.replay.buffer import Group
+from forebay.replay.remote import messages
+from forebay.replay.remote.address import Address
+from forebay.replay.remote.link import Link, Pieces, new_key
+from forebay.replay.remote.messages import ConnectionLost
+from forebay.replay.remote.rows import RemoteRows
+from forebay.replay.stores.contract import StorageItem, TagValue, check_priority, check_tags
+from forebay.types import RolloutState, Status, expire_group
+
+Taking = messages.GetArguments | messages.TakeArguments
+Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
+"""Where the server is now, and the token that it asks for."""
+
+
+FULL_PAUSE_S = 0.25
+"""Before a put that found the server full is sent again: some megabytes are on their way for nothing."""
+
+
+class RemoteReplayBuffer:
+    """The buffer of a server, for one event loop of this process.
+
+    Methods, results and errors are those of `ReplayBuffer`; groups come and go by value. After a `put` the
+    caller's rollouts are labeled, aged and, if they expired, wiped, as they are there. ``len(buffer)``,
+    `version` and `num_evicted` are as of the last answer that this client got.
+
+    >>> async with await RemoteReplayBuffer.connect("run/buffer.sock") as buffer:
+    ...     await buffer.put(group, "math", model_step=3)
+    ...     groups, counts = await buffer.take_batch({"math": 64}, train_step=4)
+    """
+
+    def __init__(self, locate: Locate, link: Link, limit_s: float = SILENCE_LIMIT_S) -> None:
+        self.on_evict: Callable[[StorageItem], None] | None = None
+        """Called for each group that a put of this client has evicted; its rollouts have only their ids."""
+        self.storage = RemoteRows(self._ask)
+        """The rows there, to be looked at."""
+        self._locate = locate
+        self._link = link
+        self._limit_s = limit_s
+        self._opening: asyncio.Task[Link] | None = None
+        """The attempt to connect again, one for all calls that wait for it."""
+        self._is_closed = False
+
+    @classmethod
+    async def connect(
+        cls,
+        address: str | os.PathLike[str],
+        token: str | None = None,
+        *,
+        limit_s: float = SILENCE_LIMIT_S,
+    ) -> RemoteReplayBuffer:
+        """Connect to the server at `address`.
+
+        A server that lets no one in for `limit_s` seconds, or gives no sign of life for so long, is given up.
+
+        Raises:
+            ValueError: the address is not one, or the limit is not positive.
+            ConnectionLost: nobody listens or answers there, or the server refuses; a `ConnectionError`.
+        """
+        found = Address.parse(address)
+
+        async def locate() -> tuple[Address, str | None]:
+            return found, token
+
+        return await cls.connect_through(locate, limit_s=limit_s)
+
+    @classmethod
+    async def connect_through(cls, locate: Locate, *, limit_s: float = SILENCE_LIMIT_S) -> RemoteReplayBuffer:
+        """Connect to wherever `locate` says the server is now; it is asked again when the connection is lost.
+
+        Raises:
+            ConnectionLost: nobody listens or answers there, or the server refuses.
+        """
+        check_limit("limit_s", limit_s)
+        return cls(locate, await Link.open(*await locate(), limit_s=limit_s), limit_s)
+
+    async def __aenter__(self) -> RemoteReplayBuffer:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection; the buffer itself stays with the server."""
+        self._is_closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+        await self._link.close()
+
+    @property
+    def address(self) -> str:
+        """Of the server, when it was last connected to."""
+        return self._link.address
+
+    def __len__(self) -> int:
+        return self._link.num_live
+
+    @property
+    def version(self) -> int:
+        """Grows with every change of the content."""
+        return self._link.version
+
+    @property
+    def num_evicted(self) -> dict[str, int]:
+        """Groups evicted so far, by task."""
+        return dict(self._link.num_evicted)
+
+    async def put(
+        self,
+        items: Sequence[RolloutState],
+        task_name: str,
+        *,
+        model_step: int | None = None,
+        current_train_step: int | None = None,
+        stale_threshold: int | None = None,
+        tags: Mapping[str, TagValue] | None = None,
+        priority: float | None = None,
+    ) -> None:
+        """See `ReplayBuffer.put`; returns when the group is stored, which may take until there is room.
+
+        If cancelled while it waits for room, nothing is stored; later, the group is.
+
+        Raises:
+            ValueError: as there; nothing is stored.
+            ServerClosed: the server closed before there was room; nothing is stored.
+            ConnectionLost: the connection broke, and the server is gone or was started anew with a store in
+                memory, so that nobody knows whether the group is stored.
+        """
+        await self.put_groups(
+            [items],
+            task_name,
+            model_step=model_step,
+            current_train_step=current_train_step,
+            stale_threshold=stale_threshold,
+            tags=tags,
+            priority=priority,
+        )
+
+    async def put_groups(
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
+    ) -> None:
+        """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
+        how = Arrived.of(task_name, arrival)
+        if not (listed := [group for group in groups if group]):
+            return
+        arguments = messages.PutArguments(
+            new_key(), task_name, how.current_train_step, how.stale_threshold, how.tags, how.priority
+        )
+        # Labeled as they are packed, while the server has the earlier ones.
+        pieces = Pieces(listed, how.model_step)
+        (outcomes, evicted), _ = await self._call("put_groups", arguments, pieces)
+        for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
+            for state, value in zip(group, staleness, strict=True):
+                state.seq_staleness = value
+            if has_expired:
+                expire_group(group)
+        if self.on_evict is not None:
+            for row in msgspec.convert(evicted, list[messages.EvictedGroup]):
+                self.on_evict(row.to_row())
+
+    async def get(
+        self,
+        batch_size: int,
+        task_name: str,
+        group_status: Status,
+        *,
+        tags: Mapping[str, TagValue] | None = None,
+    ) -> list[Group]:
+        """See `ReplayBuffer.get`; what did not arrive here is in the buffer again."""
+        if batch_size <= 0:
+            return []
+        arguments = messages.GetArguments(b"", batch_size, task_name, group_status, _checked(tags))
+        return (await self._take("get", arguments))[task_name]
+
+    async def count(
+        self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
+    ) -> int:
+        """See `ReplayBuffer.count`."""
+        number, _ = await self._call(
+            "count", messages.CountArguments(task_name, group_status, _checked(tags))
+        )
+        return int(number)
+
+    async def count_statuses(
+        self, task_names: Iterable[str], statuses: Iterable[Status]
+    ) -> dict[str, dict[Status, int]]:
+        """See `ReplayBuffer.count_statuses`."""
+        statuses = list(statuses)
+        cells, _ = await self._call(
+            "count_statuses", messages.CountStatusesArguments(list(task_names), statuses)
+        )
+        return {task: dict(zip(statuses, numbers, strict=True)) for task, numbers in cells.items()}
+
+    async def is_ready(
+        self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
+    ) -> bool:
+        """See `ReplayBuffer.is_ready`."""
+        counts = await self.count_statuses(task_batch_sizes, [group_status])
+        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
+
+    async def take_batch(
+        self,
+        task_batch_sizes: Mapping[str, int],
+        *,
+        group_status: Status = Status.COMPLETED,
+        train_step: int | None = None,
+    ) -> tuple[dict[str, list[Group]], dict[str, int]]:
+        """See `ReplayBuffer.take_batch`; what did not arrive here is in the buffer again."""
+        arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
+        taken = await self._take("take_batch", arguments)
+        return taken, {task: len(groups) for task, groups in taken.items()}
+
+    async def commit(self, train_step: int) -> None:
+        """See `ReplayBuffer.commit`."""
+        await self._call("commit", messages.StepArguments(train_step))
+
+    async def restore(self, train_step: int) -> None:
+        """See `ReplayBuffer.restore`."""
+        await self._call("restore", messages.StepArguments(train_step))
+
+    async def refresh_staleness(
+        self,
+        task_stale_thresholds: Mapping[str, int],
+        current_train_step: int,
+        statuses: Iterable[Status] | None = None,
+    ) -> dict[str, int]:
+        """See `ReplayBuffer.refresh_staleness`; what expired before the connection broke is not counted."""
+        asked = None if statuses is None else list(statuses)
+        arguments = messages.RefreshArguments(dict(task_stale_thresholds), current_train_step, asked)
+        expired, _ = await self._call("refresh_staleness", arguments)
+        return dict(expired)
+
+    async def update_priorities(
+        self, priorities: Mapping[Any, float], *, by: str = "uid", task_name: str | None = None
+    ) -> int:
+        """See `ReplayBuffer.update_priorities`."""
+        pairs = [(value, check_priority(priority)) for value, priority in priorities.items()]
+        number, _ = await self._call("update_priorities", messages.PrioritiesArguments(pairs, by, task_name))
+        return int(number)
+
+    async def save(self, path: str | Path) -> None:
+        """See `ReplayBuffer.save`; the server writes, on its machine."""
+        await self._call("save", messages.PathArguments(_absolute(path)))
+
+    async def resume(self, path: str | Path) -> None:
+        """See `ReplayBuffer.resume`; the server reads, on its machine."""
+        await self._call("resume", messages.PathArguments(_absolute(path)), repeats=False)
+
+    async def wait_for_change(self, version: int) -> int:
+        """See `ReplayBuffer.wait_for_change`; also returns when another server has taken over."""
+        link = await self._linked()
+        try:
+            found, _ = await link.call("wait_for_change", messages.VersionArguments(version))
+        except ConnectionLost:
+            if link.lost is not None and not link.may_be_replaced:
+                raise
+            if link.lost is None or (await self._linked()).instance != link.instance:
+                return self.version
+            return await self.wait_for_change(version)
+        return int(found)
+
+    async def _ask(self, method: str, arguments: messages.RowsArguments) -> Any:
+        found, _ = await self._call(method, arguments)
+        return found
+
+    async def _call(
+        self,
+        method: str,
+        arguments: msgspec.Struct,
+        pieces: Pieces | None = None,
+        *,
+        repeats: bool = True,
+    ) -> tuple[Any, list[Group]]:
+        """Call; again if the connection breaks and it `repeats`."""
+        first = link = await self._linked()
+        while True:
+            try:
+                if pieces is None:
+                    return await link.call(method, arguments)
+                return await link.put(method, arguments, pieces)
+            except messages.ServerFull:
+                # Puts of all clients wait to be stored; nothing of this one was kept.
+                await asyncio.sleep(FULL_PAUSE_S)
+                continue
+            except ConnectionLost as error:
+                if not link.may_be_replaced:
+                    # The connection is up, and it is what the server says; or what came cannot be read here.
+                    raise
+                unknown = ConnectionLost(f"{error}; whether {method} has happened is not known")
+            if not repeats:
+                raise unknown
+            try:
+                link = await self._linked()
+            except ConnectionLost as error:
+                # What only looks has happened or not: all the same.
+                raise error if pieces is None else unknown from None
+            if isinstance(arguments, messages.PutArguments):
+                arguments.asked_first = first.instance
+
+    async def _take(self, method: str, arguments: Taking) -> dict[str, list[Group]]:
+        """Call a method that takes, and confirm what came; again if the connection breaks before that.
+
+        What is not confirmed goes back into the buffer: with a connection that breaks by itself, and from a
+        cancelled caller because the server is told.
+        """
+        while True:
+            link = await self._linked()
+            arguments.key = new_key()
+            settling = messages.KeyArguments(arguments.key)
+            try:
+                counts, groups = await link.call(method, arguments)
+                if groups:
+                    await self._call("keep", settling)
+            except ConnectionLost:
+                if self._is_closed or not link.may_be_replaced:
+                    raise
+                continue
+            except asyncio.CancelledError:
+                await link.tell("release", settling)
+                raise
+            if groups:
+                link.post(messages.Done(arguments.key))
+            following = iter(groups)
+            return {task: list(islice(following, number)) for task, number in counts.items()}
+
+    async def _linked(self) -> Link:
+        """The connection, made anew if it was lost."""
+        if self._is_closed:
+            raise ConnectionLost("this client was closed")
+        if self._link.lost is None:
+            return self._link
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open_again())
+            self._opening.add_done_callback(self._note_opened)
+        try:
+            # Together, and also for the others when one of them is cancelled.
+            return await asyncio.shield(self._opening)
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise ConnectionLost("this client was closed") from None
+            raise
+
+    async def _open_again(self) -> Link:
+        await self._link.close()
+        self._link = await Link.open(*await self._locate(), limit_s=self._limit_s)
+        return self._link
+
+    def _note_opened(self, opening: asyncio.Task[Link]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            # Retrieved, so that nobody warns of it: every caller may have been cancelled.
+            opening.exception()
+
+
+def _absolute(path: str | Path) -> str:
+    return os.path.abspath(path)
+
+
+def _checked(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue] | None:
+    return None if tags is None else check_tags(tags)

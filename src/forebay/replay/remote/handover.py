@@ -1,0 +1,163 @@
+"""Groups between two owners: taken from the buffer, and not yet known to be with the client.
+
+::
+
+    live --take--> parked (ARCHIVED, of no train step) --keep--> removed, or ARCHIVED, of train step i
+      ^                          |                                        |
+      '--release-----------------+----------------------------------------'
+
+A client that dies before it said `keep` releases what it took: the groups are live again, in their old
+places. Parked groups are in the store, so a server that is killed loses none either: the next one that opens
+the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them. A store that
+outlives the server remembers with the keeping that it was done, so that a client that asks again is told.
+
+A client whose caller is cancelled releases what came too late, as a cancelled take of `ReplayBuffer` does;
+what was removed by then comes back as the newest of its task.
+
+ARCHIVED groups that are asked for are removed, or archived for the other step, at once: they are nobody's to
+train on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.format.encode import PackedGroup
+from forebay.replay.format.encoded import pack_out
+from forebay.replay.stores.contract import StorageItem, TagValue, archive_row, copy_row
+from forebay.replay.stores.slices import change, revive
+from forebay.types import Status
+
+PARKED_STEP = 0
+"""The train step of a row for the moment until it has none; train steps count from 1."""
+
+PARKED: Mapping[str, Any] = {"status": Status.ARCHIVED, "train_step": None}
+"""The query for what is between two owners."""
+
+
+@dataclass(slots=True, eq=False)
+class Handover:
+    """The groups of one take, and how to give them back.
+
+    >>> handover = await take_over(buffer, {"math": 64}, Status.COMPLETED)
+    >>> await handover.keep()      # or: await handover.release()
+    """
+
+    buffer: ReplayBuffer
+    groups: dict[str, list[PackedGroup]]
+    """By task, for whoever asked."""
+    rows: list[StorageItem]
+    """As they were before."""
+    held: Mapping[str, Any] | None
+    """The query for where the store has them now; None if they are removed."""
+    train_step: int | None
+    """For which they were taken."""
+    is_kept: bool = False
+    """Whether they stay taken when the client is gone."""
+
+    async def keep(self, key: bytes) -> bool:
+        """They are with the client: the store forgets them, or archives them for the train step.
+
+        False, and they are live again, if one of them is not parked any more: a snapshot was resumed, say.
+        """
+        storage = self.buffer.storage
+        noted = {"receipt": key} if storage.keeps_receipts else {}
+        # Only what is still parked: a snapshot that was resumed meanwhile may use the same uids.
+        parked = {"uid": {"$in": [row.uid for row in self.rows]}, **PARKED}
+        num_rows = num_kept = len(self.rows)
+        async with self.buffer._lock.alone():
+            if self.held is PARKED and self.train_step is None:
+                num_kept = await storage.delete_where(parked, expected=num_rows, **noted)
+                self.held = None if num_kept == num_rows else PARKED
+            elif self.held is PARKED and self.train_step is not None:
+                archived = [archive_row(copy_row(row, item=None), self.train_step) for row in self.rows]
+                num_kept = await storage.update_if(archived, parked, expected=num_rows, **noted)
+                if num_kept == num_rows:
+                    self.held = {"status": Status.ARCHIVED, "train_step": self.train_step}
+        self.is_kept = num_kept == num_rows
+        if not self.is_kept:
+            await self.release()
+        return self.is_kept
+
+    async def release(self) -> int:
+        """Nobody has them: they are as they were; return how many are live."""
+        buffer = self.buffer
+        async with buffer._lock.alone():
+            rows, self.rows = self.rows, []
+            if not rows:
+                return 0
+            if self.held is not None:
+                num_back = await change(buffer.storage, rows, lambda row: copy_row(row, item=None), self.held)
+            else:
+                num_back = len(rows)
+                for row in rows:
+                    await buffer.storage.put(row)
+            buffer._changes.note()
+        return min(num_back, sum(not row.is_archived for row in rows))
+
+
+async def take_over(
+    buffer: ReplayBuffer,
+    task_batch_sizes: Mapping[str, int],
+    group_status: Status,
+    *,
+    max_bytes: int,
+    tags: Mapping[str, TagValue] | None = None,
+    train_step: int | None = None,
+) -> Handover:
+    """Take as `ReplayBuffer.take_batch` and `ReplayBuffer.get` do, so that it can be undone later.
+
+    The groups are packed before the lock is released, so that it does not matter what becomes of them.
+
+    Raises:
+        ValueError: a group cannot be sent, or has more than `max_bytes`; then nothing is taken.
+    """
+    parks = group_status is not Status.ARCHIVED
+    groups: dict[str, list[PackedGroup]] = {}
+    async with buffer._lock.alone(), buffer._taking(PARKED_STEP if parks else train_step) as view:
+        for task, size in task_batch_sizes.items():
+            if size > 0:
+                groups[task] = await buffer._take(size, task, group_status, view, tags=tags, present=pack_out)
+            else:
+                groups[task] = []
+            _check_sizes(groups[task], max_bytes)
+        rows = view.taken
+        # Only what still is as it was taken, and all of it: another server may have recovered some.
+        taken = {"status": Status.ARCHIVED, "train_step": PARKED_STEP}
+        if parks:
+            # A cancelled call may have parked some of them.
+            view.held = {"status": Status.ARCHIVED, "train_step": {"$in": [PARKED_STEP, None]}}
+        if parks and await change(buffer.storage, rows, _parked, taken) != len(rows):
+            raise RuntimeError("groups were taken from this server by another one on the same database")
+        if rows:
+            buffer._changes.note()
+    archived = {"status": Status.ARCHIVED, "train_step": train_step}
+    held = PARKED if parks else None if train_step is None else archived
+    return Handover(buffer, groups, rows, held, train_step)
+
+
+def _check_sizes(groups: Sequence[PackedGroup], max_bytes: int) -> None:
+    for packed in groups:
+        if (num_bytes := sum(packed.size)) > max_bytes:
+            raise ValueError(
+                f"a group has {num_bytes} bytes, and a message at most {max_bytes}; "
+                f"serve the buffer with larger max_frame_bytes"
+            )
+
+
+async def recover(buffer: ReplayBuffer) -> int:
+    """Make live again what a server that was killed had not handed over; return how many groups."""
+    # A group that was put as ARCHIVED was nothing before.
+    was = {"status_before": {"$ne": None}}
+    interrupted = {**PARKED, "train_step": {"$in": [None, PARKED_STEP]}, **was}
+    async with buffer._lock.alone():
+        if num_revived := await revive(buffer.storage, interrupted):
+            buffer._changes.note()
+    return num_revived
+
+
+def _parked(row: StorageItem) -> StorageItem:
+    return copy_row(row, item=None, status=Status.ARCHIVED, status_before=row.status, train_step=None)

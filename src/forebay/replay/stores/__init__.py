@@ -1,0 +1,1 @@
+"""Where a replay buffer keeps its rows: the contract of a store, and the stores."""

@@ -1,0 +1,386 @@
+"""The default store: in memory, indexed by task, status and age.
+
+::
+
+    task -> status -> cell --- by_step  {oldest model step: rows in arrival order}   labeled rows
+                           |-- by_given {staleness: rows in arrival order}           rows without a label
+                           '-- loose    {staleness: rows in arrival order}           labeled rows, while the
+                                                                   task has no train step yet
+
+Consumed rows have a bucket for each train step. All rows of one bucket have the same task, status, staleness
+and train step, so a query is first simplified with these four known: buckets that cannot match are skipped,
+buckets that wholly match are counted by their length and walked without looking at a row, and only what is
+left of the query is checked row by row. Age needs no upkeep: a train step moves the staleness of all labeled
+buckets of its task at once, and "most stale first" is a merge of buckets, so labeled rows (whose staleness
+moves) and others (whose staleness stands) are ranked together exactly. Cost: `count` by task and status is
+O(1), `put` and `take` O(log n) at worst, `get` with a limit reads about as many rows as it returns. Orders by
+priority sort what matches.
+
+Draws by priority from one task and status use a sum tree of that cell, made at the first draw and kept from
+then on: who never draws pays nothing, who does pays O(log n) for each draw, put and take. Other queries read
+the rows they match.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import groupby, islice
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any
+
+from forebay.replay.query import Query, QueryLike, allowed_values, matches, parse_query, plain_value, simplify
+from forebay.replay.stores.contract import StorageBackend, StorageItem, archive_row, copy_row, parse_order
+from forebay.replay.stores.frame import rows_to_frame
+from forebay.replay.stores.row_book import RowBook, checked, replace_row
+from forebay.replay.stores.sum_tree import SumTree
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+MAX_RUNS = 8
+"""A bucket with more runs merges the shortest: reads stay cheap, and a row moves O(log n) times."""
+
+_Key = tuple[int, int | None]
+"""Staleness or oldest model step, and the train step that consumed the rows."""
+
+Part = tuple[int, "_Bucket", Query | bool]
+"""``(staleness, bucket, what is left of the query for its rows)``."""
+
+
+class _Bucket:
+    """Rows of the same task, status, staleness and train step, as ascending runs ``{timestamp_id: uid}``.
+
+    Rows nearly always arrive in order and make one run. One that comes back (restored, or with a changed
+    status) may be older than the last; it starts or joins another run instead of moving the rest.
+    """
+
+    __slots__ = ("runs",)
+
+    def __init__(self) -> None:
+        # OrderedDict: taking from the front of a large plain dict gets slower with each row taken.
+        self.runs: list[OrderedDict[int, int]] = []
+
+    def add(self, row: StorageItem) -> None:
+        for run in self.runs:
+            if next(reversed(run)) < row.timestamp_id:
+                run[row.timestamp_id] = row.uid
+                return
+        self.runs.append(OrderedDict(((row.timestamp_id, row.uid),)))
+        if len(self.runs) > MAX_RUNS:
+            self.runs.sort(key=len, reverse=True)
+            merged = [*self.runs.pop().items(), *self.runs.pop().items()]
+            # Each is at least twice as long as the next one: else rows in random order, as draws by priority
+            # consume them, would move the same long run again and again.
+            while self.runs and 2 * len(merged) >= len(self.runs[-1]):
+                merged += self.runs.pop().items()
+            self.runs.append(OrderedDict(sorted(merged)))
+
+    def discard(self, row: StorageItem) -> None:
+        for run in self.runs:
+            if run.pop(row.timestamp_id, None) is not None:
+                if not run:
+                    self.runs.remove(run)
+                return
+
+    def __len__(self) -> int:
+        return sum(map(len, self.runs))
+
+
+class _Cell:
+    """The rows of one task and status, in buckets of one staleness each."""
+
+    __slots__ = ("by_given", "by_step", "loose", "priorities", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.by_step: dict[_Key, _Bucket] = {}
+        self.by_given: dict[_Key, _Bucket] = {}
+        self.loose: dict[_Key, _Bucket] = {}
+        self.priorities: SumTree | None = None
+
+    def add(self, row: StorageItem, train_step: int | None) -> None:
+        self.size += 1
+        for buckets, key in self._places(row, has_train_step=train_step is not None):
+            if (bucket := buckets.get(key)) is None:
+                bucket = buckets[key] = _Bucket()
+            bucket.add(row)
+        if self.priorities is not None:
+            self.priorities.add(row.timestamp_id, row.uid, row.priority)
+
+    def remove(self, row: StorageItem, train_step: int | None) -> None:
+        self.size -= 1
+        for buckets, key in self._places(row, has_train_step=train_step is not None):
+            buckets[key].discard(row)
+            if not buckets[key].runs:
+                del buckets[key]
+        if self.priorities is not None:
+            self.priorities.discard(row.timestamp_id)
+
+    def buckets(self, train_step: int | None) -> Iterator[tuple[dict[str, Any], _Bucket]]:
+        """Each bucket that ranks rows at `train_step`, with the field values that all its rows share."""
+        for (staleness, consumed), bucket in self.by_given.items():
+            yield {"staleness": staleness, "oldest_model_step": None, "train_step": consumed}, bucket
+        if train_step is None:
+            for (staleness, consumed), bucket in self.loose.items():
+                yield {"staleness": staleness, "train_step": consumed}, bucket
+        else:
+            for (step, consumed), bucket in self.by_step.items():
+                staleness = train_step - 1 - step
+                yield {"staleness": staleness, "oldest_model_step": step, "train_step": consumed}, bucket
+
+    def uids(self) -> Iterator[int]:
+        """The uids of all rows, in no order."""
+        for bucket in (*self.by_given.values(), *self.by_step.values()):
+            for run in bucket.runs:
+                yield from run.values()
+
+    def _places(
+        self, row: StorageItem, *, has_train_step: bool
+    ) -> Iterator[tuple[dict[_Key, _Bucket], _Key]]:
+        if row.oldest_model_step is None:
+            yield self.by_given, (row.staleness, row.train_step)
+            return
+        yield self.by_step, (row.oldest_model_step, row.train_step)
+        if not has_train_step:
+            yield self.loose, (row.staleness, row.train_step)
+
+
+class IndexedStorage(StorageBackend):
+    """Rows in memory, ranked and counted without a scan.
+
+    >>> store = IndexedStorage()
+    >>> await store.set_train_step("math", 7)
+    >>> stale = await store.get({"task_name": "math", "staleness": {"$gte": 3}}, order="-staleness", limit=64)
+    """
+
+    rows_at_once = 128
+
+    def __init__(self) -> None:
+        self._rows: dict[int, StorageItem] = {}
+        self._cells: dict[str, dict[str, _Cell]] = {}
+        self._num_archived = 0
+        self._book = RowBook()
+
+    async def put(self, item: StorageItem) -> int:
+        """See `StorageBackend.put`."""
+        row = self._book.admit(item)
+        self._insert(row)
+        return row.uid
+
+    async def get(
+        self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
+    ) -> list[StorageItem]:
+        """See `StorageBackend.get`."""
+        field, descending = parse_order(order)
+        rows = self._ranked(parse_query(query), field, descending)
+        first = rows if limit is None else islice(rows, max(limit, 0))
+        return [self._book.present(row, rows_only=rows_only) for row in first]
+
+    async def count(self, query: QueryLike) -> int:
+        """See `StorageBackend.count`."""
+        parsed = parse_query(query)
+        if (uids := allowed_values(parsed, "uid")) is not None:
+            return sum(1 for _ in self._rows_with(uids, parsed))
+        count = 0
+        for cell, train_step, rest in self._cells_for(parsed):
+            if rest is True:
+                count += cell.size
+                continue
+            for part in self._parts_of(cell, train_step, rest):
+                _, bucket, left = part
+                count += len(bucket) if left is True else sum(1 for _ in self._merge_parts([part]))
+        return count
+
+    async def take(
+        self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
+    ) -> list[StorageItem]:
+        """See `StorageBackend.take`."""
+        parsed = None if query is None else parse_query(query)
+        taken, archived = [], []
+        for uid in dict.fromkeys(uids):
+            if (row := self._rows.get(uid)) is None:
+                continue
+            shown = self._book.present(row)
+            if parsed is None or matches(parsed, shown):
+                taken.append(shown)
+                self._remove(row)
+                if train_step is not None:
+                    archived.append(archive_row(row, train_step))
+        # In order of arrival, so that they make one run of their bucket.
+        for row in sorted(archived, key=attrgetter("timestamp_id")):
+            self._insert(row)
+        return taken
+
+    async def take_drawn(
+        self,
+        count: int,
+        query: QueryLike,
+        random: Callable[[], float],
+        *,
+        train_step: int | None = None,
+    ) -> list[StorageItem]:
+        """See `StorageBackend.take_drawn`."""
+        parsed = parse_query(query)
+        taken: list[StorageItem] = []
+        while len(taken) < count and (uids := self._priorities(parsed).draw(count - len(taken), random)):
+            taken += await self.take(uids, query=parsed, train_step=train_step)
+        return taken
+
+    async def update_priorities(self, priorities: Mapping[int, float]) -> int:
+        """See `StorageBackend.update_priorities`."""
+        rows = [self._rows[uid] for uid in priorities if uid in self._rows]
+        live = [row for row in rows if not row.is_archived]
+        for row in live:
+            # Another object, because a snapshot that is being written reads this one.
+            changed = self._rows[row.uid] = copy_row(row, priority=priorities[row.uid])
+            tree = self._cells[row.task_name][plain_value(row.status)].priorities
+            if tree is not None:
+                tree.discard(row.timestamp_id)
+                tree.add(row.timestamp_id, row.uid, changed.priority)
+        return len(live)
+
+    async def delete(self, uids: Iterable[int]) -> None:
+        """See `StorageBackend.delete`."""
+        for uid in uids:
+            if (row := self._rows.get(uid)) is not None:
+                self._remove(row)
+
+    async def update(self, items: Iterable[StorageItem]) -> None:
+        """See `StorageBackend.update`."""
+        for item in checked(items):
+            if (stored := self._rows.get(item.uid)) is not None:
+                self._remove(stored)
+                self._insert(replace_row(stored, item))
+
+    async def get_train_step(self, task_name: str) -> int | None:
+        """See `StorageBackend.get_train_step`."""
+        return self._book.train_steps.get(task_name)
+
+    async def set_train_step(self, task_name: str, train_step: int) -> None:
+        """See `StorageBackend.set_train_step`."""
+        if task_name not in self._book.train_steps:
+            for cell in self._cells.get(task_name, {}).values():
+                cell.loose = {}
+        self._book.set_train_step(task_name, train_step)
+
+    async def let_train_steps_fall(self) -> None:
+        """See `StorageBackend.let_train_steps_fall`."""
+        self._book.let_train_steps_fall()
+
+    def __len__(self) -> int:
+        return len(self._rows) - self._num_archived
+
+    @property
+    def frame(self) -> DataFrame:
+        """A copy of all rows in order of arrival, ARCHIVED ones too, with their staleness of now.
+
+        One column per field of a row (no payload) and one per tag, ``tags.<name>``; it needs pandas.
+
+        >>> store.frame.groupby(["task_name", "status"]).size()
+        """
+        rows = sorted(self._rows.values(), key=attrgetter("timestamp_id"))
+        return rows_to_frame([self._book.present(row, rows_only=True) for row in rows])
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `StorageBackend.state_dict`."""
+        return self._book.state_dict(self._rows.values())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `StorageBackend.load_state_dict`."""
+        rows = self._book.load_state_dict(state)
+        self._rows, self._cells, self._num_archived = {}, {}, 0
+        for row in rows:
+            self._insert(row)
+
+    def _insert(self, row: StorageItem) -> None:
+        self._rows[row.uid] = row
+        self._num_archived += row.is_archived
+        cells = self._cells.setdefault(row.task_name, {})
+        status = plain_value(row.status)
+        if (cell := cells.get(status)) is None:
+            cell = cells[status] = _Cell()
+        cell.add(row, self._book.train_steps.get(row.task_name))
+
+    def _remove(self, row: StorageItem) -> None:
+        del self._rows[row.uid]
+        self._num_archived -= row.is_archived
+        cell = self._cells[row.task_name][plain_value(row.status)]
+        cell.remove(row, self._book.train_steps.get(row.task_name))
+
+    def _priorities(self, query: Query) -> SumTree:
+        """The priorities of the rows that match; drawing from it must be followed by taking the rows."""
+        cells = list(self._cells_for(query))
+        cell = cells[0][0] if len(cells) == 1 and cells[0][2] is True else None
+        if cell is not None and cell.priorities is not None:
+            return cell.priorities
+        if cell is not None:
+            rows = [self._rows[uid] for uid in cell.uids()]
+        else:
+            rows = list(self._ranked(query, "timestamp_id", descending=False))
+        tree = SumTree(
+            [row.timestamp_id for row in rows], [row.uid for row in rows], [row.priority for row in rows]
+        )
+        if cell is not None:
+            cell.priorities = tree
+        return tree
+
+    def _cells_for(self, query: Query) -> Iterator[tuple[_Cell, int | None, Query | bool]]:
+        """The cells that may hold matching rows: ``(cell, its task's train step, rest of the query)``."""
+        tasks = allowed_values(query, "task_name")
+        statuses = allowed_values(query, "status")
+        for task in self._cells if tasks is None else tasks:
+            cells = self._cells.get(task, {})  # type: ignore[arg-type]
+            for status in cells if statuses is None else statuses:
+                cell = cells.get(status)  # type: ignore[arg-type]
+                if cell is None or not cell.size:
+                    continue
+                rest = simplify(query, {"task_name": task, "status": status})
+                if rest is not False:
+                    yield cell, self._book.train_steps.get(task), rest  # type: ignore[arg-type]
+
+    def _parts_of(self, cell: _Cell, train_step: int | None, query: Query | bool) -> Iterator[Part]:
+        for known, bucket in cell.buckets(train_step):
+            rest = query if isinstance(query, bool) else simplify(query, known)
+            if rest is not False:
+                yield known["staleness"], bucket, rest
+
+    def _ranked(self, query: Query, field: str, descending: bool) -> Iterator[StorageItem]:
+        """Matching rows in order, read as far as they are asked for."""
+        if (uids := allowed_values(query, "uid")) is not None:
+            found = sorted(self._rows_with(uids, query), key=lambda row: row.timestamp_id)
+            if field == "staleness":
+                return iter(sorted(found, key=self._book.staleness, reverse=descending))
+            return iter(sorted(found, key=lambda row: getattr(row, field), reverse=descending))
+        parts = [part for cell in self._cells_for(query) for part in self._parts_of(*cell)]
+        if field == "timestamp_id":
+            return self._merge_parts(parts, descending)
+        if field == "staleness":
+            parts.sort(key=itemgetter(0), reverse=descending)
+            groups = groupby(parts, key=itemgetter(0))
+            return (row for _, group in groups for row in self._merge_parts(group))
+        return iter(sorted(self._merge_parts(parts), key=lambda row: row.priority, reverse=descending))
+
+    def _rows_with(self, uids: Iterable[Any], query: Query) -> Iterator[StorageItem]:
+        rows = (self._rows[uid] for uid in uids if uid in self._rows)
+        return (row for row in rows if matches(query, self._book.present(row, rows_only=True)))
+
+    def _merge_parts(self, parts: Iterable[Part], descending: bool = False) -> Iterator[StorageItem]:
+        streams = [self._stream(run, rest, descending) for _, bucket, rest in parts for run in bucket.runs]
+        merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, reverse=descending)
+        return (self._rows[uid] for _, uid in merged)
+
+    def _stream(
+        self, run: OrderedDict[int, int], rest: Query | bool, descending: bool
+    ) -> Iterator[tuple[int, int]]:
+        """``(timestamp_id, uid)`` of the rows of one run that fulfil what is left of the query."""
+        entries = iter(reversed(run.items()) if descending else run.items())
+        if isinstance(rest, bool):
+            return entries
+        # The rest names no staleness (the bucket settled that), so the stored row will do.
+        return (entry for entry in entries if matches(rest, self._rows[entry[1]]))
+
+
+PandasStorage = IndexedStorage
+"""An older name, from when a DataFrame held the rows."""

@@ -1,0 +1,129 @@
+"""What the stores in memory share: ids, train steps, and what of a row changes.
+
+::
+
+    put ----> RowBook.admit -> a row with ids        get, take <- RowBook.present <- a row, as stale as now
+    update -> replace_row                            state_dict, load_state_dict <- check_state
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from forebay.replay.query import ARCHIVED, plain_value
+from forebay.replay.stores.contract import STATE_VERSION, StorageItem, check_row, copy_row, staleness_at
+
+
+class RowBook:
+    """What a store in memory keeps beside its rows: id counters and the latest train step of each task.
+
+    >>> book = RowBook()
+    >>> stored = book.admit(row)      # with ids
+    >>> book.present(stored)          # a copy to hand out, with its staleness of now
+    """
+
+    def __init__(self) -> None:
+        self.next_uid = 0
+        self.next_timestamp_id = 0
+        self.train_steps: dict[str, int] = {}
+        self._may_fall: set[str] = set()
+
+    def admit(self, item: StorageItem) -> StorageItem:
+        """A copy of `item` with the ids it will keep; ValueError if some store could not hold it."""
+        check_row(item)
+        uid = max(item.uid, self.next_uid)
+        timestamp_id = max(item.timestamp_id, self.next_timestamp_id)
+        self.next_uid, self.next_timestamp_id = uid + 1, timestamp_id + 1
+        return copy_row(item, uid=uid, timestamp_id=timestamp_id)
+
+    def set_train_step(self, task_name: str, train_step: int) -> None:
+        """See `StorageBackend.set_train_step`."""
+        before = self.train_steps.get(task_name)
+        if before is None or before < train_step or task_name in self._may_fall:
+            self.train_steps[task_name] = train_step
+            self._may_fall.discard(task_name)
+
+    def let_train_steps_fall(self) -> None:
+        """See `StorageBackend.let_train_steps_fall`."""
+        self._may_fall = set(self.train_steps)
+
+    def staleness(self, row: StorageItem) -> int:
+        """The row's staleness as of the latest train step of its task."""
+        return staleness_at(row, self.train_steps.get(row.task_name))
+
+    def present(self, row: StorageItem, *, rows_only: bool = False) -> StorageItem:
+        """A copy to hand out."""
+        # Written out, and not `replace`, because every row that leaves the store passes here.
+        return StorageItem(
+            None if rows_only else row.item,
+            row.uid,
+            row.timestamp_id,
+            row.task_name,
+            row.status,
+            self.staleness(row),
+            dict(row.tags),
+            row.priority,
+            row.oldest_model_step,
+            row.train_step,
+            row.status_before,
+        )
+
+    def state_dict(self, rows: Iterable[StorageItem]) -> dict[str, Any]:
+        """The form that `StorageBackend.state_dict` describes."""
+        return {
+            "version": STATE_VERSION,
+            "items": list(rows),
+            "next_uid": self.next_uid,
+            "next_timestamp_id": self.next_timestamp_id,
+            "train_steps": dict(self.train_steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> list[StorageItem]:
+        """Take over counters and train steps; return the rows to store, in arrival order."""
+        rows = check_state(state)
+        self.next_uid = max(self.next_uid, state["next_uid"])
+        self.next_timestamp_id = max(self.next_timestamp_id, state["next_timestamp_id"])
+        self.train_steps = dict(state["train_steps"])
+        self._may_fall = set()
+        return [copy_row(row) for row in rows]
+
+
+def check_state(state: Mapping[str, Any]) -> list[StorageItem]:
+    """The rows of a store's state, in arrival order.
+
+    Raises:
+        ValueError: another version, ids that are doubled or not below the counters, a consumed row that
+            could not be brought back, or one that `check_row` refuses.
+    """
+    if state.get("version") != STATE_VERSION:
+        raise ValueError(f"a store's state has version {STATE_VERSION}, got {state.get('version')!r}")
+    rows: list[StorageItem] = sorted(state["items"], key=lambda row: row.timestamp_id)
+    for name in ("uid", "timestamp_id"):
+        ids = {getattr(row, name) for row in rows}
+        limit = state[f"next_{name}"]
+        if len(ids) != len(rows) or any(not 0 <= id_ < limit for id_ in ids):
+            raise ValueError(f"the state holds a {name} twice, or one that is not in 0..{limit - 1}")
+    for row in rows:
+        check_row(row)
+        if (
+            row.is_archived
+            and row.train_step is not None
+            and plain_value(row.status_before) in (None, ARCHIVED)
+        ):
+            raise ValueError(f"the state does not say what the consumed row {row.uid} was before")
+    return rows
+
+
+def checked(items: Iterable[StorageItem]) -> list[StorageItem]:
+    """`items`, all of which every store can hold; ValueError before any of them is stored."""
+    listed = list(items)
+    for item in listed:
+        check_row(item)
+    return listed
+
+
+def replace_row(stored: StorageItem, item: StorageItem) -> StorageItem:
+    """What `update` stores: `item` under the ids of `stored`, with its payload if it brings none."""
+    payload = stored.item if item.item is None else item.item
+    return copy_row(item, timestamp_id=stored.timestamp_id, item=payload)

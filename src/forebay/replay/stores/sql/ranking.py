@@ -1,0 +1,199 @@
+"""Which rows of a SQL store a query means, in which order: read, counted, or locked to be taken.
+
+::
+
+    query --plan_arms--> one SELECT per arm --> rows of all arms, merged and cut at the limit
+      '--(too large for a database)--> all rows, matched here
+
+Everything happens within a transaction that the store opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import sqlalchemy as sa
+from sqlalchemy.sql.visitors import replacement_traverse
+
+from forebay.replay.query import Query, QueryLike, matches, parse_query
+from forebay.replay.stores.contract import Codec, StorageItem, parse_order
+from forebay.replay.stores.sql.query import Arm, Clause, asks_age, is_too_large, leaves, plan_arms
+from forebay.replay.stores.sql.rows import lock_rows, read_rows, select_rows
+from forebay.replay.stores.sql.schema import LIVE, counts, groups, tasks
+from forebay.replay.stores.sum_tree import SumTree
+
+_Look = tuple[sa.Select[Any], sa.Select[Any]]
+"""How many rows there are, and one of them."""
+Lock = Literal["none", "skip", "wait"]
+"""What is done about rows that others are changing: nothing; pass over them; wait and look again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What `StorageBackend.get` is asked for.
+
+    >>> Ranking.of({"task_name": "math"}, "-staleness", 64)
+    """
+
+    query: Query
+    field: str
+    descending: bool
+    limit: int | None
+
+    @classmethod
+    def of(cls, query: QueryLike, order: str | None, limit: int | None) -> Ranking:
+        """The ranking of these arguments; ValueError if the query or the order is not one."""
+        return cls(parse_query(query), *parse_order(order), limit)
+
+    def cut(self, rows: list[StorageItem]) -> list[StorageItem]:
+        """The first of these rows, which come from several arms."""
+        rows.sort(key=lambda row: row.timestamp_id)
+        # Sorting keeps ties in arrival order, also with reverse=True.
+        rows.sort(key=lambda row: getattr(row, self.field), reverse=self.descending)
+        return rows if self.limit is None else rows[: self.limit]
+
+
+def ranked_rows(
+    connection: sa.Connection, ranking: Ranking, codec: Codec, *, lock: Lock = "none"
+) -> list[StorageItem]:
+    """The rows of a ranking, without payload."""
+    if ranking.limit is not None and ranking.limit <= 0:
+        return []
+    if is_too_large(ranking.query):
+        return ranking.cut(_scan(connection, ranking.query, codec, lock))
+    steps = train_steps(connection)
+    rows: list[StorageItem] = []
+    for arm in plan_arms(ranking.query, steps, by_age=ranking.field == "staleness"):
+        statement = select_rows().where(arm.where).limit(ranking.limit)
+        statement = statement.order_by(*arm.order_by(ranking.field, ranking.descending))
+        rows += read_rows(connection.execute(_locking(statement, lock)), codec, steps)
+    return ranking.cut(rows)
+
+
+def has_rows(connection: sa.Connection, query: Query) -> bool:
+    """Whether some row may match: True also where only reading them would tell."""
+    if is_too_large(query):
+        return True
+    return any(connection.scalar(first) is not None for _, first in _looks(connection, query))
+
+
+def _looks(connection: sa.Connection, query: Query) -> list[_Look]:
+    """For every arm of `query`."""
+    is_counted = connection.dialect.name == "sqlite"
+    if not asks_age(query) and all(isinstance(leaf.value, str) for leaf in leaves(query)):
+        # Equal texts are the same question. Equal numbers are not: True equals 1.
+        return [_known_look(query, is_counted)]
+    return [_look(arm) for arm in plan_arms(query, _steps_for(connection, query), by_age=False)]
+
+
+@lru_cache(maxsize=256)
+def _known_look(query: Query, is_counted: bool) -> _Look:
+    """The same few are asked again and again, and to build one takes longer than to answer it."""
+    [arm] = plan_arms(query, {}, by_age=False)
+    if is_counted and all(leaf.field in ("task_name", "status") for leaf in leaves(query)):
+        return sa.select(sa.func.sum(counts.c.number)).where(_of_counts(arm.where)), _first(arm)
+    return _look(arm)
+
+
+def _look(arm: Arm) -> _Look:
+    return sa.select(sa.func.count()).select_from(groups).where(arm.where), _first(arm)
+
+
+def _first(arm: Arm) -> sa.Select[Any]:
+    return sa.select(groups.c.uid).where(arm.where).limit(1)
+
+
+def _of_counts(where: Clause) -> Clause:
+    """A condition on task and status of `groups` as one on `counts`."""
+
+    def replace(part: Any, **_: Any) -> Any:
+        return counts.c[part.name] if isinstance(part, sa.Column) and part.table is groups else None
+
+    found: Clause = replacement_traverse(where, {}, replace)  # type: ignore[call-overload]
+    return found
+
+
+_LIVE_COUNT = sa.select(sa.func.sum(counts.c.number)).where(_of_counts(LIVE))
+
+
+def _steps_for(connection: sa.Connection, query: Query) -> dict[str, int | None]:
+    """The train steps, if the arms of `query` depend on them: most counts ask for no age."""
+    return train_steps(connection) if asks_age(query) else {}
+
+
+def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:
+    """The priorities of the rows that match; of each row only its ids and its priority are read."""
+    lines: list[Any]
+    if is_too_large(query):
+        rows = _scan(connection, query, codec, "none")
+        lines = [(row.timestamp_id, row.uid, row.priority) for row in rows]
+    else:
+        light = sa.select(groups.c.timestamp_id, groups.c.uid, groups.c.priority)
+        arms = plan_arms(query, _steps_for(connection, query), by_age=False)
+        lines = [line for arm in arms for line in connection.execute(light.where(arm.where))]
+    timestamp_ids, uids, priorities = ([line[i] for line in lines] for i in range(3))
+    return SumTree(timestamp_ids, uids, priorities)
+
+
+def lock_drawn(
+    connection: sa.Connection,
+    tree: SumTree,
+    *,
+    query: Query,
+    count: int,
+    random: Callable[[], float],
+    codec: Codec,
+) -> list[StorageItem]:
+    """Up to `count` rows that are drawn from `tree`, still match and are locked, without payload."""
+    steps = train_steps(connection)
+    drawn: list[StorageItem] = []
+    while len(drawn) < count and (uids := tree.draw(count - len(drawn), random)):
+        # Without those that a rival takes or has changed since; the next numbers draw others.
+        found = lock_rows(connection, uids, codec, steps, skip_locked=True)
+        drawn += [found[uid] for uid in uids if uid in found and matches(query, found[uid])]
+    return drawn
+
+
+def count_rows(connection: sa.Connection, query: Query, codec: Codec) -> int:
+    """How many rows match."""
+    if is_too_large(query):
+        return len(_scan(connection, query, codec, "none"))
+    return sum(connection.scalar(count) or 0 for count, _ in _looks(connection, query))
+
+
+def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list[int]:
+    """The uids of the rows that match, locked; nothing but the uids is read."""
+    if is_too_large(query):
+        return [row.uid for row in _scan(connection, query, codec, "wait")]
+    uids: list[int] = []
+    for arm in plan_arms(query, _steps_for(connection, query), by_age=False):
+        # By uid, so that two processes that lock the same rows do not wait for each other.
+        statement = sa.select(groups.c.uid).where(arm.where).order_by(groups.c.uid)
+        uids += connection.scalars(_locking(statement, "wait"))
+    return uids
+
+
+def train_steps(connection: sa.Connection) -> dict[str, int | None]:
+    """Every task of the store, with its train step."""
+    lines = connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step))
+    return {line.task_name: line.train_step for line in lines}
+
+
+def count_live(connection: sa.Connection) -> int:
+    """How many rows are not ARCHIVED."""
+    if connection.dialect.name == "sqlite":
+        return connection.scalar(_LIVE_COUNT) or 0
+    return connection.scalar(sa.select(sa.func.count()).select_from(groups).where(LIVE)) or 0
+
+
+def _scan(connection: sa.Connection, query: Query, codec: Codec, lock: Lock) -> list[StorageItem]:
+    lines = connection.execute(_locking(select_rows().order_by(groups.c.uid), lock))
+    rows = read_rows(lines, codec, train_steps(connection))
+    return [row for row in rows if matches(query, row)]
+
+
+def _locking(statement: sa.Select[Any], lock: Lock) -> sa.Select[Any]:
+    return statement if lock == "none" else statement.with_for_update(skip_locked=lock == "skip")

@@ -1,0 +1,191 @@
+"""Runs a recorded training again, without engine, agents and judges, and compares what comes out.
+
+::
+
+    events --Operations--> a real replay buffer --> the batch, which must be the one that was recorded
+                                                      |
+    run.toml --> trainer ---------------------------> fit --> metrics against metrics.jsonl --> ReplayedStep
+
+A segment that goes on from a checkpoint gets a trainer and a buffer of its own config, which take over what
+the ones before it save, as the run did. One CPU thread and the same versions of everything give the same
+numbers, bit by bit.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from forebay.config import load_config
+from forebay.metrics import read_jsonl
+from forebay.models import load_tokenizer, resolve_model
+from forebay.replay import ReplayBuffer
+from forebay.runs.build import build_trainer
+from forebay.runs.config import RunConfig
+from forebay.runs.record.observers import Groups
+from forebay.runs.record.operations import Operations
+from forebay.runs.record.reader import Facts, Segment, read_events, read_history
+from forebay.runs.record.writer import RUN_FILE
+from forebay.runs.rollouts import build_buffer
+from forebay.runs.show.alarms import RunAlarms
+from forebay.runs.show.status import batch_numbers
+from forebay.train import TrainController
+
+Numbers = Mapping[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedStep:
+    """One train step, as recorded and as replayed."""
+
+    train_step: int
+    groups: Groups
+    """What was trained on."""
+    recorded: Numbers | None
+    """Its line of ``metrics.jsonl``; None if the run ended before it was written."""
+    replayed: Numbers
+    """What depends on batch and trainer alone: no times, nothing about production."""
+    failure: str | None = None
+    """What the training failed with."""
+    alarms: Sequence[str] = ()
+    """What is wrong with the run as far as this step shows, as it was said when the run ran."""
+
+    @property
+    def differences(self) -> list[str]:
+        """The names of the numbers that are not equal, bit by bit."""
+        if self.recorded is None:
+            return []
+        if self.failure is not None:
+            return ["train/loss"]
+        # A version that logs more replays what one that logged less has recorded.
+        known = [name for name in self.replayed if name in self.recorded]
+        return [name for name in known if self.recorded[name] != self.replayed[name]]
+
+
+class Replay:
+    """The training of a recorded run, once more.
+
+    Invariants: no file of the run is written; nothing is generated or judged; what the trainer gets is what
+    the real buffer hands out, and that is what was recorded.
+
+    >>> replay = Replay(Path("runs/a"))
+    >>> async for step in replay.steps(until=5):
+    ...     print(step.train_step, step.differences)
+    >>> replay.trainer.save("step_5/trainer")
+
+    Args:
+        folder: the run's.
+        trains: False only re-executes the buffer's operations, which takes seconds.
+
+    Raises:
+        ValueError: there is no record, or it is not whole.
+    """
+
+    def __init__(self, folder: Path, *, trains: bool = True) -> None:
+        self.folder = folder
+        self.history = read_history(folder)
+        rows = _read_metrics(folder)
+        self.recorded = {int(row["train_step"] or 0): row for row in rows if "train/loss" in row}
+        """What ``metrics.jsonl`` says of every finished train step."""
+        self._unseen = deque(rows)
+        """Rows that the alarms have not been given; step 0 and an unfinished step have an evaluation only."""
+        self._alarms: RunAlarms | None = None
+        self.trainer: TrainController | None = None
+        """As of the last step; None before the first, and where nothing is trained."""
+        self._trains = trains
+        self._operations: Operations
+
+    @property
+    def buffer(self) -> ReplayBuffer:
+        """As of the last step."""
+        return self._operations.buffer
+
+    async def steps(self, *, until: int | None = None) -> AsyncIterator[ReplayedStep]:
+        """Every train step up to `until`, or all.
+
+        Raises:
+            ValueError: the record is damaged; the buffer does not do what it did; a config or model is gone.
+        """
+        for segment in self.history:
+            await self._begin(segment)
+            for event in read_events(segment):
+                if event.facts["event"] != "train":
+                    await self._operations.execute(event)
+                    continue
+                step = self._train(event.facts)
+                yield step
+                if step.train_step == until or step.failure is not None:
+                    return
+
+    async def _begin(self, segment: Segment) -> None:
+        """A trainer and a buffer as this start of the run made them."""
+        config = load_config(RunConfig, segment.folder / RUN_FILE).model_copy(update={"record": False})
+        buffer = build_buffer(config)
+        trainer = self._build_trainer(config) if self._trains else None
+        if segment.resumed_from is not None:
+            with tempfile.TemporaryDirectory(prefix="forebay-replay-") as name:
+                path = Path(name)
+                await self.buffer.save(path / "buffer")
+                await buffer.resume(path / "buffer")
+                if trainer is not None and self.trainer is not None:
+                    self.trainer.save(path / "trainer")
+                    trainer.resume(path / "trainer")
+        self._operations, self.trainer = Operations(buffer), trainer
+        self._alarms = self._alarms or RunAlarms(config)
+
+    def _build_trainer(self, config: RunConfig) -> TrainController:
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        if config.warmup is None:
+            model_folder = resolve_model(config.model, seed=config.seed)
+        else:
+            model_folder = self.folder / "warmup"
+        return build_trainer(config, model_folder, load_tokenizer(model_folder))
+
+    def _train(self, facts: Facts) -> ReplayedStep:
+        train_step = facts["train_step"]
+        groups = self._operations.batch(train_step, facts["groups"])
+        numbers = batch_numbers(groups)
+        failure = None
+        if self.trainer is not None:
+            try:
+                metrics = self.trainer.fit(groups, stale_thresholds=facts.get("thresholds")).metrics
+                numbers |= {name: value for name, value in metrics.items() if not name.endswith("_s")}
+            except FloatingPointError as error:
+                failure = str(error)
+        return ReplayedStep(
+            train_step=train_step,
+            groups=groups,
+            recorded=self.recorded.get(train_step),
+            replayed={name: _as_logged(value) for name, value in numbers.items()},
+            failure=failure,
+            alarms=self._alarms_up_to(train_step, numbers),
+        )
+
+    def _alarms_up_to(self, train_step: int, numbers: Numbers) -> list[str]:
+        """What the rows up to that of `train_step` raise, with the `numbers` of the replay in the last."""
+        assert self._alarms is not None
+        said: list[str] = []
+        while self._unseen and (self._unseen[0]["train_step"] or 0) <= train_step:
+            row = self._unseen.popleft()
+            own = numbers if row["train_step"] == train_step else {}
+            said += self._alarms.see({**row, **own}).values()
+        return said
+
+
+def _read_metrics(folder: Path) -> list[Numbers]:
+    path = folder / "metrics.jsonl"
+    if not path.exists():
+        raise ValueError(f"nothing to compare with: {str(path)!r} is missing")
+    return list(read_jsonl(path))
+
+
+def _as_logged(value: float) -> float | None:
+    """As ``metrics.jsonl`` has it: null for what JSON cannot say."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,183 @@
+"""The learning curve of a run, as a PNG and as text for a terminal.
+
+::
+
+    history      [{"train_step": 1, "reward": ..}, ..] --+--> learning_curve  PNG
+    evaluations  [{"train_step": 0, "eval/score": ..}] --+--> terminal_curve  text
+
+Rows are those of ``metrics.jsonl``; a missing or ``None`` number is a gap, and a run without a quantity gets
+an empty panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, STEP_S, TIME_PREFIX, TOKENS_PER_S
+
+Rows = Sequence[Mapping[str, float | None]]
+Floats = NDArray[np.float64]
+
+# Okabe & Ito 2008, "Color universal design": told apart with every common color blindness.
+BLUE, ORANGE = "#0072B2", "#D55E00"
+_PHASE_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8a8a8a")
+
+_SMOOTHING_SHARE = 0.1
+"""The smoothed line averages over this share of the run: enough to see a trend through sampling noise."""
+
+
+# The box-drawing characters of plotext's frame: lines, then corners and ticks.
+_ASCII_FRAME = str.maketrans("\u2500\u2502\u250c\u2510\u2514\u2518\u2524\u252c", "-|++++++")
+
+
+class Curve(NamedTuple):
+    """One quantity over train steps, where it is known."""
+
+    steps: Floats
+    values: Floats
+
+
+def read_curve(rows: Rows, name: str) -> Curve:
+    """The finite values of `name` by train step."""
+    pairs = [(row["train_step"], value) for row in rows if (value := row.get(name)) is not None]
+    points = np.array(pairs, np.float64).reshape(-1, 2)
+    points = points[np.isfinite(points[:, 1])]
+    return Curve(points[:, 0], points[:, 1])
+
+
+def smooth(values: Floats, window: int) -> Floats:
+    """Centered moving average over `window` entries; at the ends over those there are."""
+    kernel = np.ones(min(window, max(len(values), 1)))
+    if len(values) == 0:
+        return values
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def _window(curve: Curve) -> int:
+    # Odd, so that the average is centered on its step.
+    return 2 * int(len(curve.values) * _SMOOTHING_SHARE / 2) + 1
+
+
+def learning_curve(history: Rows, evaluations: Rows, path: Path) -> None:
+    """Write a PNG: reward and held-out score above; length, speed and time by phase below."""
+    # A figure without pyplot: no global state, no window system (a PNG is drawn by Agg), any thread.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    grid = figure.add_gridspec(2, 3, height_ratios=[1.8, 1], width_ratios=[1, 1, 1.25])
+    _draw_reward(figure.add_subplot(grid[0, :]), history, evaluations)
+    _draw_line(
+        figure.add_subplot(grid[1, 0]), read_curve(history, RESPONSE_TOKENS), "response length", "tokens"
+    )
+    _draw_line(figure.add_subplot(grid[1, 1]), read_curve(history, TOKENS_PER_S), "throughput", "tokens/s")
+    _draw_phases(figure.add_subplot(grid[1, 2]), history)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_reward(axes: Any, history: Rows, evaluations: Rows) -> None:
+    _draw_line(axes, read_curve(history, REWARD), "learning curve", "mean reward", label="reward")
+    scores = read_curve(evaluations, EVAL_SCORE)
+    if len(scores.values):
+        low, high = axes.get_ylim()
+        axes.plot(*scores, "D--", color=ORANGE, markersize=6, linewidth=1, label="held-out score")
+        for index in {0, len(scores.values) - 1}:
+            at = (scores.steps[index], scores.values[index])
+            style = {"ha": "center", "fontsize": 9, "color": ORANGE}
+            axes.annotate(f"{at[1]:.3g}", at, (0, 9), textcoords="offset points", **style)
+        # The limits are those of the rewards until now; a tenth more, for the numbers above the points.
+        axes.set_ylim(min(low, 1.1 * scores.values.min()), max(high, 1.1 * scores.values.max()))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(loc="best", frameon=False, fontsize=9)
+
+
+def _draw_line(axes: Any, curve: Curve, title: str, unit: str, *, label: str | None = None) -> None:
+    """The raw values thin, their moving average thick; short runs as points on a line."""
+    window = _window(curve)
+    if window == 1:
+        axes.plot(*curve, "o-", color=BLUE, markersize=3.5, linewidth=1.2, label=label)
+    else:
+        raw, mean = (f"{label} of each step", f"{label}, mean over {window} steps") if label else (None, None)
+        axes.plot(*curve, color=BLUE, linewidth=0.8, alpha=0.4, label=raw)
+        axes.plot(curve.steps, smooth(curve.values, window), color=BLUE, linewidth=2, label=mean)
+    label_axes(axes, title, unit, from_zero=bool((curve.values >= 0).all()))
+
+
+def _draw_phases(axes: Any, history: Rows) -> None:
+    """Wall seconds of a step, stacked by phase and averaged like the lines; without phases the whole step."""
+    names = list(dict.fromkeys(name for row in history for name in row if name.startswith(TIME_PREFIX)))
+    if not names:
+        _draw_line(axes, read_curve(history, STEP_S), "time of a step", "seconds")
+        return
+    steps = np.array([row["train_step"] for row in history], np.float64)
+    seconds = [np.array([row.get(name) or 0.0 for row in history]) for name in names]
+    window = _window(Curve(steps, steps))
+    axes.stackplot(
+        steps,
+        [smooth(phase, window) for phase in seconds],
+        labels=[name.removeprefix(TIME_PREFIX).removesuffix("_s") for name in names],
+        colors=_PHASE_COLORS,
+        linewidth=0,
+    )
+    axes.legend(
+        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8, reverse=True, handlelength=1
+    )
+    label_axes(axes, "time of a step", "seconds", from_zero=True)
+
+
+def label_axes(axes: Any, title: str, unit: str, *, from_zero: bool) -> None:
+    """Title and units of a panel over train steps, with few ticks and no frame."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel("train step", fontsize=9)
+    axes.set_ylabel(unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if axes.get_ylim()[1] >= 1000:
+        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    axes.margins(x=0.02)
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def terminal_curve(
+    history: Rows,
+    evaluations: Rows,
+    *,
+    width: int,
+    height: int,
+    ascii_only: bool,
+    names: tuple[str, str] = (REWARD, EVAL_SCORE),
+) -> str:
+    """The smoothed reward and the held-out scores as lines of text without colors; "" without rewards.
+
+    `names` are the metrics that stand for the two.
+    """
+    import plotext
+
+    reward = read_curve(history, names[0])
+    if len(reward.values) < 2:
+        return ""
+    # plotext keeps one figure for the whole process, and by itself cuts it to the terminal's size.
+    plotext.terminal.limit(False, False)
+    figure = plotext.figure
+    figure.clear()
+    figure.theme("colorless")
+    figure.plot_size(width, height)
+    line = smooth(reward.values, _window(reward))
+    marker = "*" if ascii_only else "braille"
+    figure.draw(figure.signal(reward.steps.tolist(), line.tolist(), marker=marker).lines())
+    scores = read_curve(evaluations, names[1])
+    if len(scores.values):
+        figure.draw(figure.signal(scores.steps.tolist(), scores.values.tolist(), marker="o"))
+    text: str = figure.build().string(colorless=True)
+    figure.clear()
+    return text.translate(_ASCII_FRAME) if ascii_only else text

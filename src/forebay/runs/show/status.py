@@ -1,0 +1,367 @@
+"""The numbers of now: what is in flight, what waits in the buffer, how busy the two sides are, what hangs.
+
+::
+
+    activities --began, ended--> counts by stage, stalls --------------+--> now() ---------> live view
+    rows of the buffer --count_buffer()--> groups by status and age ---+--> step_values() -> metrics, trackers
+    busy shares, stall watch, groups in flight, engines' weights ------+--> run_facts() ---> summary
+
+It reads and decides nothing. Rows are counted without the buffer's lock: for people, a count between two
+changes is good enough, and nobody may wait for it. No payload is looked at, so a count costs the same however
+many groups there are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from forebay.ledger import AGED, Ledger, length_bias
+from forebay.metrics import RESPONSE_TOKENS, SAMPLES
+from forebay.produce import AgentLoopManager
+from forebay.replay import ReplayBuffer
+from forebay.replay.stores.contract import STALEST
+from forebay.runs.show.wording import number, percent
+from forebay.types import UNLABELED, RolloutState, Status
+from forebay.watching.activity import GENERATE, JUDGE, PUT, QUEUED, TOOL, Activities, Activity
+from forebay.watching.utilization import SIDES, BusyShare
+
+PRODUCER_STAGES = (QUEUED, GENERATE, TOOL, JUDGE, PUT)
+
+COUNTED_STATUSES = tuple(status for status in Status if status is not Status.ARCHIVED)
+_LOGGED_STATUSES = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.MAX_TRIES)
+"""What may stay in the buffer for long; the others leave with the next batch and are counted as dropped."""
+
+MAX_AGE = 32
+"""Groups this stale, and staler ones, are counted together: every age takes a query of its own."""
+
+_LAST_SHARE = 8
+STALENESS_SHARES = {
+    **{str(age): (age, age) for age in range(4)},
+    "4_to_7": (4, 7),
+    f"{_LAST_SHARE}_up": (_LAST_SHARE, _LAST_SHARE),
+}
+"""The shares of trained tokens that are logged, ``{name: (first, last)}``: finest where most runs are."""
+
+
+LENGTH_BIAS = "tokens_over_trained"
+"""Last part of the metric that says how much longer dropped groups are than trained ones."""
+BIAS_GROWTH = 1.1
+"""A ratio of means hardly moves while the groups behind it are less than a tenth more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskNow:
+    """One task: its groups."""
+
+    batch: int = 0
+    """Groups of the next batch."""
+    in_flight: int = 0
+    groups: Mapping[Status, int] = field(default_factory=dict)
+    """In the buffer, by status."""
+    ages: Mapping[int, int] = field(default_factory=dict)
+    """Those of them that are COMPLETED, by staleness; `MAX_AGE` stands for that or more."""
+    max_age: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oldest:
+    """The piece of production that has been going on for longest."""
+
+    stage: str
+    name: str
+    age_s: float
+    note: str
+    """What else is known of it ("412 tokens"), or empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """The numbers of one moment."""
+
+    tasks: Mapping[str, TaskNow]
+    stages: Mapping[str, int]
+    """What the producer has in flight, by stage: rollouts that are generated, groups that are judged."""
+    oldest: Oldest | None
+    busy: Mapping[str, float]
+    """Share of the last half minute, by side: "producer", "trainer"."""
+    model_step: int
+    """Of the weights that generate."""
+    stall: str
+    """What hangs, and since when; empty while nothing has been warned of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """One task's part of the buffer when it was counted."""
+
+    groups: Mapping[Status, int]
+    ages: Mapping[int, int]
+    max_age: int
+
+
+class RunStatus:
+    """Collects the numbers of a run as they are now.
+
+    Invariants: what is in flight is counted as it begins and ends; the buffer is as of the last
+    `count_buffer`; a stall that ended is counted once.
+
+    >>> status = RunStatus(manager, activities, busy, batch_size=16, warn_after_s=60, ...)
+    >>> await status.count_buffer()
+    >>> status.now().tasks["math"].groups[Status.COMPLETED]
+    12
+    """
+
+    def __init__(
+        self,
+        manager: AgentLoopManager,
+        activities: Activities,
+        busy: BusyShare,
+        *,
+        batch_size: int,
+        warn_after_s: float,
+        model_step: Callable[[], int],
+        describe: Callable[[Activity], str],
+    ) -> None:
+        """Listen to `activities` from now on.
+
+        `warn_after_s` is the stall watch's. `describe` says what else is known of an activity.
+        """
+        self.num_stalls = 0
+        """Stalls that were warned of and have ended, or go on and were seen by `now`."""
+        self.on_change: Callable[[], None] = _nobody
+        """Told that there is something new; called often, so it must cost next to nothing."""
+        self._manager = manager
+        self._activities = activities
+        self._busy = busy
+        self._batch_size = batch_size
+        self._warn_after_s = warn_after_s
+        self._model_step = model_step
+        self._describe = describe
+        self._stages: Counter[str] = Counter()
+        self._producing: dict[Activity, None] = {}
+        self._stalled_since_s = -math.inf
+        self._rows: dict[str, _Rows] = {}
+        self._length_bias = LengthBias()
+        self._started_s = self._reported_s = activities.clock()
+        self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
+        activities.listen(self)
+
+    def began(self, activity: Activity) -> None:
+        """One more is in flight."""
+        if activity.stage in PRODUCER_STAGES:
+            self._stages[activity.stage] += 1
+            self._producing[activity] = None
+        self.on_change()
+
+    def ended(self, activity: Activity) -> None:
+        """One fewer is in flight."""
+        if activity.stage in PRODUCER_STAGES:
+            self._stages[activity.stage] -= 1
+            del self._producing[activity]
+        # What ends a stall is something that ends, and the watch is told of it afterwards: none is missed.
+        self._look_for_stall()
+        self.on_change()
+
+    async def count_buffer(self) -> None:
+        """Count the groups of every task anew."""
+        buffer = self._manager.replay_buffer
+        self._rows = {name: await _count_rows(buffer, name) for name in self._manager.task_names}
+
+    def now(self) -> Now:
+        """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
+        watch = self._manager.stall_watch
+        return Now(
+            tasks=self._tasks(),
+            stages=+self._stages,
+            oldest=self._oldest(),
+            busy={side: self._busy.share(side) for side in SIDES},
+            model_step=self._model_step(),
+            stall=watch.report() if watch is not None and self._look_for_stall() else "",
+        )
+
+    def step_values(self, train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+        """What is logged of a train step on `groups`; docs/metrics.md lists the names."""
+        oldest, tasks = self._oldest(), self._tasks()
+        values = {
+            **_group_values(tasks.values(), ""),
+            "in_flight/rollouts": float(self._stages[GENERATE]),
+            "in_flight/oldest_s": oldest.age_s if oldest else 0.0,
+            "stalls": float(self.num_stalls),
+            **self._busy_since_last_step(),
+            **_staleness_shares(train_step, groups),
+            **self._dropped_values(),
+        }
+        if len(tasks) > 1:
+            for name, task in tasks.items():
+                values |= _group_values([task], f"{name}/")
+        return values
+
+    def run_facts(self, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+        """What the summary says of the whole run, given the metrics of its steps."""
+        tokens = [row[SAMPLES] * row[RESPONSE_TOKENS] for row in history]
+        lags = [
+            row.get("train/staleness_mean", 0.0) * count for row, count in zip(history, tokens, strict=True)
+        ]
+        mean = sum(lags) / sum(tokens) if sum(tokens) else math.nan
+        most = max((row["staleness"] for row in history), default=math.nan)
+        seconds = self._activities.clock() - self._started_s
+        shares = {side: self._busy.busy_s(side) / seconds if seconds > 0 else 0.0 for side in SIDES}
+        return {
+            "staleness": f"mean {number(mean)}, max {most:g} train steps, of what was trained",
+            "busy": ", ".join(
+                f"{side} {percent(share).strip()} of the time" for side, share in shares.items()
+            ),
+            "stalls": f"{self.num_stalls or 'none'} warned of",
+        }
+
+    def _tasks(self) -> dict[str, TaskNow]:
+        manager, nothing = self._manager, _Rows(groups={}, ages={}, max_age=0)
+        pending = manager.pending_task_count()
+        sizes = manager.get_task_batch_sizes(self._batch_size, manager.progress.next_consumer_step)
+        return {
+            name: TaskNow(
+                batch=sizes[name],
+                in_flight=pending[name],
+                groups=(rows := self._rows.get(name, nothing)).groups,
+                ages=rows.ages,
+                max_age=rows.max_age,
+            )
+            for name in manager.task_names
+        }
+
+    def _oldest(self) -> Oldest | None:
+        activity = next(iter(self._producing), None)
+        if activity is None:
+            return None
+        return Oldest(
+            stage=activity.stage,
+            name=str(activity.name),
+            age_s=self._activities.age_s(activity),
+            note=self._describe(activity),
+        )
+
+    def _dropped_values(self) -> dict[str, float]:
+        """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
+        ledger = self._manager.ledger
+        balance = ledger.balance({})
+        values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
+        for name, part in balance.by_task.items():
+            num_aged = sum(part.dropped.get(reason, 0) for reason in AGED)
+            ratio = self._length_bias.of(ledger, name, num_aged + part.trained) if num_aged else None
+            if ratio is not None:
+                scope = f"{name}/" if len(balance.by_task) > 1 else ""
+                values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
+        return values
+
+    def _look_for_stall(self) -> bool:
+        """Whether a stall goes on that is long enough to be warned of; it is counted when first seen."""
+        watch = self._manager.stall_watch
+        if watch is None or watch.stalled_s < self._warn_after_s:
+            return False
+        since_s = self._activities.clock() - watch.stalled_s
+        # A stall that has begun later than the last one did: the sum of two times may be off by rounding.
+        self.num_stalls += since_s > self._stalled_since_s + self._warn_after_s / 2
+        self._stalled_since_s = since_s
+        return True
+
+    def _busy_since_last_step(self) -> dict[str, float]:
+        now_s = self._activities.clock()
+        busy_s = {side: self._busy.busy_s(side) for side in SIDES}
+        past_s, before_s = now_s - self._reported_s, self._reported_busy_s
+        self._reported_s, self._reported_busy_s = now_s, busy_s
+        return {
+            f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0 for side in SIDES
+        }
+
+
+def _nobody() -> None:
+    """Nobody looks."""
+
+
+async def _count_rows(buffer: ReplayBuffer, task_name: str) -> _Rows:
+    count = buffer.storage.count
+    groups = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]
+    if not groups[Status.COMPLETED]:
+        return _Rows(groups=groups, ages={}, max_age=0)
+    completed = {"task_name": task_name, "status": Status.COMPLETED}
+    stalest = await buffer.storage.get(completed, order=STALEST, limit=1, rows_only=True)
+    max_age = max(0, stalest[0].staleness) if stalest else 0
+    ages = {
+        age: await count({**completed, "staleness": {_comparison(age): age}})
+        for age in range(min(max_age, MAX_AGE) + 1)
+    }
+    return _Rows(groups=groups, ages={age: count for age, count in ages.items() if count}, max_age=max_age)
+
+
+def _comparison(age: int) -> str:
+    """Rollouts of a source that is ahead of the trainer (negative staleness) are as good as fresh ones."""
+    return {0: "$lte", MAX_AGE: "$gte"}.get(age, "$eq")
+
+
+def _group_values(tasks: Iterable[TaskNow], scope: str) -> dict[str, float]:
+    """The counts of these tasks together; `scope` is a task's name with a slash, or empty for all."""
+    tasks = list(tasks)
+    num_completed = sum(sum(task.ages.values()) for task in tasks)
+    ages = sum(age * count for task in tasks for age, count in task.ages.items())
+    return {
+        **{
+            f"buffer/{scope}{status.value}": float(sum(task.groups.get(status, 0) for task in tasks))
+            for status in _LOGGED_STATUSES
+        },
+        f"buffer/{scope}staleness_mean": ages / num_completed if num_completed else 0.0,
+        f"buffer/{scope}staleness_max": float(max(task.max_age for task in tasks)),
+        f"in_flight/{scope}groups": float(sum(task.in_flight for task in tasks)),
+    }
+
+
+def _staleness_shares(train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+    """The share of the policy's tokens in `groups` in each class of staleness; 0 without labeled tokens."""
+    steps = [state.response_model_steps[state.response_mask > 0] for group in groups for state in group]
+    labeled = np.concatenate([np.zeros(0, np.int32), *steps])
+    staleness = train_step - 1 - labeled[labeled != UNLABELED]
+    counts = np.bincount(np.clip(staleness, 0, _LAST_SHARE), minlength=_LAST_SHARE + 1)
+    return {
+        f"staleness/share_{name}": float(counts[low : high + 1].sum() / max(1, len(staleness)))
+        for name, (low, high) in STALENESS_SHARES.items()
+    }
+
+
+def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+    """What a step logs of its batch itself."""
+    states = [state for group in groups for state in group]
+    scores = [state.reward["score"] for state in states if state.reward]
+    return {
+        "reward": sum(scores) / len(scores),
+        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
+        "truncated": sum(state.finish_reason == "length" for state in states) / len(states),
+        "samples": float(len(scores)),
+        "staleness": max(state.seq_staleness for state in states),
+    }
+
+
+class LengthBias:
+    """`length_bias` of a ledger's tasks at a cost that does not grow with the run.
+
+    It reads every group, so it is read anew only when the groups that it depends on are a tenth more: over a
+    whole run each group is then read some ten times.
+
+    >>> LengthBias().of(ledger, "math", num_groups=40)
+    1.6
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[int, float | None]] = {}
+
+    def of(self, ledger: Ledger, task_name: str, num_groups: int) -> float | None:
+        """The ratio as of the last look; `num_groups` are those dropped for age or room and those trained."""
+        num_seen, ratio = self._found.get(task_name, (0, None))
+        # Fewer than then: the books went back to a checkpoint.
+        if not num_seen <= num_groups <= BIAS_GROWTH * num_seen:
+            ratio = length_bias(ledger, task_name)
+            self._found[task_name] = num_groups, ratio
+        return ratio

@@ -1,0 +1,1 @@
+"""Passes through a model: forward, output head, critic, LoRA."""

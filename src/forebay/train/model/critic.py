@@ -1,0 +1,56 @@
+"""The critic: a value for every state, from a copy of the policy's body and a linear head.
+
+    input_ids --body--> hidden_BLH --keep N positions--> head (starts at 0) --> values_N
+
+It shares no weights with the policy, so neither can spoil the other's gradient. Its first values are 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.train.collate import MicroBatch
+from forebay.train.model.forward import run_passes
+
+
+class Critic(nn.Module):
+    """Estimates the return that is still to come before each trained token.
+
+    `body` maps ``input_ids`` and ``position_ids`` to an output with ``last_hidden_state`` (B x L x H), as the
+    base models of transformers do.
+
+    >>> critic = Critic.from_policy(model)          # doctest: +SKIP
+    >>> critic(micro).shape == micro.targets.shape  # doctest: +SKIP
+    True
+    """
+
+    def __init__(self, body: nn.Module, hidden_size: int) -> None:
+        super().__init__()
+        self.body = body
+        parameter = next(body.parameters())
+        self.head = nn.Linear(hidden_size, 1, device=parameter.device, dtype=parameter.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @classmethod
+    def from_policy(cls, model: nn.Module) -> Critic:
+        """A critic whose body is a copy of that of the causal language model `model` (without adapters)."""
+        policy: Any = model
+        body: nn.Module = copy.deepcopy(policy.base_model)
+        return cls(body.requires_grad_(True), policy.config.get_text_config().hidden_size)
+
+    def forward(self, micro: MicroBatch) -> torch.Tensor:
+        """Values of the N trained tokens, float32."""
+
+        def states_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+            output = self.body(**inputs)
+            states_NH = output.last_hidden_state.flatten(0, 1).index_select(0, positions_N)
+            return states_NH, output.get("past_key_values")
+
+        values_N1: torch.Tensor = self.head(run_passes(states_at, micro))
+        # Copied, because a sharded module must not return a view.
+        return values_N1.float().squeeze(-1).clone()

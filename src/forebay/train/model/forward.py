@@ -1,0 +1,193 @@
+"""One forward pass: the log-probabilities that a model gives to the tokens of a micro-batch.
+
+::
+
+    MicroBatch --model--> hidden_BLH --keep N positions--> head --> logits --temperature--> logprobs_N
+                 (shared prompts: first the prompts, whose keys and values the responses' pass continues)
+
+The output head runs only on the positions that predict a trained token. They are selected by a hook in front
+of the head, so whatever the architecture does to its logits afterwards (scaling, soft caps) and whatever
+wraps the head (an adapter) stays in place. Where there are many, they go through the head by chunks
+(`forebay.train.model.head`), and the N x V logits never exist. Logprobs are float32 and those of the sampled
+distribution: the logits are divided by the sampling temperature. Top-p and top-k are not applied.
+
+Shapes: B rows, L columns, H hidden size, N trained tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from forebay.train.collate import MicroBatch
+from forebay.train.model.head import Tail, chunked_logits
+from forebay.train.model.lora import without_adapters
+
+CHUNK_ELEMENTS = 1 << 25
+"""Logits that exist at once: 128 MiB of float32, and about five times as much in the backward pass. More are
+computed by chunks, and once more in the backward pass, which is a third more work for the head."""
+
+Entropy = Literal["none", "measure", "train"]
+
+
+class TokenOutputs(NamedTuple):
+    """What the model says about the N trained tokens."""
+
+    logprobs: torch.Tensor
+    """float32, N."""
+    entropy: torch.Tensor | None
+    """float32, N, of the whole distribution, in nats; without gradient unless asked for."""
+
+
+def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy = "none") -> TokenOutputs:
+    """Log-probabilities of the trained tokens and, if asked for, the entropy at their positions.
+
+    Raises:
+        ValueError: the model has no output head that its forward pass calls.
+    """
+    head = output_head(model)
+    plain: Any = without_adapters(model)
+
+    def tail_at(place: slice) -> Tail:
+        targets_N = micro.targets[place]
+        scale_N = None if micro.inverse_temperature is None else micro.inverse_temperature[place]
+        return lambda logits_nV, part: _token_outputs(
+            logits_nV, targets_N[part], None if scale_N is None else scale_N[part], entropy
+        )
+
+    def outputs_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
+        tail, num_tokens = tail_at(place), len(positions_N)
+        # A model without a body of its own cannot be asked for its logits chunk by chunk.
+        rows = num_tokens if plain.base_model is plain else max(1, CHUNK_ELEMENTS // _vocabulary(plain))
+        if num_tokens > rows:
+            with chunked_logits(plain, head, positions_N, tail, rows):
+                output = model(**inputs)
+            return output.logits, output.get("past_key_values")
+        with _selected_positions(head, positions_N):
+            output = model(**inputs)
+        if output.logits.shape[1] != num_tokens:
+            raise ValueError(f"{type(plain).__name__} computes its logits without its output embeddings")
+        return tail(output.logits.squeeze(0), slice(None)), output.get("past_key_values")
+
+    logprobs_N, *entropies = run_passes(outputs_at, micro).unbind(1)
+    if not entropies:
+        return TokenOutputs(logprobs_N, None)
+    return TokenOutputs(logprobs_N, entropies[0] if entropy == "train" else entropies[0].detach())
+
+
+def _vocabulary(model: Any) -> int:
+    return int(model.config.get_text_config().vocab_size)
+
+
+def _token_outputs(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, scale_N: torch.Tensor | None, entropy: Entropy
+) -> torch.Tensor:
+    """N x 1: log probabilities; N x 2 with entropies."""
+    logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+    if scale_N is not None:
+        logits_NV = logits_NV * scale_N[:, None]
+    logprobs_NV = functional.log_softmax(logits_NV, dim=-1)
+    logprobs_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
+    if entropy == "none":
+        return logprobs_N[:, None]
+    with torch.set_grad_enabled(entropy == "train" and torch.is_grad_enabled()):
+        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
+    return torch.stack([logprobs_N, entropy_N], dim=1)
+
+
+def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch) -> torch.Tensor:
+    """The results (N x anything) for the trained tokens of a micro-batch, in one pass or in two.
+
+    ``call(place, positions, **inputs)`` runs a model and returns the results at `positions`, which are those
+    of the trained tokens at `place`, and the model's cache.
+
+    Raises:
+        ValueError: the layout is ``shared_prompt`` and the model's cache is not plain keys and values.
+    """
+    if micro.prompts is None:
+        results, _ = call(
+            slice(None),
+            micro.positions,
+            input_ids=micro.input_ids,
+            position_ids=micro.position_ids,
+            use_cache=False,
+        )
+        return results
+    num_first = len(micro.prompts.positions)
+    first, cache = call(
+        slice(num_first), micro.prompts.positions, input_ids=micro.prompts.input_ids, use_cache=True
+    )
+    _check_cache(cache)
+    cache.batch_select_indices(micro.prompts.rows)
+    rest, _ = call(
+        slice(num_first, None),
+        micro.positions,
+        input_ids=micro.input_ids,
+        position_ids=micro.position_ids,
+        attention_mask=micro.attention_mask,
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return torch.cat([first, rest])
+
+
+def _check_cache(cache: Any) -> None:
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
+        return
+    raise ValueError(
+        f"layout 'shared_prompt' needs full attention with plain keys and values in every layer, but this "
+        f"model keeps {type(cache).__name__}; use layout 'padded'"
+    )
+
+
+@contextmanager
+def _selected_positions(head: nn.Module, positions_N: torch.Tensor) -> Iterator[None]:
+    """While open, `head` sees 1 x N x H: the states at `positions_N`."""
+
+    def select(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        hidden_BLH = inputs[0]
+        return (hidden_BLH.flatten(0, 1).index_select(0, positions_N)[None], *inputs[1:])
+
+    handle = head.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """The layer that makes logits of hidden states.
+
+    Raises:
+        ValueError: the model is not a causal language model of transformers.
+    """
+    get: Any = getattr(model, "get_output_embeddings", None)
+    head = get() if get is not None else None
+    if not isinstance(head, nn.Module):
+        raise ValueError(f"{type(model).__name__} has no output embeddings; give a causal language model")
+    return head
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Make `model` recompute its layers in the backward pass, while dropout stays off.
+
+    transformers does so only for layers in training mode. Setting that on the layers themselves, and not on
+    what is inside them, leaves every dropout in evaluation mode.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    transformers_model: Any = model
+    # The first is the name from transformers 5.23 on.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or transformers_model.gradient_checkpointing_enable)({"use_reentrant": False})
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = True

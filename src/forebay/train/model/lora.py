@@ -1,0 +1,128 @@
+"""LoRA through peft: adapters in, adapters off (the reference model), adapters merged (engines, files).
+
+    model --add_lora--> model with adapters --model_weights--> the names and shapes of the model without them
+
+Merging never touches the trained weights: adding and subtracting an adapter in place would leave rounding
+errors behind.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from forebay.train.parallel.sharding import buckets, gathered, is_sharded
+
+ADAPTER = "default"
+"""What peft calls the one adapter of a model."""
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[str, ...]) -> nn.Module:
+    """`model` with adapters in it, which are then its only trainable weights. `model` itself is changed.
+
+    Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models". Without dropout: the logprobs of
+    the training pass must be those of the policy that sampled.
+
+    Raises:
+        ValueError: no layer of the model is one of `targets`, or one that is shares its weight with another
+            layer, which would get the merged weight too.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    modules = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=modules, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        # peft asks transformers for attributes under names that newer versions of it deprecate.
+        warnings.simplefilter("ignore", FutureWarning)
+        # What it warns of, `_refuse_shared` makes an error.
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+        adapted: nn.Module = get_peft_model(model, config)
+    _refuse_shared(adapted)
+    return adapted
+
+
+def _refuse_shared(adapted: nn.Module) -> None:
+    names: dict[int, list[str]] = {}
+    for name, parameter in without_adapters(adapted).named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for shared in names.values():
+        if len(shared) > 1 and any(".base_layer." in name for name in shared):
+            plain = " and ".join(name.replace(".base_layer", "") for name in shared)
+            raise ValueError(
+                f"{plain} are one weight, which cannot have an adapter; choose other lora_targets"
+            )
+
+
+def is_lora(model: nn.Module) -> bool:
+    """Whether `model` came from `add_lora`."""
+    return hasattr(model, "peft_config")
+
+
+def adapters_off(model: Any) -> AbstractContextManager[None]:
+    """While open, `model` computes what it computed before `add_lora`."""
+    context: AbstractContextManager[None] = model.disable_adapter()
+    return context
+
+
+def without_adapters(model: Any) -> nn.Module:
+    """The model that the adapters were added to; they still act in it."""
+    base: nn.Module = model.get_base_model() if is_lora(model) else model
+    return base
+
+
+def model_weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values of all weights as the model without adapters has them, merged one at a time.
+
+    With `merged` False, the weights below the adapters. Those without any are the model's own tensors, not
+    copies. Of a sharded model every rank goes through all of it, and a tensor is valid only until the next
+    one is asked for.
+    """
+    base = without_adapters(model)
+    for bucket in buckets(base):
+        with gathered(bucket):
+            yield from merged_weights(base) if merged else weights_below(base)
+
+
+def weights_below(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `merged_weights`, without the adapters' part: what they were added to."""
+    for name, parameter in base.named_parameters():
+        if not (".lora_" in name or is_sharded(parameter)):
+            yield name.replace(".base_layer.", "."), parameter.detach()
+
+
+def merged_weights(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of `model_weights` that are whole now: a gathered bucket's, or all."""
+    for name, parameter in base.named_parameters():
+        if ".lora_" in name or is_sharded(parameter):
+            continue
+        owner_name, _, last = name.rpartition(".base_layer.")
+        if not owner_name:
+            yield name, parameter.detach()
+            continue
+        layer: Any = base.get_submodule(owner_name)
+        value = parameter.detach()
+        if hasattr(layer, "get_delta_weight") and last == "weight":
+            with torch.no_grad():
+                value = value + layer.get_delta_weight(ADAPTER).to(value.dtype)
+        yield f"{owner_name}.{last}", value
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """What peft writes to ``adapter_config.json``."""
+    config = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
+    values: dict[str, Any] = json.loads(json.dumps(config, default=sorted, sort_keys=True))
+    return values
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The adapters' weights under the names that peft gives them in files."""
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            # peft puts the name of the adapter into names in memory only.
+            yield name.replace(f".{ADAPTER}.", "."), parameter

@@ -1,0 +1,1 @@
+"""The numbers of reinforcement learning: advantages, losses, corrections, normalization."""

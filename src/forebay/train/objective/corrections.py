@@ -1,0 +1,146 @@
+"""Importance weights for tokens that another policy sampled; needs no torch.
+
+Three policies meet in a train step::
+
+    behavior   what the engine sampled with: older weights, or the same ones computed otherwise
+        |           w = proximal / behavior      limited to a band: this module
+    proximal    the trainer's weights at the start of the step
+        |           r = current / proximal        clipped: `forebay.train.objective.losses`
+    current     the weights that the optimizer is changing
+
+    loss of a token = w x loss(r)
+
+Decoupling the weight from the clipped ratio (Hilton, Cobbe and Schulman 2022, "Batch size-invariance for
+policy optimization"; Fu et al. 2025, "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for
+Language Reasoning") keeps the trust region around the newest weights, where clipping against old ones would
+hold the policy back to where it was. The weight has no gradient.
+
+How much of a rollout shares one weight:
+
+* ``token``: each token its own, ``exp(d_t)`` with ``d_t = log proximal - log behavior``. Low variance; it
+  ignores that earlier tokens led to states the proximal policy would visit more or less often.
+* ``sequence``: the product ``exp(sum d_t)``, the exact weight of a whole rollout. Before it is limited it
+  is unbiased for rewards of whole rollouts; its variance grows exponentially with the length.
+* ``geometric``: the geometric mean ``exp(mean d_t)``. It does not grow with the length, and is no importance
+  weight of anything: use it to find rollouts that are off as a whole.
+
+What happens outside the band [low, high]:
+
+* ``tis``: the weight becomes the nearer end. Truncated importance sampling: Ionides 2008, "Truncated
+  Importance Sampling"; for engine against trainer, Yao et al. 2025, "Your Efficient RL Framework Secretly
+  Brings You Off-Policy RL Training". A rare large weight is bounded and still counts.
+* ``mask``: the weight becomes 0, and the token leaves the loss and its normalization. Ling Team 2025,
+  "Every Step Evolves: Scaling Reinforcement Learning for Trillion-Scale Thinking Model" (IcePop), by token;
+  Liu, Li et al. 2025, "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference
+  Mismatch", by sequence. Meant for weights so far out that they speak of an error and not of a policy.
+
+Shapes: N generated tokens of whole sequences, S sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.integer[Any]]
+Band = tuple[float, float]
+
+MAX_LOG_WEIGHT = 20.0
+"""Log weights are held within this: e^20 is past any useful band, and infinity times 0 would be NaN."""
+
+
+class Correction(NamedTuple):
+    """The importance weight of each token, and where the band acted; both of shape N."""
+
+    weights: Floats
+    """float64; a token with exactly 0 leaves the loss and its normalization."""
+    limited: NDArray[np.bool_]
+    """Whether the weight was outside the band."""
+
+
+CorrectionFunction = Callable[[Floats, Ints, int, Band], Correction]
+"""``(log_weights_N, sequence_index_N, num_sequences, band)``; unknown behavior has the log weight 0."""
+
+
+def log_weights(proximal_N: NDArray[Any], behavior_N: NDArray[Any]) -> Floats:
+    """``log proximal - log behavior`` by token; 0, so weight 1, where the behavior is unknown.
+
+    >>> log_weights(np.array([-1.0, -1.0]), np.array([-1.5, np.nan])).tolist()
+    [0.5, 0.0]
+    """
+    difference_N = proximal_N.astype(np.float64) - behavior_N
+    return np.where(np.isfinite(behavior_N), difference_N, 0.0)
+
+
+def correct(
+    log_weights_N: Floats, index_N: Ints, num_sequences: int, band: Band, *, level: str, outside: str
+) -> Correction:
+    """The weights at `level` (token, sequence, geometric), with `outside` (tis, mask) done beyond `band`.
+
+    >>> correct(np.log([0.5, 4.0]), np.array([0, 0]), 1, (0.0, 2.0), level="token", outside="tis").weights
+    array([0.5, 2. ])
+    """
+    raw_N = np.exp(np.clip(_pooled(log_weights_N, index_N, num_sequences, level), *_LOG_LIMITS))
+    low, high = band
+    limited_N = (raw_N < low) | (raw_N > high)
+    inside_N = np.clip(raw_N, low, high) if outside == "tis" else np.where(limited_N, 0.0, raw_N)
+    return Correction(inside_N, limited_N)
+
+
+_LOG_LIMITS = (-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+
+
+def _pooled(log_weights_N: Floats, index_N: Ints, num_sequences: int, level: str) -> Floats:
+    if level == "token":
+        return log_weights_N
+    sums_S = np.bincount(index_N, log_weights_N, minlength=num_sequences).astype(np.float64)
+    if level == "geometric":
+        sums_S = sums_S / np.maximum(np.bincount(index_N, minlength=num_sequences), 1)
+    return np.asarray(sums_S[index_N])
+
+
+CORRECTIONS: Mapping[str, CorrectionFunction | None] = {
+    # The first two give no weights.
+    "none": None,
+    "ratio": None,
+    **{
+        f"{level}_{outside}": partial(correct, level=level, outside=outside)
+        for level in ("token", "sequence", "geometric")
+        for outside in ("tis", "mask")
+    },
+}
+
+DEFAULT_BANDS: Mapping[str, Band] = {
+    # The cap of Yao et al. and of Liu, Li et al.; a small weight does no harm, so there is no lower end.
+    "token_tis": (0.0, 2.0),
+    "sequence_tis": (0.0, 2.0),
+    "geometric_tis": (0.0, 2.0),
+    "sequence_mask": (0.0, 2.0),
+    # IcePop's.
+    "token_mask": (0.5, 5.0),
+    # 0.1 nats per token on average: one rollout's noise of a few hundred tokens is far inside.
+    "geometric_mask": (0.9, 1.1),
+}
+
+
+def effective_share(log_weights_N: Floats) -> float:
+    """The effective sample size of weighted samples as a share of their number, in (0, 1].
+
+    ``(sum w)^2 / (n sum w^2)``: 1 if all weights are equal, 1/n if one has everything.
+
+    Kish 1965, "Survey Sampling"; Kong 1992, "A Note on Importance Sampling using Standardized Weights".
+
+    >>> effective_share(np.log([1.0, 1.0, 1.0])), round(effective_share(np.log([3.0, 1.0])), 3)
+    (1.0, 0.8)
+    """
+    if len(log_weights_N) == 0:
+        return math.nan
+    # Relative to the largest, so that nothing overflows; the share does not depend on the scale.
+    weights_N = np.exp(log_weights_N - log_weights_N.max())
+    return float(weights_N.sum() ** 2 / (len(weights_N) * (weights_N**2).sum()))

@@ -1,0 +1,150 @@
+"""Losses by token: policy gradient, divergence from a reference, value. Normalization is elsewhere.
+
+Each loss is a small function on tensors over the N trained tokens of a micro-batch (all tokens of a sequence
+together); `POLICY_LOSSES` names them for run files. Nothing here sums over tokens, so that the weights of
+`normalization` make the result independent of how a batch was cut into micro-batches.
+
+Notation: ratio ``r = exp(logprob - old logprob)``, advantage ``A``, clip range ``[1 - low, 1 + high]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from forebay.train.config import TrainConfig
+
+MAX_LOG_RATIO = 20.0
+"""Log ratios are held within this: e^20 is past any clip range, and infinity times 0 would be NaN."""
+
+
+class PolicyInputs(NamedTuple):
+    """What a policy loss is computed from; all of shape N, and only tokens that the policy generated."""
+
+    logprobs: torch.Tensor
+    """float32, with gradient."""
+    old_logprobs: torch.Tensor
+    """float32."""
+    advantages: torch.Tensor
+    """float32."""
+    sequence_index: torch.Tensor
+    """int64: which sequence a token belongs to, 0 .. num_sequences - 1."""
+    num_sequences: int
+
+
+class PolicyLoss(NamedTuple):
+    """A loss by token, and on which tokens the clipping acts; all of shape N."""
+
+    loss: torch.Tensor
+    """float32, with gradient."""
+    clipped_low: torch.Tensor
+    """bool: the ratio is under the range, and the clipped bound holds."""
+    clipped_high: torch.Tensor
+    """bool: the ratio is over the range (or the dual clip), and the clipped bound holds."""
+
+
+def clipped_loss(
+    inputs: PolicyInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> PolicyLoss:
+    """``-min(r A, clip(r) A)``; with a dual clip c, at most ``-c A`` where A < 0.
+
+    Schulman et al. 2017, "Proximal Policy Optimization Algorithms". Separate bounds: Yu et al. 2025, "DAPO:
+    An Open-Source LLM Reinforcement Learning System at Scale". Dual clip: Ye et al. 2020, "Mastering Complex
+    Control in MOBA Games with Deep Reinforcement Learning".
+    """
+    ratio_N = _log_ratio(inputs).exp()
+    return _clip(ratio_N, inputs.advantages, clip_low, clip_high, dual_clip)
+
+
+def gspo_loss(inputs: PolicyInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
+    """The clipped loss with one ratio per sequence: the geometric mean of its tokens' ratios.
+
+    Every token of a sequence carries the sequence's loss, so a mean over tokens and then over sequences
+    (``sequence-mean``) is the paper's objective. Its clip ranges are a few 1e-4.
+
+    Zheng et al. 2025, "Group Sequence Policy Optimization".
+    """
+    log_ratio_N = _log_ratio(inputs)
+    index = inputs.sequence_index
+    counts_S = torch.bincount(index, minlength=inputs.num_sequences).clamp(min=1)
+    sums_S = log_ratio_N.new_zeros(inputs.num_sequences).index_add(0, index, log_ratio_N)
+    ratio_N = (sums_S / counts_S).exp()[index]
+    return _clip(ratio_N, inputs.advantages, clip_low, clip_high, None)
+
+
+def cispo_loss(inputs: PolicyInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
+    """``-stop_gradient(clip(r)) A logprob``: clipped tokens keep a gradient, with a bounded weight.
+
+    Chen et al. 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention".
+    """
+    ratio_N = _log_ratio(inputs).exp().detach()
+    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    loss_N = -weight_N * inputs.advantages * inputs.logprobs
+    return PolicyLoss(loss_N, ratio_N < 1 - clip_low, ratio_N > 1 + clip_high)
+
+
+def _log_ratio(inputs: PolicyInputs) -> torch.Tensor:
+    return (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _clip(
+    ratio_N: torch.Tensor, advantages_N: torch.Tensor, low: float, high: float, dual_clip: float | None
+) -> PolicyLoss:
+    loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(1 - low, 1 + high) * advantages_N)
+    clipped_low_N = (ratio_N < 1 - low) & (advantages_N < 0)
+    clipped_high_N = (ratio_N > 1 + high) & (advantages_N > 0)
+    if dual_clip is not None:
+        negative_N = advantages_N < 0
+        loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * advantages_N), loss_N)
+        clipped_high_N = clipped_high_N | (negative_N & (ratio_N > dual_clip))
+    return PolicyLoss(loss_N, clipped_low_N, clipped_high_N)
+
+
+PolicyLossFunction = Callable[[PolicyInputs, "TrainConfig"], PolicyLoss]
+
+POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {
+    "clipped": lambda inputs, config: clipped_loss(
+        inputs, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
+    ),
+    "gspo": lambda inputs, config: gspo_loss(inputs, clip_low=config.clip_low, clip_high=config.clip_high),
+    "cispo": lambda inputs, config: cispo_loss(inputs, clip_low=config.clip_low, clip_high=config.clip_high),
+}
+
+
+def kl_penalty(logprobs_N: torch.Tensor, ref_logprobs_N: torch.Tensor, estimator: str) -> torch.Tensor:
+    """An estimate by token of KL(policy || reference) from tokens that the policy sampled.
+
+    With ``d = ref logprob - logprob``: k1 is ``-d`` (unbiased, noisy), k2 is ``d^2 / 2``, k3 is
+    ``exp(d) - 1 - d`` (unbiased, never negative). As a loss, the gradient of k1 is 0 in expectation and that
+    of k2 is the gradient of the divergence.
+
+    Schulman 2020, "Approximating KL Divergence".
+
+    Raises:
+        ValueError: the estimator is not one of the three.
+    """
+    difference_N = (ref_logprobs_N - logprobs_N).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    if estimator == "k1":
+        return -difference_N
+    if estimator == "k2":
+        return difference_N**2 / 2
+    if estimator == "k3":
+        return torch.expm1(difference_N) - difference_N
+    raise ValueError(f"kl_estimator must be 'k1', 'k2' or 'k3', got {estimator!r}")
+
+
+def value_loss(
+    values_N: torch.Tensor, old_values_N: torch.Tensor, returns_N: torch.Tensor, clip: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Half the squared error, where a step of more than `clip` from the old value earns nothing.
+
+    ``max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2``, and whether the clip acts, by token.
+
+    The value clipping of the implementation of Schulman et al. 2017 in OpenAI Baselines (PPO2).
+    """
+    clipped_N = old_values_N + (values_N - old_values_N).clamp(-clip, clip)
+    plain_N, bounded_N = (values_N - returns_N) ** 2, (clipped_N - returns_N) ** 2
+    return torch.maximum(plain_N, bounded_N) / 2, bounded_N > plain_N

@@ -1,0 +1,250 @@
+"""A wait that nothing will end says so: first a warning that names what hangs, then an error.
+
+::
+
+    guard() / wait(x): somebody waits --> timer --> warn_after_s without progress --> one warning
+          progressed(): counts from here again            | fail_after_s
+          progress() has grown: from the last look        v
+                                              StallError in every guarded wait
+
+    consumes: nothing    waits for: the clock, while somebody waits
+    woken by: one timer of the event loop, set to the next moment that matters
+    produces: one log line per stall, and errors
+
+It does not know what progress is: whoever finishes something that others wait for (a stored group, a train
+step, an evaluated prompt) calls `progressed`, and what goes on in small steps (the tokens of one long
+rollout) may be a number that the watch looks at before it warns or fails. Guard only the waits that
+production has to end: a producer that waits for room while the trainer trains for an hour is not stalled.
+
+`answered` is for the other kind of wait: one thing is asked for, and its answer is due within a fixed time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from forebay.watching.activity import (
+    CHECKPOINT,
+    EVALUATE,
+    GENERATE,
+    JUDGE,
+    PUT,
+    QUEUED,
+    SYNC,
+    TOOL,
+    TRAIN,
+    WAIT_BATCH,
+    Activities,
+    Activity,
+    loop_time,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_NUM_NAMED = 5
+"""Enough to tell one hanging rollout from an engine that stands still, few enough for one line."""
+
+_IN_WORDS = {
+    QUEUED: "{name} waiting for its turn",
+    GENERATE: "rollout {name} generating",
+    TOOL: "rollout {name} waiting for a tool",
+    JUDGE: "group {name} being judged",
+    PUT: "group {name} being stored",
+    WAIT_BATCH: "the trainer waiting for {name}",
+    TRAIN: "training {name}",
+    SYNC: "weight sync {name}",
+    EVALUATE: "evaluation {name}",
+    CHECKPOINT: "checkpoint {name}",
+}
+
+_AROUND = frozenset({WAIT_BATCH, EVALUATE})
+"""Stages that end when others do: named last, for they are older and say nothing of the cause."""
+
+
+ANSWER_LIMIT_S = 60.0
+"""Longer than an engine needs for the forward pass that it has to end before it can answer."""
+
+
+class StallError(RuntimeError):
+    """Nothing has made progress for too long; the message is the stall report."""
+
+
+async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_S) -> T:
+    """What `call` gives within `limit_s` seconds; then it is cancelled.
+
+    Raises:
+        StallError: it took longer; the message begins with `what`, which says who is to do what.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise StallError(f"{what}: no answer within {limit_s:g} s") from None
+
+
+class StallWatch:
+    """Watches the waits of one event loop.
+
+    Invariants: while nobody waits no timer runs; one stall, however many wait, is one warning; at the limit
+    every guarded wait ends with a `StallError`. The time counts from the latest progress, or from when the
+    first of those who wait now began to, whichever is later. What `progress` counts is dated to the look that
+    finds it, so a stall among such steps is noticed at most `warn_after_s` later.
+
+    >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
+    >>> batch = await watch.wait(batch_ready.wait())                                # doctest: +SKIP
+    StallError: no progress for 600 s; 9 in flight: rollout math/0/17/3 generating for 598 s (412 tokens), ...
+    """
+
+    def __init__(
+        self,
+        activities: Activities,
+        *,
+        warn_after_s: float = 60.0,
+        fail_after_s: float | None = 600.0,
+        describe: Callable[[Activity], str] | None = None,
+        progress: Callable[[], int] | None = None,
+    ) -> None:
+        """`fail_after_s` None only warns. `describe` adds what else is known of an activity ("412 tokens").
+
+        `progress` is a number that grows with the work done and never falls (tokens made so far): asked when
+        the first begins to wait and every `warn_after_s` from then on, not more often.
+
+        Raises:
+            ValueError: the limits are not positive, or the second is not the longer one.
+        """
+        limit_s = math.inf if fail_after_s is None else fail_after_s
+        if not 0 < warn_after_s < limit_s:
+            raise ValueError(
+                f"warn_after_s must be positive and fail_after_s longer, got {warn_after_s}, {fail_after_s}"
+            )
+        self._activities = activities
+        self._warn_after_s = warn_after_s
+        self._fail_after_s = limit_s
+        self._describe = describe
+        self._progress = progress
+        self._seen_progress = 0
+        self._waiting: dict[asyncio.Timeout, None] = {}
+        self._since_s = -math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        self._warned = False
+        self._failure = ""
+
+    def progressed(self) -> None:
+        """Something that others may wait for is done: count from here again. Costs next to nothing."""
+        stalled_s, self._since_s = self.stalled_s, loop_time()
+        if self._warned:
+            logger.warning("progress again after %.0f s", stalled_s)
+            # The timer stands at the failure; the next moment that matters is the warning, which is earlier.
+            self._warned = False
+            self._set_timer()
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the latest progress, or since the first of those who wait now began to; else 0."""
+        return loop_time() - self._since_s if self._waiting else 0.0
+
+    @contextlib.asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """``async with watch.guard():`` what waits in here is watched.
+
+        Raises:
+            StallError: nothing progressed for `fail_after_s`; what waited in here was cancelled.
+        """
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._enter(limit)
+                yield
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise StallError(self._failure) from None
+        finally:
+            self._leave(limit)
+
+    async def wait(self, awaitable: Awaitable[T]) -> T:
+        """What `awaitable` gives, watched as by `guard`."""
+        async with self.guard():
+            return await awaitable
+
+    def report(self) -> str:
+        """What hangs now: how long without progress, and the oldest activities with stage and age."""
+        by_cause = sorted(self._activities.in_flight(), key=lambda activity: activity.stage in _AROUND)
+        named = ", ".join(self._words(activity) for activity in by_cause[:_NUM_NAMED])
+        more = f" and {len(by_cause) - _NUM_NAMED} more" if len(by_cause) > _NUM_NAMED else ""
+        what = f"{len(by_cause)} in flight: {named}{more}" if by_cause else "nothing is in flight"
+        return f"no progress for {self.stalled_s:.0f} s; {what}"
+
+    def _words(self, activity: Activity) -> str:
+        words = _IN_WORDS.get(activity.stage, f"{{name}} in stage {activity.stage}").format(
+            name=activity.name
+        )
+        known = (self._describe(activity) if self._describe is not None else "") or activity.note
+        return f"{words} for {self._activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
+
+    def _enter(self, limit: asyncio.Timeout) -> None:
+        if not self._waiting:
+            self._since_s = max(self._since_s, loop_time())
+            self._has_grown()
+        self._waiting[limit] = None
+        if self._timer is None:
+            self._set_timer()
+
+    def _leave(self, limit: asyncio.Timeout) -> None:
+        self._waiting.pop(limit, None)
+        if not self._waiting and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._warned = False
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at_s = self._since_s + (self._fail_after_s if self._warned else self._warn_after_s)
+        if self._warned and self._progress is not None:
+            # Between the warning and the failure, too: what goes on again is told before it is late.
+            at_s = min(at_s, loop_time() + self._warn_after_s)
+        if self._waiting and at_s < math.inf:
+            self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
+
+    def _has_grown(self) -> bool:
+        """Whether there is more progress than when this was asked last."""
+        if self._progress is None:
+            return False
+        before, self._seen_progress = self._seen_progress, self._progress()
+        return self._seen_progress > before
+
+    def _look(self) -> None:
+        """The timer's time has come; progress may have moved the moment that matters."""
+        assert self._timer is not None
+        # The timer's own time, not the clock's: a sum that rounds down would set the timer again and again.
+        reached_s = self._timer.when()
+        self._timer = None
+        if self._has_grown():
+            self.progressed()
+        elif reached_s >= self._since_s + self._fail_after_s:
+            self._fail()
+        elif reached_s >= self._since_s + self._warn_after_s and not self._warned:
+            self._warned = True
+            logger.warning("%s", self.report())
+        self._set_timer()
+
+    def _fail(self) -> None:
+        self._failure = self.report()
+        logger.error("%s", self._failure)
+        now_s = loop_time()
+        # Who comes from now on starts a count of its own.
+        failing, self._waiting, self._warned = self._waiting, {}, False
+        for limit in failing:
+            limit.reschedule(now_s)

@@ -1,0 +1,215 @@
+"""A run's timeline as a file that https://ui.perfetto.dev or chrome://tracing opens ("Open trace file").
+
+It is the JSON array of Google's Trace Event Format: a begin and an end event for every activity, as they
+happen. A killed run leaves an array without its closing bracket, which both programs accept; what was in
+flight is then drawn to the end. Profilers that record Python calls (viztracer) or need protobuf were more
+than two lines of JSON per activity are worth.
+
+::
+
+    activity began --> the first free lane of its track --> {"ph": "B", pid: track, tid: lane}
+    activity ended -->            frees the lane        --> {"ph": "E"}
+                                                              | buffer: 64 KiB or one second
+                                                              v
+                                                             file
+
+A lane holds one activity at a time, so nothing in it overlaps: the viewers draw only what nests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from forebay.watching.activity import (
+    CHECKPOINT,
+    EVALUATE,
+    GENERATE,
+    JUDGE,
+    PUT,
+    QUEUED,
+    SYNC,
+    TOOL,
+    TRAIN,
+    WAIT_BATCH,
+    Activities,
+    Activity,
+)
+
+logger = logging.getLogger(__name__)
+
+_TRACKS = {
+    TRAIN: "trainer",
+    CHECKPOINT: "trainer",
+    WAIT_BATCH: "waiting",
+    SYNC: "sync",
+    EVALUATE: "evaluation",
+    GENERATE: "rollouts",
+    TOOL: "tools",
+    JUDGE: "judging",
+    PUT: "storing",
+    QUEUED: "queued",
+}
+"""The track of each stage, in the order in which they are drawn; other stages get tracks of their own."""
+
+MAX_LANES = 512
+"""Lanes of one track: more cannot be told apart on a screen. What finds none free is left out and counted."""
+
+_BUFFER_BYTES = 1 << 16
+_FLUSH_AFTER_S = 1.0
+"""What a kill may cost: short against the stalls and steps that one looks for in a trace."""
+
+
+# One for all events: `json.dumps` with a default would make an encoder for each.
+_encode = json.JSONEncoder(default=str).encode
+
+
+class _Track:
+    """One track's lanes: which is the first free one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.free: list[int] = []
+        """A heap."""
+        self.num_lanes = 0
+
+
+class _Place(NamedTuple):
+    track: _Track
+    lane: int
+    """Unique in the file, as the thread ids that the format takes it for; 0 is the track as a whole."""
+
+
+class TraceWriter:
+    """Writes every activity of a run to a trace file.
+
+    Invariants: activities in one lane of one track never overlap; the file is at every moment a trace that
+    opens; a full disk ends the trace with a warning, never the run.
+
+    >>> activities = Activities()                                                   # doctest: +SKIP
+    >>> trace = TraceWriter(run_folder / "trace.json", activities)                  # doctest: +SKIP
+    >>> ...                                                                         # doctest: +SKIP
+    >>> trace.close()                                                               # doctest: +SKIP
+    """
+
+    def __init__(self, path: Path, activities: Activities, *, max_lanes: int = MAX_LANES) -> None:
+        """Begin the trace at `path`, at the activities' present time, and listen.
+
+        Raises:
+            FileExistsError: there is a file already; a resumed run begins a trace of its own.
+        """
+        self.path = path
+        self.num_left_out = 0
+        """Activities for which no lane was free."""
+        self._activities = activities
+        self._max_lanes = max_lanes
+        self._start_s = activities.clock()
+        self._tracks: dict[str, _Track] = {}
+        self._num_lanes = 0
+        self._places: dict[Activity, _Place] = {}
+        self._separator = "[\n"
+        self._lines: list[str] = []
+        self._num_bytes = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._file = path.open("x", encoding="ascii")
+        for name in dict.fromkeys(_TRACKS.values()):
+            self._track(name)
+        activities.listen(self)
+
+    def began(self, activity: Activity) -> None:
+        """Open a bar in the first free lane of the stage's track."""
+        track = self._track(_TRACKS.get(activity.stage, activity.stage))
+        place = self._free_place(track)
+        if place is None:
+            self.num_left_out += 1
+            return
+        self._places[activity] = place
+        what = {"task": activity.task, "group": activity.group}
+        self._event(
+            "B",
+            place,
+            ts=self._microseconds(self._activities.clock()),
+            name=f"{activity.stage} {activity.name}",
+            cat=activity.stage,
+            args={key: value for key, value in what.items() if value is not None},
+        )
+
+    def ended(self, activity: Activity) -> None:
+        """Close the bar and free its lane."""
+        place = self._places.pop(activity, None)
+        if place is None:
+            return
+        args = {"note": activity.note} if activity.note else {}
+        self._event("E", place, ts=self._microseconds(activity.end_s), args=args)
+        heapq.heappush(place.track.free, place.lane)
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        lines, self._lines, self._num_bytes = self._lines, [], 0
+        if not lines or self._file.closed:
+            return
+        try:
+            self._file.write("".join(lines))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("the trace %s ends here: %s", self.path, error)
+            self._give_up()
+
+    def close(self) -> None:
+        """Finish the file; what is still in flight is drawn to the end. May be called twice."""
+        self._activities.ignore(self)
+        if self._file.closed:
+            return
+        self._lines.append("\n]\n")
+        self.flush()
+        self._file.close()
+        if self.num_left_out:
+            logger.warning("%d activities found no free lane in %s", self.num_left_out, self.path)
+
+    def _give_up(self) -> None:
+        self._activities.ignore(self)
+        # What could not be written cannot be written by closing either.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+    def _track(self, name: str) -> _Track:
+        if (track := self._tracks.get(name)) is None:
+            track = self._tracks[name] = _Track(len(self._tracks) + 1)
+            place = _Place(track, 0)
+            self._event("M", place, name="process_name", args={"name": name})
+            self._event("M", place, name="process_sort_index", args={"sort_index": track.number})
+        return track
+
+    def _free_place(self, track: _Track) -> _Place | None:
+        if track.free:
+            return _Place(track, heapq.heappop(track.free))
+        if track.num_lanes >= self._max_lanes:
+            return None
+        track.num_lanes += 1
+        self._num_lanes += 1
+        place = _Place(track, self._num_lanes)
+        self._event("M", place, name="thread_name", args={"name": f"lane {track.num_lanes}"})
+        return place
+
+    def _event(self, kind: str, place: _Place, **fields: Any) -> None:
+        event = {"ph": kind, "pid": place.track.number, "tid": place.lane, **fields}
+        line = self._separator + _encode(event)
+        self._separator = ",\n"
+        self._lines.append(line)
+        self._num_bytes += len(line)
+        if self._num_bytes >= _BUFFER_BYTES:
+            self.flush()
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self.flush)
+
+    def _microseconds(self, time_s: float) -> float:
+        # To the nanosecond: more digits would only be rounding errors of the clock's sums.
+        return round((time_s - self._start_s) * 1e6, 3)

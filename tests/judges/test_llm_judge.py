@@ -1,0 +1,329 @@
+"""The LLM judge against a real server on the loopback interface that fakes the API, and misbehaves."""
+
+import asyncio
+import json
+import socket
+from collections.abc import Callable
+
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from forebay.aio import virtual_time
+from forebay.config import ConfigError
+from forebay.judges import JudgeConfig, LLMJudge, build_judge
+from forebay.judges.chat import Pace, ReplyCache
+from forebay.judges.replies import ReplyParser
+from forebay.types import RolloutState, Status
+
+
+def completion(text: object) -> Response:
+    return JSONResponse({"choices": [{"message": {"content": text}}], "usage": {"total_tokens": 10}})
+
+
+class Server:
+    """Answers each request with the next of `script`, and the last one ever after."""
+
+    def __init__(self) -> None:
+        self.script: list[Response | Callable[[dict], Response]] = []
+        self.requests: list[dict] = []
+        self.keys: list[str | None] = []
+        self.in_flight = 0
+        self.most_in_flight = 0
+        self.gate: asyncio.Event | None = None
+        self.url = ""
+
+    async def answer(self, request: Request) -> Response:
+        self.requests.append(await request.json())
+        self.keys.append(request.headers.get("authorization"))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            if self.gate is not None:
+                await self.gate.wait()
+        finally:
+            self.in_flight -= 1
+        step = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        return step if isinstance(step, Response) else step(self.requests[-1])
+
+
+@pytest.fixture
+async def server():
+    fake = Server()
+    app = Starlette(routes=[Route("/v1/chat/completions", fake.answer, methods=["POST"])])
+    listener = socket.create_server(("127.0.0.1", 0))
+    fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
+    config = uvicorn.Config(app, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+    service = uvicorn.Server(config)
+    service.install_signal_handlers = lambda: None
+    task = asyncio.create_task(service.serve(sockets=[listener]))
+    yield fake
+    if fake.gate is not None:
+        fake.gate.set()
+    service.should_exit = True
+    await task
+    listener.close()
+
+
+@pytest.fixture
+async def judge(server):
+    """Judges `count` rollouts that differ with a judge of the given options."""
+    judges = []
+
+    async def run(count: int = 1, *, group: bool = False, responses=None, **options) -> list[RolloutState]:
+        judge = LLMJudge(base_url=server.url, model="m", group=group, **options)
+        judges.append(judge)
+        return await judge.judge([rollout(text) for text in responses or map(str, range(count))])
+
+    yield run
+    for judge in judges:
+        await judge.aclose()
+
+
+def rollout(response: str) -> RolloutState:
+    return RolloutState(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "What is 2+2?"}],
+        response=response,
+        reward_model={"ground_truth": "4"},
+        status=Status.COMPLETED,
+    )
+
+
+def rewards(states: list[RolloutState]) -> list[float]:
+    assert all(state.status is Status.COMPLETED for state in states), [state.error_msg for state in states]
+    return [state.reward["score"] for state in states]
+
+
+BUSY = PlainTextResponse("busy", 503, headers={"retry-after": "0"})
+
+
+async def test_the_question_is_the_template_and_the_reply_the_score(server, judge, monkeypatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "k1")
+    server.script = [completion('I think {"score": 8, "tone": 2}')]
+    (state,) = await judge(
+        template="{{ prompt }}|{{ response }}|{{ ground_truth }}|{{ messages | length }}",
+        system="Be strict.",
+        scale=[0, 10],
+        api_key_env="JUDGE_KEY",
+        parameters={"max_tokens": 5},
+    )
+    assert state.reward == {"score": 0.8, "tone": 2.0}
+    assert server.requests == [
+        {
+            "model": "m",
+            "temperature": 0.0,
+            "max_tokens": 5,
+            "messages": [
+                {"role": "system", "content": "Be strict."},
+                {"role": "user", "content": "What is 2+2?|0|4|2"},
+            ],
+        }
+    ]
+    assert server.keys == ["Bearer k1"]
+
+
+async def test_the_built_in_question_holds_question_answer_and_reference(server, judge) -> None:
+    server.script = [completion('{"score": 1}')]
+    assert rewards(await judge(responses=["it is {{ four }}"])) == [1.0]
+    text = server.requests[0]["messages"][0]["content"]
+    assert "What is 2+2?" in text
+    assert "it is {{ four }}" in text
+    assert "Reference answer:\n4" in text
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        PlainTextResponse("oops", 500),
+        PlainTextResponse("slow down", 429, headers={"retry-after": "0"}),
+        BUSY,
+        PlainTextResponse("not json"),
+        JSONResponse({"choices": []}),
+        JSONResponse([1]),
+        completion(None),
+        completion("no verdict at all"),
+        completion('{"score": "high"}'),
+        completion('{"score": 7}'),
+    ],
+)
+async def test_what_may_pass_is_tried_again(server, judge, trouble, monkeypatch) -> None:
+    monkeypatch.setattr("forebay.judges.base._FIRST_PAUSE_S", 0.0)
+    server.script = [trouble, completion('{"score": 0.5}')]
+    assert rewards(await judge(scale=[0, 1])) == [0.5]
+    server.script = [trouble]
+    (state,) = await judge(scale=[0, 1], max_retries=2)
+    assert state.status is Status.FAILED
+    assert "(tried 3 times)" in state.error_msg
+    assert len(server.requests) == 5
+
+
+async def test_a_refusal_is_final(server, judge) -> None:
+    server.script = [JSONResponse({"error": "who are you?"}, 401)]
+    (state,) = await judge()
+    assert "HTTP 401" in state.error_msg
+    assert "who are you?" in state.error_msg
+    assert len(server.requests) == 1
+
+
+async def test_a_server_that_is_silent_or_gone_fails_the_rollout(server, judge) -> None:
+    server.script, server.gate = [completion('{"score": 1}')], asyncio.Event()
+    (state,) = await judge(timeout_s=0.2, max_retries=0)
+    assert "no reply within 0.2 s" in state.error_msg
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    judge = LLMJudge(base_url=nobody, model="m", max_retries=0)
+    state = await judge.judge(rollout("x"))
+    await judge.aclose()
+    assert "ConnectError" in state.error_msg
+
+
+async def test_the_same_question_is_asked_once_and_the_file_outlives_the_process(
+    server, judge, tmp_path
+) -> None:
+    server.script = [completion('{"score": 0.25}')]
+    path = tmp_path / "cache.jsonl"
+    for _ in range(2):
+        assert rewards(await judge(3, cache=str(path))) == [0.25] * 3
+    assert len(server.requests) == 3
+    # Another model setting is another question.
+    await judge(3, cache=str(path), parameters={"temperature": 1.0})
+    assert len(server.requests) == 6
+    for _ in range(2):
+        await judge(1, cache=False)
+    assert len(server.requests) == 8
+
+
+async def test_what_could_not_be_read_is_not_cached(server, judge, tmp_path) -> None:
+    server.script = [completion("garbage"), completion('{"score": 1}')]
+    path = tmp_path / "cache.jsonl"
+    assert (await judge(max_retries=0, cache=str(path)))[0].status is Status.FAILED
+    assert rewards(await judge(cache=str(path))) == [1.0]
+
+
+async def test_requests_in_flight_are_bounded(server, judge) -> None:
+    server.script, server.gate = [completion('{"score": 1}')], asyncio.Event()
+    judging = asyncio.create_task(judge(12, max_concurrent=3))
+    asyncio.get_running_loop().call_later(0.2, server.gate.set)
+    assert rewards(await judging) == [1.0] * 12
+    assert 1 <= server.most_in_flight <= 3
+
+
+@pytest.mark.parametrize(("budget", "limit"), [("max_calls", 4), ("max_tokens", 40)])
+async def test_a_used_up_budget_fails_what_is_left(server, judge, budget, limit) -> None:
+    server.script = [completion('{"score": 1}')]
+    states = await judge(6, max_concurrent=1, **{budget: limit})
+    failed = [state for state in states if state.status is Status.FAILED]
+    assert len(failed) == 2
+    told = f"the budget is used up: {limit} of {budget} = {limit}; raise it"
+    assert all(told in state.error_msg for state in failed)
+    assert len(server.requests) == 4
+
+
+async def test_a_group_is_judged_by_one_question(server, judge) -> None:
+    server.script = [completion('{"scores": [1, 0.5]}'), completion('{"scores": [0.1, 0.2, 0.3]}')]
+    states = await judge(3, group=True, max_retries=1)
+    assert rewards(states) == [0.1, 0.2, 0.3]
+    text = server.requests[0]["messages"][0]["content"]
+    assert all(f"Answer {number + 1}:\n{number}\n" in text for number in range(3))
+    server.script = [completion('{"scores": [1]}')]
+    assert rewards(await judge(1, group=True)) == [1.0]
+    server.script = [completion('{"scores": [1]}')]
+    assert {state.status for state in await judge(2, group=True, max_retries=0)} == {Status.FAILED}
+
+
+# Without a server
+
+
+async def test_a_template_is_checked_when_it_is_compiled_and_its_names_when_it_is_used() -> None:
+    with pytest.raises(ValueError, match="template, line 1"):
+        LLMJudge(base_url="http://x", model="m", template="{{ response")
+    judge = LLMJudge(base_url="http://x", model="m", template="{{ respones }}")
+    state = await judge.judge(rollout("x"))
+    assert "'respones' is undefined" in state.error_msg
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"api_key_env": "NO_SUCH_KEY"}, "variable NO_SUCH_KEY is not set"),
+        ({"scale": [1, 1]}, r"scale must be \[lowest, highest\]"),
+        ({"parse": "([0-9]+"}, "not a regular expression"),
+        ({"parse": "no.such:function"}, "cannot import 'no.such'"),
+        ({"max_concurrent": 0}, "'max_concurrent' = 0: .*greater than or equal to 1"),
+        ({"per_minute": 0}, "'per_minute' = 0: .*greater than 0"),
+        ({"max_calls": 0}, "'max_calls' = 0: .*greater than or equal to 1"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_before_the_run(options, message) -> None:
+    arguments = {"base_url": "http://x", "model": "m", **options}
+    with pytest.raises(ConfigError, match=message):
+        build_judge(JudgeConfig(name="llm", arguments=arguments))
+
+
+def test_a_turn_comes_every_so_often_by_the_loops_clock() -> None:
+    async def turns() -> list[float]:
+        pace, clock = Pace(120), asyncio.get_running_loop().time
+        start_s = clock()
+
+        async def turn() -> float:
+            await pace.turn()
+            return clock() - start_s
+
+        return await asyncio.gather(*(turn() for _ in range(4)))
+
+    assert virtual_time.run(turns()) == pytest.approx([0.0, 0.5, 1.0, 1.5])
+
+
+def letters(reply: str) -> list[float]:
+    return [float(len(word)) for word in reply.split()]
+
+
+@pytest.mark.parametrize(
+    ("parse", "reply", "expected"),
+    [
+        ("number", "of 10 points: 7.5", 7.5),
+        ("number", "-3", -3.0),
+        (r"Grade: (\d)", "Grade: 1 ... Grade: 4", 4.0),
+        ("json", '{"score": 1} no: {"score": 2, "why": "x"}', 2.0),
+        ("json", '{"a": {"score": 1}} {not json {"score": 3}', 3.0),
+        ("json", '```json\n{"score": true}\n```', 1.0),
+        (lambda reply: {"score": len(reply), "x": 1}, "abc", {"score": 3.0, "x": 1.0}),
+    ],
+)
+def test_replies_are_read(parse, reply, expected) -> None:
+    assert ReplyParser(parse).verdict(reply) == expected
+
+
+def test_replies_on_groups_are_read() -> None:
+    assert ReplyParser(r"#\d: (\d+)", scale=[0, 10]).verdicts("#1: 5 #2: 10", 2) == [0.5, 1.0]
+    assert ReplyParser(f"{__name__}:letters").verdicts("a bbb", 2) == [1.0, 3.0]
+    for reply in ("#1: 5", "#1: 5 #2: 6 #3: 7"):
+        with pytest.raises(ValueError, match="scores where 2 are asked for"):
+            ReplyParser(r"#\d: (\d+)").verdicts(reply, 2)
+
+
+@given(low=st.integers(-5, 5), width=st.integers(1, 10), share=st.floats(0, 1), noise=st.text(max_size=20))
+def test_scores_are_scaled_to_0_and_1_and_never_clipped(low, width, share, noise) -> None:
+    parser = ReplyParser("json", scale=(low, low + width))
+    raw = low + share * width
+    reply = noise + json.dumps({"score": raw})
+    assert parser.verdict(reply) == pytest.approx(share)
+    with pytest.raises(ValueError, match="is not within"):
+        parser.verdict(noise + json.dumps({"score": low + width + 1}))
+
+
+def test_a_cache_survives_a_torn_line(tmp_path) -> None:
+    path = tmp_path / "cache.jsonl"
+    ReplyCache(path).put({"a": 1}, "one")
+    with path.open("ab") as file:
+        file.write(b'{"request": "half')
+    cache = ReplyCache(path)
+    assert cache.get({"a": 1}) == "one"
+    cache.put({"a": 2}, "two")
+    again = ReplyCache(path)
+    assert (again.get({"a": 1}), again.get({"a": 2}), again.get({"a": 3})) == ("one", "two", None)

@@ -1,0 +1,75 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from forebay.train.optimization import Optimizer, schedule_factor
+
+
+def factors(schedule, total, warmup=0):
+    return [
+        schedule_factor(schedule, step, warmup_steps=warmup, total_steps=total) for step in range(total + 1)
+    ]
+
+
+def test_schedules_by_hand():
+    assert factors("constant", 3, warmup=2) == [0.5, 1.0, 1.0, 1.0]
+    assert factors("linear", 4) == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert factors("cosine", 4, warmup=2) == pytest.approx([0.5, 1.0, 1.0, 0.5, 0.0])
+    assert schedule_factor("linear", 9, warmup_steps=0, total_steps=4) == 0.0
+
+
+def test_a_falling_schedule_needs_its_end():
+    with pytest.raises(ValueError, match="'cosine' needs total_steps"):
+        Optimizer(nn.Linear(1, 1), lr=1.0, schedule="cosine")
+
+
+def test_a_step_is_adamw_with_clipped_gradients_at_the_scheduled_rate():
+    torch.manual_seed(0)
+    ours, plain = nn.Linear(3, 2), nn.Linear(3, 2)
+    plain.load_state_dict(ours.state_dict())
+    optimizer = Optimizer(ours, lr=0.1, schedule="linear", total_steps=4, weight_decay=0.5, max_grad_norm=0.5)
+    groups = [{"params": [plain.weight], "weight_decay": 0.5}, {"params": [plain.bias], "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, lr=0.1)
+    for step in range(3):
+        inputs = torch.randn(4, 3)
+        for layer in (ours, plain):
+            layer(inputs).square().sum().backward()
+        norm = math.sqrt(sum(float(p.grad.square().sum()) for p in plain.parameters()))
+        for parameter in plain.parameters():
+            parameter.grad *= min(1.0, 0.5 / (norm + 1e-6))
+        for group in reference.param_groups:
+            group["lr"] = 0.1 * (1 - step / 4)
+        reference.step()
+        reference.zero_grad()
+        assert optimizer.step(step) == pytest.approx(norm, rel=1e-5)
+        assert all(p.grad is None for p in ours.parameters())
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    layer = nn.Linear(2, 1)
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    optimizer = Optimizer(layer, lr=0.1)
+    (layer(torch.ones(1, 2)).sum() * float("nan")).backward()
+    with pytest.raises(FloatingPointError, match="after train step 7 is nan; no weight was changed"):
+        optimizer.step(7)
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert layer.weight.grad is None
+
+
+def test_only_weights_that_require_a_gradient_are_trained():
+    layer = nn.Linear(2, 1).requires_grad_(False)
+    with pytest.raises(ValueError, match="Linear has no weights that require a gradient"):
+        Optimizer(layer, lr=0.1)
+
+
+def test_the_state_of_another_model_is_refused():
+    optimizers = [Optimizer(layer, lr=0.1) for layer in (nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1)))]
+    assert dict(optimizers[0].state_tensors()) == {}
+    (optimizers[0]._parameters["weight"].sum() + optimizers[0]._parameters["bias"].sum()).backward()
+    optimizers[0].step(0)
+    with pytest.raises(ValueError, match="of another model"):
+        optimizers[1].load_state_tensors(dict(optimizers[0].state_tensors()))

@@ -8,6 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forebay.aio import virtual_time
+from forebay.aio.gate import Gate
 from forebay.fragments import (
     BufferClosed,
     FragmentMetadata,
@@ -15,7 +16,6 @@ from forebay.fragments import (
     RateLimit,
     ReplayBufferActor,
 )
-from forebay.fragments.turns import Turns
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def simulate(database_config):
     return run
 
 
-# Turns.
+# The gate.
 
 
 def test_small_requests_do_not_overtake_a_large_one(simulate):
@@ -121,32 +121,32 @@ def test_a_line_that_is_closed_leaves_nobody_waiting(steps):
     """Added, taken away by a new session, closed: also when all of it falls into one turn."""
 
     async def play():
-        turns, held, waits, is_closed = Turns(), 0, [], False
+        gate, held, waits, is_closed = Gate(), 0, [], False
 
         def has_some():
             return held > 0
 
         for step in steps:
             if step == "wait":
-                waits.append(asyncio.create_task(turns.wait(has_some)))
+                waits.append(asyncio.create_task(gate.wait(has_some)))
             elif step == "add":
                 held += 1
-                turns.wake()
+                gate.wake()
             elif step == "drop":
                 held = 0
             elif step == "close":
-                turns.close("closed")
+                gate.close("closed")
                 is_closed = True
             elif step == "cancel" and waits:
                 waits[-1].cancel()
             elif step == "turn":
                 await asyncio.sleep(0)
         if not is_closed:
-            turns.close("closed")
+            gate.close("closed")
         # A wait that nothing ends is a `DeadlockError` of the loop.
         results = await asyncio.gather(*waits, return_exceptions=True)
         assert {type(result) for result in results} <= {BufferClosed, asyncio.CancelledError, type(None)}
-        assert len(turns) == 0
+        assert len(gate) == 0
 
     virtual_time.run(play())
 
@@ -169,20 +169,20 @@ def test_a_fetch_ends_when_its_chunk_is_added_dropped_and_the_buffer_closed_in_o
 
 
 async def test_nobody_in_line_is_woken_out_of_turn():
-    turns, order, room = Turns(), [], 0
+    gate, order, room = Gate(), [], 0
 
     async def want(name, amount):
         nonlocal room
-        await turns.wait(lambda: room >= amount)
+        await gate.wait(lambda: room >= amount)
         room -= amount
         order.append(name)
-        turns.wake()
+        gate.wake()
 
     tasks = [asyncio.create_task(want(*args)) for args in [("a", 3), ("b", 1), ("c", 2)]]
     for _ in range(6):
         await asyncio.sleep(0)
         room += 1
-        turns.wake()
+        gate.wake()
     await asyncio.gather(*tasks)
     assert order == ["a", "b", "c"]
     assert room == 0

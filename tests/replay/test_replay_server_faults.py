@@ -23,6 +23,7 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
+from forebay.replay.arrival import Arrival
 from forebay.replay.format.encode import ARRAYS, pack_group
 from forebay.replay.remote import channel as server_channel
 from forebay.replay.remote import connection as server_connection
@@ -92,7 +93,7 @@ def call(number, method, arguments, sizes=()):
 
 
 COUNT = messages.CountArguments("math", COMPLETED, None)
-PUT = messages.PutArguments(b"", "t", None, None, {}, 1.0)
+PUT = messages.PutArguments(b"", "t", Arrival())
 PACKED = pack_group(make_group("raw", steps=[1]))
 SIZE, GROUP = PACKED.size, PACKED.head + b"".join(PACKED.buffers)
 
@@ -137,7 +138,7 @@ async def test_what_is_no_message_ends_its_connection_with_a_reason(buffer, path
 async def test_a_message_that_breaks_off_ends_its_connection(buffer, path):
     async with serve(buffer, path) as server, await connect(path) as other:
         packed = pack_group(make_group("a"))
-        arguments = messages.PutArguments(b"k", "math", None, None, {}, 1.0)
+        arguments = messages.PutArguments(b"k", "math", Arrival())
         data = HELLO + call(1, "put", arguments, [packed.size]) + packed.head + b"".join(packed.buffers)
         for length in (3, 20, len(HELLO), len(HELLO) + 9, len(data) - 1):
             reader, writer = await open_raw(path)
@@ -338,7 +339,7 @@ async def test_a_put_whose_answer_was_lost_is_stored_once(path):
         assert await client.count("math", COMPLETED) == 1
         # The same key once more: the server remembers.
         link = client._link
-        arguments = messages.PutArguments(b"key", "math", None, None, {}, 1.0)
+        arguments = messages.PutArguments(b"key", "math", Arrival())
         for _ in range(2):
             await link.put("put", arguments, Pieces([make_group("b")], None))
         assert await client.count("math", COMPLETED) == 2
@@ -348,7 +349,9 @@ async def test_a_put_that_failed_may_be_tried_again(buffer, path):
     async with serve(buffer, path):
         link = await Link.open(Address.parse(path), None)
         for threshold, outcome in ((0, ValueError), (3, None)):
-            arguments = messages.PutArguments(b"key", "math", 1, threshold, {}, 1.0)
+            arguments = messages.PutArguments(
+                b"key", "math", Arrival(current_train_step=1, stale_threshold=threshold)
+            )
             if outcome:
                 with pytest.raises(outcome, match="threshold"):
                     await link.put("put", arguments, Pieces([make_group("b")], None))

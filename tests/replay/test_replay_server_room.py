@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from replay_factory import make_group, names
 
+from forebay.aio.gate import Gate
 from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
@@ -13,8 +14,7 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.link import Window
-from forebay.replay.remote.room import Census, Gate
+from forebay.replay.remote.room import Admission, Census
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -169,7 +169,7 @@ async def test_one_of_two_limits(tmp_path, limit, max_live, reason):
 async def test_the_gate_never_lets_in_more_than_there_is_room_for():
     """With admissions, departures and cancellations in any order that the tasks find."""
     buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
-    gate = Gate(Census(buffer), 3)
+    gate = Admission(Census(buffer), 3)
     inside = peak = 0
 
     async def enter(number):
@@ -191,7 +191,7 @@ async def test_the_gate_never_lets_in_more_than_there_is_room_for():
 
 
 async def test_a_window_lets_in_what_fits_and_what_is_larger_alone():
-    window = Window(10)
+    window = Gate(10)
     order = []
 
     async def enter(name, amount):

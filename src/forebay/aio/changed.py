@@ -1,4 +1,4 @@
-"""A counter of changes that coroutines can wait on: the wake-up behind `ReplayBuffer.wait_for_change`."""
+"""A counter of changes that coroutines wait on: the wake-up behind `ReplayBuffer.wait_for_change`."""
 
 from __future__ import annotations
 
@@ -8,31 +8,36 @@ from contextlib import contextmanager
 
 
 class BufferClosed(RuntimeError):
-    """The buffer was closed, and what was waited for will not happen."""
+    """The buffer was closed, or another owner took it over: the change that was waited for will not come."""
 
 
 class Changes:
-    """Counts changes and wakes everyone who waits for the next one; a change is never missed.
+    """Counts changes and wakes every task that waits for the next one; no change is missed.
 
-    After `close` a wait ends at once: with what has changed until then, or with `BufferClosed`.
+    After `close` a wait ends at once: with the changes up to then, or with `BufferClosed`.
 
-    >>> seen = changes.version      # before looking at the content
-    >>> seen = await changes.wait(seen)
+    >>> async def example():
+    ...     changes = Changes()
+    ...     seen = changes.version  # before looking at the content
+    ...     changes.note()
+    ...     return await changes.wait(seen)
+    >>> asyncio.run(example())
+    1
     """
 
     def __init__(self) -> None:
         self.version = 0
         self._is_closed = False
         self._next: asyncio.Event | None = None
-        """Made when someone waits: most changes are not waited for."""
+        """Made by the first task that waits: most changes are not waited for."""
 
     def note(self) -> None:
-        """Something changed."""
+        """Count a change."""
         self.version += 1
         self._wake()
 
     def close(self) -> None:
-        """Nothing changes any more."""
+        """End every wait: no more changes will come."""
         self._is_closed = True
         self._wake()
 
@@ -43,7 +48,7 @@ class Changes:
 
     @contextmanager
     def noted_if_cut_short(self) -> Iterator[None]:
-        """A change is noted if the block is cancelled or fails: what it called may have happened."""
+        """Count a change if the block is cancelled or fails: the calls in it may have happened."""
         try:
             yield
         except BaseException:
@@ -51,10 +56,12 @@ class Changes:
             raise
 
     async def wait(self, version: int) -> int:
-        """Return the present version as soon as it is not `version` any more.
+        """Return the present version as soon as it differs from `version`.
+
+        consumes: nothing / waits for: the next change / woken by: `note`, `close` / produces: the version
 
         Raises:
-            BufferClosed: it is, and stays.
+            BufferClosed: no change came before the end.
         """
         while self.version == version:
             if self._is_closed:

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from forebay.aio.changed import BufferClosed
 from forebay.fragments.records import FragmentIndex, FragmentMetadata, SampleFragment
 
 if TYPE_CHECKING:
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from forebay.fragments.remote.server import serve
     from forebay.fragments.store.mapped import StoreFullError
     from forebay.fragments.store.payloads import FragmentStore
-    from forebay.fragments.turns import BufferClosed
 
 __all__ = [
     "BufferClosed",
@@ -31,7 +31,6 @@ __all__ = [
 
 # LMDB (the extra `fragments`) is loaded only where a store is used.
 _LAZY = {
-    "BufferClosed": "turns",
     "FragmentBatch": "leases",
     "FragmentStore": "store.payloads",
     "Lease": "leases",

@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from forebay.aio.cancellation import finish
+from forebay.aio.changed import BufferClosed
+from forebay.aio.gate import Gate
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.rate_limit import RateLimit
 from forebay.fragments.records import FragmentMetadata
@@ -31,7 +33,6 @@ from forebay.fragments.state import ReplayState, Rules
 from forebay.fragments.store.collector import Collector
 from forebay.fragments.store.index import Index
 from forebay.fragments.store.payloads import FragmentStore
-from forebay.fragments.turns import BufferClosed, Turns
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +110,8 @@ class ReplayBufferActor:
         self._state.restore(self._index.load(), self._store.__contains__)
         self._arriving: set[str] = set()
         self._collector = Collector(self._store, self._is_named, orphan_grace_s)
-        self._readers = Turns(on_wait=self._wake)
-        self._writers = Turns()
+        self._readers = Gate(on_wait=self._wake)
+        self._writers = Gate()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._closed: str | None = None

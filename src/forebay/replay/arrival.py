@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypedDict
+from typing import TypedDict
+
+import msgspec
 
 from forebay.aio.changed import Changes
 from forebay.replay.format.storable import check_group
@@ -39,8 +41,8 @@ LABEL_AT_ONCE = 256
 """Groups labeled between two turns of the event loop; with arrays to make it takes about 10 ms."""
 
 
-class Arrival(TypedDict, total=False):
-    """The keywords of `ReplayBuffer.put`, which say how groups arrive."""
+class PutKeywords(TypedDict, total=False):
+    """The keywords of `ReplayBuffer.put`; their meaning is that of the fields of `Arrival`."""
 
     model_step: int | None
     current_train_step: int | None
@@ -49,37 +51,52 @@ class Arrival(TypedDict, total=False):
     priority: float | None
 
 
-_KEYWORDS = frozenset(Arrival.__annotations__)
+class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the groups of one put arrive: one value from the caller to the store, also through a server.
 
-
-class Arrived(NamedTuple):
-    """How the groups of one put arrive, checked.
-
-    >>> Arrived.of("math", {"model_step": 3}).priority
-    1.0
+    >>> Arrival.of("math", {"model_step": 3, "priority": 2})
+    Arrival(model_step=3, current_train_step=None, stale_threshold=None, tags={}, priority=2.0)
     """
 
-    model_step: int | None
-    current_train_step: int | None
-    stale_threshold: int | None
-    tags: dict[str, TagValue]
-    priority: float
+    model_step: int | None = None
+    """The weights that made the tokens which have no label yet."""
+    current_train_step: int | None = None
+    """The train step at which the groups are aged; None: the one last seen for the task."""
+    stale_threshold: int | None = None
+    """A COMPLETED or ABORTED group of this staleness or more is stored EXPIRED; None: none is."""
+    tags: dict[str, TagValue] = {}
+    priority: float = 1.0
+    """Weight of a proportional draw."""
 
     @classmethod
-    def of(cls, task_name: str, given: Arrival) -> Arrived:
-        """What these keywords say.
+    def of(cls, task_name: str, keywords: PutKeywords) -> Arrival:
+        """The arrival that these keywords of a put describe.
 
         Raises:
             TypeError: there is no such keyword.
-            ValueError: the threshold is not positive, or a tag or the priority is not one.
+            ValueError: see `checked`.
         """
-        if not _KEYWORDS.issuperset(given):
-            unknown, known = sorted(set(given) - _KEYWORDS)[0], ", ".join(sorted(_KEYWORDS))
-            raise TypeError(f"a put has no keyword {unknown!r}; it has {known}")
-        threshold = given.get("stale_threshold")
-        check_threshold(task_name, threshold)
-        tags, priority = check_tags(given.get("tags")), check_priority(given.get("priority"))
-        return cls(given.get("model_step"), given.get("current_train_step"), threshold, tags, priority)
+        if unknown := sorted(set(keywords).difference(cls.__struct_fields__)):
+            known = ", ".join(cls.__struct_fields__)
+            raise TypeError(f"a put has no keyword {unknown[0]!r}; it has {known}")
+        return cls(
+            keywords.get("model_step"),
+            keywords.get("current_train_step"),
+            keywords.get("stale_threshold"),
+            check_tags(keywords.get("tags")),
+            check_priority(keywords.get("priority")),
+        ).checked(task_name)
+
+    def checked(self, task_name: str) -> Arrival:
+        """The same value, which may have come from another process.
+
+        Raises:
+            ValueError: the threshold is not positive, or a tag or the priority cannot be stored.
+        """
+        check_threshold(task_name, self.stale_threshold)
+        check_tags(self.tags)
+        check_priority(self.priority)
+        return self
 
 
 def check_threshold(task_name: str, threshold: int | None) -> None:
@@ -123,7 +140,7 @@ def arrived_row(
     items: Sequence[RolloutState],
     task_name: str,
     seen_step: int | None,
-    how: Arrived,
+    how: Arrival,
 ) -> StorageItem:
     """The row of a group that arrives when `seen_step` is the train step last seen for its task.
 

@@ -43,7 +43,7 @@ from forebay.replay.archiving import ArchivingStorage, taking
 from forebay.replay.arrival import (
     CAN_EXPIRE,
     Arrival,
-    Arrived,
+    PutKeywords,
     arrived_row,
     check_threshold,
     expire_old,
@@ -134,15 +134,7 @@ class ReplayBuffer:
         return await self._changes.wait(version)
 
     async def put(
-        self,
-        items: Sequence[RolloutState],
-        task_name: str,
-        *,
-        model_step: int | None = None,
-        current_train_step: int | None = None,
-        stale_threshold: int | None = None,
-        tags: Mapping[str, TagValue] | None = None,
-        priority: float | None = None,
+        self, items: Sequence[RolloutState], task_name: str, **arrival: Unpack[PutKeywords]
     ) -> None:
         """Store one group under its group status; an empty group is ignored.
 
@@ -155,18 +147,10 @@ class ReplayBuffer:
             ValueError: the threshold is not positive, a tag or the priority is not one, or token fields of a
                 rollout have different lengths; nothing is stored.
         """
-        await self.put_groups(
-            [items],
-            task_name,
-            model_step=model_step,
-            current_train_step=current_train_step,
-            stale_threshold=stale_threshold,
-            tags=tags,
-            priority=priority,
-        )
+        await self.put_groups([items], task_name, **arrival)
 
     async def put_groups(
-        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[PutKeywords]
     ) -> None:
         """Store many groups, each as `put` does and in this order: all of them or none.
 
@@ -175,7 +159,7 @@ class ReplayBuffer:
         Raises:
             ValueError: as for `put`; nothing is stored.
         """
-        _, evicted = await self._store(groups, task_name, Arrived.of(task_name, arrival))
+        _, evicted = await self._store(groups, task_name, Arrival.of(task_name, arrival))
         if self.on_evict is not None:
             for item in evicted:
                 self.on_evict(item)
@@ -184,7 +168,7 @@ class ReplayBuffer:
         self,
         groups: Iterable[Sequence[RolloutState]],
         task_name: str,
-        how: Arrived,
+        how: Arrival,
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""

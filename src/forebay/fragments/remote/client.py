@@ -16,10 +16,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from forebay.aio.changed import BufferClosed
 from forebay.fragments.remote import wire
 from forebay.fragments.remote.calls import FragmentCalls
 from forebay.fragments.remote.server import STREAM_BYTES
-from forebay.fragments.turns import BufferClosed
 from forebay.io.framing import connect_unix, read_frame
 from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, beat, check_limit
 

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from forebay.aio.changed import BufferClosed
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentIndex, FragmentMetadata
 from forebay.fragments.store.mapped import StoreFullError
-from forebay.fragments.turns import BufferClosed
 from forebay.io.framing import MAX_BYTES, framed
 
 CANCEL = ""

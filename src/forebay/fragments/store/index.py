@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from forebay.aio.changed import BufferClosed
 from forebay.fragments.chunks import Chunk, Fragment
 from forebay.fragments.leases import LeaseRow
 from forebay.fragments.store import segments
 from forebay.fragments.store.mapped import Environment
 from forebay.fragments.store.segments import RowKey
 from forebay.fragments.tallies import Tallies
-from forebay.fragments.turns import BufferClosed
 
 MAX_BYTES = 4 << 30
 """Room for ten million fragments and more; what is not used takes no disk."""

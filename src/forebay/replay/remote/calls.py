@@ -23,13 +23,13 @@ import msgspec
 
 from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
-from forebay.replay.arrival import Arrived, arrived_row, staleness_of, status_of
+from forebay.replay.arrival import arrived_row, staleness_of, status_of
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.format.encoded import PackedPayload
 from forebay.replay.remote import messages
 from forebay.replay.remote.handover import Handover, recover, take_over
-from forebay.replay.remote.room import Census, Gate
+from forebay.replay.remote.room import Admission, Census
 from forebay.replay.stores.contract import StorageItem
 from forebay.types import RolloutState, Status
 
@@ -105,7 +105,7 @@ class Served:
         """Of puts of all connections, from their first byte until they are stored."""
         self.client_limit_s = client_limit_s
         self.census = Census(buffer)
-        self.gate = Gate(self.census, max_live)
+        self.gate = Admission(self.census, max_live)
         self.num_evicted: dict[str, int] = {}
         self.evictions = 0
         """Grows when `num_evicted` changes."""
@@ -147,7 +147,7 @@ class Served:
         with suppress(BufferClosed):
             while True:
                 seen = await self.buffer.wait_for_change(seen)
-                self.gate.note_change()
+                await self.gate.note_change()
         # Closed under its server.
         self.gate.close()
 
@@ -172,12 +172,11 @@ class Served:
             )
         if not await storage.has_receipt(arguments.key):
             return None
-        task, step = arguments.task_name, arguments.current_train_step
+        task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
         # Of the two the later one, as for the put itself.
-        seen = await storage.get_train_step(task)
-        seen = step if seen is None else max(seen, step or seen)
+        steps = [await storage.get_train_step(task), how.current_train_step]
+        seen = max((step for step in steps if step is not None), default=None)
         before = list(map(status_of, groups))
-        how = _how(arguments)
         rows = [arrived_row(group, task, seen, how) for group in groups]
         return _put_result(rows, before, ())
 
@@ -216,9 +215,10 @@ class Served:
     async def _store(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Result:
         try:
             before = list(map(status_of, groups))
+            task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
             async with self.census.within():
                 key = arguments.key if self.buffer.storage.keeps_receipts else None
-                rows, evicted = await self.buffer._store(groups, arguments.task_name, _how(arguments), key)
+                rows, evicted = await self.buffer._store(groups, task, how, key)
                 self.census.add(len(groups))
         finally:
             self.gate.leave(len(groups))
@@ -326,18 +326,6 @@ class Served:
         await recover(self.buffer)
         await self._look()
         return Result()
-
-
-def _how(arguments: messages.PutArguments) -> Arrived:
-    return Arrived.of(
-        arguments.task_name,
-        {
-            "current_train_step": arguments.current_train_step,
-            "stale_threshold": arguments.stale_threshold,
-            "tags": arguments.tags,
-            "priority": arguments.priority,
-        },
-    )
 
 
 def _put_result(

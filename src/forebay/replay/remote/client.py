@@ -27,7 +27,7 @@ from typing import Any, Unpack
 import msgspec
 
 from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
-from forebay.replay.arrival import Arrival, Arrived
+from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group
 from forebay.replay.remote import messages
 from forebay.replay.remote.address import Address
@@ -136,15 +136,7 @@ class RemoteReplayBuffer:
         return dict(self._link.num_evicted)
 
     async def put(
-        self,
-        items: Sequence[RolloutState],
-        task_name: str,
-        *,
-        model_step: int | None = None,
-        current_train_step: int | None = None,
-        stale_threshold: int | None = None,
-        tags: Mapping[str, TagValue] | None = None,
-        priority: float | None = None,
+        self, items: Sequence[RolloutState], task_name: str, **arrival: Unpack[PutKeywords]
     ) -> None:
         """See `ReplayBuffer.put`; returns when the group is stored, which may take until there is room.
 
@@ -156,26 +148,16 @@ class RemoteReplayBuffer:
             ConnectionLost: the connection broke, and the server is gone or was started anew with a store in
                 memory, so that nobody knows whether the group is stored.
         """
-        await self.put_groups(
-            [items],
-            task_name,
-            model_step=model_step,
-            current_train_step=current_train_step,
-            stale_threshold=stale_threshold,
-            tags=tags,
-            priority=priority,
-        )
+        await self.put_groups([items], task_name, **arrival)
 
     async def put_groups(
-        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[PutKeywords]
     ) -> None:
         """See `ReplayBuffer.put_groups`; as `put` here, for all groups together."""
-        how = Arrived.of(task_name, arrival)
+        how = Arrival.of(task_name, arrival)
         if not (listed := [group for group in groups if group]):
             return
-        arguments = messages.PutArguments(
-            new_key(), task_name, how.current_train_step, how.stale_threshold, how.tags, how.priority
-        )
+        arguments = messages.PutArguments(new_key(), task_name, how)
         # Labeled as they are packed, while the server has the earlier ones.
         pieces = Pieces(listed, how.model_step)
         (outcomes, evicted), _ = await self._call("put_groups", arguments, pieces)

@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from forebay.aio.gate import Window
+from forebay.aio.gate import Gate
 from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, beat
 from forebay.replay.arrival import label_group
 from forebay.replay.format.encode import PackedGroup, pack_group
@@ -101,7 +101,7 @@ class _Share:
     ...     await share.grow(100)
     """
 
-    def __init__(self, window: Window) -> None:
+    def __init__(self, window: Gate) -> None:
         self._window = window
         self._held = 0
 
@@ -143,9 +143,9 @@ class Link:
         self._next_number = 0
         self._outbox: deque[Mail] = deque()
         self._has_mail = asyncio.Event()
-        self._puts = Window(messages.PUT_WINDOW_BYTES)
+        self._puts = Gate(messages.PUT_WINDOW_BYTES)
         self._put_turn = asyncio.Lock()
-        self._calls = Window(messages.MAX_CALLS)
+        self._calls = Gate(messages.MAX_CALLS)
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod

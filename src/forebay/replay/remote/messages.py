@@ -30,11 +30,12 @@ import numpy as np
 
 from forebay.aio.changed import BufferClosed
 from forebay.io.heartbeat import SILENCE_LIMIT_S
+from forebay.replay.arrival import Arrival
 from forebay.replay.stores.contract import StorageItem
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
@@ -215,10 +216,7 @@ class PutArguments(_Arguments):
 
     key: bytes
     task_name: str
-    current_train_step: int | None
-    stale_threshold: int | None
-    tags: dict[str, str | int | float | bool]
-    priority: float
+    arrival: Arrival
     asked_first: bytes = b""
     """The instance of the server that was asked before, if this is not the first time."""
 

@@ -2,8 +2,8 @@
 
 ::
 
-    put --> Gate.admit: room? --yes--> store
-                          '--no--> wait in order of arrival <-- woken by every change of the content
+    put --> Admission.admit: room? --yes--> store
+                               '--no--> wait in order of arrival <-- woken by every change of the content
 
 Room is what `max_live` leaves. The groups are counted by `Census`: a store in memory is asked each time; one
 on disk is asked when it must be, and what goes through the server is added and subtracted in between. It must
@@ -13,12 +13,10 @@ Changes that another process makes in the same database show only when the store
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from forebay.aio.changed import Changes
-from forebay.aio.gate import SharedLock
+from forebay.aio.gate import Gate, SharedLock
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.stores.contract import StorageBackend
 
@@ -78,60 +76,61 @@ class Census:
         return self.num_live
 
 
-class Gate:
+class Admission:
     """Lets puts in while there are fewer than `max_live` groups, first come, first served.
 
-    Consumes nothing, waits for room, is woken by `note_change` and by puts that are done.
-
-    >>> await gate.admit(1)
+    >>> await admission.admit(1)
     >>> await buffer.put(group, "math")
-    >>> gate.leave(1)
+    >>> admission.leave(1)
     """
 
     def __init__(self, census: Census, max_live: int | None) -> None:
         self.max_live = max_live
         self._census = census
-        self._changes = Changes()
-        self._turn = asyncio.Lock()
+        self._gate = Gate()
         self._num_entering = 0
 
-    def note_change(self) -> None:
-        """The content changed."""
-        self._changes.note()
+    async def note_change(self) -> None:
+        """The content changed: count it again if a put waits for room and the number is not known."""
+        if len(self._gate) and not self._census.knows_all:
+            await self._census.measure()
+        self._gate.wake()
 
     def close(self) -> None:
-        """The buffer was closed: whoever waits for room is told so (`BufferClosed`)."""
-        self._changes.close()
+        """End every wait for room with `BufferClosed`: the buffer was closed."""
+        self._gate.close("the buffer was closed")
 
     async def admit(self, number: int) -> None:
         """Wait for room for so many groups and occupy it until `leave`.
 
+        consumes: room / waits for: groups to be taken / woken by: `note_change`, `leave`, `close` /
+        produces: the right to put
+
         Raises:
             ValueError: there can never be so much room.
+            BufferClosed: the buffer was closed.
         """
         if self.max_live is None:
             return
-        if number > self.max_live:
+        limit = self.max_live
+        if number > limit:
             raise ValueError(
-                f"{number} groups at once never fit under max_live {self.max_live}; put fewer in one call"
+                f"{number} groups at once never fit under max_live {limit}; put fewer in one call"
             )
-        # Whoever has the turn waits for room, the others for the turn.
-        async with self._turn:
-            while True:
-                seen = self._changes.version
-                if self._census.knows_all and self._num_free(self._census.num_live) >= number:
-                    break
-                if self._num_free(await self._census.measure()) >= number:
-                    break
-                await self._changes.wait(seen)
-            self._num_entering += number
+
+        def has_room() -> bool:
+            is_known = self._census.knows_all
+            return is_known and self._census.num_live + self._num_entering + number <= limit
+
+        if not has_room():
+            # Another process may have taken groups from the same database, which shows only when it is asked.
+            await self._census.measure()
+        await self._gate.wait(has_room)
+        self._num_entering += number
+        self._gate.wake()
 
     def leave(self, number: int) -> None:
         """The put is done, and the store counts it, or it has failed."""
         if self.max_live is not None:
             self._num_entering -= number
-            self._changes.note()
-
-    def _num_free(self, num_live: int) -> int:
-        assert self.max_live is not None, "without a limit nobody waits"
-        return self.max_live - num_live - self._num_entering
+            self._gate.wake()

@@ -27,7 +27,7 @@ from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.produce import AgentLoopManager
 from forebay.produce.tasks import CheckpointedSampler
 from forebay.replay import ReplayBuffer
-from forebay.replay.arrival import Arrival
+from forebay.replay.arrival import PutKeywords
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.stores.contract import TagValue
 from forebay.runs.record.writer import Recorder
@@ -89,7 +89,7 @@ class RecordedReplayBuffer(ReplayBuffer):
         )
 
     async def put_groups(
-        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[Arrival]
+        self, groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Unpack[PutKeywords]
     ) -> None:
         """See `ReplayBuffer.put_groups`; an event for each group. `put` comes here, too."""
         recorder = self.recorder

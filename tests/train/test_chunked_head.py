@@ -29,7 +29,6 @@ from forebay.train.model import forward as forward_module
 from forebay.train.model.forward import response_logprobs
 from forebay.train.model.lora import add_lora
 from forebay.train.parallel.model_parts import to_parts
-from forebay.train.parallel.shards import to_arrays
 from forebay.train.parallel.worker import RankWorker
 
 VOCABULARY = 23
@@ -205,12 +204,11 @@ def test_a_sharded_head_is_whole_where_its_chunks_need_it(
     def norms(method):
         batch = Packer(40).pack_pad_dispatch(TrainBatch.from_groups(make_groups()))
         batch.advantages = np.ones(batch.num_response_tokens, np.float32)
-        weights = np.where(batch.response_mask, np.float32(1), np.float32(0))
-        arguments = (weights, None)
+        batch.token_weights = np.where(batch.response_mask, np.float32(1), np.float32(0))
         if method is None:
             learner = Learner(make_model(tie_word_embeddings=False), config, pad_token_id=0)
-            return learner.update(batch, *arguments, train_step=0, steps=[True]).norms
-        return method(to_arrays(batch), *arguments, 0, [True])["norms"]
+            return learner.update(batch, 0).norms
+        return method(batch.to_plain(), 0)["norms"]
 
     config = TrainConfig(lr=1e-3, **settings)
     torch.manual_seed(0)
@@ -220,7 +218,7 @@ def test_a_sharded_head_is_whole_where_its_chunks_need_it(
     try:
         torch.manual_seed(0)
         model = to_parts(make_model(tie_word_embeddings=False))
-        worker.build({"model": model}, config.model_dump(), 0, None, torch.get_rng_state())
+        worker.build({"model": model}, config.model_dump(), {"pad_token_id": 0}, torch.get_rng_state())
         assert norms(worker.update) == pytest.approx(expected, rel=1e-5)
     finally:
         worker.close()

@@ -10,9 +10,9 @@ import torch
 
 from forebay.engines import GenerateRequest, TransformersEngine
 from forebay.train import Correction, OffPolicyError, OffPolicyGuard, TrainBatch, TrainConfig, TrainController
-from forebay.train.objective.corrections import CORRECTIONS
+from forebay.train.measures import correction_measures
+from forebay.train.objective.corrections import CORRECTIONS, Corrector
 from forebay.train.objective.normalization import batch_token_weights
-from forebay.train.objective.off_policy import Corrector
 from forebay.types import UNLABELED, RolloutState, SampleParams, Status
 
 WEIGHING = [name for name, function in CORRECTIONS.items() if function is not None]
@@ -393,9 +393,7 @@ def test_measures_by_hand():
     batch = TrainBatch.from_groups([[state, other]])
     tokens = np.flatnonzero(batch.response_mask)
     proximal = np.array([-1.0 + math.log(2), -2.0 - math.log(2), -1.0], np.float32)
-    got = Corrector(TrainConfig(correction="token_tis", correction_band=(0.0, 1.5))).measures(
-        batch, proximal, tokens
-    )
+    got = correction_measures(Corrector("token_tis", (0.0, 1.5)), batch, proximal, tokens)
     # Weights 2, 1/2 and 1 by token; 1 and 1 by rollout.
     assert got == pytest.approx(
         {

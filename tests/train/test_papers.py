@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.train import TrainConfig, TrainController
-from forebay.train.objective.papers import DEFAULTS, differences
+from forebay.train.config import PAPERS
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_names_alone_differ_from_nothing():
     names += [{"advantage": name} for name in ("grpo", "rloo", "opo", "reinforce_pp_baseline", "pass_at_4")]
     names += [{"advantage": "dr_grpo", "normalization": 64}, {"advantage": "dr_grpo", "loss": "gspo"}]
     names += [{"advantage": "gae", "critic_lr": 1e-5}, {"advantage": "reinforce_pp_baseline", "kl_coef": 0.1}]
-    assert [differences(TrainConfig(**given)) for given in names] == [[]] * len(names)
-    assert all(key in TrainConfig.model_fields for table in DEFAULTS.values() for key in table)
+    assert [TrainConfig(**given).differences_from_papers() for given in names] == [[]] * len(names)
+    assert all(key in TrainConfig.model_fields for table in PAPERS.values() for key in table)
 
 
 def dry_run(tmp_path: Path, train: str) -> Any:

@@ -1,17 +1,15 @@
-"""What goes between a trainer and its ranks: messages, models, shards of a batch."""
+"""Messages between a trainer and its ranks: arrays, models, batches, and what comes back."""
 
 import multiprocessing
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from forebay.train import Critic, Packer, TrainBatch
+from forebay.train import Critic, Packer, TrainBatch, TrainConfig
 from forebay.train.parallel.frames import receive, send
+from forebay.train.parallel.learner import RankedLearner
 from forebay.train.parallel.model_parts import from_parts, to_parts
-from forebay.train.parallel.shards import from_arrays, join_columns, join_tokens, take_shard, to_arrays
 
 
 def passed_on(value):
@@ -73,38 +71,44 @@ def test_a_model_that_is_not_of_transformers_is_refused():
         to_parts(torch.nn.Linear(2, 2))
 
 
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=3, max_size=20),
-    num_ranks=st.integers(1, 4),
-    mini_batches=st.integers(1, 3),
-)
-@settings(max_examples=40, deadline=None)
-def test_shards_put_together_are_the_batch(sizes, num_ranks, mini_batches):
-    batch = TrainBatch.from_examples([([1] * prompt, range(2, 2 + length)) for prompt, length in sizes])
+def test_a_batch_is_built_again(make_groups):
+    batch = TrainBatch.from_groups(make_groups())
     batch.advantages = np.arange(batch.num_response_tokens, dtype=np.float32)
-    Packer(24, num_ranks, "packed", mini_batches=mini_batches).pack_pad_dispatch(batch)
-    shards = [take_shard(batch, rank) for rank in range(num_ranks)]
-    received = [from_arrays(passed_on(to_arrays(shard.batch))) for shard in shards]
-    joined = join_tokens(shards, [shard.advantages for shard in received], batch.num_response_tokens)
-    assert np.array_equal(joined, batch.advantages)
-    for rank, shard in enumerate(received):
-        for theirs, mine in zip(shard.packs, batch.packs, strict=True):
-            for one, other in zip(theirs[0], mine[rank], strict=True):
-                assert np.array_equal(shard.lengths[one], batch.lengths[other])
-                starts, ends = batch.token_starts[other], (batch.token_starts + batch.lengths)[other]
-                expected = [batch.input_ids[a:b].tolist() for a, b in zip(starts, ends, strict=True)]
-                cut = np.split(shard.input_ids, shard.token_starts[1:])
-                assert [cut[number].tolist() for number in one] == expected
+    Packer(24, 3, "packed", mini_batches=2).pack_pad_dispatch(batch)
+    built = TrainBatch(**passed_on(batch.to_plain()))
+    for name, value in batch.to_plain().items():
+        if isinstance(value, np.ndarray):
+            assert np.array_equal(getattr(built, name), value, equal_nan=True)
+        elif name != "packs":
+            assert getattr(built, name) == value
+    for theirs, ours in zip(built.packs, batch.packs, strict=True):
+        for one, other in zip(theirs, ours, strict=True):
+            assert [pack.tolist() for pack in one] == [pack.tolist() for pack in other]
 
 
-def test_columns_are_joined_epoch_by_epoch():
+class TwoRanks:
+    """Answers as two ranks would: the first has the second sequence, the other the first."""
+
+    num_ranks = 2
+
+    def call(self, method, arguments):
+        columns = [
+            {"token_index": np.array([2, 2]), "loss": np.array([1.0, 2.0])},
+            {"token_index": np.array([0, 1, 1, 0]), "loss": np.array([3.0, 4.0, 5.0, 6.0])},
+        ]
+        answers = {
+            "build": [None, None],
+            "token_values": [np.array([0, 0, 3], np.float32), np.array([1, 2, 0], np.float32)],
+            "update": [{"columns": part, "norms": [1.0], "critic_norms": [], "lr": 0.1} for part in columns],
+        }
+        return answers[method]
+
+
+def test_results_of_ranks_are_put_together_in_the_order_of_the_batch():
     batch = TrainBatch.from_examples([([1], [2, 3]), ([1], [4])])
-    batch.packs = [[[np.array([1])], [np.array([0])]]]
-    shards = [take_shard(batch, rank) for rank in range(2)]
-    parts = [
-        {"token_index": np.array([0, 0]), "loss": np.array([1.0, 2.0])},
-        {"token_index": np.array([0, 1, 1, 0]), "loss": np.array([3.0, 4.0, 5.0, 6.0])},
-    ]
-    joined = join_columns(shards, parts, num_epochs=2)
+    learner = RankedLearner(TwoRanks(), {}, TrainConfig(epochs=2), {})
+    assert learner.token_values("old_logprobs", batch).tolist() == [1.0, 2.0, 3.0]
+    joined = learner.update(batch, 0).columns
+    # Epoch by epoch.
     assert joined["token_index"].tolist() == [2, 0, 1, 2, 1, 0]
     assert joined["loss"].tolist() == [1.0, 3.0, 4.0, 2.0, 5.0, 6.0]

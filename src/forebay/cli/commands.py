@@ -160,11 +160,10 @@ def _train(
 
 def _show(config: RunConfig | FragmentRunConfig) -> None:
     from forebay.runs.config import RunConfig, to_toml
-    from forebay.train.objective.papers import differences
 
     typer.echo(to_toml(config), nl=False)
     if isinstance(config, RunConfig):
-        for difference in differences(config.train):
+        for difference in config.train.differences_from_papers():
             typer.echo(f"warning: {difference}", err=True)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal
@@ -94,6 +94,10 @@ class TrainBatch:
     """float32, R."""
     returns: FloatArray | None = None
     """float32, R: what the critic should have said."""
+    token_weights: FloatArray | None = None
+    """float32, R: weight of each token's loss in its mini-batch, normalization and masks included."""
+    importance: FloatArray | None = None
+    """float32, R: importance weights, trainer over engine. None: none, or worked out in the training pass."""
     metrics: dict[str, float] = field(default_factory=dict)
     """What the steps measured, as ``train/NAME``."""
 
@@ -145,6 +149,10 @@ class TrainBatch:
             for position, (prompt, response) in enumerate(examples)
         ]
         return cls.from_groups([states] if states else [])
+
+    def to_plain(self) -> dict[str, Any]:
+        """Its fields by name, for another process: arrays and plain values, which make the same batch."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
     @property
     def num_sequences(self) -> int:

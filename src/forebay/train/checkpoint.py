@@ -228,10 +228,14 @@ def load_trainer(folder: Path, parts: TrainerParts) -> int:
                 f"build it from the same config and the same starting model (after its warm-up, if any)"
             )
     _load_weights(parts.model, folder)
-    parts.optimizer.load_state_tensors(load_tensors(folder / "optimizer.safetensors"))
-    if parts.critic is not None and parts.critic_optimizer is not None:
+    if parts.critic is not None:
         _fill_all(parts.critic.state_dict(), load_tensors(folder / "critic.safetensors"))
-        parts.critic_optimizer.load_state_tensors(load_tensors(folder / "critic_optimizer.safetensors"))
+    for name, optimizer in (("optimizer", parts.optimizer), ("critic_optimizer", parts.critic_optimizer)):
+        if optimizer is not None:
+            path = folder / f"{name}.safetensors"
+            # Version 0.1 spelled the name otherwise.
+            old = folder / f"{name.replace('optimizer', 'optimiser')}.safetensors"
+            optimizer.load_state_tensors(load_tensors(path if path.exists() else old))
     return int(saved["train_step"])
 
 

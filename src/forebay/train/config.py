@@ -18,7 +18,6 @@ from forebay.train.objective.advantages import find_advantage, pass_at
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.objective.guard import GuardAction, check_bands
-from forebay.train.objective.papers import fill_in
 
 LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `forebay.train.objective.losses.POLICY_LOSSES`, so that run files are checked without torch."""
@@ -176,7 +175,11 @@ class TrainConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_in(cls, given: Any) -> Any:
-        return fill_in(given) if isinstance(given, Mapping) else given
+        """The papers' settings for the names in the table, where it does not say otherwise."""
+        if not isinstance(given, Mapping):
+            return given
+        names = (str(given.get(key)) for key in ("advantage", "loss"))
+        return {key: value for name in names for key, value in PAPERS.get(name, {}).items()} | dict(given)
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -225,6 +228,66 @@ class TrainConfig(StrictModel):
                 f"lora_alpha = {self.lora_alpha} has no effect without lora_rank",
             ),
         ]
+
+    def differences_from_papers(self) -> list[str]:
+        """Sentences on settings that the papers of the chosen names have otherwise."""
+        clip, norm, steps = self.clip, self.normalization, self.optimizer_steps
+        is_gspo, advantage = self.loss == "gspo", self.advantage
+        found = [
+            (
+                is_gspo and max(self.clip_low, self.clip_high) > WIDEST_SEQUENCE_CLIP,
+                f"loss 'gspo' with clip = {clip}: its ratio is of a whole sequence and moves little; "
+                f"the paper clips it at 3e-4 and 4e-4",
+            ),
+            (
+                is_gspo and norm != "sequence-mean",
+                f"loss 'gspo' with normalization = {norm!r}: the paper's is 'sequence-mean'",
+            ),
+            (
+                is_gspo and self.uses_critic,
+                f"loss 'gspo' with a critic: clip = {clip} is the range of the critic's values, too, "
+                f"and the paper has no critic",
+            ),
+            (
+                self.loss == "cispo" and self.clip_low < 1,
+                f"loss 'cispo' with clip = {clip}: the paper has no lower bound, so clip = [1.0, HIGH]",
+            ),
+            (
+                advantage == "dr_grpo" and not is_gspo and not isinstance(norm, int),
+                f"advantage 'dr_grpo' with normalization = {norm!r}: the paper divides by a constant; set "
+                f"normalization to the generation budget in tokens",
+            ),
+            (
+                advantage in ("opo", "rloo") and steps > 1,
+                f"advantage {advantage!r} with {steps} optimizer steps per batch: its paper is on-policy; "
+                f"set mini_batches = 1 and epochs = 1",
+            ),
+            (
+                advantage == "opo" and bool(self.kl_coef or self.entropy_coef),
+                "advantage 'opo' with kl_coef or entropy_coef: the paper does without both",
+            ),
+            (
+                advantage == "reinforce_pp_baseline" and self.kl_coef > 0 and self.kl_estimator != "k2",
+                f"advantage {advantage!r} with kl_estimator = {self.kl_estimator!r}: the paper's is 'k2'",
+            ),
+        ]
+        return [f"train: {message}" for is_different, message in found if is_different]
+
+
+PAPERS: Mapping[str, Mapping[str, Any]] = {
+    # Zheng et al. 2025, "Group Sequence Policy Optimization", section 5.1 and equation 5.
+    "gspo": {"clip": (3e-4, 4e-4), "normalization": "sequence-mean"},
+    # Chen et al. 2025, "MiniMax-M1", bounds the weight from above only and does not say where. A weight of at
+    # most 5 is among those that Khatri et al. 2025, "The Art of Scaling Reinforcement Learning Compute for
+    # LLMs", found to make little difference.
+    "cispo": {"clip": (1.0, 4.0)},
+    # Hu et al. 2025, "REINFORCE++", takes the divergence into the loss as k2.
+    "reinforce_pp_baseline": {"kl_estimator": "k2"},
+}
+"""By loss or advantage. Dr. GRPO's constant is the generation budget, which only a whole run file knows."""
+
+WIDEST_SEQUENCE_CLIP = 0.01
+"""Beyond it a clip range is meant for ratios of tokens: means over a sequence move a hundred times less."""
 
 
 def check_staleness_rule(rule: str, config: TrainConfig) -> None:

@@ -32,13 +32,17 @@ from forebay.train import checkpoint, weight_sync
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner, Update
-from forebay.train.measures import batch_measures, timed, token_measures
+from forebay.train.measures import (
+    batch_measures,
+    correction_measures,
+    staleness_measures,
+    timed,
+    token_measures,
+)
 from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
+from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.normalization import batch_token_weights
-from forebay.train.objective.off_policy import Corrector, staleness_measures
-from forebay.train.objective.papers import differences
-from forebay.train.optimization import schedule_factor
 from forebay.train.packing import Packer
 from forebay.train.parallel.learner import RankedLearner
 from forebay.train.parallel.ranks import LocalRanks, Ranks
@@ -106,7 +110,7 @@ class TrainController:
                 f"config.ranks is {config.ranks}, but {ranks.num_ranks} ranks were given; give as many, or "
                 f"leave config.ranks out"
             )
-        for difference in differences(config):
+        for difference in config.differences_from_papers():
             logger.warning("%s", difference)
         self.config = config
         self.train_step = 0
@@ -114,15 +118,14 @@ class TrainController:
         self._temperature = temperature
         self._seed = seed
         self._engine_dtype: Precision = engine_dtype
-        self._total_steps = total_steps
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
-        self._corrector = Corrector(config)
+        self._corrector = Corrector(config.correction, config.band)
         self._own_ranks: LocalRanks | None = None
         if ranks is None and config.ranks > 1:
             where = torch.device(device) if device is not None else next(model.parameters()).device
             ranks = self._own_ranks = LocalRanks(config.ranks, device=where.type)
-        models: dict[str, Any] = {"ref_model": ref_model, "value_model": value_model}
+        models: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
         settings: dict[str, Any] = {
             "pad_token_id": pad_token_id,
             "total_steps": total_steps,
@@ -130,10 +133,10 @@ class TrainController:
         }
         self._learner: Learner | RankedLearner
         if ranks is None:
-            self._learner = Learner(model, config, **models, **settings, device=device)
+            self._learner = Learner(**models, config=config, **settings, device=device)
         else:
             try:
-                self._learner = RankedLearner(ranks, model, config, **models, **settings)
+                self._learner = RankedLearner(ranks, models, config, settings)
             except BaseException:
                 self.close()
                 raise
@@ -276,12 +279,13 @@ class TrainController:
             FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
         self._check_ready(batch)
-        importance_R = self._corrector.weights(batch)
+        batch.importance = self._corrector.weights(batch)
         with timed(batch, "update"):
-            weights_R, steps = self._token_weights(batch, importance_R)
-            done = self._learner.update(
-                batch, weights_R, importance_R, train_step=self.train_step, steps=steps
-            )
+            batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
+            for ranks in batch.packs:
+                sequences = np.concatenate([pack for packs in ranks for pack in packs])
+                batch.token_weights += batch_token_weights(self.config.normalization, batch, sequences)
+            done = self._learner.update(batch, self.train_step)
         batch.metrics |= self._step_measures(batch, done)
         self.train_step += 1
         if not done.norms:
@@ -353,41 +357,22 @@ class TrainController:
         if missing:
             raise ValueError(f"before train, the batch needs {', '.join(missing)}; or call fit")
 
-    def _token_weights(
-        self, batch: TrainBatch, importance_R: FloatArray | None
-    ) -> tuple[FloatArray, list[bool]]:
-        """Each token's weight in its mini-batch's loss, and which mini-batches have any that is not 0."""
-        weights_R, steps = np.zeros(batch.num_response_tokens, np.float32), []
-        for ranks in batch.packs:
-            sequences = np.concatenate([pack for packs in ranks for pack in packs])
-            part_R = batch_token_weights(self.config.normalization, batch, sequences, importance_R)
-            weights_R += part_R
-            steps.append(bool(part_R.any()))
-        return weights_R, steps
-
     def _step_measures(self, batch: TrainBatch, done: Update) -> dict[str, float]:
         config, num_steps = self.config, len(done.norms)
+        # Engine against trainer at the start of the step; with correction "ratio", over the first epoch.
+        column = "logprob" if config.correction == "ratio" else "old_logprob"
+        tokens = done.columns["token_index"]
+        first_epoch = slice(len(tokens) // config.epochs)
+        proximal_N = done.columns[column][first_epoch].astype(np.float32)
         metrics = token_measures(done.columns, num_steps) | batch_measures(batch)
-        metrics |= self._off_policy(batch, done) | staleness_measures(batch, self.train_step + 1)
+        metrics |= correction_measures(self._corrector, batch, proximal_N, tokens[first_epoch])
+        metrics |= staleness_measures(batch, self.train_step + 1)
         metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
-        metrics["train/lr"] = config.lr * schedule_factor(
-            config.schedule,
-            self.train_step,
-            warmup_steps=config.schedule_warmup_steps,
-            total_steps=self._total_steps,
-        )
+        metrics["train/lr"] = done.lr
         metrics["train/skipped_updates"] = float(config.optimizer_steps - num_steps)
         if done.critic_norms:
             metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
         return metrics
-
-    def _off_policy(self, batch: TrainBatch, done: Update) -> dict[str, float]:
-        """Engine against trainer at the start of the step (correction ratio: over the first epoch)."""
-        column = "logprob" if self.config.correction == "ratio" else "old_logprob"
-        tokens = done.columns["token_index"]
-        first_epoch = slice(len(tokens) // self.config.epochs)
-        proximal_N = done.columns[column][first_epoch].astype(np.float32)
-        return self._corrector.measures(batch, proximal_N, tokens[first_epoch])
 
 
 def _known_rollout_logprobs(batch: TrainBatch) -> FloatArray:

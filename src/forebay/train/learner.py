@@ -1,23 +1,26 @@
 """`Learner`: the model of one rank, its critic, reference and optimizers, and the passes through them.
 
-It knows batches as packs and token weights, and neither groups nor advantages nor metrics: what needs the
+It knows batches as packs and token weights, and neither groups nor advantages nor metrics: whatever needs the
 whole batch is worked out before (`TrainController`) and arrives as arrays by response token.
 
 ::
 
     token_values("old_logprobs" | "ref_logprobs" | "values", batch) --> array by response token
-    update(batch, weights, importance) : epochs x mini-batches x micro-batches
-                                         loss.backward() ... optimizer step --> Update(columns, norms)
+    update(batch) : epochs x mini-batches x micro-batches
+                    loss.backward() ... optimizer step --> Update(columns, norms)
 
-On several ranks each has a Learner whose weights are slices (`forebay.train.parallel.sharding`) and whose
-batch holds its own sequences; every rank makes the same passes and steps in the same order.
+On several ranks each has a Learner whose weights are slices (`forebay.train.parallel.sharding`). All get the
+whole batch, each makes the passes of its own packs, and all make equally many passes and steps.
+
+Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +31,7 @@ from torch import nn
 from forebay.config import look_up
 from forebay.models.config import Precision
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
-from forebay.train import checkpoint, weight_sync
+from forebay.train import checkpoint
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate, to_device
 from forebay.train.config import TrainConfig
@@ -37,6 +40,7 @@ from forebay.train.model import lora
 from forebay.train.model.critic import Critic
 from forebay.train.model.forward import checkpoint_activations, output_head, response_logprobs
 from forebay.train.model.layout_check import check_layout
+from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import (
     POLICY_LOSSES,
     PolicyInputs,
@@ -44,7 +48,6 @@ from forebay.train.objective.losses import (
     kl_penalty,
     value_loss,
 )
-from forebay.train.objective.off_policy import Corrector
 from forebay.train.optimization import Optimizer
 from forebay.train.parallel.sharding import whole
 from forebay.types import FloatArray
@@ -58,6 +61,8 @@ class Update(NamedTuple):
     norms: list[float]
     """The policy's gradient norm at each optimizer step taken, before clipping."""
     critic_norms: list[float]
+    lr: float
+    """The policy's learning rate in this step."""
 
 
 class Learner:
@@ -65,7 +70,8 @@ class Learner:
 
     Invariants: dropout is off; a pass without gradient changes nothing; `update` leaves no gradient behind.
 
-    `shard` is called on each model before its optimizer is made, and may split its weights over ranks.
+    `shard` is called on each model before its optimizer is made, and may split its weights over ranks; `rank`
+    is which of a batch's packs are this learner's.
 
     >>> learner = Learner(model, TrainConfig(), pad_token_id=0)   # doctest: +SKIP
     >>> logprobs_R = learner.token_values("old_logprobs", batch)  # doctest: +SKIP
@@ -81,22 +87,26 @@ class Learner:
         value_model: Critic | None = None,
         total_steps: int | None = None,
         device: torch.device | str | None = None,
-        shard: Callable[[nn.Module], None] = lambda model: None,
         engine_dtype: Precision = "float32",
+        shard: Callable[[nn.Module], None] = lambda model: None,
+        rank: int = 0,
     ) -> None:
         output_head(model)
         self.config = config
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        self.adapter_config: dict[str, Any] | None = None
+        """peft's config of the adapters as plain values, with what tells their starting weights from others;
+        None without LoRA."""
         if config.lora_rank == 0:
             # Steps of a small learning rate are lost in the rounding of anything shorter.
             model.float()
         self.critic = (value_model or Critic.from_policy(model)).float() if config.uses_critic else None
-        base_fingerprint = None
         if config.lora_rank > 0:
-            # As engines hold them, which compare.
-            base_fingerprint = fingerprint(weight_sync.cast(model.named_parameters(), engine_dtype))
+            # In the dtype of the engines, which compare it with the fingerprint of their own weights.
+            base = fingerprint(lora.cast(model.named_parameters(), engine_dtype))
             alpha = config.lora_alpha or 2.0 * config.lora_rank
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
+            self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
         self.model = model
         self.ref_model = ref_model
         if ref_model is None and config.kl_coef > 0 and not lora.is_lora(model):
@@ -112,32 +122,22 @@ class Learner:
         for part in (self.ref_model, self.critic):
             if part is not None:
                 shard(part.to(self.device))
-        self._pad_token_id = pad_token_id
+        self._pad_token_id, self._rank = pad_token_id, rank
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
-        self._corrector = Corrector(config)
-        self._optimizer = self._build_optimizer(model, config.lr, total_steps)
-        self._critic_optimizer = (
-            self._build_optimizer(self.critic, config.critic_lr, total_steps)
-            if self.critic is not None and config.critic_lr is not None
-            else None
-        )
-        self.adapter_config = (
-            lora.adapter_config(model) | {BASE_FINGERPRINT: base_fingerprint} if base_fingerprint else None
-        )
-        """peft's config of the adapters as plain values, with what tells their starting weights from others;
-        None without LoRA."""
-        self._set_modes()
-
-    def _build_optimizer(self, model: nn.Module, lr: float, total_steps: int | None) -> Optimizer:
-        return Optimizer(
-            model,
-            lr=lr,
-            schedule=self.config.schedule,
-            warmup_steps=self.config.schedule_warmup_steps,
+        self._corrector = Corrector(config.correction, config.band)
+        make_optimizer = partial(
+            Optimizer,
+            schedule=config.schedule,
+            warmup_steps=config.schedule_warmup_steps,
             total_steps=total_steps,
-            weight_decay=self.config.weight_decay,
-            max_grad_norm=self.config.max_grad_norm,
+            weight_decay=config.weight_decay,
+            max_grad_norm=config.max_grad_norm,
         )
+        self._optimizer = make_optimizer(model, lr=config.lr)
+        self._critic_optimizer: Optimizer | None = None
+        if self.critic is not None and config.critic_lr is not None:
+            self._critic_optimizer = make_optimizer(self.critic, lr=config.critic_lr)
+        self._set_modes()
 
     def _set_modes(self) -> None:
         """Dropout off; activation checkpointing on if configured. Others may have called ``train()``."""
@@ -147,51 +147,39 @@ class Learner:
             if self.config.gradient_checkpointing:
                 checkpoint_activations(module)
 
-    @property
-    def parts(self) -> checkpoint.TrainerParts:
-        """What a checkpoint holds."""
-        return checkpoint.TrainerParts(
-            model=self.model,
-            optimizer=self._optimizer,
-            critic=self.critic,
-            critic_optimizer=self._critic_optimizer,
-            starting_weights=self._starting_weights,
-        )
-
     # Without gradient
 
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
-        """``old_logprobs``, ``ref_logprobs`` or ``values`` by response token (R); 0 where the mask is 0.
+        """``old_logprobs``, ``ref_logprobs`` or ``values`` by response token (R).
+
+        It is 0 where the mask is 0, and on the sequences of other ranks.
 
         Raises:
             ValueError: there is no reference model, or no critic.
         """
-        if name == "values":
-            if self.critic is None:
-                raise ValueError("there is no critic; set critic_lr (and advantage = 'gae')")
-            return self._map_tokens(batch, self.critic)
-        if name == "old_logprobs":
-            return self._map_tokens(batch, self._logprobs_of(self.model))
-        if self.ref_model is not None:
-            return self._map_tokens(batch, self._logprobs_of(self.ref_model))
-        if not lora.is_lora(self.model):
-            raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
-        with lora.adapters_off(self.model):
-            return self._map_tokens(batch, self._logprobs_of(self.model))
-
-    def _map_tokens(self, batch: TrainBatch, compute: Callable[[MicroBatch], torch.Tensor]) -> FloatArray:
+        model = {"ref_logprobs": self.ref_model, "values": self.critic}.get(name, self.model)
+        adapters: AbstractContextManager[None] = nullcontext()
+        if model is None and name == "values":
+            raise ValueError("there is no critic; set critic_lr (and advantage = 'gae')")
+        if model is None:
+            if not lora.is_lora(self.model):
+                raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
+            model, adapters = self.model, lora.adapters_off(self.model)
         parts = []
-        with torch.no_grad(), self._autocast():
-            for pack in _own_packs(batch):
+        with torch.no_grad(), self._autocast(), adapters:
+            for pack in self._own_packs(batch):
                 micro = self._collate(batch, pack)
-                parts.append((micro.token_index, compute(micro)))
+                values_N = model(micro) if name == "values" else response_logprobs(model, micro).logprobs
+                parts.append((micro.token_index, values_N))
         results_R = np.zeros(batch.num_response_tokens, np.float32)
-        for tokens, values in parts:
-            results_R[tokens] = values.cpu().numpy()
+        # After the passes, because each copy waits for the device.
+        for tokens, values_N in parts:
+            results_R[tokens] = values_N.cpu().numpy()
         return results_R
 
-    def _logprobs_of(self, model: nn.Module) -> Callable[[MicroBatch], torch.Tensor]:
-        return lambda micro: response_logprobs(model, micro).logprobs
+    def _own_packs(self, batch: TrainBatch) -> Iterator[Pack]:
+        for ranks in batch.packs:
+            yield from ranks[self._rank]
 
     def _collate(self, batch: TrainBatch, pack: Pack) -> MicroBatch:
         return collate(batch, pack, pad_token_id=self._pad_token_id, device=self.device)
@@ -203,36 +191,33 @@ class Learner:
 
     # With gradient
 
-    def update(
-        self,
-        batch: TrainBatch,
-        weights_R: FloatArray,
-        importance_R: FloatArray | None,
-        *,
-        train_step: int,
-        steps: Sequence[bool],
-    ) -> Update:
+    def update(self, batch: TrainBatch, train_step: int) -> Update:
         """One train step: an optimizer step for each mini-batch of each epoch.
 
-        `weights_R` are the weights of the token losses, each of its whole mini-batch on all ranks; `steps`
-        says of each mini-batch whether any of them is not 0. `train_step` counts the completed ones.
+        The batch has its ``token_weights``. `train_step` counts the completed steps. A mini-batch without any
+        token in the loss takes no step.
 
         Raises:
             FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
+        assert batch.token_weights is not None
         self._set_modes()
         records, norms, critic_norms = TokenRecords(), [], []
+        lr = self._optimizer.learning_rate(train_step)
+        trained_S = np.zeros(batch.num_sequences, bool)
+        trained_S[batch.response_rows[batch.token_weights != 0]] = True
         for _ in range(self.config.epochs):
-            for ranks, takes_step in zip(batch.packs, steps, strict=True):
+            for ranks in batch.packs:
                 self._zero_grad()
-                for pack in ranks[0]:
-                    self._backward(batch, pack, weights_R, importance_R, records)
-                if not takes_step:
+                for pack in ranks[self._rank]:
+                    self._backward(batch, pack, records)
+                # Of all ranks' packs: a step is collective, so every rank must decide alike.
+                if not any(trained_S[pack].any() for packs in ranks for pack in packs):
                     continue
                 norms.append(self._optimizer.step(train_step))
                 if self._critic_optimizer is not None:
                     critic_norms.append(self._critic_optimizer.step(train_step))
-        return Update(records.columns(), norms, critic_norms)
+        return Update(records.columns(), norms, critic_norms, lr)
 
     def _zero_grad(self) -> None:
         """An interrupted step, or one that was not taken, may have left gradients behind."""
@@ -240,30 +225,21 @@ class Learner:
         if self._critic_optimizer is not None:
             self._critic_optimizer.zero_grad()
 
-    def _backward(
-        self,
-        batch: TrainBatch,
-        pack: Pack,
-        weights_R: FloatArray,
-        importance_R: FloatArray | None,
-        records: TokenRecords,
-    ) -> None:
+    def _backward(self, batch: TrainBatch, pack: Pack, records: TokenRecords) -> None:
         """Add the gradients of one micro-batch."""
+        assert batch.token_weights is not None
         micro = self._collate(batch, pack)
-        weight_N = micro.gather(weights_R)
+        weight_N = micro.gather(batch.token_weights)
         records.add(weight=weight_N, token_index=torch.from_numpy(micro.token_index))
-        self._policy_backward(batch, micro, weight_N, importance_R, records)
+        # Weights of the whole mini-batch: the sums of its micro-batches, on all ranks, add up to its loss.
+        loss = (weight_N * self._policy_losses(batch, micro, records)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
         if self.critic is not None:
-            self._value_backward(self.critic, batch, micro, weight_N, records)
+            loss = (weight_N * self._value_losses(self.critic, batch, micro, records)).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
 
-    def _policy_backward(
-        self,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        weight_N: torch.Tensor,
-        importance_R: FloatArray | None,
-        records: TokenRecords,
-    ) -> None:
+    def _policy_losses(self, batch: TrainBatch, micro: MicroBatch, records: TokenRecords) -> torch.Tensor:
+        """N: each token's loss with its correction and penalties."""
         config = self.config
         with self._autocast():
             output = response_logprobs(
@@ -271,32 +247,27 @@ class Learner:
             )
         assert output.entropy is not None
         assert batch.advantages is not None
+        # The ratio's denominator. Without old logprobs there is one optimizer step, taken by the old policy.
         old_N = output.logprobs.detach()
         if batch.old_logprobs is not None:
             old_N = micro.gather(batch.old_logprobs)
+        advantages_N = micro.gather(batch.advantages)
         policy = self._policy_loss(
-            PolicyInputs(
-                output.logprobs,
-                old_N,
-                micro.gather(batch.advantages),
-                micro.sequence_index,
-                micro.num_sequences,
-            ),
+            PolicyInputs(output.logprobs, old_N, advantages_N, micro.sequence_index, micro.num_sequences),
             config,
         )
-        importance_N = self._importance(batch, micro, old_N, importance_R)
-        if importance_N is not None:
-            policy = policy._replace(loss=policy.loss * importance_N)
-        loss_N, kl_N = policy.loss, None
+        # The correction weighs the policy's loss alone: the penalties are not of the engine's distribution.
+        importance_N = self._importance(batch, micro, old_N)
+        policy_N = policy.loss if importance_N is None else policy.loss * importance_N
+        loss_N, kl_N = policy_N, None
         if batch.ref_logprobs is not None:
             kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)
             loss_N = loss_N + config.kl_coef * kl_N
         if config.entropy_coef:
             loss_N = loss_N - config.entropy_coef * output.entropy
-        (weight_N * loss_N).sum().backward()  # type: ignore[no-untyped-call]
         records.add(
             loss=loss_N,
-            policy_loss=policy.loss,
+            policy_loss=policy_N,
             kl=kl_N,
             entropy=output.entropy,
             logprob=output.logprobs,
@@ -304,26 +275,20 @@ class Learner:
             clip_low=policy.clipped_low,
             clip_high=policy.clipped_high,
         )
+        return loss_N
 
-    def _importance(
-        self, batch: TrainBatch, micro: MicroBatch, old_N: torch.Tensor, importance_R: FloatArray | None
-    ) -> torch.Tensor | None:
-        if importance_R is not None:
-            return micro.gather(importance_R)
+    def _importance(self, batch: TrainBatch, micro: MicroBatch, old_N: torch.Tensor) -> torch.Tensor | None:
+        if batch.importance is not None:
+            return micro.gather(batch.importance)
         if not self._corrector.weighs_tokens:
             return None
         # One optimizer step: these logprobs are the proximal ones, and no mask needs them any sooner.
         weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
         return to_device(weights_N, old_N.device).to(old_N.dtype)
 
-    def _value_backward(
-        self,
-        critic: Critic,
-        batch: TrainBatch,
-        micro: MicroBatch,
-        weight_N: torch.Tensor,
-        records: TokenRecords,
-    ) -> None:
+    def _value_losses(
+        self, critic: Critic, batch: TrainBatch, micro: MicroBatch, records: TokenRecords
+    ) -> torch.Tensor:
         assert batch.values is not None
         assert batch.returns is not None
         with self._autocast():
@@ -331,8 +296,8 @@ class Learner:
         loss_N, clipped_N = value_loss(
             values_N, micro.gather(batch.values), micro.gather(batch.returns), self.config.clip_high
         )
-        (weight_N * loss_N).sum().backward()  # type: ignore[no-untyped-call]
         records.add(value_loss=loss_N, value_clip=clipped_N)
+        return loss_N
 
     # Weights and files
 
@@ -349,8 +314,8 @@ class Learner:
         return ((name, whole(parameter.detach())) for name, parameter in lora.adapter_weights(self.model))
 
     def save(self, folder: Path, train_step: int) -> None:
-        """Write the trainer's files into the empty `folder`."""
-        checkpoint.save_trainer(folder, self.parts, train_step=train_step)
+        """Write the trainer's files into the empty `folder`; of several ranks, only rank 0 writes."""
+        checkpoint.save_trainer(folder, self._parts, train_step=train_step, writes=self._rank == 0)
 
     def resume(self, folder: Path) -> int:
         """Take over what `save` wrote; the number of completed train steps.
@@ -358,9 +323,14 @@ class Learner:
         Raises:
             ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
         """
-        return checkpoint.load_trainer(folder, self.parts)
+        return checkpoint.load_trainer(folder, self._parts)
 
-
-def _own_packs(batch: TrainBatch) -> Iterator[Pack]:
-    for ranks in batch.packs:
-        yield from ranks[0]
+    @property
+    def _parts(self) -> checkpoint.TrainerParts:
+        return checkpoint.TrainerParts(
+            model=self.model,
+            optimizer=self._optimizer,
+            critic=self.critic,
+            critic_optimizer=self._critic_optimizer,
+            starting_weights=self._starting_weights,
+        )

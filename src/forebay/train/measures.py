@@ -18,8 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from forebay.metrics import nearest_rank
 from forebay.train.batch import TrainBatch
+from forebay.train.objective.corrections import MAX_LOG_WEIGHT, Corrector, effective_share, log_weights
 from forebay.train.packing import num_cells
+from forebay.types import FloatArray
 
 Columns = dict[str, NDArray[Any]]
 """Arrays by trained token, of one length: float32, bool or int64."""
@@ -102,6 +105,70 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
+def correction_measures(
+    corrector: Corrector, batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
+) -> dict[str, float]:
+    """Engine against trainer, over the tokens in the loss: `mismatch_measures`, and what the correction did.
+
+    ``correction_limited`` is the share of tokens outside the band, ``correction_weight`` the mean weight.
+    """
+    metrics = mismatch_measures(batch, proximal_N, tokens)
+    if corrector.weighs_tokens:
+        applied, in_loss_N = corrector.correct(batch, proximal_N, tokens), batch.in_loss[tokens]
+        metrics["train/correction_limited"] = _mean(applied.limited[in_loss_N])
+        metrics["train/correction_weight"] = _mean(applied.weights[in_loss_N])
+    return metrics
+
+
+def mismatch_measures(
+    batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
+) -> dict[str, float]:
+    """The engine's policy against the trainer's at the start of the step, over the tokens in the loss.
+
+    With ``w = trainer / engine`` by token, and by sequence the product of its tokens' w, without any band:
+
+    * ``importance_mean`` and ``importance_max`` of w by token;
+    * ``ess_token`` and ``ess_sequence``: effective sample sizes as shares (`effective_share`);
+    * ``mismatch_k1`` (signed) and ``mismatch_kl`` (k3, never negative): two estimates of KL(engine ||
+      trainer) in nats per token (Schulman 2020, "Approximating KL Divergence");
+    * ``mismatch_max``: the largest absolute difference of a logprob;
+    * ``unknown_logprobs``: the share of tokens without an engine logprob, which the others leave out.
+
+    If both compute the same policy, weights and sizes are 1 and the others 0. Without any known logprob only
+    ``unknown_logprobs`` is given.
+    """
+    used = tokens[batch.in_loss[tokens]]
+    known_N = batch.in_loss[tokens] & np.isfinite(batch.rollout_logprobs[tokens])
+    num_known = int(known_N.sum())
+    metrics = {"train/unknown_logprobs": 1 - num_known / len(used) if len(used) else 0.0}
+    if num_known == 0:
+        return metrics
+    logs_K = log_weights(proximal_N[known_N], batch.rollout_logprobs[tokens[known_N]])
+    rows_K = batch.response_rows[tokens[known_N]]
+    logs_S = np.bincount(rows_K, logs_K, minlength=batch.num_sequences)[np.unique(rows_K)]
+    bounded_K = np.clip(logs_K, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    return metrics | {
+        "train/ess_token": effective_share(logs_K),
+        "train/ess_sequence": effective_share(logs_S.astype(np.float64)),
+        "train/importance_mean": _mean(np.exp(bounded_K)),
+        "train/importance_max": float(np.exp(bounded_K).max()),
+        "train/mismatch_k1": _mean(-logs_K),
+        "train/mismatch_kl": _mean(np.expm1(bounded_K) - bounded_K),
+        "train/mismatch_max": float(np.abs(logs_K).max()),
+    }
+
+
+def staleness_measures(batch: TrainBatch, train_step: int) -> dict[str, float]:
+    """The staleness at `train_step` of the tokens in the loss, and ``stale_masked``, the share left out."""
+    staleness_N = batch.token_staleness(train_step)[batch.in_loss]
+    return {
+        "train/staleness_mean": _mean(staleness_N),
+        "train/staleness_p95": nearest_rank(staleness_N, 95),
+        "train/staleness_max": float(staleness_N.max()) if len(staleness_N) else 0.0,
+        "train/stale_masked": _mean(~batch.in_loss[batch.response_mask]),
+    }
+
+
 def explained_variance(values: NDArray[np.float32], returns: NDArray[np.float32]) -> float:
     """The share of the returns' variance that the values foresee: 1 all, 0 none; NaN if there is none."""
     variance = returns.var()
@@ -122,5 +189,5 @@ def _padding_share(batch: TrainBatch) -> float:
     return 1 - batch.num_tokens / max(1, cells)
 
 
-def _mean(values: NDArray[np.floating[Any]]) -> float:
+def _mean(values: NDArray[Any]) -> float:
     return float(values.mean()) if len(values) else 0.0

@@ -23,6 +23,9 @@ import torch
 
 from forebay.models.config import Precision
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
+from forebay.train.learner import Learner
+from forebay.train.model.lora import cast
+from forebay.train.parallel.learner import RankedLearner
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +69,12 @@ class AdapterReceiver(Protocol):
         ...
 
 
-class WeightSource(Protocol):
-    """Where the weights come from: a learner."""
-
-    adapter_config: dict[str, Any] | None
-    """peft's config of the adapters, as plain values, and their `BASE_FINGERPRINT`; None if all weights are
-    trained."""
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, adapters merged."""
-        ...
-
-    def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, without the adapters: those that training began with."""
-        ...
-
-    def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The adapters' weights."""
-        ...
-
-
 async def sync_weights(
-    source: WeightSource, receiver: WeightReceiver, model_step: int, *, dtype: Precision = "float32"
+    source: Learner | RankedLearner,
+    receiver: WeightReceiver,
+    model_step: int,
+    *,
+    dtype: Precision = "float32",
 ) -> None:
     """Give `receiver` the adapters, if it takes them, else all weights, and return once they are in use.
 
@@ -107,7 +94,11 @@ async def sync_weights(
 
 
 async def _give_adapters(
-    source: WeightSource, receiver: Any, model_step: int, config: Mapping[str, Any], dtype: Precision
+    source: Learner | RankedLearner,
+    receiver: Any,
+    model_step: int,
+    config: Mapping[str, Any],
+    dtype: Precision,
 ) -> None:
     adapters = await _gather(source.adapters, "float32")
     # Before it is told of new ones.
@@ -124,9 +115,3 @@ async def _give_adapters(
 
 async def _gather(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], dtype: Precision) -> Weights:
     return await asyncio.to_thread(lambda: list(cast(weights(), dtype)))
-
-
-def cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: Precision) -> Iterator[tuple[str, torch.Tensor]]:
-    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another."""
-    for name, tensor in weights:
-        yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor

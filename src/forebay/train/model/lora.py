@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from forebay.models.config import Precision
 from forebay.train.parallel.sharding import buckets, gathered, is_sharded
 
 ADAPTER = "default"
@@ -86,31 +87,31 @@ def model_weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[st
     base = without_adapters(model)
     for bucket in buckets(base):
         with gathered(bucket):
-            yield from merged_weights(base) if merged else weights_below(base)
+            yield from whole_weights(base, merged=merged)
 
 
-def weights_below(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `merged_weights`, without the adapters' part: what they were added to."""
-    for name, parameter in base.named_parameters():
-        if not (".lora_" in name or is_sharded(parameter)):
-            yield name.replace(".base_layer.", "."), parameter.detach()
-
-
-def merged_weights(base: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def whole_weights(base: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of `model_weights` that are whole now: a gathered bucket's, or all."""
     for name, parameter in base.named_parameters():
         if ".lora_" in name or is_sharded(parameter):
             continue
+        value = parameter.detach()
+        # peft puts the layer that an adapter is added to one level lower.
         owner_name, _, last = name.rpartition(".base_layer.")
         if not owner_name:
-            yield name, parameter.detach()
+            yield name, value
             continue
         layer: Any = base.get_submodule(owner_name)
-        value = parameter.detach()
-        if hasattr(layer, "get_delta_weight") and last == "weight":
+        if merged and last == "weight" and hasattr(layer, "get_delta_weight"):
             with torch.no_grad():
                 value = value + layer.get_delta_weight(ADAPTER).to(value.dtype)
         yield f"{owner_name}.{last}", value
+
+
+def cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: Precision) -> Iterator[tuple[str, torch.Tensor]]:
+    """`weights` as engines hold them: floating point in `dtype`, copied only where it is in another."""
+    for name, tensor in weights:
+        yield name, tensor.detach().to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
 
 
 def adapter_config(model: Any) -> dict[str, Any]:

@@ -44,15 +44,13 @@ def token_weights(normalization: str | int, lengths_S: NDArray[np.int64]) -> NDA
     )
 
 
-def batch_token_weights(
-    normalization: str | int, batch: TrainBatch, sequences: Pack, importance_R: FloatArray | None = None
-) -> FloatArray:
+def batch_token_weights(normalization: str | int, batch: TrainBatch, sequences: Pack) -> FloatArray:
     """The weight of each response token (float32, R) where `sequences` are one mini-batch of the batch.
 
     Tokens that a mask leaves out (loss weight 0, importance weight 0) have weight 0 and are not counted, and
     a sequence that lost all its tokens so is none: otherwise a mask would also shrink the step.
     """
-    kept_R = batch.in_loss if importance_R is None else batch.in_loss & (importance_R != 0)
+    kept_R = batch.in_loss if batch.importance is None else batch.in_loss & (batch.importance != 0)
     rows_R = batch.response_rows
     lengths_S = np.bincount(rows_R[kept_R], minlength=batch.num_sequences)[sequences]
     # One that generated nothing counts as ever.

@@ -17,7 +17,6 @@ can live elsewhere.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import signal
 import socket
@@ -27,9 +26,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection as pipes
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -118,21 +117,22 @@ class LocalRanks:
         if num_ranks < 1:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         check_limit("limit_s", limit_s)
-        self._limit_s = limit_s
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
+        """How many there are."""
+        self._limit_s = START_LIMIT_S
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-ranks-")
         init_method = f"file://{Path(self._folder.name) / 'rendezvous'}"
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
+        # One thread waits for each rank.
+        self._waiting = ThreadPoolExecutor(num_ranks, "forebay-rank")
         self._ranks: list[_Rank] = []
         for rank in range(num_ranks):
             join = partial(_join, rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
             self._ranks.append(_start(f"forebay-rank-{rank}", join, threads, limit_s))
-        self._collect("start")
-
-    @property
-    def num_ranks(self) -> int:
-        """How many there are."""
-        return self._num_ranks
+        self._ask("start", None)
+        self._limit_s = limit_s
+        for started in self._ranks:
+            _limit(started.connection, limit_s)
 
     @property
     def pids(self) -> list[int | None]:
@@ -148,106 +148,77 @@ class LocalRanks:
         """
         if not self._ranks:
             raise RankError(f"{method} was called, but the ranks have ended")
-        assert len(arguments) == self._num_ranks
-        number = 0
-        try:
-            for number, own in enumerate(arguments):
-                frames.send(self._ranks[number].connection, [method, list(own)])
-        except BlockingIOError:
-            self._kill()
-            raise self._silence(method, number) from None
-        except OSError:
-            # A rank that is gone is found, and named, by the wait for its reply.
-            pass
-        except BaseException:
-            self._kill()
-            raise
-        return self._collect(method)
+        assert len(arguments) == self.num_ranks
+        return self._ask(method, [[method, list(own)] for own in arguments])
 
     def close(self) -> None:
         """End all ranks."""
-        if not self._ranks:
-            return
         for rank in self._ranks:
+            # The end of its messages, at which it leaves.
             rank.connection.close()
         for rank in self._ranks:
             rank.process.join(GRACE_S)
         self._kill()
 
-    # Replies
-
-    def _collect(self, method: str) -> list[Any]:
-        """The result of every rank, or the error that they add up to."""
-        replies: dict[int, dict[str, Any]] = {}
-        deadline_s = math.inf
-        silent_at = [time.monotonic() + self._limit_of(method)] * self._num_ranks
+    def _ask(self, method: str, messages: list[Any] | None) -> list[Any]:
+        """The result of every rank, or the error that they add up to; no message: what it says by itself."""
+        answers = [
+            self._waiting.submit(self._answer, number, method, messages and messages[number])
+            for number in range(self.num_ranks)
+        ]
         try:
-            while len(replies) < self._num_ranks and time.monotonic() < deadline_s:
-                self._wait(method, replies, silent_at, deadline_s)
-                if math.isinf(deadline_s) and any(reply["error"] for reply in replies.values()):
-                    deadline_s = time.monotonic() + GRACE_S
+            done, left = wait(answers, return_when=FIRST_EXCEPTION)
+            # Where one fails, the others fail a little later, in the collective that it does not come to.
+            if not any(isinstance(answer.exception(), RankError) for answer in done):
+                _, left = wait(left, GRACE_S)
         except BaseException:
             # Whatever ended the wait: a reply that comes later would be taken for the next call's.
             self._kill()
             raise
-        failed = {rank: reply for rank, reply in replies.items() if reply["error"]}
-        if not failed:
-            return [replies[rank]["result"] for rank in range(self._num_ranks)]
-        raise self._error(method, failed, [r for r in range(self._num_ranks) if r not in replies])
+        failed: dict[int, dict[str, str]] = {}
+        for number, answer in enumerate(answers):
+            error = None if answer in left else answer.exception()
+            if isinstance(error, RankError):
+                self._kill()
+                raise error
+            if isinstance(error, _FailedCall):
+                failed[number] = error.described
+        if failed:
+            raise self._error(
+                method, failed, [number for number in range(self.num_ranks) if answers[number] in left]
+            )
+        return [answer.result() for answer in answers]
 
-    def _wait(
-        self, method: str, replies: dict[int, dict[str, Any]], silent_at: list[float], deadline_s: float
-    ) -> None:
-        """Wait for a while, and add replies that came to `replies`; see who is `silent_at` that time."""
-        awaited = {i: rank for i, rank in enumerate(self._ranks) if i not in replies}
-        ends = {rank.process.sentinel: i for i, rank in awaited.items()}
-        # Before the wait: if this process was stopped meanwhile, what ranks have sent is found first.
-        now_s = time.monotonic()
-        timeout_s = max(0.0, min(self._limit_s / BEATS, deadline_s - now_s))
-        ready = pipes.wait([*(rank.connection for rank in awaited.values()), *ends], timeout_s)
-        for number, rank in awaited.items():
-            if rank.connection in ready:
-                try:
-                    reply = frames.receive(rank.connection)
-                except BlockingIOError:
-                    raise self._silence(method, number) from None
-                except (EOFError, OSError):
-                    raise self._death(method, number) from None
-                silent_at[number] = time.monotonic() + self._limit_of(method)
-                if reply is not None:
-                    replies[number] = reply
-        for sentinel, number in ends.items():
-            if sentinel in ready and number not in replies:
-                raise self._death(method, number)
-        for number, rank in awaited.items():
-            if rank.connection not in ready and now_s > silent_at[number]:
-                raise self._silence(method, number)
+    def _answer(self, number: int, method: str, message: Any) -> Any:
+        """What one rank answers to `message`; its signs of life are skipped."""
+        rank = self._ranks[number]
+        try:
+            if message is not None:
+                frames.send(rank.connection, message)
+            while (reply := frames.receive(rank.connection)) is None:
+                pass
+        except BlockingIOError:
+            raise RankError(
+                f"rank {number} gave no sign of life for {self._limit_s:g} s in {method}: it hangs or was "
+                f"stopped"
+            ) from None
+        except (EOFError, OSError):
+            rank.process.join(GRACE_S)
+            why = _describe_exit(rank.process.exitcode)
+            raise RankError(f"rank {number} died in {method}: {why}") from None
+        if reply["error"] is not None:
+            raise _FailedCall(reply["error"])
+        return reply["result"]
 
-    def _limit_of(self, method: str) -> float:
-        return START_LIMIT_S if method == "start" else self._limit_s
-
-    def _silence(self, method: str, number: int) -> RankError:
-        limit_s = self._limit_of(method)
-        return RankError(
-            f"rank {number} gave no sign of life for {limit_s:g} s in {method}: it hangs or was stopped"
-        )
-
-    def _death(self, method: str, number: int) -> RankError:
-        process = self._ranks[number].process
-        process.join(GRACE_S)
-        return RankError(f"rank {number} died in {method}: {_describe_exit(process.exitcode)}")
-
-    def _error(self, method: str, failed: dict[int, dict[str, Any]], silent: list[int]) -> Exception:
+    def _error(self, method: str, failed: dict[int, dict[str, str]], silent: list[int]) -> Exception:
         """What to raise; the ranks live on only if all of them say the same."""
-        first = min(failed)
-        error = failed[first]["error"]
+        error = failed[min(failed)]
         report = RankError(
-            f"{_numbers(failed)} of {self._num_ranks} failed in {method}: "
-            f"{error['type']}: {error['message']}"
+            f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {error['type']}: {error['message']}"
             f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{error['traceback']}"
         )
-        kinds = {reply["error"]["type"] for reply in failed.values()}
-        agreed = len(failed) == self._num_ranks and len(kinds) == 1 and error["type"] in EXPECTED
+        kinds = {described["type"] for described in failed.values()}
+        agreed = len(failed) == self.num_ranks and len(kinds) == 1 and error["type"] in EXPECTED
         if not agreed or method == "start":
             self._kill()
         if not agreed:
@@ -258,13 +229,23 @@ class LocalRanks:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            rank.connection.close()
             rank.process.kill()
+        # Whoever waits for a rank learns of its end, and leaves.
+        self._waiting.shutdown()
         for rank in self._ranks:
             rank.process.join()
             rank.process.close()
+            rank.connection.close()
         self._ranks.clear()
         self._folder.cleanup()
+
+
+class _FailedCall(Exception):
+    """A rank raised an error, which is described by its type, message and traceback."""
+
+    def __init__(self, described: dict[str, str]) -> None:
+        super().__init__(described["message"])
+        self.described = described
 
 
 def _numbers(ranks: Collection[int]) -> str:
@@ -292,16 +273,21 @@ def _join(rank: int, num_ranks: int, init_method: str, **settings: Any) -> Any:
 def _start(name: str, join: Callable[[], Any], threads: int, limit_s: float) -> _Rank:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    # Beside signs of life: a rank may be stopped in the middle of a message, which then stands still.
-    with socket.socket(fileno=os.dup(ours.fileno())) as ours_as_socket:
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            ours_as_socket.setsockopt(
-                socket.SOL_SOCKET, option, struct.pack("ll", int(limit_s), int(limit_s % 1 * 1e6))
-            )
+    _limit(ours, START_LIMIT_S)
     process = context.Process(target=_serve, args=(theirs, join, threads, limit_s), name=name, daemon=True)
     process.start()
     theirs.close()
     return _Rank(process, ours)
+
+
+def _limit(connection: Connection, limit_s: float) -> None:
+    """Let a read that nothing comes to, or a write that nobody takes, end with a `BlockingIOError`."""
+    seconds, fraction = divmod(limit_s, 1)
+    with socket.socket(fileno=os.dup(connection.fileno())) as as_socket:
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            as_socket.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(fraction * 1e6))
+            )
 
 
 def _serve(connection: Connection, join: Callable[[], Any], threads: int, limit_s: float) -> None:
@@ -315,19 +301,25 @@ def _serve(connection: Connection, join: Callable[[], Any], threads: int, limit_
     threading.Thread(target=_beat, args=(connection, sending, limit_s), daemon=True).start()
     _stay_on_this_machine()
     torch.set_num_threads(threads)
-    worker, reply = _attempt(join)
-    try:
-        with sending:
-            frames.send(connection, {**reply, "result": None})
-        while worker is not None:
-            method, arguments = frames.receive(connection)
-            _, reply = _attempt(partial(getattr(worker, method), *arguments))
+    worker: Any = None
+
+    def start() -> None:
+        nonlocal worker
+        worker = join()
+
+    # The caller closed its end, or is gone: the end of this process.
+    with contextlib.suppress(EOFError, OSError):
+        run = start
+        while True:
+            reply = _attempt(run)
             with sending:
                 frames.send(connection, reply)
-    except (EOFError, OSError):
-        # The caller closed its end, or is gone.
-        if worker is not None:
-            worker.close()
+            if worker is None:
+                return
+            method, arguments = frames.receive(connection)
+            run = partial(getattr(worker, method), *arguments)
+    if worker is not None:
+        worker.close()
 
 
 def _beat(connection: Connection, sending: threading.Lock, limit_s: float) -> None:
@@ -346,12 +338,11 @@ def _stay_on_this_machine() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _attempt(function: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
-    """The result, or None, and the reply that says how it went."""
+def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
+    """The reply that says how `call` went."""
     try:
-        result = function()
+        return {"error": None, "result": call()}
     # Whatever it is, the caller has to learn of it.
     except Exception as error:
         described = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        return None, {"error": described, "result": None}
-    return result, {"error": None, "result": result}
+        return {"error": described, "result": None}

@@ -1,13 +1,13 @@
 """`RankWorker`: one rank of a trainer on several, with methods that take and return plain values and arrays.
 
-It is an ordinary class: `forebay.train.parallel.ranks.LocalRanks` hosts one in each of its processes, and
+It is an ordinary class: `LocalRanks` (`forebay.train.parallel.ranks`) hosts one in each of its processes, and
 anything else that can construct it and call its methods (an actor) can host it as well.
 
 ::
 
     RankWorker(rank, world_size, init_method) : joins the process group
-      .build(model, config)        -> a Learner whose weights are slices
-      .token_values, .update       -> results for the rank's own sequences
+      .build(models, config)       -> a Learner whose weights are slices
+      .token_values, .update       -> results for the rank's own sequences, of the whole batch
       .weights(bucket)             -> rank 0: whole tensors; the others: None
       .save, .resume
 
@@ -17,7 +17,7 @@ they meet in collective operations. All return; what differs by rank is said the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,14 +27,12 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from forebay.models.config import Precision
-from forebay.train import checkpoint
+from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
-from forebay.train.model.lora import merged_weights, weights_below, without_adapters
+from forebay.train.model.lora import whole_weights, without_adapters
 from forebay.train.parallel.model_parts import from_parts
 from forebay.train.parallel.sharding import buckets, gathered, shard
-from forebay.train.parallel.shards import from_arrays
 from forebay.types import FloatArray
 
 
@@ -47,7 +45,8 @@ class RankWorker:
     the others after `timeout_s` seconds.
 
     >>> worker = RankWorker(0, 1, "tcp://127.0.0.1:29500")           # doctest: +SKIP
-    >>> worker.build({"model": to_parts(model)}, {"lr": 1e-4}, pad_token_id=0)  # doctest: +SKIP
+    >>> parts, settings = {"model": to_parts(model)}, {"pad_token_id": 0}  # doctest: +SKIP
+    >>> worker.build(parts, {"lr": 1e-4}, settings, torch.get_rng_state())  # doctest: +SKIP
     """
 
     def __init__(
@@ -79,48 +78,36 @@ class RankWorker:
         self,
         models: Mapping[str, Any],
         config: Mapping[str, Any],
-        pad_token_id: int,
-        total_steps: int | None,
+        settings: Mapping[str, Any],
         random_state: torch.Tensor,
-        engine_dtype: Precision = "float32",
     ) -> dict[str, Any] | None:
         """Make the trainer's models and optimizers; returns `Learner.adapter_config`.
 
-        `models` are `model_parts` by the names that `Learner` has for them. `random_state` is that of torch's
-        CPU generator: adapters begin with random numbers, and all ranks must draw the same.
+        `models` are `model_parts` and `settings` plain values, by the names that `Learner` has for them.
+        `random_state` is that of torch's CPU generator: adapters begin with random numbers, and all ranks
+        must draw the same.
         """
-        self._learner = None  # Its memory is needed.
+        # The memory of an earlier trainer is needed.
+        self._learner = None
         built: dict[str, Any] = {name: from_parts(parts) for name, parts in models.items()}
         torch.set_rng_state(random_state)
         self._learner = Learner(
-            built.pop("model"),
-            TrainConfig.model_validate(config),
             **built,
-            pad_token_id=pad_token_id,
-            total_steps=total_steps,
+            **settings,
+            config=TrainConfig.model_validate(config),
             device=self.device,
             shard=partial(shard, mesh=self._mesh),
-            engine_dtype=engine_dtype,
+            rank=self.rank,
         )
         return self._learner.adapter_config
 
     def token_values(self, name: str, batch: Mapping[str, Any]) -> FloatArray:
-        """`Learner.token_values` of the rank's shard of a batch (`shards.to_arrays`)."""
-        return self.learner.token_values(name, from_arrays(batch))
+        """`Learner.token_values` of a batch (`TrainBatch.to_plain`); 0 on the sequences of other ranks."""
+        return self.learner.token_values(name, TrainBatch(**batch))
 
-    def update(
-        self,
-        batch: Mapping[str, Any],
-        weights_R: FloatArray,
-        importance_R: FloatArray | None,
-        train_step: int,
-        steps: Sequence[bool],
-    ) -> dict[str, Any]:
-        """`Learner.update` on the rank's shard; an `Update` as a dict."""
-        done = self.learner.update(
-            from_arrays(batch), weights_R, importance_R, train_step=train_step, steps=steps
-        )
-        return done._asdict()
+    def update(self, batch: Mapping[str, Any], train_step: int) -> dict[str, Any]:
+        """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
+        return self.learner.update(TrainBatch(**batch), train_step)._asdict()
 
     def num_buckets(self) -> int:
         """How many calls of `weights` make up the model."""
@@ -135,8 +122,7 @@ class RankWorker:
         with gathered(buckets(base)[bucket]):
             if self.rank != 0:
                 return None
-            weights = merged_weights(base) if merged else weights_below(base)
-            return {name: value.to("cpu", copy=True) for name, value in weights}
+            return {name: value.to("cpu", copy=True) for name, value in whole_weights(base, merged=merged)}
 
     def adapters(self) -> dict[str, torch.Tensor] | None:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""
@@ -145,13 +131,11 @@ class RankWorker:
 
     def save(self, folder: str, train_step: int) -> None:
         """Write the trainer's files into the empty `folder`; rank 0 writes."""
-        checkpoint.save_trainer(
-            Path(folder), self.learner.parts, train_step=train_step, writes=self.rank == 0
-        )
+        self.learner.save(Path(folder), train_step)
 
     def resume(self, folder: str) -> int:
         """Take over what `save` wrote, with any number of ranks; the number of completed train steps."""
-        return checkpoint.load_trainer(Path(folder), self.learner.parts)
+        return self.learner.resume(Path(folder))
 
     def close(self) -> None:
         """Leave the process group."""

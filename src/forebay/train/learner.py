@@ -53,18 +53,6 @@ from forebay.train.parallel.sharding import whole
 from forebay.types import FloatArray
 
 
-class Update(NamedTuple):
-    """What one train step did."""
-
-    columns: Columns
-    """Arrays by trained token in the order of the passes, epoch by epoch; ``token_index`` says which."""
-    norms: list[float]
-    """The policy's gradient norm at each optimizer step taken, before clipping."""
-    critic_norms: list[float]
-    lr: float
-    """The policy's learning rate in this step."""
-
-
 class Learner:
     """Runs and trains one model; see `TrainController` for what its arguments mean.
 
@@ -334,3 +322,15 @@ class Learner:
             critic_optimizer=self._critic_optimizer,
             starting_weights=self._starting_weights,
         )
+
+
+class Update(NamedTuple):
+    """What one train step did."""
+
+    columns: Columns
+    """Arrays by trained token in the order of the passes, epoch by epoch; ``token_index`` says which."""
+    norms: list[float]
+    """The policy's gradient norm at each optimizer step taken, before clipping."""
+    critic_norms: list[float]
+    lr: float
+    """The policy's learning rate in this step."""

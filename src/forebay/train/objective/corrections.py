@@ -51,6 +51,43 @@ from forebay.config import look_up
 from forebay.train.batch import TrainBatch
 from forebay.types import FloatArray
 
+
+class Corrector:
+    """Applies a correction, by its name in a run file, to batches.
+
+    Invariants: it changes no batch; a token whose engine logprob is unknown counts as weight 1.
+
+    >>> batch = TrainBatch.from_examples([([1], [2, 3])])
+    >>> batch.old_logprobs = np.array([-1.0, -1.0], np.float32)
+    >>> Corrector("token_tis", (0.0, 2.0)).weights(batch).tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(self, name: str, band: Band) -> None:
+        self._function: CorrectionFunction | None = look_up("correction", name, CORRECTIONS)
+        self._band = band
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether there are importance weights at all."""
+        return self._function is not None
+
+    def weights(self, batch: TrainBatch) -> FloatArray | None:
+        """Importance weights (R) from ``old_logprobs``; None without them, or if nothing is weighed."""
+        if self._function is None or batch.old_logprobs is None:
+            return None
+        tokens = np.flatnonzero(batch.response_mask)
+        weights_R = np.zeros(batch.num_response_tokens, np.float32)
+        weights_R[tokens] = self.correct(batch, batch.old_logprobs[tokens], tokens).weights
+        return weights_R
+
+    def correct(self, batch: TrainBatch, proximal_N: FloatArray, tokens: Ints) -> Correction:
+        """The correction of the response tokens with these numbers: all of a sequence's, or none."""
+        assert self._function is not None
+        differences_N = log_weights(proximal_N, batch.rollout_logprobs[tokens])
+        return self._function(differences_N, batch.response_rows[tokens], batch.num_sequences, self._band)
+
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.integer[Any]]
 Band = tuple[float, float]
@@ -131,42 +168,6 @@ DEFAULT_BANDS: Mapping[str, Band] = {
     # 0.1 nats per token on average: one rollout's noise of a few hundred tokens is far inside.
     "geometric_mask": (0.9, 1.1),
 }
-
-
-class Corrector:
-    """Applies a correction, by its name in a run file, to batches.
-
-    Invariants: it changes no batch; a token whose engine logprob is unknown counts as weight 1.
-
-    >>> batch = TrainBatch.from_examples([([1], [2, 3])])
-    >>> batch.old_logprobs = np.array([-1.0, -1.0], np.float32)
-    >>> Corrector("token_tis", (0.0, 2.0)).weights(batch).tolist()
-    [1.0, 1.0]
-    """
-
-    def __init__(self, name: str, band: Band) -> None:
-        self._function: CorrectionFunction | None = look_up("correction", name, CORRECTIONS)
-        self._band = band
-
-    @property
-    def weighs_tokens(self) -> bool:
-        """Whether there are importance weights at all."""
-        return self._function is not None
-
-    def weights(self, batch: TrainBatch) -> FloatArray | None:
-        """Importance weights (R) from ``old_logprobs``; None without them, or if nothing is weighed."""
-        if self._function is None or batch.old_logprobs is None:
-            return None
-        tokens = np.flatnonzero(batch.response_mask)
-        weights_R = np.zeros(batch.num_response_tokens, np.float32)
-        weights_R[tokens] = self.correct(batch, batch.old_logprobs[tokens], tokens).weights
-        return weights_R
-
-    def correct(self, batch: TrainBatch, proximal_N: FloatArray, tokens: Ints) -> Correction:
-        """The correction of the response tokens with these numbers: all of a sequence's, or none."""
-        assert self._function is not None
-        differences_N = log_weights(proximal_N, batch.rollout_logprobs[tokens])
-        return self._function(differences_N, batch.response_rows[tokens], batch.num_sequences, self._band)
 
 
 def effective_share(log_weights_N: Floats) -> float:

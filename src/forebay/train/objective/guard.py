@@ -32,41 +32,6 @@ DEFAULT_BANDS: dict[str, float] = {
     "clip_share": 0.3,
 }
 
-LOWER_BOUNDS = ("ess_token", "ess_sequence")
-"""Measures that must not fall under their band; the others must not exceed theirs."""
-UPPER_BOUNDS = ("mismatch_kl", "clip_share")
-
-WINDOW_STEPS = 5
-"""Steps whose median is judged: one odd batch changes nothing, and an alarm comes while it helps."""
-MIN_STEPS = 3
-"""Fewest measured steps for an alarm: the median of three is no single batch's."""
-
-
-class OffPolicyError(RuntimeError):
-    """The data is too far from the policy to train on, and the guard was told to stop; all numbers inside."""
-
-
-class GuardDecision(NamedTuple):
-    """What the guard makes of a train step."""
-
-    action: Literal["none", "warn", "lower_lag"]
-    message: str
-    """Empty for ``none``; otherwise every measure with its band."""
-
-
-def check_bands(bands: Mapping[str, float]) -> None:
-    """Check the names and values of guard bands.
-
-    Raises:
-        ConfigError: a measure is unknown or a bound is no positive number.
-    """
-    for name, bound in bands.items():
-        if name not in (*LOWER_BOUNDS, *UPPER_BOUNDS):
-            known = ", ".join((*LOWER_BOUNDS, *UPPER_BOUNDS))
-            raise ConfigError(f"guard_bands: {name!r} is not watched; known: {known}")
-        if not bound > 0:
-            raise ConfigError(f"guard_bands: {name} = {bound} must be over 0; leave {name} out to ignore it")
-
 
 class OffPolicyGuard:
     """Judges each train step's metrics against bands and says ``warn``, ``lower_lag``, or raises.
@@ -140,3 +105,44 @@ class OffPolicyGuard:
         for name, window in self._windows.items():
             window.clear()
             window.extend(state.get(name, ()))
+
+
+WINDOW_STEPS = 5
+"""Steps whose median is judged: one odd batch changes nothing, and an alarm comes while it helps."""
+
+
+MIN_STEPS = 3
+"""Fewest measured steps for an alarm: the median of three is no single batch's."""
+
+
+LOWER_BOUNDS = ("ess_token", "ess_sequence")
+"""Measures that must not fall under their band; the others must not exceed theirs."""
+
+
+UPPER_BOUNDS = ("mismatch_kl", "clip_share")
+
+
+class OffPolicyError(RuntimeError):
+    """The data is too far from the policy to train on, and the guard was told to stop; all numbers inside."""
+
+
+class GuardDecision(NamedTuple):
+    """What the guard makes of a train step."""
+
+    action: Literal["none", "warn", "lower_lag"]
+    message: str
+    """Empty for ``none``; otherwise every measure with its band."""
+
+
+def check_bands(bands: Mapping[str, float]) -> None:
+    """Check the names and values of guard bands.
+
+    Raises:
+        ConfigError: a measure is unknown or a bound is no positive number.
+    """
+    for name, bound in bands.items():
+        if name not in (*LOWER_BOUNDS, *UPPER_BOUNDS):
+            known = ", ".join((*LOWER_BOUNDS, *UPPER_BOUNDS))
+            raise ConfigError(f"guard_bands: {name!r} is not watched; known: {known}")
+        if not bound > 0:
+            raise ConfigError(f"guard_bands: {name} = {bound} must be over 0; leave {name} out to ignore it")

@@ -41,51 +41,8 @@ from forebay.config import ConfigError
 from forebay.io.heartbeat import BEATS, check_limit
 from forebay.train.parallel import frames
 
-GRACE_S = 10.0
-"""How long the other ranks may take to fail as well, or to end, once one has failed; then they are killed."""
-
 SILENCE_LIMIT_S = 120.0
 """Without a sign of life: longer than elsewhere, for single operations that hold the interpreter."""
-
-START_LIMIT_S = 300.0
-"""The same while it starts: many that start together load torch for minutes."""
-
-EXPECTED: dict[str, type[Exception]] = {
-    error.__name__: error for error in (ConfigError, FloatingPointError, ValueError)
-}
-"""Errors that speak of what the caller gave, and are raised as what they are if all ranks agree."""
-
-
-class RankError(RuntimeError):
-    """A rank failed or died; the message has its number, and its traceback or exit code."""
-
-
-class Ranks(Protocol):
-    """The ranks of one trainer, each with a `RankWorker`."""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many there are."""
-        ...
-
-    def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call `method` of every rank with its own arguments, all at once; the results, by rank.
-
-        Raises:
-            RankError: a rank failed alone, or died; no rank can be called again.
-            ValueError, FloatingPointError: every rank raised it; they can go on.
-        """
-        ...
-
-    def close(self) -> None:
-        """End all ranks."""
-        ...
-
-
-@dataclass(frozen=True)
-class _Rank:
-    process: BaseProcess
-    connection: Connection
 
 
 class LocalRanks:
@@ -238,6 +195,52 @@ class LocalRanks:
             rank.connection.close()
         self._ranks.clear()
         self._folder.cleanup()
+
+
+class RankError(RuntimeError):
+    """A rank failed or died; the message has its number, and its traceback or exit code."""
+
+
+class Ranks(Protocol):
+    """The ranks of one trainer, each with a `RankWorker`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are."""
+        ...
+
+    def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call `method` of every rank with its own arguments, all at once; the results, by rank.
+
+        Raises:
+            RankError: a rank failed alone, or died; no rank can be called again.
+            ValueError, FloatingPointError: every rank raised it; they can go on.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all ranks."""
+        ...
+
+
+GRACE_S = 10.0
+"""How long the other ranks may take to fail as well, or to end, once one has failed; then they are killed."""
+
+
+START_LIMIT_S = 300.0
+"""The same while it starts: many that start together load torch for minutes."""
+
+
+EXPECTED: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ConfigError, FloatingPointError, ValueError)
+}
+"""Errors that speak of what the caller gave, and are raised as what they are if all ranks agree."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    process: BaseProcess
+    connection: Connection
 
 
 class _FailedCall(Exception):

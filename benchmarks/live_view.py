@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from forebay.config import load_config
+from forebay.engines import RolloutController, ScriptedEngine
 from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs import RunConfig, build_run
@@ -30,7 +31,6 @@ from forebay.runs.show.live import LiveView, StepNow, panel
 from forebay.runs.show.status import RunStatus
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import GENERATE, Activities
-from forebay.watching.utilization import BusyShare
 
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "live.svg"
 PICTURE_STEP = 20
@@ -78,11 +78,8 @@ async def measure_cost(num_groups: int, num_in_flight: int) -> float:
     status = RunStatus(
         AgentLoopManager(task_runners=[runner], replay_buffer=buffer),
         activities,
-        BusyShare(activities),
+        RolloutController([ScriptedEngine()]),
         batch_size=64,
-        warn_after_s=60.0,
-        model_step=lambda: 9,
-        describe=lambda activity: "",
     )
     for number in range(num_groups):
         group = [

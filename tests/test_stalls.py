@@ -6,6 +6,8 @@ import asyncio
 import logging
 import math
 import random
+from collections.abc import Awaitable
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
@@ -14,6 +16,13 @@ from hypothesis import strategies as st
 from forebay.aio.virtual_time import run
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import StallError, StallWatch, answered
+
+T = TypeVar("T")
+
+
+async def watched(watch: StallWatch, awaitable: Awaitable[T]) -> T:
+    async with watch.guard():
+        return await awaitable
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -34,7 +43,7 @@ def test_a_wait_without_progress_is_warned_of_once_then_fails_with_the_report(ca
         stuck = asyncio.create_task(rollout())
         await asyncio.sleep(1)
         with activities.span("wait_batch", "step 4"), pytest.raises(StallError) as caught:
-            await watch.wait(asyncio.Event().wait())
+            await watched(watch, asyncio.Event().wait())
         assert asyncio.get_running_loop().time() == 601
         assert str(caught.value) == (
             "no progress for 600 s; 2 in flight: rollout math/0/17/3 generating for 601 s (412 tokens), "
@@ -68,7 +77,7 @@ def test_progress_starts_the_count_again_and_ends_a_stall_aloud(caplog) -> None:
     async def main() -> None:
         watch = StallWatch(Activities(), warn_after_s=10, fail_after_s=30)
         done = asyncio.Event()
-        waiting = asyncio.create_task(watch.wait(done.wait()))
+        waiting = asyncio.create_task(watched(watch, done.wait()))
         for pause_s in (9, 9, 25, 12, 9):
             await asyncio.sleep(pause_s)
             watch.progressed()
@@ -89,7 +98,7 @@ def test_time_in_which_nobody_waits_does_not_count_and_leaves_no_timer(caplog) -
     async def main() -> None:
         watch = StallWatch(Activities(), warn_after_s=10, fail_after_s=20)
         for _ in range(3):
-            await watch.wait(asyncio.sleep(9))
+            await watched(watch, asyncio.sleep(9))
             await asyncio.sleep(1000)
         assert watch.stalled_s == 0
 
@@ -104,7 +113,7 @@ def test_all_who_wait_fail_and_the_watch_can_be_used_again() -> None:
         async def wait(start_s: float) -> float:
             await asyncio.sleep(start_s)
             with pytest.raises(StallError):
-                await watch.wait(asyncio.Event().wait())
+                await watched(watch, asyncio.Event().wait())
             return asyncio.get_running_loop().time()
 
         # The last comes when the others have just failed.
@@ -124,7 +133,7 @@ def test_what_the_guarded_code_raises_passes_through() -> None:
         with pytest.raises(KeyError):
             async with watch.guard():
                 raise KeyError
-        waiting = asyncio.create_task(watch.wait(asyncio.Event().wait()))
+        waiting = asyncio.create_task(watched(watch, asyncio.Event().wait()))
         # Without a limit it only warns.
         await asyncio.sleep(10_000)
         waiting.cancel()
@@ -154,7 +163,7 @@ def test_it_fails_exactly_when_no_progress_came_for_the_limit(seed: int) -> None
 
         background = asyncio.create_task(progress())
         try:
-            await watch.wait(done.wait())
+            await watched(watch, done.wait())
         except StallError:
             return loop.time()
         finally:
@@ -186,7 +195,7 @@ def test_one_long_generation_is_no_stall_while_its_tokens_come(caplog) -> None:
         tokens = Tokens(every_s=1, end_s=5000)
         watch = StallWatch(Activities(), warn_after_s=60, fail_after_s=600, progress=tokens)
         with pytest.raises(StallError, match="no progress for 600 s"):
-            await watch.wait(asyncio.Event().wait())
+            await watched(watch, asyncio.Event().wait())
         assert 5600 <= asyncio.get_running_loop().time() <= 5600 + 60
 
     with caplog.at_level(logging.WARNING):
@@ -200,7 +209,7 @@ def test_slow_tokens_end_a_stall_when_they_come_and_not_when_it_would_fail(caplo
     async def main() -> None:
         tokens = Tokens(every_s=150, end_s=math.inf)
         watch = StallWatch(Activities(), warn_after_s=60, fail_after_s=600, progress=tokens)
-        await watch.wait(asyncio.sleep(2000))
+        await watched(watch, asyncio.sleep(2000))
 
     with caplog.at_level(logging.WARNING):
         run(main())
@@ -217,7 +226,7 @@ def test_what_was_made_before_anybody_waited_is_no_progress() -> None:
             await asyncio.sleep(100)
             started_s = asyncio.get_running_loop().time()
             with pytest.raises(StallError):
-                await watch.wait(asyncio.Event().wait())
+                await watched(watch, asyncio.Event().wait())
             assert asyncio.get_running_loop().time() == started_s + 600
 
     run(main())

@@ -82,7 +82,7 @@ def controller(**arguments: Any) -> RolloutController:
 def test_stages_are_marked_without_the_users_help() -> None:
     async def main() -> None:
         activities, log = Activities(), Log()
-        activities.listen(log)
+        activities.listen(log.began, log.ended)
         group = await Plain(controller(), Score(), activities=activities).generate_group(make_group(2))
         assert [state.reward for state in group] == [{"score": 0.0}, {"score": 1.0}]
         assert log.spans == [
@@ -229,7 +229,8 @@ def test_a_stalled_engine_is_reported_with_rollout_stage_age_and_tokens() -> Non
         rollouts = RolloutController(engine)
         watch = StallWatch(activities, warn_after_s=60, fail_after_s=250, describe=rollouts.describe)
         with pytest.raises(StallError) as caught:
-            await watch.wait(Plain(rollouts, activities=activities).generate_group(make_group(2)))
+            async with watch.guard():
+                await Plain(rollouts, activities=activities).generate_group(make_group(2))
         return str(caught.value)
 
     assert run(main()) == (

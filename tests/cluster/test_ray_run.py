@@ -19,7 +19,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.placement import PartLost, make_cluster
-from forebay.runs.record.rerun import Replay
+from forebay.runs.record.rerun import Rerun
 from forebay.runs.verify import WeightCheck
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -121,7 +121,7 @@ def test_a_run_on_ray_is_recorded_like_any_other(ray, tmp_path):
     asyncio.run(launch(config))
 
     async def differences():
-        return [step.differences async for step in Replay(config.folder, trains=False).steps()]
+        return [step.differences async for step in Rerun(config.folder, trains=False).steps()]
 
     assert asyncio.run(differences()) == [[], []]
 

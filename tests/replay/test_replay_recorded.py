@@ -3,8 +3,7 @@
 from replay_factory import make_group, names
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
-from forebay.runs.record.observers import RecordedReplayBuffer
-from forebay.runs.record.operations import Operations
+from forebay.runs.record.events import BufferRerun, observe_buffer
 from forebay.runs.record.reader import Segment, read_events
 from forebay.runs.record.writer import Recorder
 from forebay.types import Status
@@ -12,8 +11,8 @@ from forebay.types import Status
 
 async def test_put_groups_is_recorded_and_done_again_alike(tmp_path):
     recorder = Recorder(tmp_path, run_file="")
-    buffer = RecordedReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=4)
-    buffer.recorder = recorder
+    buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=4)
+    observe_buffer(recorder, buffer)
     groups = [make_group("a", num_tokens=2), [], make_group("b", num_tokens=1), make_group("c")]
     await buffer.put_groups(iter(groups), "math", model_step=1, current_train_step=3, tags={"x": 1})
     await buffer.put(make_group("d", steps=[0]), "math", current_train_step=4, stale_threshold=2)
@@ -26,13 +25,13 @@ async def test_put_groups_is_recorded_and_done_again_alike(tmp_path):
     assert noted[3].facts["status"] == "expired"
     # As they were given: not labeled yet.
     assert not (noted[0].group[0].response_model_steps >= 0).any()
-    operations = Operations(ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=4))
+    rerun = BufferRerun(ReplayBuffer(FIFOReplayPolicy(), IndexedStorage(), limit=4))
     for event in events:
-        await operations.execute(event)
-    for one in (buffer, operations.buffer):
+        await rerun.execute(event)
+    for one in (buffer, rerun.buffer):
         one.rows = [
             (row.uid, row.timestamp_id, row.status, row.staleness, row.tags, row.priority)
             for row in await one.storage.get({}, rows_only=True)
         ]
-    assert operations.buffer.rows == buffer.rows
-    assert names(await operations.buffer.get(9, "math", Status.COMPLETED)) == ["c", "e", "f"]
+    assert rerun.buffer.rows == buffer.rows
+    assert names(await rerun.buffer.get(9, "math", Status.COMPLETED)) == ["c", "e", "f"]

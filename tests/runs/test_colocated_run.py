@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from forebay.config import ConfigError, load_config, parse_config, read_toml
 from forebay.environments.config import FragmentRunConfig
@@ -19,12 +20,12 @@ from forebay.metrics import read_jsonl
 from forebay.models import resolve_model
 from forebay.produce import Prompt
 from forebay.runs import steps
-from forebay.runs.build import ProductionProgress, _drawn
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.surroundings import logs_shown
+from forebay.runs.warmup import _drawn
 from forebay.train import TrainController, WarmupConfig
 from forebay.types import RolloutState, Status
 
@@ -381,19 +382,17 @@ def test_the_log_of_the_library_is_shown_with_one_traceback(tmp_path, capsys):
 
 
 def test_the_live_line_counts_the_groups_of_one_step():
-    seen = []
-
-    class Display:
-        def production(self, done, total):
-            seen.append((done, total))
-
-    progress = ProductionProgress(Display(), 2)
+    display, seen = RunDisplay(Console(quiet=True)), []
     rejected = [rollout_state(Status.FILTERED)]
     accepted = [rollout_state(Status.COMPLETED)]
-    for group in (rejected, accepted, accepted):
-        progress("task", group)
-    progress.start_step()
-    progress("task", accepted)
+    for groups in ((rejected, accepted, accepted), (accepted,)):
+        display.count_group("task", accepted)  # of no step
+        display.phase("generate")
+        display.production(0, 2)
+        for group in groups:
+            display.count_group("task", group)
+            seen.append(display._produced)
+        display.phase("train")
     assert seen == [(0, 2), (1, 2), (2, 2), (1, 2)]
 
 

@@ -17,7 +17,7 @@ from forebay.runs import steps
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
-from forebay.runs.record.rerun import Replay
+from forebay.runs.record.rerun import Rerun
 from forebay.runs.rollouts import group_rules
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -128,7 +128,7 @@ def test_a_judge_that_fails_on_one_rollout_of_eight_lets_the_run_train_to_the_en
     assert re.search(rf"rollouts left *$.*^ +sorting .* {balance.left} *$", report, re.M | re.S), report
 
     async def replay():
-        return [step.differences async for step in Replay(folder).steps()]
+        return [step.differences async for step in Rerun(folder).steps()]
 
     # The record has the groups as they were trained, so the training can be run again.
     assert asyncio.run(replay()) == [[]] * STEPS

@@ -30,10 +30,9 @@ from forebay.replay import (
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
-from forebay.runs.record.observers import RecordedReplayBuffer
-from forebay.runs.record.operations import Operations
+from forebay.runs.record.events import BufferRerun, observe_buffer
 from forebay.runs.record.reader import Segment, read_events, read_history
-from forebay.runs.record.rerun import Replay
+from forebay.runs.record.rerun import Rerun
 from forebay.runs.record.writer import BACKLOG, Recorder, _Files
 from forebay.train import TrainController
 from forebay.types import RolloutState, Status
@@ -90,7 +89,7 @@ def train(output, **changes):
 
 def replay(folder, *, until=None, **options):
     async def all_steps():
-        run = Replay(folder, **options)
+        run = Rerun(folder, **options)
         return run, [step async for step in run.steps(until=until)]
 
     return asyncio.run(all_steps())
@@ -102,11 +101,11 @@ def check_equal(folder, num_steps=STEPS):
     assert [step.train_step for step in steps] == list(range(1, num_steps + 1))
     assert [step.differences for step in steps] == [[]] * num_steps
     rows = {row["train_step"]: row for row in read_jsonl(folder / "metrics.jsonl")}
-    assert [step.replayed["train/loss"] for step in steps] == [
+    assert [step.again["train/loss"] for step in steps] == [
         rows[step]["train/loss"] for step in range(1, num_steps + 1)
     ]
     # Something was learned from: a replay of nothing would be equal, too.
-    assert sum(step.replayed["train/loss"] != 0 for step in steps) > num_steps / 2
+    assert sum(step.again["train/loss"] != 0 for step in steps) > num_steps / 2
     run.trainer.save(folder.parent / "replayed")
     weights = [path / "model" / "model.safetensors" for path in (folder, folder.parent / "replayed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -253,15 +252,16 @@ def test_a_resumed_run_is_replayed_along_the_segments_that_stand(tmp_path):
         ("segment_002", 4, None),
     ]
     steps = check_equal(folder)
-    assert steps[3].replayed["train/lr"] == 1e-3
-    assert steps[4].replayed["train/lr"] == 5e-4
+    assert steps[3].again["train/lr"] == 1e-3
+    assert steps[4].again["train/lr"] == 5e-4
 
 
 def test_a_killed_run_is_replayed_as_far_as_it_came_and_after_it_went_on(tmp_path):
     run_file = tmp_path / "run.toml"
     run_file.write_text(to_toml(config(tmp_path, steps=50, checkpoint_every=2)))
     command = [sys.executable, "-c", "from forebay.cli import main; main()", "train", str(run_file)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as child:
@@ -405,7 +405,7 @@ def test_an_unfinished_tail_is_left_out_with_a_message(recorded, tmp_path, caplo
 async def test_a_run_that_was_not_recorded_from_its_start_says_so(tmp_path):
     Recorder(tmp_path, run_file="", resumed_from=2).close()
     with pytest.raises(ValueError, match="begins at train step 2"):
-        Replay(tmp_path)
+        Rerun(tmp_path)
 
 
 # The recorder on its own
@@ -428,14 +428,14 @@ def rollout(number, group, steps=(0, 0)):
 async def test_a_writer_that_falls_behind_is_waited_for_and_nothing_is_lost(tmp_path, monkeypatch):
     go_on, add = threading.Event(), _Files.add
 
-    def slow(self, noted):
+    def slow(self, line, group):
         go_on.wait()
-        add(self, noted)
+        add(self, line, group)
 
     monkeypatch.setattr(_Files, "add", slow)
     recorder = Recorder(tmp_path, run_file="")
-    buffer = RecordedReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
-    buffer.recorder = recorder
+    buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
+    observe_buffer(recorder, buffer)
     for number in range(BACKLOG + 10):
         recorder.note("filler", place=number)
     putting = asyncio.create_task(buffer.put([rollout(0, "g")], "math"))
@@ -527,14 +527,14 @@ def content(buffer):
 def test_whatever_is_done_to_a_buffer_is_done_again_alike(tmp_path_factory, policy, done, limit):
     async def check():
         recorder = Recorder(tmp_path_factory.mktemp("record"), run_file="")
-        buffer = RecordedReplayBuffer.like(ReplayBuffer(policy(), IndexedStorage(), limit=limit))
-        buffer.recorder = recorder
+        buffer = ReplayBuffer(policy(), IndexedStorage(), limit=limit)
+        observe_buffer(recorder, buffer)
         for place, (name, numbers) in enumerate(done):
             await do(buffer, name, numbers, place)
         recorder.close()
-        operations = Operations(ReplayBuffer(policy(), IndexedStorage(), limit=limit))
+        rerun = BufferRerun(ReplayBuffer(policy(), IndexedStorage(), limit=limit))
         for event in read_events(Segment(recorder.segment, None, None)):
-            await operations.execute(event)
-        assert content(operations.buffer) == content(buffer)
+            await rerun.execute(event)
+        assert content(rerun.buffer) == content(buffer)
 
     asyncio.run(check())

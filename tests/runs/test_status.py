@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from forebay.runs.show.status import COUNTED_STATUSES, MAX_AGE, RunStatus
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import GENERATE, JUDGE, PUT, TRAIN, WAIT_BATCH, Activities
 from forebay.watching.stalls import StallWatch
-from forebay.watching.utilization import BusyShare
 
 WARN_AFTER_S = 10.0
 
@@ -48,11 +48,8 @@ def build_status(activities=None, *, tasks=("math",)):
     status = RunStatus(
         manager,
         activities,
-        BusyShare(activities),
+        SimpleNamespace(model_step=3, describe=lambda activity: f"about {activity.name}"),
         batch_size=8,
-        warn_after_s=WARN_AFTER_S,
-        model_step=lambda: 3,
-        describe=lambda activity: f"about {activity.name}",
     )
     return status, manager, activities
 

@@ -24,8 +24,7 @@ from rich.console import Console
 from forebay.cli.errors import one_message
 
 if TYPE_CHECKING:
-    from forebay.runs.record.batches import BatchFile
-    from forebay.runs.record.rerun import Replay, ReplayedStep
+    from forebay.runs.record.rerun import BatchFile, Rerun, RerunStep
 
 MAX_LINES = 50
 """About so many steps are listed, however many there are; those that differ always are."""
@@ -55,10 +54,10 @@ def replay(
 async def _replay(folder: Path, until: int | None, output: Path | None, batches_only: bool) -> bool:
     from transformers.utils.logging import disable_progress_bar
 
-    from forebay.runs.record.rerun import Replay
+    from forebay.runs.record.rerun import Rerun
 
     disable_progress_bar()
-    run = Replay(folder, trains=not batches_only)
+    run = Rerun(folder, trains=not batches_only)
     last_recorded = max(run.recorded, default=0)
     # One more: the step that the run failed at has no numbers.
     if until is not None and until > last_recorded + 1:
@@ -84,7 +83,7 @@ class _Report:
     """Lists the steps as they come."""
 
     def __init__(self, total: int) -> None:
-        self.last: ReplayedStep | None = None
+        self.last: RerunStep | None = None
         self.num_differing = 0
         self._num_steps = 0
         self._first_differing = 0
@@ -93,7 +92,7 @@ class _Report:
         columns = ("step", 6), ("reward", 8), ("loss, recorded", 18), ("loss, replayed", 18)
         typer.echo("  ".join(f"{name:>{width}}" for name, width in columns) + "  equal")
 
-    def add(self, step: ReplayedStep) -> None:
+    def add(self, step: RerunStep) -> None:
         """Count a step, and print it if it is one of those that are listed."""
         self._num_steps, self.last = self._num_steps + 1, step
         if step.differences:
@@ -105,7 +104,7 @@ class _Report:
         for message in step.alarms:
             typer.echo(f"warning: {message}")
 
-    def verdict(self, last: ReplayedStep, batches_only: bool) -> str:
+    def verdict(self, last: RerunStep, batches_only: bool) -> str:
         """The one line that says it all."""
         steps = f"{self._num_steps} step{'' if self._num_steps == 1 else 's'}"
         if self.num_differing:
@@ -119,7 +118,7 @@ class _Report:
 def _batch_file(output: Path | None) -> contextlib.AbstractContextManager[BatchFile | None]:
     if output is None:
         return contextlib.nullcontext()
-    from forebay.runs.record.batches import BatchFile
+    from forebay.runs.record.rerun import BatchFile
 
     if output.exists() and any(output.iterdir()):
         raise ValueError(f"{str(output)!r} is not empty; name a new folder for --output")
@@ -127,7 +126,7 @@ def _batch_file(output: Path | None) -> contextlib.AbstractContextManager[BatchF
     return BatchFile(output / "batches.parquet")
 
 
-async def _save(run: Replay, last: ReplayedStep, output: Path) -> None:
+async def _save(run: Rerun, last: RerunStep, output: Path) -> None:
     saved = ["batches.parquet", "buffer"]
     await run.buffer.save(output / "buffer")
     # After a failed step the weights are those of no step.
@@ -137,10 +136,10 @@ async def _save(run: Replay, last: ReplayedStep, output: Path) -> None:
     typer.echo(f"after step {last.train_step}: {', '.join(saved)} in {output}")
 
 
-def _line(step: ReplayedStep) -> str:
+def _line(step: RerunStep) -> str:
     recorded = None if step.recorded is None else step.recorded.get(_LOSS)
-    numbers = (step.train_step, 6, 6), (step.replayed.get("reward"), 8, 4)
-    losses = (recorded, 18, 12), (step.replayed.get(_LOSS), 18, 12)
+    numbers = (step.train_step, 6, 6), (step.again.get("reward"), 8, 4)
+    losses = (recorded, 18, 12), (step.again.get(_LOSS), 18, 12)
     if step.failure is not None:
         equal = step.failure
     elif step.recorded is None:
@@ -151,20 +150,20 @@ def _line(step: ReplayedStep) -> str:
     return "  ".join([*cells, equal])
 
 
-def _explain(step: ReplayedStep) -> str:
+def _explain(step: RerunStep) -> str:
     assert step.recorded is not None
     # The loss has columns of its own.
     names = [name for name in step.differences if name != _LOSS] or step.differences
     name = names[0]
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{name} {_number(step.replayed.get(name))}, recorded {_number(step.recorded.get(name))}{more}"
+    return f"{name} {_number(step.again.get(name))}, recorded {_number(step.recorded.get(name))}{more}"
 
 
 def _number(value: float | None, digits: int = 12) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def _show_batch(run: Replay, step: ReplayedStep) -> None:
+def _show_batch(run: Rerun, step: RerunStep) -> None:
     """What was trained on: a line per rollout."""
     from forebay.inspection.views import number, plain, table, version_spans
     from forebay.runs.record.reader import read_seeds

@@ -39,7 +39,6 @@ from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
 from forebay.runs.config import FILTERS, RunConfig, TaskConfig
 from forebay.runs.data import TaskData, fitting
 from forebay.runs.placement import Cluster
-from forebay.runs.record.observers import RecordedReplayBuffer
 from forebay.runs.task_loops import build_task_loop
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -282,5 +281,4 @@ def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> Re
     settings = (
         AsyncReplayBufferConfig(**config.replay.model_dump()) if config.produce.is_async else config.replay
     )
-    buffer = settings.build(storage)
-    return RecordedReplayBuffer.like(buffer) if config.record else buffer
+    return settings.build(storage)

@@ -34,7 +34,7 @@ from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
 from forebay.runs.folder import checkpoint_path, prune_checkpoints, publish, unfinished
 from forebay.runs.placement import Cluster, PartLost
-from forebay.runs.record.observers import note_training
+from forebay.runs.record.events import name_groups
 from forebay.runs.rollouts import EvalSet, Rollouts
 from forebay.runs.show.pictures import learning_curve
 from forebay.runs.show.status import batch_numbers
@@ -99,8 +99,8 @@ async def _verify_weights(run: Run, check: WeightCheck) -> None:
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     """Generate, judge and take the batch of `train_step`."""
-    run.progress.start_step()
     with phase(run, "generate"):
+        run.display.production(0, run.config.batch_size)
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
 
 
@@ -160,7 +160,8 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         with phase(run, "train", TRAIN):
             thresholds = _masked_from(run)
             if run.record is not None:
-                note_training(run.record, run.train_step + 1, groups, thresholds)
+                step, names = run.train_step + 1, name_groups(groups)
+                run.record.note("train", train_step=step, groups=names, thresholds=thresholds)
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
             batch = await compute(run, fit_step, groups)
     except (ValueError, FloatingPointError) as error:

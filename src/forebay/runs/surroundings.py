@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,8 +72,7 @@ class _DisplayHandler(logging.Handler):
         self._display.warning(text)
         if error is not None and not self._traced:
             self._traced = True
-            for line in "".join(traceback.format_exception(error)).splitlines():
-                self._display.traceback_line(line)
+            self._display.traceback(error)
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ async def _simulate(
 ) -> SimulationResult:
     world = build_world(config, cluster, folder, on_step)
     recorder = SpanRecorder((TRAIN, SYNC, WAIT_BATCH))
-    world.run.activities.listen(recorder)
+    world.run.activities.listen(recorder.began, recorder.ended)
     with contextlib.suppress(EnoughSteps):
         await _LOOPS[config.produce.mode](world.run)
     return await _read_off(world, cluster, recorder)

@@ -18,12 +18,11 @@ from forebay.agents import SingleTurnAgentLoop
 from forebay.engines import RolloutController
 from forebay.engines.base import GenerateRequest
 from forebay.engines.controller import request_seed
-from forebay.evaluate import Evaluator
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
 from forebay.produce import AgentLoopManager, IsValidSampleFn, Prompt, Sampler, TaskRunner
 from forebay.replay import ReplayBuffer
-from forebay.runs.build import ProductionProgress, Run
+from forebay.runs.build import Run
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.rollouts import build_buffer, build_strategy
 from forebay.simulation.cluster import ClusterConfig
@@ -35,10 +34,8 @@ from forebay.simulation.simulated_parts import (
     TimedThread,
     TimedTrainer,
 )
-from forebay.train.objective.guard import OffPolicyGuard
 from forebay.types import RolloutState
 from forebay.watching.activity import Activities
-from forebay.watching.utilization import BusyShare
 
 _SEED_SPAN = float(1 << 63)
 """Seeds of requests are drawn evenly from 0 to this."""
@@ -86,16 +83,10 @@ def build_world(
         # They have what the loops call, and no more.
         trainer=cast(Any, trainer),
         compute_thread=cast(Any, thread),
-        evaluator=Evaluator(),
         eval_sets=[],
         display=display,
         metrics=MetricsLogger([]),
-        progress=ProductionProgress(display, config.batch_size),
         activities=activities,
-        busy=BusyShare(activities),
-        trace=None,
-        guard=OffPolicyGuard("off"),
-        sync_interval=config.produce.sync_weights_interval,
         timer=PhaseTimer(wall_clock=clock, cpu_clock=clock),
     )
     return World(run=run, engines=engines, trainer=trainer, display=display)

@@ -7,7 +7,7 @@ listeners and forgotten).
 
     with activities.span("generate", rollout_id): --> in flight --> ended
                  agent loop, producer, run             |              |
-                            in_flight(), counts(): displays,       listeners: trace, busy shares
+                            in_flight():               listeners: trace, busy shares, displays
                             stall reports
 
 Whoever does something gets the register as an optional argument and, without one, makes its own, which nobody
@@ -18,10 +18,8 @@ end in the event loop's thread.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 QUEUED = "queued"
 """A group or rollout waits for its turn to be generated."""
@@ -39,6 +37,36 @@ TRAIN = "train"
 SYNC = "sync"
 EVALUATE = "evaluate"
 CHECKPOINT = "checkpoint"
+
+
+class Stage(NamedTuple):
+    """How a stage is spoken of."""
+
+    track: str
+    """Of a trace."""
+    report: str
+    """In a stall report, with the activity's name."""
+    side: str = ""
+    """Which side of the run is busy meanwhile: "producer" or "trainer"; waiting is no work of either."""
+    doing: str = ""
+    """In the live view, which shows the stages of the producer: "generating 380 rollouts"."""
+    what: str = ""
+    """A rollout or a group."""
+
+
+STAGES: Mapping[str, Stage] = {
+    TRAIN: Stage("trainer", "training {name}", "trainer"),
+    CHECKPOINT: Stage("trainer", "checkpoint {name}", "trainer"),
+    WAIT_BATCH: Stage("waiting", "the trainer waiting for {name}"),
+    SYNC: Stage("sync", "weight sync {name}", "trainer"),
+    EVALUATE: Stage("evaluation", "evaluation {name}", "trainer"),
+    QUEUED: Stage("queued", "{name} waiting for its turn", "", "queued", "group"),
+    GENERATE: Stage("rollouts", "rollout {name} generating", "producer", "generating", "rollout"),
+    TOOL: Stage("tools", "rollout {name} waiting for a tool", "producer", "at a tool:", "rollout"),
+    JUDGE: Stage("judging", "group {name} being judged", "producer", "judging", "group"),
+    PUT: Stage("storing", "group {name} being stored", "", "storing", "group"),
+}
+"""The stages of a run, in the order in which a trace draws them; programs may have others."""
 
 Name = str | int | None
 
@@ -70,27 +98,14 @@ class Activity:
         self._register._begin(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and not self.note:
             self.note = kind.__name__
         self._register._end(self)
 
 
-class Listener(Protocol):
-    """Is told of every activity as it begins and ends; must be quick and must not raise."""
-
-    def began(self, activity: Activity) -> None:
-        """``start_s`` is set."""
-        ...
-
-    def ended(self, activity: Activity) -> None:
-        """``end_s`` and ``note`` are set."""
-        ...
+Listener = Callable[[Activity], None]
+"""Must be quick and must not raise."""
 
 
 class Activities:
@@ -102,58 +117,52 @@ class Activities:
     >>> async def example():
     ...     activities = Activities()
     ...     with activities.span("generate", "math/0/17/3", task="math", group="math/0/17"):
-    ...         return [(a.name, a.stage) for a in activities.in_flight()], activities.counts()
+    ...         return [(activity.name, activity.stage) for activity in activities.in_flight()]
     >>> asyncio.run(example())
-    ([('math/0/17/3', 'generate')], {'generate': 1})
+    [('math/0/17/3', 'generate')]
     """
 
     def __init__(self, *, clock: Callable[[], float] = loop_time) -> None:
         self.clock = clock
         # A dict is the ordered set of Python: the oldest comes first.
         self._in_flight: dict[Activity, None] = {}
-        self._listeners: tuple[Listener, ...] = ()
+        self._listeners: tuple[tuple[Listener, Listener], ...] = ()
 
     def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:
         """A context manager: what happens inside is `stage` of `name`. Any text may be a stage."""
         return Activity(self, stage, name, task, group)
 
-    def listen(self, listener: Listener) -> None:
-        """Tell `listener` of what begins from now on; what is in flight already counts as beginning now."""
+    def listen(self, began: Listener, ended: Listener) -> Callable[[], None]:
+        """Call these as an activity begins (``start_s`` is set) and ends (``end_s`` and ``note`` are set).
+
+        What is in flight already counts as beginning now. Returns a function that ends the listening.
+        """
+        listener = began, ended
         self._listeners = (*self._listeners, listener)
         for activity in self._in_flight:
-            listener.began(activity)
+            began(activity)
 
-    def ignore(self, listener: Listener) -> None:
-        """Tell `listener` nothing more."""
-        self._listeners = tuple(other for other in self._listeners if other is not listener)
+        def stop() -> None:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
 
-    def in_flight(self, stages: Iterable[str] | None = None) -> list[Activity]:
-        """What is being done, the oldest first; of these stages only, if given."""
-        if stages is None:
-            return list(self._in_flight)
-        wanted = frozenset(stages)
-        return [activity for activity in self._in_flight if activity.stage in wanted]
+        return stop
 
-    def oldest(self) -> Activity | None:
-        """What has been going on for longest; None when nothing is."""
-        return next(iter(self._in_flight), None)
+    def in_flight(self) -> list[Activity]:
+        """What is being done, the oldest first."""
+        return list(self._in_flight)
 
     def age_s(self, activity: Activity) -> float:
         """Seconds since `activity` began."""
         return self.clock() - activity.start_s
 
-    def counts(self) -> dict[str, int]:
-        """How many activities are in flight, by stage."""
-        return dict(Counter(activity.stage for activity in self._in_flight))
-
     def _begin(self, activity: Activity) -> None:
         activity.start_s = self.clock()
         self._in_flight[activity] = None
-        for listener in self._listeners:
-            listener.began(activity)
+        for began, _ in self._listeners:
+            began(activity)
 
     def _end(self, activity: Activity) -> None:
         activity.end_s = self.clock()
         del self._in_flight[activity]
-        for listener in self._listeners:
-            listener.ended(activity)
+        for _, ended in self._listeners:
+            ended(activity)

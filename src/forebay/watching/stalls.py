@@ -2,7 +2,7 @@
 
 ::
 
-    guard() / wait(x): somebody waits --> timer --> warn_after_s without progress --> one warning
+    guard(): a task waits --> timer --> warn_after_s without progress --> one warning
           progressed(): counts from here again            | fail_after_s
           progress() has grown: from the last look        v
                                               StallError in every guarded wait
@@ -28,21 +28,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
-from forebay.watching.activity import (
-    CHECKPOINT,
-    EVALUATE,
-    GENERATE,
-    JUDGE,
-    PUT,
-    QUEUED,
-    SYNC,
-    TOOL,
-    TRAIN,
-    WAIT_BATCH,
-    Activities,
-    Activity,
-    loop_time,
-)
+from forebay.watching.activity import EVALUATE, STAGES, WAIT_BATCH, Activities, Activity, loop_time
 
 logger = logging.getLogger(__name__)
 
@@ -50,19 +36,6 @@ T = TypeVar("T")
 
 _NUM_NAMED = 5
 """Enough to tell one hanging rollout from an engine that stands still, few enough for one line."""
-
-_IN_WORDS = {
-    QUEUED: "{name} waiting for its turn",
-    GENERATE: "rollout {name} generating",
-    TOOL: "rollout {name} waiting for a tool",
-    JUDGE: "group {name} being judged",
-    PUT: "group {name} being stored",
-    WAIT_BATCH: "the trainer waiting for {name}",
-    TRAIN: "training {name}",
-    SYNC: "weight sync {name}",
-    EVALUATE: "evaluation {name}",
-    CHECKPOINT: "checkpoint {name}",
-}
 
 _AROUND = frozenset({WAIT_BATCH, EVALUATE})
 """Stages that end when others do: named last, for they are older and say nothing of the cause."""
@@ -101,7 +74,7 @@ class StallWatch:
     finds it, so a stall among such steps is noticed at most `warn_after_s` later.
 
     >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
-    >>> batch = await watch.wait(batch_ready.wait())                                # doctest: +SKIP
+    >>> async with watch.guard():                                                     # doctest: +SKIP
     StallError: no progress for 600 s; 9 in flight: rollout math/0/17/3 generating for 598 s (412 tokens), ...
     """
 
@@ -136,16 +109,19 @@ class StallWatch:
         self._waiting: dict[asyncio.Timeout, None] = {}
         self._since_s = -math.inf
         self._timer: asyncio.TimerHandle | None = None
-        self._warned = False
+        self.has_warned = False
+        """Whether a stall goes on that was warned of."""
+        self.num_warnings = 0
+        """One for each stall."""
         self._failure = ""
 
     def progressed(self) -> None:
         """Something that others may wait for is done: count from here again. Costs next to nothing."""
         stalled_s, self._since_s = self.stalled_s, loop_time()
-        if self._warned:
+        if self.has_warned:
             logger.warning("progress again after %.0f s", stalled_s)
             # The timer stands at the failure; the next moment that matters is the warning, which is earlier.
-            self._warned = False
+            self.has_warned = False
             self._set_timer()
 
     @property
@@ -172,11 +148,6 @@ class StallWatch:
         finally:
             self._leave(limit)
 
-    async def wait(self, awaitable: Awaitable[T]) -> T:
-        """What `awaitable` gives, watched as by `guard`."""
-        async with self.guard():
-            return await awaitable
-
     def report(self) -> str:
         """What hangs now: how long without progress, and the oldest activities with stage and age."""
         by_cause = sorted(self._activities.in_flight(), key=lambda activity: activity.stage in _AROUND)
@@ -186,10 +157,10 @@ class StallWatch:
         return f"no progress for {self.stalled_s:.0f} s; {what}"
 
     def _words(self, activity: Activity) -> str:
-        words = _IN_WORDS.get(activity.stage, f"{{name}} in stage {activity.stage}").format(
-            name=activity.name
-        )
+        known_stage = STAGES.get(activity.stage)
+        template = known_stage.report if known_stage else f"{{name}} in stage {activity.stage}"
         known = (self._describe(activity) if self._describe is not None else "") or activity.note
+        words = template.format(name=activity.name)
         return f"{words} for {self._activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
 
     def _enter(self, limit: asyncio.Timeout) -> None:
@@ -205,14 +176,14 @@ class StallWatch:
         if not self._waiting and self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self._warned = False
+            self.has_warned = False
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at_s = self._since_s + (self._fail_after_s if self._warned else self._warn_after_s)
-        if self._warned and self._progress is not None:
+        at_s = self._since_s + (self._fail_after_s if self.has_warned else self._warn_after_s)
+        if self.has_warned and self._progress is not None:
             # Between the warning and the failure, too: what goes on again is told before it is late.
             at_s = min(at_s, loop_time() + self._warn_after_s)
         if self._waiting and at_s < math.inf:
@@ -235,8 +206,8 @@ class StallWatch:
             self.progressed()
         elif reached_s >= self._since_s + self._fail_after_s:
             self._fail()
-        elif reached_s >= self._since_s + self._warn_after_s and not self._warned:
-            self._warned = True
+        elif reached_s >= self._since_s + self._warn_after_s and not self.has_warned:
+            self.has_warned, self.num_warnings = True, self.num_warnings + 1
             logger.warning("%s", self.report())
         self._set_timer()
 
@@ -245,6 +216,6 @@ class StallWatch:
         logger.error("%s", self._failure)
         now_s = loop_time()
         # Who comes from now on starts a count of its own.
-        failing, self._waiting, self._warned = self._waiting, {}, False
+        failing, self._waiting, self.has_warned = self._waiting, {}, False
         for limit in failing:
             limit.reschedule(now_s)

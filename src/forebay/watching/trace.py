@@ -26,36 +26,9 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forebay.watching.activity import (
-    CHECKPOINT,
-    EVALUATE,
-    GENERATE,
-    JUDGE,
-    PUT,
-    QUEUED,
-    SYNC,
-    TOOL,
-    TRAIN,
-    WAIT_BATCH,
-    Activities,
-    Activity,
-)
+from forebay.watching.activity import STAGES, Activities, Activity
 
 logger = logging.getLogger(__name__)
-
-_TRACKS = {
-    TRAIN: "trainer",
-    CHECKPOINT: "trainer",
-    WAIT_BATCH: "waiting",
-    SYNC: "sync",
-    EVALUATE: "evaluation",
-    GENERATE: "rollouts",
-    TOOL: "tools",
-    JUDGE: "judging",
-    PUT: "storing",
-    QUEUED: "queued",
-}
-"""The track of each stage, in the order in which they are drawn; other stages get tracks of their own."""
 
 MAX_LANES = 512
 """Lanes of one track: more cannot be told apart on a screen. What finds none free is left out and counted."""
@@ -117,13 +90,14 @@ class TraceWriter:
         self._num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
         self._file = path.open("x", encoding="ascii")
-        for name in dict.fromkeys(_TRACKS.values()):
-            self._track(name)
-        activities.listen(self)
+        for stage in STAGES.values():
+            self._track(stage.track)
+        self._stop_listening = activities.listen(self._began, self._ended)
 
-    def began(self, activity: Activity) -> None:
-        """Open a bar in the first free lane of the stage's track."""
-        track = self._track(_TRACKS.get(activity.stage, activity.stage))
+    def _began(self, activity: Activity) -> None:
+        """Open a bar in the first free lane of the stage's track; a stage of a program's own has its own."""
+        stage = STAGES.get(activity.stage)
+        track = self._track(stage.track if stage else activity.stage)
         place = self._free_place(track)
         if place is None:
             self.num_left_out += 1
@@ -139,7 +113,7 @@ class TraceWriter:
             args={key: value for key, value in what.items() if value is not None},
         )
 
-    def ended(self, activity: Activity) -> None:
+    def _ended(self, activity: Activity) -> None:
         """Close the bar and free its lane."""
         place = self._places.pop(activity, None)
         if place is None:
@@ -165,7 +139,7 @@ class TraceWriter:
 
     def close(self) -> None:
         """Finish the file; what is still in flight is drawn to the end. May be called twice."""
-        self._activities.ignore(self)
+        self._stop_listening()
         if self._file.closed:
             return
         self._lines.append("\n]\n")
@@ -175,7 +149,7 @@ class TraceWriter:
             logger.warning("%d activities found no free lane in %s", self.num_left_out, self.path)
 
     def _give_up(self) -> None:
-        self._activities.ignore(self)
+        self._stop_listening()
         # What could not be written cannot be written by closing either.
         with contextlib.suppress(OSError):
             self._file.close()

@@ -1,10 +1,10 @@
-"""Runs a recorded training again, without engine, agents and judges, and compares what comes out.
+"""Runs a recorded training again, without engine, agents and judges, and compares the numbers.
 
 ::
 
-    events --Operations--> a real replay buffer --> the batch, which must be the one that was recorded
+    events --BufferRerun-> a real replay buffer --> the batch, which must be the one that was recorded
                                                       |
-    run.toml --> trainer ---------------------------> fit --> metrics against metrics.jsonl --> ReplayedStep
+    run.toml --> trainer ---------------------------> fit --> metrics against metrics.jsonl --> RerunStep
 
 A segment that goes on from a checkpoint gets a trainer and a buffer of its own config, which take over what
 the ones before it save, as the run did. One CPU thread and the same versions of everything give the same
@@ -19,17 +19,21 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from forebay.config import load_config
 from forebay.metrics import read_jsonl
 from forebay.models import load_tokenizer, resolve_model
 from forebay.replay import ReplayBuffer
+from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
+from forebay.replay.stores.contract import StorageItem
 from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
-from forebay.runs.record.observers import Groups
-from forebay.runs.record.operations import Operations
+from forebay.runs.record.events import BufferRerun, Groups
 from forebay.runs.record.reader import Facts, Segment, read_events, read_history
 from forebay.runs.record.writer import RUN_FILE
 from forebay.runs.rollouts import build_buffer
@@ -38,18 +42,24 @@ from forebay.runs.show.status import batch_numbers
 from forebay.train import TrainController
 
 Numbers = Mapping[str, float | None]
+BATCHES_SCHEMA = pa.schema(
+    [
+        pa.field("train_step", pa.int64()),
+        *(field for field in ROLLOUTS_SCHEMA if field.name not in ("uid", "blobs")),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayedStep:
-    """One train step, as recorded and as replayed."""
+class RerunStep:
+    """One train step, as it was recorded and as it was this time."""
 
     train_step: int
     groups: Groups
     """What was trained on."""
     recorded: Numbers | None
     """Its line of ``metrics.jsonl``; None if the run ended before it was written."""
-    replayed: Numbers
+    again: Numbers
     """What depends on batch and trainer alone: no times, nothing about production."""
     failure: str | None = None
     """What the training failed with."""
@@ -63,21 +73,21 @@ class ReplayedStep:
             return []
         if self.failure is not None:
             return ["train/loss"]
-        # A version that logs more replays what one that logged less has recorded.
-        known = [name for name in self.replayed if name in self.recorded]
-        return [name for name in known if self.recorded[name] != self.replayed[name]]
+        # A record of a version that logged fewer numbers has not all of them.
+        known = [name for name in self.again if name in self.recorded]
+        return [name for name in known if self.recorded[name] != self.again[name]]
 
 
-class Replay:
+class Rerun:
     """The training of a recorded run, once more.
 
-    Invariants: no file of the run is written; nothing is generated or judged; what the trainer gets is what
-    the real buffer hands out, and that is what was recorded.
+    Invariants: no file of the run is written; nothing is generated or judged; the trainer gets the groups
+    that a real buffer hands out, and those are the recorded ones.
 
-    >>> replay = Replay(Path("runs/a"))
-    >>> async for step in replay.steps(until=5):
+    >>> rerun = Rerun(Path("runs/a"))                                               # doctest: +SKIP
+    >>> async for step in rerun.steps(until=5):                                     # doctest: +SKIP
     ...     print(step.train_step, step.differences)
-    >>> replay.trainer.save("step_5/trainer")
+    >>> rerun.trainer.save("step_5/trainer")                                        # doctest: +SKIP
 
     Args:
         folder: the run's.
@@ -99,14 +109,14 @@ class Replay:
         self.trainer: TrainController | None = None
         """As of the last step; None before the first, and where nothing is trained."""
         self._trains = trains
-        self._operations: Operations
+        self._buffer: BufferRerun
 
     @property
     def buffer(self) -> ReplayBuffer:
         """As of the last step."""
-        return self._operations.buffer
+        return self._buffer.buffer
 
-    async def steps(self, *, until: int | None = None) -> AsyncIterator[ReplayedStep]:
+    async def steps(self, *, until: int | None = None) -> AsyncIterator[RerunStep]:
         """Every train step up to `until`, or all.
 
         Raises:
@@ -116,7 +126,7 @@ class Replay:
             await self._begin(segment)
             for event in read_events(segment):
                 if event.facts["event"] != "train":
-                    await self._operations.execute(event)
+                    await self._buffer.execute(event)
                     continue
                 step = self._train(event.facts)
                 yield step
@@ -129,14 +139,14 @@ class Replay:
         buffer = build_buffer(config)
         trainer = self._build_trainer(config) if self._trains else None
         if segment.resumed_from is not None:
-            with tempfile.TemporaryDirectory(prefix="forebay-replay-") as name:
+            with tempfile.TemporaryDirectory(prefix="forebay-rerun-") as name:
                 path = Path(name)
                 await self.buffer.save(path / "buffer")
                 await buffer.resume(path / "buffer")
                 if trainer is not None and self.trainer is not None:
                     self.trainer.save(path / "trainer")
                     trainer.resume(path / "trainer")
-        self._operations, self.trainer = Operations(buffer), trainer
+        self._buffer, self.trainer = BufferRerun(buffer), trainer
         self._alarms = self._alarms or RunAlarms(config)
 
     def _build_trainer(self, config: RunConfig) -> TrainController:
@@ -148,9 +158,9 @@ class Replay:
             model_folder = self.folder / "warmup"
         return build_trainer(config, model_folder, load_tokenizer(model_folder))
 
-    def _train(self, facts: Facts) -> ReplayedStep:
+    def _train(self, facts: Facts) -> RerunStep:
         train_step = facts["train_step"]
-        groups = self._operations.batch(train_step, facts["groups"])
+        groups = self._buffer.batch(train_step, facts["groups"])
         numbers = batch_numbers(groups)
         failure = None
         if self.trainer is not None:
@@ -159,17 +169,17 @@ class Replay:
                 numbers |= {name: value for name, value in metrics.items() if not name.endswith("_s")}
             except FloatingPointError as error:
                 failure = str(error)
-        return ReplayedStep(
+        return RerunStep(
             train_step=train_step,
             groups=groups,
             recorded=self.recorded.get(train_step),
-            replayed={name: _as_logged(value) for name, value in numbers.items()},
+            again={name: _as_logged(value) for name, value in numbers.items()},
             failure=failure,
             alarms=self._alarms_up_to(train_step, numbers),
         )
 
     def _alarms_up_to(self, train_step: int, numbers: Numbers) -> list[str]:
-        """What the rows up to that of `train_step` raise, with the `numbers` of the replay in the last."""
+        """What the rows up to that of `train_step` raise, with these `numbers` in the last."""
         assert self._alarms is not None
         said: list[str] = []
         while self._unseen and (self._unseen[0]["train_step"] or 0) <= train_step:
@@ -184,6 +194,34 @@ def _read_metrics(folder: Path) -> list[Numbers]:
     if not path.exists():
         raise ValueError(f"nothing to compare with: {str(path)!r} is missing")
     return list(read_jsonl(path))
+
+
+class BatchFile:
+    """Writes the batches of a rerun as one Parquet file: a line per rollout, in the order of training.
+
+    The columns are those of `forebay.replay.format.tables`, `train_step` in front. The file can be read once
+    the block has ended.
+
+    >>> with BatchFile(Path("batches.parquet")) as batches:                         # doctest: +SKIP
+    ...     batches.add(step.train_step, step.groups)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._writer: Any = pq.ParquetWriter(path, BATCHES_SCHEMA, compression="zstd")
+
+    def add(self, train_step: int, groups: Groups) -> None:
+        """Append the rollouts that `train_step` was trained on."""
+        items = [StorageItem(group, place, place, "", "", staleness=0) for place, group in enumerate(groups)]
+        for batch in rollout_batches(items):
+            steps = pa.array([train_step] * batch.num_rows, pa.int64())
+            columns = [steps, *(batch.column(name) for name in BATCHES_SCHEMA.names[1:])]
+            self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=BATCHES_SCHEMA))
+
+    def __enter__(self) -> BatchFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.close()
 
 
 def _as_logged(value: float) -> float | None:

@@ -6,9 +6,10 @@
                       segment_001/   events.jsonl       one event a line, numbered from 1
                       (a resume)     rollouts.arrows    Arrow IPC stream: every group that was put, as given
 
-    event loop:     note(event, group) --queue--> room(): waits while too much is queued
-    writer thread:  consumes: events      waits for: the next one, or the end of the flush interval
-                    woken by: note, checkpoint, close      produces: a piece of rollouts, then its events
+    event loop:     note(event, group) --queue--> one thread; room(): waits while too much is queued
+    writer thread:  consumes: events      waits for: the next one
+                    woken by: note, the timer of the flush interval, checkpoint, close
+                    produces: a piece of rollouts, then its events
 
 Both files only grow. A piece of rollouts is written before the events that need it, and a line in the journal
 says where it lies, so a process that is killed leaves a prefix that can be read; it loses the last second.
@@ -22,13 +23,11 @@ import asyncio
 import contextlib
 import json
 import logging
-import queue
-import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from forebay.io.durable import sync, write_text
 from forebay.replay.stores.contract import StorageItem
@@ -50,18 +49,6 @@ _MOST_TOKENS = 500_000
 Line = dict[str, Any]
 
 
-class _Noted(NamedTuple):
-    line: Line
-    group: Sequence[RolloutState] | None
-
-
-class _Reached(NamedTuple):
-    """Tells `future` when everything before it was handled; `durable`: when it is on the disk."""
-
-    future: Future[None]
-    durable: bool
-
-
 class Recorder:
     """Appends to the record of a run.
 
@@ -81,57 +68,56 @@ class Recorder:
     """
 
     def __init__(self, folder: Path, *, run_file: str, resumed_from: int | None = None) -> None:
-        self._clock = asyncio.get_running_loop().time
+        self._loop = asyncio.get_running_loop()
         segment = _new_segment(folder / FOLDER)
         write_text(segment / RUN_FILE, run_file)
         self.segment = segment
         """The folder that this start of the run writes to."""
-        self._number = 0
+        self._number = self._num_added = 0
         self._failure: Exception | None = None
-        self._queue: queue.SimpleQueue[_Noted | _Reached | None] = queue.SimpleQueue()
         self._files = _Files(segment)
-        self._thread: threading.Thread | None = threading.Thread(
-            # A daemon: a run that dies without `close` must not wait for it.
-            target=self._write_all,
-            name="record",
-            daemon=True,
-        )
-        self._thread.start()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "record")
         self.note("segment", format=FORMAT, resumed_from=resumed_from, unix_time_s=time.time())
 
     def note(self, event: str, rollouts: Sequence[RolloutState] | None = None, /, **facts: Any) -> None:
-        """Append an event; `rollouts` are written later, so nobody may change them any more.
+        """Append an event; `rollouts` are written later, so they must not be changed any more.
 
         `facts` are JSON values; those that are None are left out. It returns at once.
         """
-        if self._failure is not None or self._thread is None:
+        if self._failure is not None or self._writer is None:
             return
         self._number += 1
         known = {name: value for name, value in facts.items() if value is not None}
         line = {"number": self._number, "event": event, "time_s": self.now_s(), **known}
-        self._queue.put(_Noted(line, rollouts))
+        self._writer.submit(self._add, line, rollouts)
+        if self._timer is None:
+            self._timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
 
     def now_s(self) -> float:
         """Seconds on the event loop's clock, to the microsecond."""
-        return round(self._clock(), 6)
+        return round(self._loop.time(), 6)
 
     async def room(self) -> None:
         """Wait until less than `BACKLOG` events are queued; mostly, that is at once."""
-        if self._queue.qsize() > BACKLOG:
-            await self._reach(durable=False)
+        if self._writer is not None and self._number - self._num_added > BACKLOG:
+            await self._loop.run_in_executor(self._writer, int)
 
     async def checkpoint(self, train_step: int) -> None:
         """Note that a checkpoint of `train_step` is being made, and wait until the record is on the disk."""
         self.note("checkpoint", train_step=train_step)
-        await self._reach(durable=True)
+        if self._writer is not None:
+            await self._loop.run_in_executor(self._writer, self._try, self._files.sync)
 
     def close(self) -> None:
         """Write what is queued and close the files; a second call does nothing."""
-        if self._thread is None:
+        if self._writer is None:
             return
-        self._queue.put(None)
-        self._thread.join()
-        self._thread = None
+        if self._timer is not None:
+            self._timer.cancel()
+        self._flush()
+        self._writer.shutdown()
+        self._writer = None
         try:
             self._files.close()
         except (OSError, ValueError) as error:
@@ -145,43 +131,22 @@ class Recorder:
                 self._failure,
             )
 
-    async def _reach(self, *, durable: bool) -> None:
-        if self._thread is not None:
-            future: Future[None] = Future()
-            self._queue.put(_Reached(future, durable))
-            await asyncio.wrap_future(future)
+    def _flush(self) -> None:
+        self._timer = None
+        if self._writer is not None:
+            self._writer.submit(self._try, self._files.flush)
 
     # In the writer's thread
 
-    def _write_all(self) -> None:
-        deadline_s: float | None = None
-        while True:
-            try:
-                wait_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-                item = self._queue.get(timeout=wait_s)
-            except queue.Empty:
-                deadline_s = None
-                self._try(self._files.flush)
-                continue
-            if isinstance(item, _Noted):
-                self._try(self._files.add, item)
-                if deadline_s is None:
-                    deadline_s = time.monotonic() + FLUSH_AFTER_S
-                continue
-            if item is None:
-                self._try(self._files.flush)
-                return
-            if item.durable:
-                deadline_s = None
-                self._try(self._files.sync)
-            # Also if it failed: the run goes on without its record.
-            item.future.set_result(None)
+    def _add(self, line: Line, group: Sequence[RolloutState] | None) -> None:
+        self._num_added += 1
+        self._try(self._files.add, line, group)
 
-    def _try(self, action: Any, *arguments: Any) -> None:
+    def _try(self, action: Callable[..., None], *arguments: Any) -> None:
         if self._failure is None:
             try:
                 action(*arguments)
-            # A full disk; a value that no table or JSON holds.
+            # A full disk; a value that no table or JSON holds. The run goes on without its record.
             except (OSError, ValueError, TypeError) as error:
                 self._failure = error
 
@@ -200,14 +165,13 @@ class _Files:
         self._items: list[StorageItem] = []
         self._num_tokens = 0
 
-    def add(self, noted: _Noted) -> None:
+    def add(self, line: Line, group: Sequence[RolloutState] | None) -> None:
         """Take an event; it is written with the next flush, which comes by itself if much is waiting."""
-        self._lines.append(self._encode(noted.line))
-        if noted.group is not None:
-            number = noted.line["number"]
+        self._lines.append(self._encode(line))
+        if group is not None:
             # Rows are of no interest here; the number of the event takes the place of the uid.
-            self._items.append(StorageItem(noted.group, number, number, "", "", staleness=0))
-            self._num_tokens += sum(len(state.tokens) + len(state.response_ids) for state in noted.group)
+            self._items.append(StorageItem(group, line["number"], line["number"], "", "", staleness=0))
+            self._num_tokens += sum(len(state.tokens) + len(state.response_ids) for state in group)
         if len(self._lines) >= _MOST_LINES or self._num_tokens >= _MOST_TOKENS:
             self.flush()
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live view in a terminal, plain lines in a pipe or a log.
+"""A run as a person sees it: a live view in a terminal, plain lines in a pipe or a log.
 
 ::
 
@@ -6,8 +6,8 @@
 
 It takes numbers, strings and rollouts and knows nothing of how they came about. Permanent output is the same
 everywhere, 100 columns wide and free of control characters where it is not a terminal; only the live view
-(`forebay.runs.show.live`) is a terminal's own. Whatever a model wrote is shown as text: never as markup,
-never as control characters.
+(`forebay.runs.show.live`) is a terminal's own. A model's text is shown as text: never as markup, never as
+control characters.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import math
 import shlex
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar, Self
 
 from rich import box
@@ -33,7 +33,7 @@ from forebay.runs.show.live import MIN_PERIOD_S, LiveView, StepNow, panel
 from forebay.runs.show.pictures import Rows, terminal_curve
 from forebay.runs.show.status import RunStatus
 from forebay.runs.show.wording import clean, duration, mean, number
-from forebay.types import Message, RolloutState
+from forebay.types import Message, RolloutState, Status, get_group_status
 
 WIDTH = 100
 MAX_STEP_LINES = 50
@@ -106,9 +106,7 @@ class RunDisplay:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def start(self, name: str, facts: Mapping[str, object], *, step: int = 0, total: int = 0) -> None:
@@ -155,6 +153,11 @@ class RunDisplay:
         """`done` of the `total` groups of this step are there."""
         self._produced = (done, total)
         self._note()
+
+    def count_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
+        """Count a stored group for the step under way; a background producer's groups are of no one step."""
+        if self._produced is not None and get_group_status(group) is Status.COMPLETED:
+            self.production(self._produced[0] + 1, self._produced[1])
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
         """Train step `step` of `total` is done, with these numbers."""
@@ -206,19 +209,16 @@ class RunDisplay:
         """A line for the person to act on."""
         self._print(Text(f"warning: {clean(text)}", "yellow"))
 
-    def traceback_line(self, text: str) -> None:
-        """One line of a traceback, whose indentation means something."""
-        indent = len(text) - len(text.lstrip(" "))
-        self._print(Text(" " * indent + clean(text), "dim"))
+    def traceback(self, error: BaseException) -> None:
+        """Where `error` was raised."""
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            indent = len(line) - len(line.lstrip(" "))
+            self._print(Text(" " * indent + clean(line), "dim"))
 
     def interrupted(self) -> None:
         """Ctrl-C was pressed once."""
-        self._print(
-            Text(
-                "Stopping: this step is finished and saved first. Press Ctrl-C again to leave at once.",
-                "yellow",
-            )
-        )
+        text = "Stopping: this step is finished and saved first. Press Ctrl-C again to leave at once."
+        self._print(Text(text, "yellow"))
 
     def summary(
         self,

@@ -1,4 +1,4 @@
-"""The numbers of now: what is in flight, what waits in the buffer, how busy the two sides are, what hangs.
+"""The numbers of this moment: work in flight, groups in the buffer, how busy the two sides are, stalls.
 
 ::
 
@@ -7,8 +7,8 @@
     busy shares, stall watch, groups in flight, engines' weights ------+--> run_facts() ---> summary
 
 It reads and decides nothing. Rows are counted without the buffer's lock: for people, a count between two
-changes is good enough, and nobody may wait for it. No payload is looked at, so a count costs the same however
-many groups there are.
+changes is good enough, and no put should wait for it. No payload is looked at, so a count costs the same
+however many groups there are.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
+from forebay.engines import RolloutController
 from forebay.ledger import AGED, Ledger, length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
 from forebay.produce import AgentLoopManager
@@ -27,10 +29,10 @@ from forebay.replay import ReplayBuffer
 from forebay.replay.stores.contract import STALEST
 from forebay.runs.show.wording import number, percent
 from forebay.types import UNLABELED, RolloutState, Status
-from forebay.watching.activity import GENERATE, JUDGE, PUT, QUEUED, TOOL, Activities, Activity
+from forebay.watching.activity import GENERATE, STAGES, Activities, Activity
 from forebay.watching.utilization import SIDES, BusyShare
 
-PRODUCER_STAGES = (QUEUED, GENERATE, TOOL, JUDGE, PUT)
+PRODUCER_STAGES = frozenset(name for name, stage in STAGES.items() if stage.doing)
 
 COUNTED_STATUSES = tuple(status for status in Status if status is not Status.ARCHIVED)
 _LOGGED_STATUSES = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.MAX_TRIES)
@@ -68,8 +70,7 @@ class TaskNow:
     max_age: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Oldest:
+class Oldest(NamedTuple):
     """The piece of production that has been going on for longest."""
 
     stage: str
@@ -95,22 +96,13 @@ class Now:
     """What hangs, and since when; empty while nothing has been warned of."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Rows:
-    """One task's part of the buffer when it was counted."""
-
-    groups: Mapping[Status, int]
-    ages: Mapping[int, int]
-    max_age: int
-
-
 class RunStatus:
     """Collects the numbers of a run as they are now.
 
     Invariants: what is in flight is counted as it begins and ends; the buffer is as of the last
-    `count_buffer`; a stall that ended is counted once.
+    `count_buffer`.
 
-    >>> status = RunStatus(manager, activities, busy, batch_size=16, warn_after_s=60, ...)
+    >>> status = RunStatus(manager, activities, controller, batch_size=16)
     >>> await status.count_buffer()
     >>> status.now().tasks["math"].groups[Status.COMPLETED]
     12
@@ -120,57 +112,52 @@ class RunStatus:
         self,
         manager: AgentLoopManager,
         activities: Activities,
-        busy: BusyShare,
+        controller: RolloutController,
         *,
         batch_size: int,
-        warn_after_s: float,
-        model_step: Callable[[], int],
-        describe: Callable[[Activity], str],
     ) -> None:
-        """Listen to `activities` from now on.
-
-        `warn_after_s` is the stall watch's. `describe` says what else is known of an activity.
-        """
-        self.num_stalls = 0
-        """Stalls that were warned of and have ended, or go on and were seen by `now`."""
-        self.on_change: Callable[[], None] = _nobody
+        """Listen to `activities` from now on."""
+        self.on_change: Callable[[], None] | None = None
         """Told that there is something new; called often, so it must cost next to nothing."""
         self._manager = manager
         self._activities = activities
-        self._busy = busy
+        self._controller = controller
+        self._busy = BusyShare(activities)
         self._batch_size = batch_size
-        self._warn_after_s = warn_after_s
-        self._model_step = model_step
-        self._describe = describe
-        self._stages: Counter[str] = Counter()
         self._producing: dict[Activity, None] = {}
-        self._stalled_since_s = -math.inf
-        self._rows: dict[str, _Rows] = {}
+        self._stages: Counter[str] = Counter()
+        self._rows: dict[str, TaskNow] = {}
         self._length_bias = LengthBias()
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
-        activities.listen(self)
+        activities.listen(self._began, self._ended)
 
-    def began(self, activity: Activity) -> None:
-        """One more is in flight."""
+    def _began(self, activity: Activity) -> None:
         if activity.stage in PRODUCER_STAGES:
             self._stages[activity.stage] += 1
             self._producing[activity] = None
-        self.on_change()
+        self._note_change()
 
-    def ended(self, activity: Activity) -> None:
-        """One fewer is in flight."""
+    def _ended(self, activity: Activity) -> None:
         if activity.stage in PRODUCER_STAGES:
             self._stages[activity.stage] -= 1
             del self._producing[activity]
-        # What ends a stall is something that ends, and the watch is told of it afterwards: none is missed.
-        self._look_for_stall()
-        self.on_change()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     async def count_buffer(self) -> None:
         """Count the groups of every task anew."""
         buffer = self._manager.replay_buffer
         self._rows = {name: await _count_rows(buffer, name) for name in self._manager.task_names}
+
+    @property
+    def num_stalls(self) -> int:
+        """Stalls that were warned of so far."""
+        watch = self._manager.stall_watch
+        return 0 if watch is None else watch.num_warnings
 
     def now(self) -> Now:
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
@@ -180,8 +167,8 @@ class RunStatus:
             stages=+self._stages,
             oldest=self._oldest(),
             busy={side: self._busy.share(side) for side in SIDES},
-            model_step=self._model_step(),
-            stall=watch.report() if watch is not None and self._look_for_stall() else "",
+            model_step=self._controller.model_step,
+            stall=watch.report() if watch is not None and watch.has_warned else "",
         )
 
     def step_values(self, train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
@@ -220,17 +207,11 @@ class RunStatus:
         }
 
     def _tasks(self) -> dict[str, TaskNow]:
-        manager, nothing = self._manager, _Rows(groups={}, ages={}, max_age=0)
+        manager = self._manager
         pending = manager.pending_task_count()
         sizes = manager.get_task_batch_sizes(self._batch_size, manager.progress.next_consumer_step)
         return {
-            name: TaskNow(
-                batch=sizes[name],
-                in_flight=pending[name],
-                groups=(rows := self._rows.get(name, nothing)).groups,
-                ages=rows.ages,
-                max_age=rows.max_age,
-            )
+            name: replace(self._rows.get(name, TaskNow()), batch=sizes[name], in_flight=pending[name])
             for name in manager.task_names
         }
 
@@ -238,12 +219,8 @@ class RunStatus:
         activity = next(iter(self._producing), None)
         if activity is None:
             return None
-        return Oldest(
-            stage=activity.stage,
-            name=str(activity.name),
-            age_s=self._activities.age_s(activity),
-            note=self._describe(activity),
-        )
+        age_s = self._activities.age_s(activity)
+        return Oldest(activity.stage, str(activity.name), age_s, self._controller.describe(activity))
 
     def _dropped_values(self) -> dict[str, float]:
         """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
@@ -258,17 +235,6 @@ class RunStatus:
                 values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
         return values
 
-    def _look_for_stall(self) -> bool:
-        """Whether a stall goes on that is long enough to be warned of; it is counted when first seen."""
-        watch = self._manager.stall_watch
-        if watch is None or watch.stalled_s < self._warn_after_s:
-            return False
-        since_s = self._activities.clock() - watch.stalled_s
-        # A stall that has begun later than the last one did: the sum of two times may be off by rounding.
-        self.num_stalls += since_s > self._stalled_since_s + self._warn_after_s / 2
-        self._stalled_since_s = since_s
-        return True
-
     def _busy_since_last_step(self) -> dict[str, float]:
         now_s = self._activities.clock()
         busy_s = {side: self._busy.busy_s(side) for side in SIDES}
@@ -279,15 +245,11 @@ class RunStatus:
         }
 
 
-def _nobody() -> None:
-    """Nobody looks."""
-
-
-async def _count_rows(buffer: ReplayBuffer, task_name: str) -> _Rows:
+async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:
     count = buffer.storage.count
     groups = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]
     if not groups[Status.COMPLETED]:
-        return _Rows(groups=groups, ages={}, max_age=0)
+        return TaskNow(groups=groups)
     completed = {"task_name": task_name, "status": Status.COMPLETED}
     stalest = await buffer.storage.get(completed, order=STALEST, limit=1, rows_only=True)
     max_age = max(0, stalest[0].staleness) if stalest else 0
@@ -295,7 +257,7 @@ async def _count_rows(buffer: ReplayBuffer, task_name: str) -> _Rows:
         age: await count({**completed, "staleness": {_comparison(age): age}})
         for age in range(min(max_age, MAX_AGE) + 1)
     }
-    return _Rows(groups=groups, ages={age: count for age, count in ages.items() if count}, max_age=max_age)
+    return TaskNow(groups=groups, ages={age: count for age, count in ages.items() if count}, max_age=max_age)
 
 
 def _comparison(age: int) -> str:

@@ -1,0 +1,354 @@
+"""The events of a record: noted while the run's parts work, and, for the buffer's part, repeated by a rerun.
+
+::
+
+    sampler        admit        group, tries, tokens it brings
+    engine         generate     request, seed, tokens, weights, finish reason, from when to when
+    judge          judge        scores or errors, from when to when
+    replay buffer  put (of each group), and the calls in `CALLS`: arguments and result
+    steps.fit      train        what the trainer was given
+    steps.checkpoint            checkpoint
+
+A call of the buffer is noted when it has succeeded, before anything else can run. The stores in memory that
+runs use never hand over to another task half-way through, so the order of events is the order in which they
+took effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from forebay.agents import AgentLoop
+from forebay.agents.base import GroupJudge
+from forebay.engines import RolloutController
+from forebay.engines.base import Completion, Engine, GenerateRequest
+from forebay.produce import AgentLoopManager
+from forebay.produce.tasks import CheckpointedSampler
+from forebay.replay import ReplayBuffer
+from forebay.replay.groups import StoredGroup, copy_group
+from forebay.runs.record.reader import Event, Facts
+from forebay.runs.record.writer import Recorder
+from forebay.types import RolloutState, Status, get_group_status
+
+Groups = list[list[RolloutState]]
+
+_NUM_NAMED = 4
+"""Group ids that a message names."""
+
+
+class BufferCall(NamedTuple):
+    """A method of the buffer that changes its content, and how its event is written."""
+
+    method: str
+    facts: Mapping[str, str]
+    """The arguments, each with its name in the event."""
+    result: str = ""
+    """Name of the result in the event; a rerun has to get the same. Empty: the method returns nothing."""
+
+
+CALLS: Mapping[str, BufferCall] = {
+    "get": BufferCall(
+        "get",
+        {"batch_size": "count", "task_name": "task", "group_status": "status", "tags": "tags"},
+        "groups",
+    ),
+    "take": BufferCall(
+        "take_batch",
+        {"task_batch_sizes": "sizes", "group_status": "status", "train_step": "train_step"},
+        "taken",
+    ),
+    "commit": BufferCall("commit", {"train_step": "train_step"}),
+    "restore": BufferCall("restore", {"train_step": "train_step"}),
+    "refresh": BufferCall(
+        "refresh_staleness",
+        {"task_stale_thresholds": "thresholds", "current_train_step": "train_step", "statuses": "statuses"},
+        "expired",
+    ),
+    "priorities": BufferCall(
+        "update_priorities", {"priorities": "priorities", "by": "by", "task_name": "task"}, "count"
+    ),
+}
+"""The events of the buffer, besides ``put``, whose groups are written apart."""
+
+_PUT_FACTS = {
+    "model_step": "model_step",
+    "current_train_step": "train_step",
+    "stale_threshold": "threshold",
+    "tags": "tags",
+    "priority": "priority",
+}
+
+
+def observe(recorder: Recorder, manager: AgentLoopManager, controller: RolloutController) -> None:
+    """Have `recorder` told of everything that the manager's tasks do from now on."""
+    observe_buffer(recorder, manager.replay_buffer)
+    controller.engines = tuple(
+        cast(Engine, _Observed(engine, generate=partial(_generate, recorder, engine, number)))
+        for number, engine in enumerate(controller.engines)
+    )
+    for runner in manager.task_runners:
+        sample = partial(_sample, recorder, runner.sampler)
+        runner.sampler = cast(CheckpointedSampler, _Observed(runner.sampler, sample=sample))
+        loop = runner.agent_loop
+        if isinstance(loop, AgentLoop) and loop.judge is not None:
+            judge = partial(_judge, recorder, loop.judge)
+            loop.judge = cast(GroupJudge, _Observed(loop.judge, judge=judge))
+
+
+def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
+    """Have `recorder` told of every call that changes `buffer` from now on."""
+    # On the object itself, because `put` calls its own `put_groups`, which a wrapper would not see.
+    vars(buffer)["put_groups"] = partial(_put_groups, recorder, buffer, buffer.put_groups)
+    for event, call in CALLS.items():
+        method = getattr(buffer, call.method)
+        vars(buffer)[call.method] = partial(_call, recorder, event, method, inspect.signature(method))
+
+
+class BufferRerun:
+    """A buffer to which happens what happened to the recorded one.
+
+    Invariant: after every event its content, order and counters are those of the recorded buffer.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        self._taken: dict[int, Groups] = {}
+        """The batch taken last, by its train step."""
+
+    async def execute(self, event: Event) -> None:
+        """Do again what the event says, if it is one of the buffer's; the others are there to be read.
+
+        Raises:
+            ValueError: the buffer does not do what it did.
+        """
+        facts = event.facts
+        try:
+            if facts["event"] == "put":
+                assert event.group is not None
+                arguments = {name: facts[fact] for name, fact in _PUT_FACTS.items() if fact in facts}
+                await self.buffer.put(event.group, facts["task"], **arguments)
+            elif facts["event"] in CALLS:
+                await self._repeat(CALLS[facts["event"]], facts)
+        except KeyError as error:
+            raise ValueError(f"event {facts['number']} is damaged: it lacks {error}") from error
+
+    def batch(self, train_step: int, group_ids: list[Any]) -> Groups:
+        """The groups that the trainer was given, in its order, out of those taken for the step.
+
+        Raises:
+            ValueError: some of them were not taken.
+        """
+        taken: defaultdict[Any, deque[list[RolloutState]]] = defaultdict(deque)
+        for group in self._taken.pop(train_step, []):
+            taken[group[0].group_id].append(group)
+        # Counted, because a group may be in a batch more than once.
+        if missing := Counter(group_ids) - Counter({name: len(groups) for name, groups in taken.items()}):
+            raise ValueError(
+                f"train step {train_step} was trained on groups that were not taken for it: "
+                f"{_some(list(missing))}"
+            )
+        return [taken[name].popleft() for name in group_ids]
+
+    async def _repeat(self, call: BufferCall, facts: Facts) -> None:
+        method = getattr(self.buffer, call.method)
+        parameters = inspect.signature(method).parameters
+        result = await method(
+            **{
+                name: _DECODERS.get(name, _as_it_is)(facts[fact])
+                for name, fact in call.facts.items()
+                # What was None is not in the event; an argument without a default is a KeyError then.
+                if fact in facts or parameters[name].default is inspect.Parameter.empty
+            }
+        )
+        if call.result:
+            _require_equal(facts, facts[call.result], _summary(result))
+        if call.method == "take_batch" and "train_step" in facts:
+            self._taken = {facts["train_step"]: [group for part in result[0].values() for group in part]}
+
+
+class _Observed:
+    """A part of the run with some methods in place of its own; everything else of it shows through."""
+
+    def __init__(self, part: Any, **methods: Callable[..., Any]) -> None:
+        self._part = part
+        vars(self).update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._part, name)
+
+
+async def _put_groups(
+    recorder: Recorder,
+    buffer: ReplayBuffer,
+    put_groups: Callable[..., Any],
+    groups: Iterable[Sequence[RolloutState]],
+    task_name: str,
+    **arrival: Any,
+) -> None:
+    # Before the put: a caller that is cancelled here has not stored anything.
+    await recorder.room()
+    groups = [group for group in groups if group]
+    # The put labels and ages the rollouts; a rerun has to put them as they were given. Without looking for
+    # each member's oldest step, which a copy does not need.
+    given = [copy_group(StoredGroup.with_steps(group, ())) for group in groups]
+    before = sum(buffer.num_evicted.values())
+    await put_groups(groups, task_name, **arrival)
+    num_evicted = sum(buffer.num_evicted.values()) - before
+    facts = {fact: _as_fact(name, arrival.get(name)) for name, fact in _PUT_FACTS.items()}
+    for place, (copied, group) in enumerate(zip(given, groups, strict=True), start=1):
+        recorder.note(
+            "put",
+            copied,
+            task=task_name,
+            group=copied[0].group_id,
+            status=get_group_status(group).value,
+            # By all of them together.
+            evicted=num_evicted or None if place == len(given) else None,
+            **facts,
+        )
+
+
+async def _call(
+    recorder: Recorder,
+    event: str,
+    method: Callable[..., Any],
+    signature: inspect.Signature,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = {
+        name: list(value) if isinstance(value, Iterator) else value for name, value in bound.arguments.items()
+    }
+    call = CALLS[event]
+    # Before the call: its arguments may be changed while it runs.
+    facts = {call.facts[name]: _as_fact(name, value) for name, value in arguments.items()}
+    result = await method(**arguments)
+    summary = _summary(result)
+    # Samplers mostly ask for what is not there, which changes nothing.
+    if event != "get" or summary:
+        recorder.note(event, **facts, **({call.result: summary} if call.result else {}))
+    return result
+
+
+async def _sample(
+    recorder: Recorder,
+    sampler: CheckpointedSampler,
+    task_name: str,
+    group_status: Status | list[Status] | None = None,
+) -> list[RolloutState]:
+    group = await sampler.sample(task_name, group_status)
+    recorder.note(
+        "admit",
+        task=task_name,
+        group=group[0].group_id,
+        status=get_group_status(group).value,
+        epoch=getattr(sampler, "epoch", None),
+        position=getattr(sampler, "position", None),
+        tries=[state.num_tries for state in group],
+        earlier_tokens=[len(state.response_ids) for state in group],
+    )
+    return group
+
+
+async def _judge(recorder: Recorder, judge: GroupJudge, target: list[RolloutState]) -> list[RolloutState]:
+    start_s = recorder.now_s()
+    judged = await judge.judge(target)
+    errors = [state.error_msg for state in target]
+    scores = [(state.reward or {}).get("score") for state in target]
+    recorder.note(
+        "judge",
+        task=target[0].task_name,
+        group=target[0].group_id,
+        start_s=start_s,
+        rollouts=[state.rollout_id for state in target],
+        scores=[None if score is None else float(score) for score in scores],
+        errors=errors if any(errors) else None,
+    )
+    return judged
+
+
+async def _generate(recorder: Recorder, engine: Engine, number: int, request: GenerateRequest) -> Completion:
+    start_s = recorder.now_s()
+    completion = await engine.generate(request)
+    steps = completion.model_steps
+    recorder.note(
+        "generate",
+        request=request.request_id,
+        engine=number,
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        tokens=len(completion.response_ids),
+        # The weights of the first and of the last token: they only get newer.
+        model_steps=[int(steps[0]), int(steps[-1])] if len(steps) else None,
+        finish=completion.finish_reason,
+        start_s=start_s,
+        error=completion.error_msg,
+    )
+    return completion
+
+
+def name_groups(groups: Iterable[Sequence[RolloutState]]) -> list[str | int | None]:
+    """Their ids, in order."""
+    return [group[0].group_id for group in groups]
+
+
+def _as_fact(name: str, value: Any) -> Any:
+    """An argument as JSON has it, copied: it is written later."""
+    if isinstance(value, Status):
+        return value.value
+    if isinstance(value, Mapping):
+        # Priorities have keys of any type, and those of a JSON object are all text.
+        return [list(pair) for pair in value.items()] if name == "priorities" else dict(value)
+    return [_as_fact(name, item) for item in value] if isinstance(value, list | tuple | set) else value
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "group_status": Status,
+    "statuses": lambda names: [Status(name) for name in names],
+    "priorities": dict,
+}
+
+
+def _summary(result: Any) -> Any:
+    """A result as an event has it: ids in place of groups."""
+    if isinstance(result, tuple):
+        # Of `take_batch`: the counts follow from the groups.
+        return _summary(result[0])
+    if isinstance(result, dict):
+        return {task: _summary(part) for task, part in result.items()}
+    return name_groups(result) if isinstance(result, list) else result
+
+
+def _require_equal(facts: Facts, recorded: Any, now: Any) -> None:
+    if recorded == now:
+        return
+    where = f"event {facts['number']} ({facts['event']})"
+    if "train_step" in facts:
+        where = f"train step {facts['train_step']} ({where})"
+    if isinstance(recorded, dict):
+        task = next((task for task in now if now[task] != recorded.get(task)), "")
+        where, recorded, now = f"{where}, task {task!r}", recorded.get(task), now.get(task)
+    if isinstance(recorded, list):
+        pairs = enumerate(zip(recorded, now, strict=False))
+        place = next((i for i, (old, new) in pairs if old != new), min(len(recorded), len(now)))
+        where = f"{where}, from place {place} of {len(recorded)} on"
+        recorded, now = _some(recorded[place:]), _some(now[place:])
+    raise ValueError(
+        f"{where}: recorded {recorded}; now {now}; the record was changed, or this version of the buffer "
+        f"works otherwise"
+    )
+
+
+def _some(group_ids: list[Any]) -> str:
+    named = ", ".join(map(str, group_ids[:_NUM_NAMED])) or "none"
+    return f"{named} and {len(group_ids) - _NUM_NAMED} more" if len(group_ids) > _NUM_NAMED else named

@@ -2,14 +2,15 @@
 
 from typing import TYPE_CHECKING, Any
 
-from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.build import (
-    ENGINES,
-    EngineConfig,
+from forebay.engines.base import (
+    Completion,
+    Engine,
+    EngineHealth,
+    EngineLost,
     EngineSurroundings,
-    build_engines,
-    find_engine,
+    GenerateRequest,
 )
+from forebay.engines.build import ENGINES, EngineConfig, build_engines, find_engine
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
 

@@ -37,16 +37,28 @@ Contract:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from forebay.models import ModelConfig, Precision
 from forebay.types import FloatArray, IntArray, SampleParams
 
 if TYPE_CHECKING:
     import torch
+
+
+def request_seed(*parts: str | int) -> int:
+    """A seed of 63 bits that depends on all of `parts` and is the same in every process and version.
+
+    Rollouts' seeds end in a 0, which recorded runs have; without it they could not be repeated.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class EngineLost(RuntimeError):
@@ -73,6 +85,33 @@ class GenerateRequest:
     def num_earlier(self) -> int:
         """Tokens that earlier calls of the same rollout made."""
         return self.params.max_tokens - self.max_tokens
+
+    def after(self, new_ids: Sequence[int] | IntArray) -> GenerateRequest:
+        """The same request once `new_ids` were made: they join the input, and less of the budget is left."""
+        if not len(new_ids):
+            return self
+        return replace(
+            self,
+            input_ids=np.concatenate([self.input_ids, np.asarray(new_ids, np.int32)]),
+            max_tokens=self.max_tokens - len(new_ids),
+        )
+
+    def check(self, max_context_tokens: int) -> None:
+        """Check that an engine with this context can make at least one token.
+
+        Raises:
+            ValueError: the input is empty or fills the context, or the budget is used up.
+        """
+        length, name = len(self.input_ids), f"request {self.request_id!r}"
+        if length == 0:
+            raise ValueError(f"{name} has no input tokens")
+        if length >= max_context_tokens:
+            raise ValueError(
+                f"{name} has {length} input tokens, which leaves no room in the context of "
+                f"{max_context_tokens}; shorten the prompt or raise the context"
+            )
+        if self.max_tokens < 1:
+            raise ValueError(f"{name} may add {self.max_tokens} tokens; at least 1")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -101,6 +140,22 @@ class EngineHealth:
     num_waiting: int
     model_step: int
     detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSurroundings:
+    """A run's own part of its engines: what the function that builds them is given besides arguments."""
+
+    model_folder: Path
+    """Hugging Face folder of the weights the run starts from."""
+    model: ModelConfig
+    dtype: Precision = "float32"
+    """What engines hold the weights in, and compute in."""
+    tokenizer: Any
+    scratch: Path
+    """A folder for logs and weight files; it may not exist yet."""
+    lora_rank: int = 0
+    """Of the adapters that engines may be given in place of all weights; 0: they are given none."""
 
 
 class Engine(Protocol):

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from forebay.config import Component, ConfigError, check_arguments, look_up
 from forebay.engines.arguments import HTTPArguments, check_engine
-from forebay.engines.base import Engine, EngineLost
-from forebay.models import ModelConfig, Precision, load_model
+from forebay.engines.base import Engine, EngineLost, EngineSurroundings
+from forebay.models import Precision, load_model
 
 
 class EngineConfig(Component):
@@ -25,22 +23,6 @@ class EngineConfig(Component):
     dtype: Precision = "float32"
     """What engines hold the weights in, and compute in; on a CPU bfloat16 halves the memory and is several
     times slower. The trainer's weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineSurroundings:
-    """What a run gives to whatever makes its engines."""
-
-    model_folder: Path
-    """Hugging Face folder of the weights the run starts from."""
-    model: ModelConfig
-    dtype: Precision = "float32"
-    """What engines hold the weights in, and compute in."""
-    tokenizer: Any
-    scratch: Path
-    """A folder for logs and weight files; it may not exist yet."""
-    lora_rank: int = 0
-    """Of the adapters that engines may be given in place of all weights; 0: they are given none."""
 
 
 def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
@@ -90,30 +72,18 @@ def _processes(
     return list(started)
 
 
-def _http(kind: str) -> Callable[..., list[Engine]]:
-    def build(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
-        """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPArguments`."""
-        from forebay.engines.servers.build import http_engines
+def _http(kind: str, surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
+    """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPArguments`."""
+    from forebay.engines.servers.build import http_engines
 
-        return http_engines(
-            kind,
-            HTTPArguments(**arguments),
-            model_folder=surroundings.model_folder,
-            dtype=surroundings.dtype,
-            max_context_tokens=surroundings.model.max_context,
-            tokenizer=surroundings.tokenizer,
-            scratch=surroundings.scratch,
-            lora_rank=surroundings.lora_rank,
-        )
-
-    return build
+    return http_engines(kind, HTTPArguments(**arguments), surroundings)
 
 
 ENGINES: dict[str, Callable[..., list[Engine]]] = {
     "process": _processes,
-    "sglang": _http("sglang"),
+    "sglang": partial(_http, "sglang"),
     "transformers": _transformers,
-    "vllm": _http("vllm"),
+    "vllm": partial(_http, "vllm"),
 }
 """What ``engine.name`` may be; besides, ``package.module:function`` of the same signature."""
 

@@ -17,9 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest, request_seed
 from forebay.engines.pool import EnginePool
-from forebay.engines.seeds import request_seed
 from forebay.types import (
     RolloutState,
     SampleParams,

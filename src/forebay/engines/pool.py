@@ -86,15 +86,8 @@ class _Call:
         return made + (0 if self.engine is None else self.engine.num_made(self.request.request_id))
 
     def rest(self) -> GenerateRequest:
-        """What is left to do, as a request."""
-        ids = [part.response_ids for part in self.parts if len(part.response_ids)]
-        if not ids:
-            return self.request
-        return replace(
-            self.request,
-            input_ids=np.concatenate([self.request.input_ids, *ids]),
-            max_tokens=self.request.max_tokens - sum(map(len, ids)),
-        )
+        """The request that makes the tokens which are still missing."""
+        return self.request.after([token for part in self.parts for token in part.response_ids])
 
     def joined(self, last: Completion) -> Completion:
         """All parts as one completion that ended as `last` did."""

@@ -88,9 +88,11 @@ class ScriptedEngine:
         self._request_latency_s = request_latency_s
         self._token_latency_s = token_latency_s
         self._max_running = math.inf if max_running is None else max_running
-        self._max_context_tokens = max_context_tokens
+        self.max_context_tokens = max_context_tokens
+        """The most tokens, prompt and response together, one request may reach."""
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._model_step = model_step
+        self.model_step = model_step
+        """The step of the latest weights."""
         # Dicts are the ordered sets of Python: first in, first out.
         self._waiting: dict[_Entry, None] = {}
         self._running: dict[_Entry, None] = {}
@@ -99,28 +101,13 @@ class ScriptedEngine:
         self.requests: list[GenerateRequest] = []
         """Every request that began to run, in order."""
 
-    @property
-    def model_step(self) -> int:
-        """The step of the latest weights."""
-        return self._model_step
-
-    @property
-    def max_context_tokens(self) -> int:
-        """The most tokens, prompt and response together, one request may reach."""
-        return self._max_context_tokens
-
     async def generate(self, request: GenerateRequest) -> Completion:
         """Answer from the script.
 
         Raises:
             ValueError: the request is empty, or at or over the context.
         """
-        length = len(request.input_ids)
-        if not 0 < length < self._max_context_tokens:
-            raise ValueError(
-                f"request {request.request_id!r} has {length} input tokens; it needs at least one and fewer "
-                f"than the context of {self._max_context_tokens}"
-            )
+        request.check(self.max_context_tokens)
         if self._closed:
             return Completion(finish_reason="error", error_msg="the engine is closed")
         if self._paused:
@@ -159,7 +146,7 @@ class ScriptedEngine:
         """Label the tokens from now on with `model_step`; the weights are read and forgotten."""
         for _ in weights:
             pass
-        self._model_step = model_step
+        self.model_step = model_step
         now_s = asyncio.get_running_loop().time()
         for entry in self._running:
             entry.steps.append((now_s, model_step))
@@ -170,7 +157,7 @@ class ScriptedEngine:
             ok=not self._closed,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            model_step=self._model_step,
+            model_step=self.model_step,
         )
 
     async def close(self) -> None:
@@ -190,7 +177,7 @@ class ScriptedEngine:
         loop = asyncio.get_running_loop()
         latency = self._request_latency_s
         entry.answer = self._answer(entry.request)
-        entry.steps.append((-math.inf, self._model_step))
+        entry.steps.append((-math.inf, self.model_step))
         entry.first_token_s = loop.time() + (latency(entry.request) if callable(latency) else latency)
         end_s = entry.first_token_s + len(entry.answer.response_ids) * self._token_latency_s
         if end_s < math.inf:
@@ -211,7 +198,7 @@ class ScriptedEngine:
         ids = np.asarray(answer, np.int32).reshape(-1)
         stops = np.isin(ids, [*self._eos_token_ids, *request.params.stop_token_ids])
         end = int(stops.argmax()) + 1 if stops.any() else len(ids)
-        limit = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
+        limit = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
         return Completion(
             response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length"
         )
@@ -261,7 +248,7 @@ class ScriptedEngine:
     def _labels(self, entry: _Entry, count: int) -> IntArray:
         """The step whose weights were loaded when each token was made."""
         made_s = entry.first_token_s + np.arange(1, count + 1) * self._token_latency_s
-        times, steps = zip(*(entry.steps or [(-math.inf, self._model_step)]), strict=True)
+        times, steps = zip(*(entry.steps or [(-math.inf, self.model_step)]), strict=True)
         labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(times, made_s, side="right") - 1]
         return labels
 

@@ -1,4 +1,4 @@
-"""Framing, kept connections and broken ones."""
+"""Framing, and connections that break."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from forebay.engines.servers import client as http_client
-from forebay.engines.servers.client import Client, HTTPError
+from forebay.engines.servers.client import HTTPError, request
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -18,10 +17,9 @@ class Scripted:
 
     def __init__(self, answers: list[bytes]) -> None:
         self.answers, self.requests = answers, []
-        self.num_connections = self.num_open = 0
+        self.num_open = 0
 
     async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.num_connections += 1
         self.num_open += 1
         try:
             while self.answers:
@@ -58,15 +56,8 @@ async def serve() -> AsyncIterator[Callable[..., object]]:
         await server.wait_closed()
 
 
-@pytest.fixture
-async def client() -> AsyncIterator[Client]:
-    client = Client()
-    yield client
-    await client.close()
-
-
-async def ask(client: Client, url: str, body: bytes | None = None) -> tuple[int, bytes]:
-    async with client.request("GET" if body is None else "POST", url, body) as response:
+async def ask(url: str, body: bytes | None = None) -> tuple[int, bytes]:
+    async with request("GET" if body is None else "POST", url, body) as response:
         return response.status, await response.read()
 
 
@@ -80,46 +71,17 @@ async def ask(client: Client, url: str, body: bytes | None = None) -> tuple[int,
         (b"HTTP/1.1 200 OK\r\nContent-Length: 200000\r\n\r\n" + b"x" * 200000, 200, b"x" * 200000),
     ],
 )
-async def test_bodies_of_all_kinds_are_read_and_the_connection_kept(serve, client, answer, status, body):
+async def test_bodies_of_all_kinds_are_read(serve, answer, status, body):
     url, script = await serve(answer, answer, answer)
     for path in ("/a", "/b?c=d"):
-        assert await ask(client, url + path) == (status, body)
-    assert await ask(client, url, b'{"x": 1}') == (status, body)
+        assert await ask(url + path) == (status, body)
+    assert await ask(url, b'{"x": 1}') == (status, body)
     assert script.requests == ["GET /a HTTP/1.1|", "GET /b?c=d HTTP/1.1|", 'POST / HTTP/1.1|{"x": 1}']
-    assert script.num_connections == 1
 
 
-async def test_a_body_without_a_length_ends_with_the_connection(serve, client):
-    url, script = await serve(b"HTTP/1.1 200 OK\r\n\r\nall of it")
-    assert await ask(client, url) == (200, b"all of it")
-    assert script.num_connections == 1
-
-
-async def test_a_connection_that_was_idle_for_long_or_closed_is_not_used(serve, client, monkeypatch):
-    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx"
-    url, script = await serve(
-        answer, answer, answer.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"), answer
-    )
-    await ask(client, url)
-    monkeypatch.setattr(http_client, "KEPT_FOR_S", 0.0)
-    await ask(client, url)
-    assert script.num_connections == 2
-    monkeypatch.undo()
-    await ask(client, url)
-    assert script.num_connections == 2
-    await ask(client, url)
-    assert script.num_connections == 3
-
-
-async def test_what_has_been_idle_for_long_is_closed(serve, client, monkeypatch):
-    monkeypatch.setattr(http_client, "KEPT_FOR_S", 0.02)
-    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx"
-    url, script = await serve(*[answer] * 6)
-    await asyncio.gather(*(ask(client, url) for _ in range(3)))
-    assert script.num_open == 3
-    async with asyncio.timeout(10):
-        while script.num_open:
-            await asyncio.sleep(0.01)
+async def test_a_body_without_a_length_ends_with_the_connection(serve):
+    url, _ = await serve(b"HTTP/1.1 200 OK\r\n\r\nall of it")
+    assert await ask(url) == (200, b"all of it")
 
 
 async def test_the_certificates_are_read_once(monkeypatch):
@@ -130,19 +92,20 @@ async def test_the_certificates_are_read_once(monkeypatch):
         raise OSError("nobody")
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
-    client = Client()
     for _ in range(2):
         with pytest.raises(HTTPError, match="nobody"):
-            await ask(client, "https://127.0.0.1:1")
+            await ask("https://127.0.0.1:1")
     assert made[0] is made[1] is not None
 
 
-async def test_leaving_an_answer_early_closes_its_connection(serve, client):
+async def test_leaving_an_answer_early_closes_its_connection(serve):
     url, script = await serve(CHUNKED + b"3\r\nabc\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\nx")
-    async with client.request("GET", url) as response:
+    async with request("GET", url) as response:
         assert await anext(response.chunks()) == b"abc"
-    assert await ask(client, url) == (200, b"x")
-    assert script.num_connections == 2
+    assert await ask(url) == (200, b"x")
+    async with asyncio.timeout(10):
+        while script.num_open:
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -156,12 +119,12 @@ async def test_leaving_an_answer_early_closes_its_connection(serve, client):
         (b"hello there\r\n\r\n", "is not HTTP"),
     ],
 )
-async def test_what_is_broken_is_said(serve, client, answer, message):
+async def test_what_is_broken_is_said(serve, answer, message):
     url, _ = await serve(answer)
     with pytest.raises(HTTPError, match=message):
-        await ask(client, url)
+        await ask(url)
 
 
-async def test_nobody_there(client):
+async def test_nobody_there():
     with pytest.raises(HTTPError, match="no connection"):
-        await ask(client, "http://127.0.0.1:1")
+        await ask("http://127.0.0.1:1")

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from forebay.engines.base import EngineLost
-from forebay.engines.servers.engine import TOKENS_PER_PIECE
+from forebay.engines.servers.dialects import TOKENS_PER_PIECE
 from forebay.models.tiny import character_tokenizer
 
 WEIGHTS = [("w", torch.ones(2)), ("also_w", torch.zeros(3))]
@@ -78,7 +78,7 @@ async def test_the_response_ends_with_the_context(engine, ask):
 @pytest.mark.parametrize(
     ("ids", "max_tokens", "message"),
     [
-        ([], 4, "has 0 input tokens"),
+        ([], 4, "has no input tokens"),
         (range(64), 4, "has 64 input tokens"),
         ([1], 0, "may add 0 tokens"),
     ],
@@ -354,7 +354,7 @@ async def test_whose_fault_an_error_is(vllm, connect, ask, status, text, lost, m
 
 
 async def test_a_server_that_stops_answering_loses_what_runs(engine, server, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.servers.watch._HEALTH_EVERY_S", 0.02)
+    monkeypatch.setattr("forebay.engines.servers.link._HEALTH_EVERY_S", 0.02)
     server.auto = False
     running = asyncio.create_task(engine.generate(ask()))
     await server.has_jobs(1)

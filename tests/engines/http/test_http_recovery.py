@@ -14,8 +14,8 @@ from forebay.config import ConfigError
 from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
-from forebay.engines.servers.dialects import SGLang
-from forebay.engines.servers.engine import TOKENS_PER_PIECE, HTTPEngine
+from forebay.engines.servers.dialects import TOKENS_PER_PIECE, SGLang
+from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles
 from forebay.types import RolloutState, SampleParams, Status
@@ -36,14 +36,14 @@ async def vllm(start_fake, fake_kinds) -> Any:
 @pytest.fixture(autouse=True)
 def hurry(monkeypatch) -> None:
     for name, seconds in {
-        "openai_http._TRY_AGAIN_S": 0.01,
-        "openai_http._ASK_EVERY_S": 0.01,
-        "http_watch._HEALTH_EVERY_S": 0.01,
-        "openai_http._BUSY_FIRST_S": 0.01,
-        "http_link._TRY_AGAIN_S": 0.01,
-        "http_link.CONTROL_LIMIT_S": 0.2,
+        "engine._TRY_AGAIN_S": 0.01,
+        "engine._ASK_EVERY_S": 0.01,
+        "link._HEALTH_EVERY_S": 0.01,
+        "engine._BUSY_FIRST_S": 0.01,
+        "link._TRY_AGAIN_S": 0.01,
+        "link.CONTROL_LIMIT_S": 0.2,
     }.items():
-        monkeypatch.setattr(f"forebay.engines.{name}", seconds)
+        monkeypatch.setattr(f"forebay.engines.servers.{name}", seconds)
 
 
 async def until(condition) -> None:
@@ -61,7 +61,7 @@ def rollout(name: str, max_tokens: int = 40) -> RolloutState:
 
 
 async def test_a_healthy_server_whose_model_hangs_is_lost(server, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.servers.watch._SILENCE_S", 0.05)
+    monkeypatch.setattr("forebay.engines.servers.link._SILENCE_S", 0.05)
     engine = connect(server)
     await engine.bring_up()
     server.auto = False

@@ -18,7 +18,7 @@ from forebay.config import Component, ConfigError
 from forebay.engines import EngineSurroundings, build_engines
 from forebay.engines.base import EngineLost
 from forebay.engines.servers import guard as server_guard
-from forebay.engines.servers.client import Client, HTTPError
+from forebay.engines.servers.client import HTTPError, request
 from forebay.engines.servers.dialects import VLLM, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
@@ -47,14 +47,11 @@ def local_server(tmp_path: Path, program: str = SERVER, **arguments) -> LocalSer
 
 
 async def answers(server: LocalServer) -> bool:
-    client = Client()
     try:
-        async with client.request("GET", server.url) as response:
+        async with request("GET", server.url) as response:
             return response.status == 200
     except HTTPError:
         return False
-    finally:
-        await client.close()
 
 
 def child_of(log: Path) -> int:

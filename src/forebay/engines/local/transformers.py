@@ -87,18 +87,20 @@ class TransformersEngine:
         self._device = device
         self._model = model.eval().to(device)
         self._has_tokenizer = tokenizer is not None
-        self._max_context_tokens = _context_limit(model, max_context_tokens)
-        check_config(model, self._max_context_tokens)
+        self.max_context_tokens = _context_limit(model, max_context_tokens)
+        """The most tokens, prompt and response together, one request may reach."""
+        check_config(model, self.max_context_tokens)
         self._batch = DecodeBatch(
             self._model,
-            max_context_tokens=self._max_context_tokens,
+            max_context_tokens=self.max_context_tokens,
             prefill_tokens=prefill_tokens,
             eos_token_ids=end_token_ids(model, tokenizer),
             tokenizer=tokenizer,
         )
         probe(self._batch)
         self._adapted = AdaptedWeights(self._model) if takes_adapters else None
-        self._model_step = model_step
+        self.model_step = model_step
+        """The step of the weights that make the next token."""
         self._waiting: dict[Row, asyncio.Future[Completion]] = {}
         self._running: dict[Row, asyncio.Future[Completion]] = {}
         self._aborting: set[Row] = set()
@@ -112,16 +114,6 @@ class TransformersEngine:
         self._news = threading.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forebay-engine")
 
-    @property
-    def model_step(self) -> int:
-        """The step of the weights that make the next token."""
-        return self._model_step
-
-    @property
-    def max_context_tokens(self) -> int:
-        """The most tokens, prompt and response together, one request may reach."""
-        return self._max_context_tokens
-
     async def generate(self, request: GenerateRequest) -> Completion:
         """Continue ``request.input_ids``.
 
@@ -129,7 +121,12 @@ class TransformersEngine:
             ValueError: the request can never run: empty, at or over the context, no budget, or stop texts
                 without a tokenizer.
         """
-        self._check(request)
+        request.check(self.max_context_tokens)
+        if request.params.stop and not self._has_tokenizer:
+            raise ValueError(
+                f"request {request.request_id!r} has stop texts {request.params.stop!r}, but the engine was "
+                f"built without a tokenizer; use stop_token_ids"
+            )
         if self._closed:
             return Completion(finish_reason="error", error_msg="the engine is closed")
         if self._paused:
@@ -217,7 +214,7 @@ class TransformersEngine:
             ok=not self._closed,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            model_step=self._model_step,
+            model_step=self.model_step,
             detail=f"{self._num_failed_passes} failed forward passes" if self._num_failed_passes else "",
         )
 
@@ -233,25 +230,6 @@ class TransformersEngine:
         self._adapted = None
 
     # The event loop's side
-
-    def _check(self, request: GenerateRequest) -> None:
-        length = len(request.input_ids)
-        if length == 0:
-            raise ValueError(f"request {request.request_id!r} has no input tokens")
-        if length >= self._max_context_tokens:
-            raise ValueError(
-                f"request {request.request_id!r} has {length} input tokens, which leaves no room in the "
-                f"context of {self._max_context_tokens}; shorten the prompt or raise the context"
-            )
-        if request.max_tokens < 1:
-            raise ValueError(
-                f"request {request.request_id!r} may add {request.max_tokens} tokens; at least 1"
-            )
-        if request.params.stop and not self._has_tokenizer:
-            raise ValueError(
-                f"request {request.request_id!r} has stop texts {request.params.stop!r}, but the engine was "
-                f"built without a tokenizer; use stop_token_ids"
-            )
 
     def _end(self, rows: Iterable[Row]) -> None:
         """Abort rows: those that wait at once, those that run before their next token."""
@@ -352,7 +330,7 @@ class TransformersEngine:
                 ]
         while self._batch.size and not ended and not self._news.is_set():
             try:
-                ended = self._batch.step(self._model_step)
+                ended = self._batch.step(self.model_step)
             except Exception as error:
                 ended = self._batch.fail(self._failed_pass(error))
         return ended
@@ -366,7 +344,7 @@ class TransformersEngine:
         copy_weights(self._model, weights)
         if self._adapted is not None:
             self._adapted.full_load()
-        self._model_step = model_step
+        self.model_step = model_step
 
     def _load_adapters(
         self,
@@ -376,7 +354,7 @@ class TransformersEngine:
         model_step: int,
     ) -> None:
         adapted.load(adapters, config)
-        self._model_step = model_step
+        self.model_step = model_step
 
     def _move(self, device: str) -> None:
         self._model.to(device)

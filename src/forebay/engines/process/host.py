@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from forebay.config import Component
-from forebay.engines.base import Engine, GenerateRequest
-from forebay.engines.build import EngineSurroundings, build_engines
+from forebay.engines.base import Engine, EngineSurroundings, GenerateRequest
+from forebay.engines.build import build_engines
 from forebay.io.framing import framed, read_frame
 from forebay.models import ModelConfig, load_tokenizer
 from forebay.models.starting_weights import AdaptersRefusedError

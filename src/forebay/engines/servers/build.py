@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, Request, build_opener
 
 from forebay.config import ConfigError
 from forebay.engines.arguments import HTTPArguments
-from forebay.engines.base import Engine
+from forebay.engines.base import Engine, EngineSurroundings
 from forebay.engines.servers.dialects import MODEL_NAME, VLLM, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
@@ -32,88 +32,67 @@ DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang}
 _ASK_LIMIT_S = 10.0
 
 
-def http_engines(
-    kind: str,
-    settings: HTTPArguments,
-    *,
-    model_folder: Path,
-    dtype: str,
-    max_context_tokens: int | None,
-    tokenizer: Any,
-    scratch: Path,
-    lora_rank: int = 0,
-) -> list[Engine]:
+def http_engines(kind: str, settings: HTTPArguments, surroundings: EngineSurroundings) -> list[Engine]:
     """Engines for the servers that `settings` describe; servers are started when the first is used.
 
-    `lora_rank` is that of the adapters that are trained; 0: there are none.
-
     Raises:
-        ConfigError: a server is not there, or serves less than `max_context_tokens`.
+        ConfigError: a server is not there, or serves less than the run's context.
     """
-    if not (bool(settings.servers) if settings.takes_adapters is None else settings.takes_adapters):
-        lora_rank = 0
-    dialect = DIALECTS[kind]()
+    dialect, scratch, model_folder = DIALECTS[kind](), surroundings.scratch, surroundings.model_folder
+    takes_adapters = settings.takes_adapters
+    # Only a server that is started here is known to be set up for adapters.
+    lora_rank = (
+        surroundings.lora_rank if takes_adapters or (takes_adapters is None and settings.servers) else 0
+    )
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm" and not _has_gpu() and (shared := shared_weights(model_folder)):
         served = write_untied(model_folder, scratch / "model", shared)
     key = _api_key(settings.api_key_env)
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
-    files = WeightFiles(
-        folder.resolve(), served, written_out=shared, starting_dtype=dtype if settings.servers else None
+    starting_dtype = surroundings.dtype if settings.servers else None
+    engine = partial(
+        HTTPEngine,
+        files=WeightFiles(folder.resolve(), served, written_out=shared, starting_dtype=starting_dtype),
+        dialect=dialect,
+        tokenizer=surroundings.tokenizer,
+        start_limit_s=settings.start_limit_s,
+        api_key=key,
+        lora_rank=lora_rank,
     )
-    common: dict[str, Any] = {
-        "files": files,
-        "dialect": dialect,
-        "tokenizer": tokenizer,
-        "start_limit_s": settings.start_limit_s,
-        "api_key": key,
-        "lora_rank": lora_rank,
-    }
+    wanted = surroundings.model.max_context
     if settings.urls:
-        engines: list[Engine] = []
-        for url in settings.urls:
-            model, context = _ask(url.rstrip("/"), max_context_tokens, key)
-            engines.append(HTTPEngine(url.rstrip("/"), model=model, max_context_tokens=context, **common))
-        return engines
-    context = max_context_tokens or _own_context(model_folder)
+        asked = [(url, *_ask(url, wanted, key)) for url in (url.rstrip("/") for url in settings.urls)]
+        return [engine(url, model=model, max_context_tokens=context) for url, model, context in asked]
+    context = wanted or _own_context(model_folder)
 
     def command(port: int) -> list[str]:
-        return dialect.command(str(served.resolve()), port, context, dtype, lora_rank)
+        return dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
 
     # What cannot be started is an error now.
     command(0)
-    return [
-        HTTPEngine(
-            _local_server(number, settings, dialect, command, scratch, with_lora=lora_rank > 0),
-            model=MODEL_NAME,
-            max_context_tokens=context,
-            **common,
-        )
-        for number in range(settings.servers)
+    environment = {**dialect.environment, **(dialect.lora_environment if lora_rank else {})}
+    servers = [
+        _local_server(number, settings, command, environment, scratch) for number in range(settings.servers)
     ]
+    return [engine(server, model=MODEL_NAME, max_context_tokens=context) for server in servers]
 
 
 def _local_server(
     number: int,
     settings: HTTPArguments,
-    dialect: Dialect,
     command: Callable[[int], list[str]],
+    environment: Mapping[str, str | None],
     scratch: Path,
-    *,
-    with_lora: bool,
 ) -> LocalServer:
     def numbered(text: str) -> str:
         return str(text).replace("{server}", str(number))
 
     options = [numbered(option) for option in settings.options]
+    own = {name: numbered(value) for name, value in (settings.environment or {}).items()}
     return LocalServer(
         lambda port: [settings.python, *command(port), *options],
         log=scratch / f"server_{number}.log",
-        environment={
-            **dialect.environment,
-            **(dialect.lora_environment if with_lora else {}),
-            **{name: numbered(value) for name, value in (settings.environment or {}).items()},
-        },
+        environment={**environment, **own},
         start_limit_s=settings.start_limit_s,
     )
 

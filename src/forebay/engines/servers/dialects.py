@@ -1,4 +1,4 @@
-"""What vLLM and SGLang call things: all their differences are in this file.
+"""The names vLLM and SGLang have for things: all their differences are in this file.
 
 ::
 
@@ -18,18 +18,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
-from forebay.engines.base import GenerateRequest
-from forebay.engines.seeds import request_seed
+from forebay.engines.base import GenerateRequest, request_seed
 from forebay.types import SampleParams
 
 MODEL_NAME = "policy"
-"""What servers that a run starts itself call the model."""
+"""Model name of the servers that a run starts itself."""
 
 ADAPTER_NAME = "policy-adapter"
-"""What vLLM servers call the one adapter that they have."""
+"""vLLM's name of the one adapter that it has: always the same, so that it counts as one in its memory."""
+
+TOKENS_PER_PIECE = 16
+"""Asked of servers that take it. One event per token costs both sides more than it tells."""
 
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What ``--max-lora-rank`` may be."""
+"""Values that ``--max-lora-rank`` may have."""
 
 SGLANG_SEED_BITS = 31
 """SGLang keeps seeds in 32-bit integers."""
@@ -50,7 +52,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """What one event of a stream adds."""
+    """New tokens of one event of a stream."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -66,9 +68,8 @@ class ErrorEvent(BadAnswer):
 
 
 class Dialect(ABC):
-    """What differs between servers."""
+    """One kind of server; `VLLM` and `SGLang` fill in the table."""
 
-    name: str
     generate_path: str
     health: Call
     """Whether there is a server; answered while it is paused, too."""
@@ -77,8 +78,9 @@ class Dialect(ABC):
     alive: Call
     """Answered by the process that runs the model, between two steps: not by one that stands still."""
     models = Call("GET", "/v1/models")
-    """What it serves, and how many tokens of it."""
+    """The models that it serves, and how many tokens of each."""
     version: Call
+    """Answered with the ``weight_version`` that the server was last told."""
     pause: tuple[Call, ...]
     """End all requests as aborted, and run none until `release`."""
     release: tuple[Call, ...]
@@ -86,28 +88,25 @@ class Dialect(ABC):
     """How to draw one token to see whether the server answers as it should."""
     probe_is_certain: bool
     """Whether that token has probability 1 if the server reports the distribution that it draws from."""
+    command_line: str
+    """Arguments of a Python interpreter that start a server of this kind on the loopback interface."""
+    lora_options: str
+    """Further ones for a server that is to take adapters."""
     environment: ClassVar[Mapping[str, str | None]]
     """Variables for a server that is started here; None: not to be inherited."""
     lora_environment: ClassVar[Mapping[str, str | None]] = {}
-    """Besides, for a server that is to take adapters."""
+    """Further ones for a server that is to take adapters."""
     help: str
-    """What a server needs to be started with, for errors."""
+    """How a server must be started, for errors."""
     lora_help: str
-    """What it needs to be started with to take adapters, for errors."""
+    """How it must be started to take adapters, for errors."""
 
-    @abstractmethod
-    def check(self, request: GenerateRequest) -> None:
+    def check(self, request: GenerateRequest) -> None:  # noqa: B027 - not every server has limits.
         """Raise ValueError where the server cannot report the distribution that `request` is drawn from."""
 
     @abstractmethod
     def body(
-        self,
-        request: GenerateRequest,
-        model: str,
-        max_tokens: int,
-        tokens_per_piece: int,
-        *,
-        adapters: str | None = None,
+        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None = None
     ) -> dict[str, Any]:
         """The request as JSON; its answer is a stream. `adapters`: the version of those to use."""
 
@@ -130,35 +129,36 @@ class Dialect(ABC):
         The first call is the one that loads them; a server that refuses it is as it was.
         """
 
-    @abstractmethod
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Free what adapters occupy that no request uses any more."""
+        return ()
 
-    def version_of(self, answer: dict[str, Any]) -> str | None:
-        """What `version` was answered."""
-        return answer.get("weight_version")
-
-    @abstractmethod
-    def command(
-        self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
-    ) -> list[str]:
-        """What to run with a Python interpreter to get a server of this kind, on the loopback interface.
-
-        `lora_rank` is the rank of the adapters that it is to take; 0: none.
+    def served_rank(self, rank: int) -> int:
+        """The rank that a server must be started with to take adapters of `rank`.
 
         Raises:
             ValueError: servers of this kind take none of that rank.
         """
+        return rank
+
+    def command(self, folder: str, port: int, context: int, dtype: str, lora_rank: int = 0) -> list[str]:
+        """`command_line` for the model in `folder`; `lora_rank`: of the adapters it is to take, 0: none.
+
+        Raises:
+            ValueError: as `served_rank`.
+        """
+        values = {"folder": folder, "name": MODEL_NAME, "port": port, "context": context, "dtype": dtype}
+        line = self.command_line.split()
+        if lora_rank:
+            line += self.lora_options.split()
+            values["rank"] = self.served_rank(lora_rank)
+        # Split first: a folder's name may have spaces.
+        return [part.format(**values) for part in line]
 
 
 class VLLM(Dialect):
-    """vLLM's completions endpoint, with its development endpoints for control.
+    """vLLM's completions endpoint, with its development endpoints for control."""
 
-    Its own defaults (a model's generation config may set penalties, top-k and more) are all overridden: what
-    is drawn from must be what the trainer recomputes.
-    """
-
-    name = "vllm"
     generate_path = "/v1/completions"
     # Of its own process only: it is fine while the model's hangs.
     health = ready = Call("GET", "/health")
@@ -169,6 +169,11 @@ class VLLM(Dialect):
     # Not top-k of 1: of tokens that are equally likely it would keep all.
     probe = SampleParams(max_tokens=1, top_p=1e-6)
     probe_is_certain = True
+    command_line = (
+        "-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name {name} --host 127.0.0.1 "
+        "--port {port} --max-model-len {context} --dtype {dtype} --logprobs-mode processed_logprobs"
+    )
+    lora_options = "--enable-lora --max-loras 1 --max-lora-rank {rank}"
     environment: ClassVar[Mapping[str, str | None]] = {
         "VLLM_SERVER_DEV_MODE": "1",
         # Of some other server; this one is on the loopback interface.
@@ -187,45 +192,27 @@ class VLLM(Dialect):
         "one; else set takes_adapters = false among the engine's arguments"
     )
 
-    def check(self, request: GenerateRequest) -> None:
-        """All requests fit."""
-
     def body(
-        self,
-        request: GenerateRequest,
-        model: str,
-        max_tokens: int,
-        tokens_per_piece: int,
-        *,
-        adapters: str | None = None,
+        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None = None
     ) -> dict[str, Any]:
-        """See `Dialect`."""
+        """The completion of token ids, with ids and log probabilities in the answer."""
         params = request.params
         return {
+            **_sampling(params),
             "model": model if adapters is None else ADAPTER_NAME,
             "prompt": request.input_ids.tolist(),
             "max_tokens": max_tokens,
-            "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
             "seed": request_seed(request.seed, request.num_earlier),
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
-            "skip_special_tokens": False,
             "logprobs": 0,
             "return_token_ids": True,
             "stream": True,
-            "stream_interval": tokens_per_piece,
         }
 
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
-        """See `Dialect`."""
-        if "error" in event:
-            raise ErrorEvent(f"the server failed: {event['error']}")
+        """New tokens of one event; an event may have none."""
+        _check_no_error(event)
         try:
             if not event["choices"]:
                 return Piece()
@@ -239,14 +226,12 @@ class VLLM(Dialect):
         return Piece(ids=ids, logprobs=logprobs, finish_reason=reason)
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
-        """See `Dialect`."""
-        return (
-            Call("POST", "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
-            *self._loaded(version),
-        )
+        """Reload the weights of the running model from `folder`."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        return (Call("POST", "/collective_rpc", body), *self._loaded(version))
 
     def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
-        """See `Dialect`. In place: one name for all, which so counts as one in the server's memory."""
+        """Replace the one adapter in place, so that there is nothing to drop afterwards."""
         body = {"lora_name": ADAPTER_NAME, "lora_path": folder, "load_inplace": True}
         return (Call("POST", "/v1/load_lora_adapter", body, may_refuse=True), *self._loaded(version))
 
@@ -257,31 +242,15 @@ class VLLM(Dialect):
             Call("POST", "/update_weight_version", {"new_version": version}),
         )
 
-    def drop_adapters(self, version: str) -> tuple[Call, ...]:
-        """Nothing: the next ones take their place."""
-        return ()
-
-    def command(
-        self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
-    ) -> list[str]:
-        """See `Dialect`."""
-        return [
-            *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", model_folder, "--served-model-name", MODEL_NAME),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--max-model-len", str(max_context_tokens), "--dtype", dtype),
-            *("--logprobs-mode", "processed_logprobs"),
-            *(self._lora_options(lora_rank) if lora_rank else ()),
-        ]
-
-    def _lora_options(self, rank: int) -> tuple[str, ...]:
+    def served_rank(self, rank: int) -> int:
+        """The next of the ranks that vLLM has kernels for."""
         enough = next((known for known in VLLM_RANKS if known >= rank), None)
         if enough is None:
             raise ValueError(
                 f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, got {rank}; lower train.lora_rank, "
                 f"or set takes_adapters = false among the engine's arguments"
             )
-        return ("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(enough))
+        return enough
 
 
 class SGLang(Dialect):
@@ -291,7 +260,6 @@ class SGLang(Dialect):
     are refused. Seeds have an effect only with ``--enable-deterministic-inference``.
     """
 
-    name = "sglang"
     generate_path = "/generate"
     # "/health" makes a token, unless it is told not to, and so fails while the server is paused.
     health = version = Call("GET", "/get_model_info")
@@ -301,6 +269,12 @@ class SGLang(Dialect):
     release = (Call("POST", "/continue_generation", {}),)
     probe = SampleParams(max_tokens=1)
     probe_is_certain = False
+    command_line = (
+        "-m sglang.launch_server --model-path {folder} --served-model-name {name} --host 127.0.0.1 "
+        "--port {port} --context-length {context} --dtype {dtype}"
+    )
+    # All layers, because nothing says yet which will have an adapter.
+    lora_options = "--enable-lora --max-lora-rank {rank} --lora-target-modules all"
     environment: ClassVar[Mapping[str, str | None]] = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
@@ -316,7 +290,7 @@ class SGLang(Dialect):
     )
 
     def check(self, request: GenerateRequest) -> None:
-        """See `Dialect`."""
+        """Refuse top-k and top-p."""
         if request.params.top_k or request.params.top_p < 1:
             raise ValueError(
                 f"request {request.request_id!r} has top_k {request.params.top_k} and top_p "
@@ -325,35 +299,20 @@ class SGLang(Dialect):
             )
 
     def body(
-        self,
-        request: GenerateRequest,
-        model: str,
-        max_tokens: int,
-        tokens_per_piece: int,
-        *,
-        adapters: str | None = None,
+        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None = None
     ) -> dict[str, Any]:
-        """See `Dialect`. Each event may repeat all log probabilities so far, so few events cost less."""
-        params = request.params
+        """The generation from token ids; each event may repeat all log probabilities, so there are few."""
         seed = request_seed(request.seed, request.num_earlier) & ((1 << SGLANG_SEED_BITS) - 1)
         return {
             **({} if adapters is None else {"lora_path": adapters}),
             "input_ids": request.input_ids.tolist(),
             "sampling_params": {
+                **_sampling(request.params),
                 "max_new_tokens": max_tokens,
-                "temperature": params.temperature,
                 "top_p": 1.0,
                 "top_k": -1,
-                "min_p": 0.0,
-                "repetition_penalty": 1.0,
-                "presence_penalty": 0.0,
-                "frequency_penalty": 0.0,
                 "sampling_seed": seed,
-                "stop": list(params.stop),
-                "stop_token_ids": list(params.stop_token_ids),
-                "skip_special_tokens": False,
                 "no_stop_trim": True,
-                "stream_interval": tokens_per_piece,
             },
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -361,9 +320,8 @@ class SGLang(Dialect):
         }
 
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
-        """See `Dialect`. Events hold all tokens so far, or the new ones only: an option of the server."""
-        if "error" in event:
-            raise ErrorEvent(f"the server failed: {event['error']}")
+        """New tokens of one event, which holds all so far or the new ones only: an option of the server."""
+        _check_no_error(event)
         try:
             meta = event["meta_info"]
             num_new = meta["completion_tokens"] - num_made
@@ -373,25 +331,19 @@ class SGLang(Dialect):
             raise BadAnswer(f"no log probabilities of output tokens in {event}: {error!r}") from error
         if len(made) != num_new:
             raise BadAnswer(f"{num_new} new tokens but {len(made)} log probabilities in {event}")
-        reason = ended["type"] if isinstance(ended, dict) else ended
         return Piece(
             ids=[token_id for _, token_id, *_ in made],
             logprobs=[logprob for logprob, *_ in made],
-            finish_reason=reason,
+            finish_reason=ended["type"] if isinstance(ended, dict) else ended,
         )
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
-        """See `Dialect`."""
-        return (
-            Call(
-                "POST",
-                "/update_weights_from_disk",
-                {"model_path": folder, "weight_version": version, "flush_cache": True},
-            ),
-        )
+        """Read the weights in `folder`, and flush the cache."""
+        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        return (Call("POST", "/update_weights_from_disk", body),)
 
     def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
-        """See `Dialect`. Each has a name of its own, and what is cached belongs to that name."""
+        """Load the adapters under a name of their own; cached keys and values belong to that name."""
         name = {"new_version": version, "abort_all_requests": False}
         return (
             Call("POST", "/load_lora_adapter", {"lora_name": version, "lora_path": folder}, may_refuse=True),
@@ -399,21 +351,29 @@ class SGLang(Dialect):
         )
 
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
-        """See `Dialect`."""
+        """Unload these; refused where the server has none of that name."""
         return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
 
-    def command(
-        self, model_folder: str, port: int, max_context_tokens: int, dtype: str, lora_rank: int = 0
-    ) -> list[str]:
-        """See `Dialect`."""
-        return [
-            *("-m", "sglang.launch_server"),
-            *("--model-path", model_folder, "--served-model-name", MODEL_NAME),
-            *("--host", "127.0.0.1", "--port", str(port)),
-            *("--context-length", str(max_context_tokens), "--dtype", dtype),
-            *(self._lora_options(lora_rank) if lora_rank else ()),
-        ]
 
-    def _lora_options(self, rank: int) -> tuple[str, ...]:
-        # Nothing says yet which layers will have one.
-        return ("--enable-lora", "--max-lora-rank", str(rank), "--lora-target-modules", "all")
+def _sampling(params: SampleParams) -> dict[str, Any]:
+    """Settings with the same names at both servers.
+
+    A model's generation config may set penalties and more: all are overridden, because what is drawn from
+    must be what the trainer recomputes.
+    """
+    return {
+        "temperature": params.temperature,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(params.stop),
+        "stop_token_ids": list(params.stop_token_ids),
+        "skip_special_tokens": False,
+        "stream_interval": TOKENS_PER_PIECE,
+    }
+
+
+def _check_no_error(event: Mapping[str, Any]) -> None:
+    if "error" in event:
+        raise ErrorEvent(f"the server failed: {event['error']}")

@@ -9,14 +9,23 @@
                  files.write -> interrupt what runs -> load the folder -> release -> go on
     bring_up():  start or wait for the server -> load the current weights -> release -> check what it answers
 
-It starts no process by itself (`forebay.engines.servers.launch` does), knows no server's names for things
-(`forebay.engines.servers.dialects` does), nor what a server has (`forebay.engines.servers.weights`), and is
-told by `forebay.engines.servers.watch` that one is gone. One controller per server: pausing it pauses
-everybody's requests.
+The engine's state says what becomes of a request that comes now, and of those that are at the server:
 
-While weights change requests wait here, also those that were running: they go on from their tokens when the
-new weights are there. Every token carries the step of the weights that made it: see
-`forebay.engines.servers.stream`.
+::
+
+          bring_up           load
+    NEW -----------> UP <-----------> LOADING     UP: to the server; LOADING: waits here, and goes on after it
+                     | ^                 |
+           no answer | | bring_up        | the load fails
+                     v |                 |
+                    LOST <---------------+        NEW and LOST: ends, "error" and lost
+       any of these -----close-----> CLOSED       CLOSED: ends, "error"
+
+Beside it the engine is paused or not, as its controller wants it: while paused, requests end with "abort",
+and a load leaves the server paused. One controller per server: pausing it pauses everybody's requests.
+
+Requests that were running when weights change go on from their tokens with the new weights. Every token
+carries the step of the weights that made it: see `forebay.engines.servers.stream`.
 """
 
 from __future__ import annotations
@@ -24,25 +33,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
-from forebay.engines.servers.check import check_context, check_probe, probe_request
 from forebay.engines.servers.dialects import VLLM, BadAnswer, Dialect, ErrorEvent
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
-from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink
+from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink, Watch
 from forebay.engines.servers.stream import Stream
-from forebay.engines.servers.watch import Watch
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights
 from forebay.models.starting_weights import AdaptersRefusedError
 
 if TYPE_CHECKING:
     import torch
-
-TOKENS_PER_PIECE = 16
-"""Asked of servers that take it. One event per token costs both sides more than it tells."""
 
 _ASK_EVERY_S = 1.0
 """Seconds between two questions whether a server is back that others start."""
@@ -54,6 +61,16 @@ _END_LIMIT_S = 5.0
 """For requests to end after the server was paused; then their connections are closed."""
 _START_TRIES = 3
 """Failures in a row to bring a server back, after which it is given up."""
+
+
+class State(Enum):
+    """Where an `HTTPEngine` is; drawn above."""
+
+    NEW = auto()
+    UP = auto()
+    LOADING = auto()
+    LOST = auto()
+    CLOSED = auto()
 
 
 class HTTPEngine:
@@ -89,15 +106,13 @@ class HTTPEngine:
         may be away, and how long one may take to be ready for use. `api_key` goes with every request.
         `lora_rank` is the highest rank of adapters that the server was started for; 0: none.
         """
+        self.max_context_tokens = max_context_tokens
+        """The most tokens, prompt and response together, one request may reach."""
         self._server = server if isinstance(server, LocalServer) else None
-        self._link = ServerLink(
-            dialect or VLLM(),
-            lambda: server if isinstance(server, str) else server.url,
-            {} if api_key is None else {"authorization": f"Bearer {api_key}"},
-        )
-        self._dialect = self._link.dialect
+        self._dialect = dialect or VLLM()
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._link = ServerLink(self._dialect, server, headers)
         self._model = model
-        self._max_context_tokens = max_context_tokens
         self._files = files
         files.num_users += 1
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
@@ -106,13 +121,10 @@ class HTTPEngine:
         self._streams: dict[Stream, None] = {}
         self._watch = Watch(self._link, self._server, self._lose)
         self._control = asyncio.Lock()
-        self._open = asyncio.Event()
-        self._open.set()
-        self._away = "it has not been brought up"
-        """Why there is no server; empty while there is one."""
-        self._was_up = False
+        self._state, self._lost_because = State.NEW, "it has not been brought up"
+        self._not_loading = asyncio.Event()
+        self._not_loading.set()
         self._paused = False
-        self._closed = False
 
     def __str__(self) -> str:
         return str(self._link)
@@ -122,11 +134,6 @@ class HTTPEngine:
         """The step of the weights that make the next token."""
         return self._weights.model_step
 
-    @property
-    def max_context_tokens(self) -> int:
-        """The most tokens, prompt and response together, one request may reach."""
-        return self._max_context_tokens
-
     # Requests
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -134,18 +141,18 @@ class HTTPEngine:
 
         Raises:
             ValueError: the request can never run: empty, at or over the context, no budget, or its log
-                probabilities would not be those of what it draws from.
+                probabilities would not be those of the distribution that it draws from.
         """
-        self._check(request)
+        request.check(self.max_context_tokens)
+        self._dialect.check(request)
         stream = Stream(request, self._stop_texts)
         self._streams[stream] = None
         try:
             while not stream.has_ended:
-                # It is closed while weights change.
-                if self._open.is_set():
-                    await self._go_on(stream)
+                if self._state is State.LOADING:
+                    await stream.until(self._not_loading)
                 else:
-                    await stream.until(self._open)
+                    await self._go_on(stream)
         finally:
             stream.close()
             del self._streams[stream]
@@ -165,6 +172,19 @@ class HTTPEngine:
         """How many tokens a running request has by now, but for those of the piece to come; else 0."""
         return sum(len(stream.ids) for stream in self._streams if stream.request.request_id == request_id)
 
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is."""
+        has_server = self._state in (State.UP, State.LOADING)
+        ok = has_server and await self._link.is_healthy()
+        num_running = sum(1 for stream in self._streams if stream.ids)
+        return EngineHealth(
+            ok=ok,
+            num_running=num_running,
+            num_waiting=len(self._streams) - num_running,
+            model_step=self.model_step,
+            detail="" if ok else f"{self} does not answer" if has_server else self._lost_because,
+        )
+
     # Control
 
     async def pause(self) -> None:
@@ -173,6 +193,7 @@ class HTTPEngine:
         Raises:
             EngineLost: the server does not answer.
         """
+        # Before the wait for a load that is under way: that leaves the server paused then.
         self._paused = True
         async with self._controlling():
             await self._stop_all(goes_on=False)
@@ -221,54 +242,21 @@ class HTTPEngine:
         self._weights.check(config)
         await self._take_over(adapters, model_step, config)
 
-    async def _take_over(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        model_step: int,
-        adapters: Mapping[str, Any] | None = None,
-    ) -> None:
-        if self._closed:
-            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
-        written = await self._files.write(weights, model_step, adapters=adapters)
-        async with self._controlling():
-            try:
-                if self._away:
-                    raise EngineLost(f"{self}: {self._away}")
-                await self._load(written)
-            except AdaptersRefusedError:
-                raise
-            except BaseException:
-                # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
-                self._weights.model_step = model_step
-                raise
-
-    async def health(self) -> EngineHealth:
-        """Whether it can serve, and how busy it is."""
-        ok = not (self._away or self._closed) and await self._link.is_healthy()
-        num_running = sum(1 for stream in self._streams if stream.ids)
-        return EngineHealth(
-            ok=ok,
-            num_running=num_running,
-            num_waiting=len(self._streams) - num_running,
-            model_step=self.model_step,
-            detail="" if ok else self._away or f"{self} does not answer",
-        )
-
     async def close(self) -> None:
         """End everything; stop the server if it was started here, else leave it unpaused."""
-        if self._closed:
+        if self._state is State.CLOSED:
             return
-        self._closed = True
+        was_up = self._state is not State.NEW
+        self._enter(State.CLOSED, "the engine is closed")
         for stream in self._streams:
             stream.cut("abort")
         await self._watch.quiet()
         if self._server is not None:
             await self._server.stop()
-        elif self._was_up:
+        elif was_up:
             with contextlib.suppress(EngineLost, TimeoutError):
                 async with asyncio.timeout(_END_LIMIT_S):
                     await self._link.do(self._dialect.release)
-        await self._link.close()
         self._files.num_users -= 1
         if not self._files.num_users:
             self._files.close()
@@ -284,15 +272,14 @@ class HTTPEngine:
             EngineLost: it could not be started, did not come back, or is not set up as it must be.
         """
         failures: list[str] = []
-        num_tries = _START_TRIES if self._was_up else 1
+        num_tries = 1 if self._state is State.NEW else _START_TRIES
         while len(failures) < num_tries:
             if failures and self._server is None:
                 await asyncio.sleep(_TRY_AGAIN_S)
             is_new = False
             try:
                 is_new = await self._reach()
-                await self._prepare_in_time()
-                return
+                return await self._prepare()
             except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
                 failures.append(str(error))
@@ -300,35 +287,51 @@ class HTTPEngine:
                     await self._server.stop()
                     if is_new and isinstance(error, ServerFailed):
                         break
-        what = "; ".join(dict.fromkeys(failures))
+        reasons = "; ".join(dict.fromkeys(failures))
         where = "" if self._server is None else f" (its log: {self._server.log})"
-        raise EngineLost(f"given up after {len(failures)} tries: {what}{where}")
+        raise EngineLost(f"given up after {len(failures)} tries: {reasons}{where}")
 
-    # What runs
+    # States
 
-    def _check(self, request: GenerateRequest) -> None:
-        length = len(request.input_ids)
-        if not 0 < length < self._max_context_tokens:
-            raise ValueError(
-                f"request {request.request_id!r} has {length} input tokens; it needs at least one and fewer "
-                f"than the context of {self._max_context_tokens}"
-            )
-        if request.max_tokens < 1:
-            raise ValueError(
-                f"request {request.request_id!r} may add {request.max_tokens} tokens; at least 1"
-            )
-        self._dialect.check(request)
+    def _enter(self, state: State, why: str = "") -> None:
+        if self._state is State.CLOSED:
+            return
+        self._state, self._lost_because = state, why
+        if state is State.LOADING:
+            self._not_loading.clear()
+        else:
+            self._not_loading.set()
+
+    def _lose(self, why: str) -> None:
+        why = why.removeprefix(f"{self}: ")
+        # A server that never was up is still a new one: it is set up wrongly, not lost.
+        self._enter(State.NEW if self._state is State.NEW else State.LOST, why)
+        for stream in self._streams:
+            stream.cut("error", f"{self}: {why}", lost=True)
+
+    @contextlib.asynccontextmanager
+    async def _controlling(self) -> AsyncIterator[None]:
+        """One control at a time; if it fails or is cancelled nobody knows what it did: the server is lost."""
+        async with self._control:
+            try:
+                yield
+            except AdaptersRefusedError:
+                # The server does what it did before.
+                raise
+            except BaseException as error:
+                self._lose(str(error) or "what it was asked for was cancelled")
+                raise
+
+    # Requests at the server
 
     async def _go_on(self, stream: Stream) -> None:
-        """Let the server work on it, unless it has ended or cannot."""
-        if stream.has_ended:
-            return
-        if self._closed:
-            return stream.end("error", "the engine is closed")
+        """Let the server work on it, or end it as the state says."""
+        if self._state is State.CLOSED:
+            return stream.end("error", self._lost_because)
         if self._paused:
             return stream.end("abort")
-        if self._away:
-            return stream.end("error", f"{self}: {self._away}", lost=True)
+        if self._state is not State.UP:
+            return stream.end("error", f"{self}: {self._lost_because}", lost=True)
         with self._watch.reading():
             try:
                 async with stream.leg(step=self.model_step):
@@ -339,7 +342,7 @@ class HTTPEngine:
                 stream.end("error", str(error), lost=True)
 
     async def _read(self, stream: Stream) -> None:
-        """One leg of it. A server that is busy is asked again; it has done nothing yet."""
+        """Read one leg. A server that is busy is asked again; it has done nothing yet."""
         loop = asyncio.get_running_loop()
         until_s, delay_s = loop.time() + _BUSY_LIMIT_S, _BUSY_FIRST_S
         while True:
@@ -353,10 +356,8 @@ class HTTPEngine:
 
     async def _read_answer(self, stream: Stream) -> None:
         request = stream.rest()
-        max_tokens = min(request.max_tokens, self._max_context_tokens - len(request.input_ids))
-        body = self._dialect.body(
-            request, self._model, max_tokens, TOKENS_PER_PIECE, adapters=self._weights.adapters
-        )
+        max_tokens = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
+        body = self._dialect.body(request, self._model, max_tokens, adapters=self._weights.adapters)
         async with contextlib.aclosing(self._link.events(body)) as events:
             async for event in events:
                 self._watch.heard()
@@ -365,19 +366,6 @@ class HTTPEngine:
                     return
         if not stream.end_leg():
             raise ServerFailed(f"{self}: the answer ended early")
-
-    @contextlib.asynccontextmanager
-    async def _controlling(self) -> AsyncIterator[None]:
-        """One control at a time; the server is lost if it fails or is cancelled: nobody knows what it did."""
-        async with self._control:
-            try:
-                yield
-            except AdaptersRefusedError:
-                # It does what it did before.
-                raise
-            except BaseException as error:
-                self._lose(str(error) or "what it was asked for was cancelled")
-                raise
 
     async def _stop_all(self, *, goes_on: bool) -> None:
         """Let the server abort all that runs, and return when all that was made has been read."""
@@ -396,10 +384,48 @@ class HTTPEngine:
             stream.cut_leg()
         await self._watch.quiet()
 
-    def _lose(self, why: str) -> None:
-        self._away = why.removeprefix(f"{self}: ")
-        for stream in self._streams:
-            stream.cut("error", f"{self}: {self._away}", lost=True)
+    # Weights
+
+    async def _take_over(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        model_step: int,
+        adapters: Mapping[str, Any] | None = None,
+    ) -> None:
+        if self._state is State.CLOSED:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
+        written = await self._files.write(weights, model_step, adapters=adapters)
+        async with self._controlling():
+            try:
+                if self._state in (State.NEW, State.LOST, State.CLOSED):
+                    raise EngineLost(f"{self}: {self._lost_because}")
+                self._enter(State.LOADING)
+                try:
+                    await self._load(written)
+                finally:
+                    if self._state is State.LOADING:
+                        self._enter(State.UP)
+            except AdaptersRefusedError:
+                raise
+            except BaseException:
+                # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
+                self._weights.model_step = model_step
+                raise
+
+    async def _load(self, written: WrittenWeights) -> None:
+        """Let the server take over weights; requests are interrupted and go on afterwards."""
+        await self._stop_all(goes_on=True)
+        try:
+            await self._weights.take(written)
+        except AdaptersRefusedError:
+            # It goes on with what it had.
+            await self._release_unless_paused()
+            raise
+        await self._release_unless_paused()
+
+    async def _release_unless_paused(self) -> None:
+        if not self._paused:
+            await self._link.do(self._dialect.release)
 
     # The server
 
@@ -412,7 +438,7 @@ class HTTPEngine:
         if self._server is not None:
             if self._server.is_running and await self._answers():
                 return False
-            self._lose(self._away or "it does not answer")
+            self._lose(self._lost_because or "it does not answer")
             await self._server.start(self._link.is_ready)
             return True
         loop = asyncio.get_running_loop()
@@ -420,23 +446,30 @@ class HTTPEngine:
         while not await self._answers():
             if loop.time() > until_s:
                 raise EngineLost(f"{self}: no server there that answers, for {self._start_limit_s:.0f} s")
-            # Another's server has no event for being back.
+            # A server that others run has no event for being back.
             await asyncio.sleep(_ASK_EVERY_S)
         return False
 
     async def _answers(self) -> bool:
         return await self._link.is_healthy() and await self._link.is_alive()
 
-    async def _prepare_in_time(self) -> None:
+    async def _prepare(self) -> None:
+        """Load the current weights if the server lacks them, let it make tokens, and check how it does."""
         limit = asyncio.timeout(self._start_limit_s)
         try:
             async with limit, self._controlling():
-                await self._prepare()
+                # Whoever brings it up pauses it again if need be; a stale pause would outlast the load.
+                self._paused = False
+                written = await self._files.latest()
+                if written is not None and not await self._weights.has(written):
+                    await self._load(written)
+                else:
+                    await self._link.do(self._dialect.release)
                 # Others may have started theirs anew, in another way.
-                if self._server is None or not self._was_up:
-                    await check_context(self._link, self._model, self._max_context_tokens)
+                if self._server is None or self._state is State.NEW:
+                    await self._link.check_context(self._model, self.max_context_tokens)
                     await self._probe()
-                self._away, self._was_up = "", True
+                self._enter(State.UP)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -444,38 +477,18 @@ class HTTPEngine:
                 f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s"
             ) from None
 
-    async def _prepare(self) -> None:
-        """Load the current weights if the server lacks them; then let it make tokens."""
-        # Whoever brings it up pauses it again if need be; a stale pause would outlast the loading below.
-        self._paused = False
-        written = await self._files.latest()
-        if written is not None and not await self._weights.has(written):
-            return await self._load(written)
-        await self._link.do(self._dialect.release)
-
     async def _probe(self) -> None:
-        stream = Stream(probe_request(self._dialect))
+        """Have one token made, which every server can do, and check its log probability."""
+        ids = np.zeros(1, np.int32)
+        stream = Stream(
+            GenerateRequest(
+                request_id="probe", input_ids=ids, params=self._dialect.probe, max_tokens=1, seed=0
+            )
+        )
         try:
             await self._read(stream)
         except ErrorEvent:
             raise
         except (Refused, BadAnswer) as error:
             raise ServerFailed(f"{error}; {self._dialect.help}") from error
-        check_probe(self._link, stream.completion())
-
-    async def _load(self, written: WrittenWeights) -> None:
-        """Let the server take over weights; what runs is interrupted and goes on afterwards."""
-        self._open.clear()
-        try:
-            await self._stop_all(goes_on=True)
-            refusal: AdaptersRefusedError | None = None
-            try:
-                await self._weights.take(written)
-            except AdaptersRefusedError as error:
-                refusal = error
-            if not self._paused:
-                await self._link.do(self._dialect.release)
-            if refusal is not None:
-                raise refusal
-        finally:
-            self._open.set()
+        self._link.check_probe(stream.completion().logprobs)

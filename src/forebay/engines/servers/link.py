@@ -4,7 +4,11 @@
 
     do(calls)     --> the last answer     | unreachable: EngineLost
     events(body)  --> event, event, ...   | refused: Refused (the request's fault), ServerFailed (its own),
-                                          |          Busy (to be asked again)
+                          |               |          Busy (to be asked again)
+                          v
+              Watch   consumes: nothing     waits for: the clock, the end of the server's process
+                      woken by: the first answer that is read
+                      produces: one call of `lose`, when the server is gone or stands still
 
 It knows the dialect's names for things, not what the engine wants of them. Only calls that say so are tried
 again.
@@ -15,22 +19,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
 
 from forebay.engines.base import EngineLost
-from forebay.engines.servers.client import Client, HTTPError
+from forebay.engines.servers import client
 from forebay.engines.servers.dialects import BadAnswer, Call, Dialect
+from forebay.engines.servers.launch import LocalServer
+from forebay.types import FloatArray
 
 _HEALTH_LIMIT_S = 30.0
 """For an answer about health: a busy server answers late."""
 CONTROL_LIMIT_S = 50.0
-"""For what is done between two steps of the model; those who ask the engine give it a minute."""
+"""For calls that are answered between two steps of the model; the engine's own callers give it a minute."""
 _TRY_AGAIN_S = 0.2
 """Between two tries of a call that could not be done just now."""
 _LONGEST_RETRY_AFTER_S = 120.0
 """A server that wants to be left alone for longer is away."""
+_CERTAIN = -1e-3
+"""Log probability of a certain token, but for rounding."""
 _SHOWN = 300
 """Characters of an answer in an error."""
 _OK, _NOT_FOUND = 200, 404
@@ -45,36 +53,36 @@ class ServerFailed(EngineLost):
 
 
 class Busy(EngineLost):
-    """The server has too much to do for one more request."""
+    """The server has too much to do for one more request; ask again after `after_s` (0: it does not say)."""
 
     def __init__(self, message: str, after_s: float) -> None:
         super().__init__(message)
         self.after_s = after_s
-        """When it wants to be asked again; 0: it does not say."""
 
 
 class Refused(ValueError):
-    """The server finds fault with what it is asked; another server would, too."""
+    """The server finds fault with the request; another server would, too."""
 
 
 class ServerLink:
-    """The HTTP connection to one server, whose address may change when it is restarted.
+    """The HTTP side of one server, whose address may change when it is restarted.
 
     Raises only `EngineLost`, `ServerFailed`, `Refused` and `BadAnswer`, never the client's own errors.
 
-    >>> link = ServerLink(VLLM(), lambda: "http://127.0.0.1:8000")                  # doctest: +SKIP
+    >>> link = ServerLink(VLLM(), "http://127.0.0.1:8000")                          # doctest: +SKIP
     >>> await link.do(link.dialect.pause)                                          # doctest: +SKIP
     """
 
     def __init__(
-        self, dialect: Dialect, url: Callable[[], str], headers: Mapping[str, str] | None = None
+        self, dialect: Dialect, server: str | LocalServer, headers: Mapping[str, str] | None = None
     ) -> None:
+        """`server` is an address, or a process whose address is asked for each time."""
         self.dialect = dialect
-        self._url = url
-        self._client = Client(headers)
+        self._server = server
+        self._headers = headers
 
     def __str__(self) -> str:
-        return self._url()
+        return self._server if isinstance(self._server, str) else self._server.url
 
     async def is_healthy(self) -> bool:
         """Whether the server says that it can serve; one that wants another key is well, and will say so."""
@@ -92,15 +100,14 @@ class ServerLink:
 
     async def _status(self, call: Call, limit_s: float) -> int | None:
         try:
-            async with asyncio.timeout(limit_s):
-                return (await self._ask(call))[0]
-        except (HTTPError, TimeoutError):
+            return (await self._ask(call, limit_s))[0]
+        except EngineLost:
             return None
 
     async def do(self, calls: Iterable[Call], *, takes_long: bool = False) -> Any:
         """Let the server do these things in turn; its last answer.
 
-        Each is due within `CONTROL_LIMIT_S`, except what `takes_long`: its limit is the caller's.
+        Each is due within `CONTROL_LIMIT_S`, except if it `takes_long`: then the caller limits it.
 
         Raises:
             EngineLost: it cannot be reached, died of it, or does not answer in time.
@@ -110,31 +117,54 @@ class ServerLink:
         answer: Any = None
         for call in calls:
             for num_left in reversed(range(call.tries)):
-                status, text = await self._ask_within(call, None if takes_long else CONTROL_LIMIT_S)
+                status, text = await self._ask(call, None if takes_long else CONTROL_LIMIT_S)
                 answer = _parsed(text)
-                if status != _OK or answer.get("success") is not False or not num_left:
+                # SGLang answers 200 also to what it did not do.
+                done = status == _OK and answer.get("success") is not False
+                if done or status != _OK or not num_left:
                     break
                 await asyncio.sleep(_TRY_AGAIN_S)
             if status == _NOT_FOUND and not call.may_refuse:
                 raise ServerFailed(f"{self} knows no {call.path}; {self.dialect.help}")
-            if status != _OK or answer.get("success") is False:
+            if not done:
                 problem = f"{self}: {call.path} was answered {status}{_hint(status)}: {_shown(text)}"
                 if not await self.is_healthy():
                     raise EngineLost(problem)
                 raise (Refused if call.may_refuse and status not in _NO_KEY else ServerFailed)(problem)
         return answer
 
-    async def _ask_within(self, call: Call, limit_s: float | None) -> tuple[int, bytes]:
-        limit = asyncio.timeout(limit_s)
-        try:
-            async with limit:
-                return await self._ask(call)
-        except HTTPError as error:
-            raise EngineLost(f"{self}: {error}") from error
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise EngineLost(f"{self}: {call.path} was not answered within {limit_s:g} s") from None
+    async def check_context(self, model: str, max_context_tokens: int) -> None:
+        """Check that the server serves `model`, and takes `max_context_tokens` of it.
+
+        Raises:
+            ServerFailed: it does not.
+            EngineLost: it does not answer.
+        """
+        served = (await self.do([self.dialect.models])).get("data")
+        contexts = {entry.get("id"): entry.get("max_model_len") for entry in served or ()}
+        if model not in contexts:
+            raise ServerFailed(f"{self} does not serve the model {model!r}, but {list(contexts)}")
+        if (context := contexts[model]) is not None and context < max_context_tokens:
+            raise ServerFailed(
+                f"{self} takes {context} tokens, but the run needs {max_context_tokens}: start it with as "
+                f"many"
+            )
+
+    def check_probe(self, logprobs: Sequence[float] | FloatArray) -> None:
+        """Check the log probabilities that the server reports for one token drawn as the dialect's `probe`.
+
+        Raises:
+            ServerFailed: they are not those that it draws from, or there is no token.
+        """
+        if len(logprobs) != 1:
+            raise ServerFailed(
+                f"{self} made {len(logprobs)} tokens where 1 was asked for; {self.dialect.help}"
+            )
+        if self.dialect.probe_is_certain and not logprobs[0] > _CERTAIN:
+            raise ServerFailed(
+                f"{self} does not report the log probabilities of what it draws from (a certain token has "
+                f"{logprobs[0]:.3f}, not 0); {self.dialect.help}"
+            )
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The server-sent events of a generation.
@@ -146,9 +176,9 @@ class ServerLink:
             ServerFailed: the server cannot serve it.
             BadAnswer: it sends something else.
         """
-        url = self._url() + self.dialect.generate_path
+        url, data = str(self) + self.dialect.generate_path, json.dumps(body).encode()
         try:
-            async with self._client.request("POST", url, json.dumps(body).encode()) as response:
+            async with client.request("POST", url, data, self._headers) as response:
                 if (status := response.status) != _OK:
                     problem = f"{self} answered {status}{_hint(status)}: {_shown(await response.read())}"
                     if status in _BUSY:
@@ -160,33 +190,109 @@ class ServerLink:
                     async for chunk in chunks:
                         *events, rest = (rest + chunk).split(b"\n\n")
                         for event in events:
-                            if (data := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
-                                yield _decoded(data)
-        except HTTPError as error:
+                            if (found := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
+                                yield _decoded(found)
+        except client.HTTPError as error:
             raise EngineLost(f"{self}: {error}") from error
 
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._client.close()
-
-    async def _ask(self, call: Call) -> tuple[int, bytes]:
-        query = f"?{urlencode(call.params)}" if call.params else ""
+    async def _ask(self, call: Call, limit_s: float | None) -> tuple[int, bytes]:
+        url = str(self) + call.path + (f"?{urlencode(call.params)}" if call.params else "")
         body = None if call.body is None else json.dumps(call.body).encode()
-        async with self._client.request(call.method, self._url() + call.path + query, body) as response:
-            return response.status, await response.read()
+        try:
+            async with asyncio.timeout(limit_s):
+                async with client.request(call.method, url, body, self._headers) as response:
+                    return response.status, await response.read()
+        except client.HTTPError as error:
+            raise EngineLost(f"{self}: {error}") from error
+        except TimeoutError:
+            raise EngineLost(f"{self}: {call.path} was not answered within {limit_s:g} s") from None
+
+
+_HEALTH_EVERY_S = 10.0
+"""Seconds between two questions while something runs: a machine that vanished closes no connection."""
+_SILENCE_S = 60.0
+"""Without a token, after which the model's own process is asked: it may hang in a healthy server."""
+
+
+class Watch:
+    """Notices that a server is gone, or stands still, while answers of it are read.
+
+    Invariants: it watches while answers are read, and only then; what it finds it tells `lose`, once. It ends
+    nothing itself.
+
+    >>> watch = Watch(link, None, lose=print)                                          # doctest: +SKIP
+    >>> with watch.reading():                                                          # doctest: +SKIP
+    ...     watch.heard()
+    """
+
+    def __init__(self, link: ServerLink, server: LocalServer | None, lose: Callable[[str], None]) -> None:
+        """`server` is its process, where it is known; `lose` is told why the server is lost."""
+        self._link, self._server, self._lose = link, server, lose
+        self._heard_s = 0.0
+        """When a token came, or reading began."""
+        self._num_reading = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """While open, an answer is read."""
+        self._num_reading += 1
+        self._quiet.clear()
+        if self._watching is None:
+            self.heard()
+            self._watching = asyncio.create_task(self._watch())
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
+            if not self._num_reading:
+                self._quiet.set()
+                self._watching.cancel()
+                self._watching = None
+
+    def heard(self) -> None:
+        """Note that something came."""
+        self._heard_s = asyncio.get_running_loop().time()
+
+    async def quiet(self) -> None:
+        """Wait until no answer is being read."""
+        await self._quiet.wait()
+
+    async def _watch(self) -> None:
+        ended = asyncio.ensure_future(self._server.wait() if self._server else asyncio.Event().wait())
+        try:
+            why = ""
+            while not why:
+                await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
+                why = self._end_of_process(ended.result()) if ended.done() else await self._fault()
+            self._lose(why)
+        finally:
+            ended.cancel()
+
+    async def _fault(self) -> str:
+        """Why the server must be taken for lost; empty if it need not."""
+        if not await self._link.is_healthy():
+            return "it does not answer any more"
+        silent_s = asyncio.get_running_loop().time() - self._heard_s
+        if silent_s > _SILENCE_S and not await self._link.is_alive():
+            return f"it stands still: no token for {silent_s:.0f} s, and its model does not answer"
+        return ""
+
+    def _end_of_process(self, code: int) -> str:
+        assert self._server is not None
+        return f"it ended with exit code {code}; the end of its log:\n{self._server.log_tail()}"
 
 
 def _decoded(data: bytes) -> dict[str, Any]:
-    try:
-        event = json.loads(data)
-    except json.JSONDecodeError as error:
-        raise BadAnswer(f"not an event: {data[:_SHOWN]!r}") from error
-    if not isinstance(event, dict):
+    if not (event := _parsed(data)):
         raise BadAnswer(f"not an event: {data[:_SHOWN]!r}")
     return event
 
 
 def _parsed(text: bytes) -> dict[str, Any]:
+    """The JSON object in `text`; {} if there is none."""
     try:
         answer = json.loads(text)
     except json.JSONDecodeError:

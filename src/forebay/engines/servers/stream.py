@@ -14,8 +14,8 @@ arrives late which weights made it, and what the old ones cached has to be compu
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -56,7 +56,8 @@ class Stream:
         self.found_stop_text = False
         """The server would go on, but the response is complete."""
         self._timer: asyncio.TimerHandle | None = None
-        self._end: tuple[str, str | None, bool] | None = None
+        self._end: Completion | None = None
+        """How it ended; the tokens are added when it is asked for."""
 
     @property
     def has_ended(self) -> bool:
@@ -69,16 +70,10 @@ class Stream:
         return len(self.ids) - self._leg_start
 
     def rest(self) -> GenerateRequest:
-        """What is left to do, as a request."""
-        if not self.ids:
-            return self.request
-        return replace(
-            self.request,
-            input_ids=np.concatenate([self.request.input_ids, np.array(self.ids, np.int32)]),
-            max_tokens=self.request.max_tokens - len(self.ids),
-        )
+        """The request that makes the tokens which are still missing."""
+        return self.request.after(self.ids)
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def leg(self, *, step: int) -> AsyncIterator[None]:
         """What is done in here reads one answer, made by the weights of `step`; a cut ends it."""
         self._leg_start, self._step = len(self.ids), step
@@ -91,15 +86,14 @@ class Stream:
         async with self._until_cut():
             await event.wait()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def _until_cut(self) -> AsyncIterator[None]:
         self._reading = asyncio.timeout(None)
         try:
-            async with self._reading:
-                yield
-        except TimeoutError:
-            if not self._reading.expired():
-                raise
+            # The limit is brought forward to now by a cut, which is how the reading ends without an error.
+            with contextlib.suppress(TimeoutError):
+                async with self._reading:
+                    yield
         finally:
             self._reading = None
 
@@ -113,13 +107,14 @@ class Stream:
         if piece.finish_reason is not None:
             self.leg_has_ended = True
             if not (self._goes_on and piece.finish_reason == "abort"):
-                self._end = (piece.finish_reason, None, False)
+                # The server's word counts more than a cut from here that it did not know of.
+                self._end = Completion(finish_reason=piece.finish_reason)
         if self._completes_stop_text(len(piece.ids)):
-            self.found_stop_text, self._end = True, ("stop", None, False)
+            self.found_stop_text, self._end = True, Completion(finish_reason="stop")
 
     def end(self, reason: str, why: str | None = None, *, lost: bool = False) -> None:
         """Say how it ended, unless that is known already."""
-        self._end = self._end or (reason, why, lost)
+        self._end = self._end or Completion(finish_reason=reason, error_msg=why, lost=lost)
 
     def cut(self, reason: str, why: str | None = None, *, lost: bool = False) -> None:
         """End it from outside."""
@@ -151,16 +146,13 @@ class Stream:
             self._timer.cancel()
 
     def completion(self) -> Completion:
-        """What has come of it."""
+        """Its tokens, and how it ended."""
         assert self._end is not None, "a stream was left without an end"
-        reason, why, lost = self._end
-        return Completion(
+        return replace(
+            self._end,
             response_ids=np.array(self.ids, np.int32),
             logprobs=np.array(self._logprobs, np.float32),
             model_steps=np.array(self._steps, np.int32),
-            finish_reason=reason,
-            error_msg=why,
-            lost=lost,
         )
 
     def _stop_reading(self) -> None:

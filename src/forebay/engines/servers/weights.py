@@ -76,8 +76,8 @@ class ServerWeights:
         Raises:
             EngineLost: it does not answer.
         """
-        label = self._dialect.version_of(await self._link.do([self._dialect.version]))
-        self._label = label or ""
+        answer = await self._link.do([self._dialect.version])
+        self._label = answer.get("weight_version") or ""
         self.adapters = self._label if "+" in self._label else None
         if has := self._has(written):
             self.model_step = written.model_step

@@ -62,7 +62,7 @@ def test_cuts_at_the_budget_at_stop_ids_and_at_the_context(clock, make_request):
     engine = ScriptedEngine(lambda request: range(10), max_context_tokens=9)
     assert made(max_tokens=50) == (7, "length")
     for ids in ([], [1] * 9):
-        with pytest.raises(ValueError, match="no input tokens|the context of 9"):
+        with pytest.raises(ValueError, match=r"no input tokens|the context of 9"):
             clock.run_until_complete(engine.generate(make_request(ids)))
 
 

@@ -35,15 +35,15 @@ class Stopwatch:
 
     def __init__(self, manager):
         self.stored_s = self.woken_s = 0.0
-        self._until_ready = manager._wait.until_ready
+        self._wait_for = manager._batches.wait_for
         manager.on_group = self.note_stored
-        manager._wait.until_ready = self.until_ready
+        manager._batches.wait_for = self.wait_for
 
     def note_stored(self, task_name, group):
         self.stored_s = time.perf_counter()
 
-    async def until_ready(self, sizes, train_step):
-        ready = await self._until_ready(sizes, train_step)
+    async def wait_for(self, sizes, train_step):
+        ready = await self._wait_for(sizes, train_step)
         self.woken_s = time.perf_counter()
         return ready
 

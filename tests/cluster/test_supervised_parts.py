@@ -13,7 +13,7 @@ from forebay.cluster.supervisor import MAX_FAILED_STARTS, Supervisor
 from forebay.cluster.weights import Published
 from forebay.cluster.workers import ClusterController, Workers, _first_up
 from forebay.engines import EngineHealth, EngineLost
-from forebay.produce.background import continue_generation, pause_generation
+from forebay.produce.tasks import continue_generation, pause_generation
 from forebay.runs.placement import PartLost
 
 exceptions = pytest.importorskip("ray").exceptions

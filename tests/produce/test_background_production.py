@@ -12,14 +12,14 @@ from forebay.produce import (
     AgentLoopManager,
     AsyncProduceStrategyConfig,
     ProduceBatchStatus,
+    ProduceStrategy,
     ProductionError,
     ProductionStopped,
     SyncProduceStrategyConfig,
     TaskRunner,
 )
-from forebay.produce.background import pause_seconds
-from forebay.produce.batch_wait import START_GRACE_S
-from forebay.produce.starvation import HELD_UP_S, HUNGRY_BATCHES
+from forebay.produce.batches import HELD_UP_S, HUNGRY_BATCHES, START_GRACE_S
+from forebay.produce.tasks import pause_seconds
 from forebay.replay import AsyncReplayBufferConfig, ConnectionLost
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import Activities
@@ -926,10 +926,13 @@ def test_each_task_has_its_own_tolerance():
     virtual_time.run(main())
 
 
-class RecordingStrategy:
-    """A strategy of someone else's: no more than the contract of `produce_batch` and `pause_produce`."""
+class RecordingStrategy(ProduceStrategy):
+    """A strategy of someone else's: no more than `produce_batch` and `pause_produce`."""
+
+    works_ahead = True
 
     def __init__(self, statuses):
+        super().__init__()
         self.statuses, self.train_steps, self.model_steps = list(statuses), [], []
 
     async def produce_batch(self, ctx):
@@ -942,9 +945,6 @@ class RecordingStrategy:
 
     async def pause_produce(self, ctx):
         return 1.5
-
-    def is_model_expired(self, train_step, model_step):
-        return False
 
 
 def test_the_loop_goes_by_what_strategies_return():

@@ -5,8 +5,13 @@ import asyncio
 import pytest
 
 from forebay.aio import virtual_time
-from forebay.produce.pending import CANCEL_REPEAT_S, GIVE_UP_AFTER_S, Ended, PendingGroups
-from forebay.produce.strategies.budget import ProductionError
+from forebay.produce.strategies.pending import (
+    CANCEL_REPEAT_S,
+    GIVE_UP_AFTER_S,
+    Ended,
+    PendingGroups,
+    ProductionError,
+)
 from forebay.replay import ConnectionLost
 from forebay.types import RolloutState, Status
 

@@ -9,7 +9,7 @@ from production_world import PromptLoop, World, train
 from forebay.agents import TRAJECTORY_OF_KEY
 from forebay.aio.virtual_time import run
 from forebay.produce import AsyncProduceStrategyConfig
-from forebay.produce.strategies import context
+from forebay.produce.strategies.rules import check_form
 from forebay.types import RolloutState, Status
 
 
@@ -103,8 +103,8 @@ def group_name(group) -> str:
 def test_attempts_must_still_be_the_given_ones() -> None:
     given = [RolloutState([], rollout_id=i, group_id="g") for i in range(2)]
     extra = RolloutState([], rollout_id="0/1", group_id="g", extra_fields={TRAJECTORY_OF_KEY: 0})
-    assert context._well_formed([given[0], extra, given[1]], given, [0, 0])
+    assert check_form([given[0], extra, given[1]], given, [0, 0])
     # Those of an earlier try are gone, and new ones are there.
-    assert context._well_formed([*given, extra], [given[0], extra, given[1]], [0, 0, 0])
+    assert check_form([*given, extra], [given[0], extra, given[1]], [0, 0, 0])
     with pytest.raises(ValueError, match="returned 1 rollouts for a group of 2"):
-        context._well_formed([given[0], extra], given, [0, 0])
+        check_form([given[0], extra], given, [0, 0])

@@ -36,7 +36,7 @@ _MENDABLE = {
     "forebay.io.durable": "DiskError",
     "forebay.engines.base": "EngineLost",
     "forebay.environments.workers.messages": "WorkerError",
-    "forebay.produce.strategies.budget": "ProductionError",
+    "forebay.produce.strategies.pending": "ProductionError",
     "forebay.runs.placement": "PartLost",
     "forebay.runs.verify": "WeightsDifferError",
     "forebay.watching.stalls": "StallError",

@@ -1,6 +1,6 @@
 """Producing rollouts: prompts, sampler, strategies and the manager that runs them."""
 
-from forebay.produce.background import ProductionStopped
+from forebay.produce.batches import ProductionStopped
 from forebay.produce.manager import AgentLoopManager
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.prompts.dataset import DataConfig, Prompt, load_prompts
@@ -14,7 +14,6 @@ from forebay.produce.strategies.base import (
     SyncProduceStrategy,
     SyncProduceStrategyConfig,
 )
-from forebay.produce.strategies.budget import ProductionError
 from forebay.produce.strategies.context import (
     GROUP_GENERATE_TIME_KEY,
     IsValidSampleFn,
@@ -24,6 +23,7 @@ from forebay.produce.strategies.context import (
     default_should_continue_fn,
     has_reward_variance,
 )
+from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules
 from forebay.produce.strategies.staleness import (
     STALENESS_RULES,

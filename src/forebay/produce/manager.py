@@ -23,39 +23,28 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 from forebay.io.durable import check, seal, write_json
 from forebay.ledger import Ledger
-from forebay.produce.accounts import Accounts, GroupsByTask
-from forebay.produce.background import (
-    BackgroundProducer,
-    Generation,
-    continue_generation,
-    pause_seconds,
-    produce_tasks,
-    stop_tasks,
-    worst_status,
-)
-from forebay.produce.batch_wait import BatchWait
+from forebay.produce.background import BackgroundProducer, Mode
+from forebay.produce.batches import Batches, whole_or_undone
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.results import ProduceBatchResult, TaskResult, expired_result, summarize
-from forebay.produce.starvation import StarvationAlarm
+from forebay.produce.results import ProduceBatchResult
 from forebay.produce.strategies.base import ProduceBatchStatus
-from forebay.produce.strategies.budget import ProductionError
-from forebay.produce.strategies.context import GroupCallback, ProduceContext, default_is_valid_sample_fn
+from forebay.produce.strategies.context import Generation, GroupCallback, ProduceContext
+from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules
 from forebay.produce.tasks import (
     TaskRunner,
-    check_batch_size,
     check_split,
-    count_pending,
-    name_pending,
+    continue_generation,
+    pause_tasks,
+    produce_tasks,
     split_batch,
 )
-from forebay.produce.waiting import Awaited, whole_or_undone
 from forebay.replay import ReplayBuffer
 from forebay.types import RolloutState
 from forebay.watching.activity import WAIT_BATCH, Activities
@@ -107,12 +96,10 @@ class AgentLoopManager:
         self.rollout_controller = rollout_controller
         self.on_group = on_group
         self.stall_watch = stall_watch
-        self.activities = activities
+        self.activities = Activities() if activities is None else activities
         self.progress = ProduceProgress.build(names)
         """Of the separate run; one object for producer and consumer."""
         self._runners = {runner.task_name: runner for runner in task_runners}
-        ledger = Ledger() if ledger is None else ledger
-        self._accounts = Accounts(self._runners, replay_buffer, ledger, rules)
         self._background = BackgroundProducer(
             self._runners,
             self.progress,
@@ -120,20 +107,20 @@ class AgentLoopManager:
             make_context=self._background_context,
             controller=rollout_controller,
         )
-        self._wait = BatchWait(self._runners, replay_buffer, self._background, self._describe)
-        self._starvation = StarvationAlarm({runner.task_name: runner.weight for runner in task_runners})
+        ledger = Ledger() if ledger is None else ledger
+        self._batches = Batches(self._runners, replay_buffer, ledger, self._background, self.progress, rules)
         self._pause_times_s = dict.fromkeys(names, 0.0)
         self._taken: dict[int, dict[str, int]] = {}
         """Groups of each task that `get_batch` took last, by its train step."""
 
     @property
     def ledger(self) -> Ledger:
-        """What became of every group."""
-        return self._accounts.ledger
+        """The books of every group."""
+        return self._batches.ledger
 
     @ledger.setter
     def ledger(self, ledger: Ledger) -> None:
-        self._accounts.ledger = ledger
+        self._batches.ledger = ledger
 
     @property
     def task_names(self) -> list[str]:
@@ -157,16 +144,17 @@ class AgentLoopManager:
 
     def _split(self, batch_size: int, train_step: int) -> dict[str, int]:
         """The checked answer of `get_task_batch_sizes`, before anything is produced or taken by it."""
-        check_batch_size(batch_size)
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
         return check_split(self.get_task_batch_sizes(batch_size, train_step), self.task_names, batch_size)
 
     def pending_task_count(self) -> dict[str, int]:
         """Groups of each task that are in flight."""
-        return {name: count_pending(runner) for name, runner in self._runners.items()}
+        return {name: runner.produce_strategy.pending_task_count() for name, runner in self._runners.items()}
 
     async def count_live(self) -> dict[str, int]:
-        """Groups of each task in the buffer and in flight: what `ledger.balance` takes."""
-        return await self._accounts.count_live()
+        """Groups of each task in the buffer and in flight, as `ledger.balance` takes them."""
+        return await self._batches.count_live()
 
     # -- Colocated
 
@@ -177,41 +165,26 @@ class AgentLoopManager:
             ValueError: `batch_size` is less than 1, or an overridden `get_task_batch_sizes` gives no split.
             ProductionError: production cannot go on, or a task came back short; nothing was taken then.
         """
-        clock = asyncio.get_running_loop().time
+        clock, batches = asyncio.get_running_loop().time, self._batches
         started_s = clock()
         sizes = self._split(batch_size, train_step)
-        self._starvation.count_batch(sizes, train_step)
+        batches.count_shares(sizes, train_step)
         progress = ProduceProgress.build_local(self.task_names, sizes, train_step)
-        # What was left over may have grown too old: it would be counted now and expire when it is taken.
-        await self._accounts.age(train_step)
-        result = None
-        while result is None:
-            num_untrainable = self._accounts.num_untrainable
+        # Leftovers may have grown too old: they would be counted now and expire when they are taken.
+        await batches.age(train_step)
+        while True:
+            num_untrainable = batches.num_untrainable
             statuses, pauses_s = await self._produce_colocated(sizes, train_step, model_step, progress)
-            await self._accounts.age(train_step)
+            await batches.age(train_step)
             progress.add_produce_time(clock() - started_s)
             started_s = clock()
-            result = await whole_or_undone(
-                self._take_colocated(sizes, train_step, statuses, pauses_s, progress),
-                lambda result: self._undo(result, train_step),
-            )
-            if result is None and self._accounts.num_untrainable == num_untrainable:
-                raise ProductionError(f"no whole batch: {await self._describe(sizes, train_step)}")
-            # What was dropped because it cannot be trained is replaced in another round.
-        return result
-
-    async def _take_colocated(
-        self,
-        sizes: dict[str, int],
-        train_step: int,
-        statuses: Mapping[str, ProduceBatchStatus],
-        pauses_s: Mapping[str, float],
-        progress: ProduceProgress,
-    ) -> ProduceBatchResult | None:
-        groups_by_task = await self._accounts.take(sizes, train_step)
-        if groups_by_task is None:
-            return None
-        return await self._result(sizes, groups_by_task, statuses, pauses_s, progress)
+            taking = self._take_colocated(sizes, train_step, statuses, pauses_s, progress)
+            result = await whole_or_undone(taking, partial(self._undo, train_step))
+            if result is not None:
+                return result
+            if batches.num_untrainable == num_untrainable:
+                raise ProductionError(f"no whole batch: {await batches.describe(sizes, train_step)}")
+            # Groups that were dropped because they cannot be trained are replaced in another round.
 
     async def _produce_colocated(
         self, sizes: Mapping[str, int], train_step: int, model_step: int, progress: ProduceProgress
@@ -223,17 +196,27 @@ class AgentLoopManager:
             for name, size in sizes.items()
             if size > 0
         }
-        if self.rollout_controller is not None:
-            await continue_generation(self.rollout_controller)
+        await continue_generation(self.rollout_controller)
         try:
             async with self._watched():
                 statuses = await produce_tasks(self._runners, contexts)
         finally:
             update_event.set()
-            results, engines_error = await stop_tasks(self._runners, contexts, self.rollout_controller)
-            if engines_error is not None:
-                raise engines_error
-        return statuses, pause_seconds(results)
+            pauses_s = await pause_tasks(self._runners, contexts, self.rollout_controller)
+        return statuses, pauses_s
+
+    async def _take_colocated(
+        self,
+        sizes: dict[str, int],
+        train_step: int,
+        statuses: Mapping[str, ProduceBatchStatus],
+        pauses_s: Mapping[str, float],
+        progress: ProduceProgress,
+    ) -> ProduceBatchResult | None:
+        groups_by_task = await self._batches.take(sizes, train_step)
+        if groups_by_task is None:
+            return None
+        return await self._batches.report(sizes, groups_by_task, statuses, pauses_s, progress)
 
     # -- Separate
 
@@ -247,7 +230,7 @@ class AgentLoopManager:
             RuntimeError: it is running already.
             ProductionError: production cannot go on; `get_batch` raises one, too.
         """
-        check_batch_size(batch_size)
+        self._split(batch_size, self.progress.producer_future_step)
         await self._background.run(batch_size)
 
     async def get_batch(self, batch_size: int, train_step: int) -> ProduceBatchResult:
@@ -264,17 +247,17 @@ class AgentLoopManager:
         """
         sizes = self._split(batch_size, train_step)
         self.progress.begin_consume(train_step)
-        await self._accounts.age(train_step)
-        result = None
-        while result is None:
-            with self._span(train_step):
+        await self._batches.age(train_step)
+        while True:
+            with self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}"):
                 async with self._watched():
-                    if not await self._wait.until_ready(sizes, train_step):
-                        return await self._empty_result(sizes)
-            result = await whole_or_undone(
-                self._take(sizes, train_step), lambda result: self._undo(result, train_step)
-            )
-        return result
+                    is_ready = await self._batches.wait_for(sizes, train_step)
+            if not is_ready:
+                statuses = dict.fromkeys(sizes, ProduceBatchStatus.EXPIRED_BATCH)
+                return await self._batches.report(sizes, {}, statuses, self._consume_pauses(), None)
+            result = await whole_or_undone(self._take(sizes, train_step), partial(self._undo, train_step))
+            if result is not None:
+                return result
 
     async def pause_produce(self) -> float:
         """Stop: afterwards nothing is in flight, and nothing starts before `continue_produce`.
@@ -297,12 +280,11 @@ class AgentLoopManager:
         await self._background.resume(model_step)
 
     def shutdown(self) -> Awaitable[None]:
-        """End `produce_loop` and everyone who waits in `get_batch`.
+        """End `produce_loop` and all waits in `get_batch`.
 
         It takes effect at once; awaiting what it returns waits until the loop has ended.
         """
-        self._background.shutdown()
-        return Awaited(self._background.wait_for_end)
+        return self._background.shutdown()
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
         """Undo `get_batch` or `produce_batch` of `train_step`: its groups are live again."""
@@ -311,30 +293,34 @@ class AgentLoopManager:
             task_name = group[0].task_name
             assert task_name is not None, f"group {group[0].group_id!r} names no task"
             groups_by_task.setdefault(task_name, []).append(group)
-        await self._accounts.give_back(groups_by_task, train_step)
+        await self._batches.give_back(groups_by_task, train_step)
         taken = self._taken.pop(train_step, None)
         if taken is not None:
             self.progress.mark_consumed({name: -count for name, count in taken.items()})
             self.progress.begin_consume(train_step)
 
     async def _take(self, sizes: dict[str, int], train_step: int) -> ProduceBatchResult | None:
-        groups_by_task = await self._accounts.take(sizes, train_step)
+        groups_by_task = await self._batches.take(sizes, train_step)
         if groups_by_task is None:
             return None
         progress, counts = self.progress, {name: len(groups) for name, groups in groups_by_task.items()}
         progress.mark_consumed(counts)
         progress.finish_consume(train_step)
         self._taken = {train_step: counts}
-        self._starvation.count_batch(sizes, train_step)
-        result = await self._result(sizes, groups_by_task, {}, self._consume_pauses(), progress)
+        self._batches.count_shares(sizes, train_step)
+        result = await self._batches.report(sizes, groups_by_task, {}, self._consume_pauses(), progress)
         # Now rather than with the next call: what expires can be replaced while the trainer trains.
-        await self._accounts.age(train_step + 1)
+        await self._batches.age(train_step + 1)
         self._background.reconsider()
         return result
 
-    async def _undo(self, result: ProduceBatchResult | None, train_step: int) -> None:
+    async def _undo(self, train_step: int, result: ProduceBatchResult | None) -> None:
         if result is not None:
             await self.give_back(result.rollout_states, train_step)
+
+    def _consume_pauses(self) -> dict[str, float]:
+        pauses_s, self._pause_times_s = self._pause_times_s, dict.fromkeys(self._runners, 0.0)
+        return pauses_s
 
     # -- Both
 
@@ -364,13 +350,12 @@ class AgentLoopManager:
             update_event=update_event,
             model_step=model_step,
             progress=progress,
-            # A strategy of someone else's may have no more than the methods.
-            is_valid_sample_fn=getattr(strategy, "is_valid_sample_fn", default_is_valid_sample_fn),
-            stale_threshold=getattr(strategy, "stale_threshold", None),
+            is_valid_sample_fn=strategy.is_valid_sample_fn,
+            stale_threshold=strategy.stale_threshold,
             ledger=self.ledger,
             on_group=self._note_group,
             activities=self.activities,
-            rules=self._accounts.rules,
+            rules=self._batches.rules,
         )
 
     def _note_group(self, task_name: str, group: Sequence[RolloutState]) -> None:
@@ -382,56 +367,6 @@ class AgentLoopManager:
     def _watched(self) -> contextlib.AbstractAsyncContextManager[None]:
         return contextlib.nullcontext() if self.stall_watch is None else self.stall_watch.guard()
 
-    def _span(self, train_step: int) -> contextlib.AbstractContextManager[Any]:
-        if self.activities is None:
-            return contextlib.nullcontext()
-        return self.activities.span(WAIT_BATCH, f"the batch of train step {train_step}")
-
-    async def _result(
-        self,
-        sizes: dict[str, int],
-        groups_by_task: GroupsByTask,
-        statuses: Mapping[str, ProduceBatchStatus],
-        pauses_s: Mapping[str, float],
-        progress: ProduceProgress,
-    ) -> ProduceBatchResult:
-        leftovers = await self._accounts.count_leftovers()
-        await self._accounts.drop_terminal()
-        results = {
-            name: TaskResult.build(
-                groups=groups_by_task.get(name, []),
-                leftovers=leftovers[name],
-                status=statuses.get(name, ProduceBatchStatus.NORMAL),
-                pause_time_s=pauses_s.get(name, 0.0),
-                produced=progress.consume_produced(name),
-                raw_rewards=progress.consume_raw_rewards(name),
-            )
-            for name in self.task_names
-        }
-        return summarize(results, sizes, worst_status(statuses.values()), progress.consume_produce_time())
-
-    async def _empty_result(self, sizes: dict[str, int]) -> ProduceBatchResult:
-        leftovers = await self._accounts.count_leftovers()
-        return expired_result(leftovers, self._consume_pauses(), sizes)
-
-    def _consume_pauses(self) -> dict[str, float]:
-        pauses_s, self._pause_times_s = self._pause_times_s, dict.fromkeys(self._runners, 0.0)
-        return pauses_s
-
-    async def _describe(self, sizes: Mapping[str, int], train_step: int) -> str:
-        """Every counter that may explain why a batch does not come."""
-        leftovers = await self._accounts.count_leftovers()
-        held = {name: {s.value: n for s, n in cells.items() if n} for name, cells in leftovers.items()}
-        producer, progress = self._background, self.progress
-        dropped = self.ledger.balance({}).dropped
-        return (
-            f"train step {train_step} needs {dict(sizes)} groups; the buffer holds {held}; in flight "
-            f"{self.pending_task_count()}; consumed {progress.consumed_samples} of targets "
-            f"{progress.target_samples} up to step {progress.target_upto_future_step}; "
-            f"dropped {dropped}; the producer works for step {progress.producer_future_step} with weights of "
-            f"step {producer.model_step}, status {producer.status.name}, running: {producer.is_running}"
-        )
-
     async def save(self, path: Path | str, *, model_step: int | None = None) -> None:
         """Samplers, buffer, progress and ledger into the folder `path`.
 
@@ -441,7 +376,9 @@ class AgentLoopManager:
             RuntimeError: groups are in flight, or production is going on; pause it first.
         """
         pending = {
-            name: name_pending(runner) for name, runner in self._runners.items() if count_pending(runner)
+            name: runner.name_pending()
+            for name, runner in self._runners.items()
+            if runner.produce_strategy.pending_task_count()
         }
         if pending:
             raise RuntimeError(f"cannot save while groups are in flight: {pending}; pause production first")
@@ -471,7 +408,7 @@ class AgentLoopManager:
             ValueError: the checkpoint has other tasks, a part of it does not fit, or is damaged.
         """
         path = Path(path)
-        if self._background.is_running and not self._background.is_paused:
+        if self._background.is_running and self._background.mode is not Mode.PAUSED:
             raise RuntimeError("cannot resume while production is going on; pause it first")
         await asyncio.to_thread(check, path)
         state = json.loads(await asyncio.to_thread((path / "manager.json").read_text, "utf-8"))

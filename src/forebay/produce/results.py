@@ -1,4 +1,4 @@
-"""What a call to the manager returns: the batch, and the statistics of how it was made."""
+"""The result of a call to the manager: the batch, and the statistics of how it was made."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, Status
 
-LEFTOVER_STATUSES = (
-    Status.INIT,
-    Status.COMPLETED,
-    Status.ABORTED,
-    Status.EXPIRED,
-    Status.FAILED,
-    Status.FILTERED,
-    Status.SKIPPED,
-    Status.MAX_TRIES,
-)
+LEFTOVER_STATUSES = tuple(status for status in Status if status is not Status.ARCHIVED)
 
 
 @dataclass(kw_only=True)
@@ -38,7 +29,7 @@ class TaskResult:
     group_gen_times_s: list[float] = field(default_factory=list)
     group_gen_pause_time_s: float = 0.0
     produced_samples: int = 0
-    """Rollouts generated, whatever became of them."""
+    """Rollouts generated, those that were rejected or failed among them."""
     produced_tokens: int = 0
     raw_rewards_sum: float = 0.0
     """Over all completed rollouts, before filtering."""
@@ -122,20 +113,6 @@ class ProduceBatchResult(TaskResult):
             for name, result in self.task_results.items():
                 values.update(_metrics(result, f"produce/{name}"))
         return values
-
-
-def expired_result(
-    leftovers: Mapping[str, Mapping[Status, int]],
-    pauses_s: Mapping[str, float],
-    task_batch_sizes: dict[str, int],
-) -> ProduceBatchResult:
-    """A batch without groups, because only newer weights can help; `leftovers` and `pauses_s` are by task."""
-    status = ProduceBatchStatus.EXPIRED_BATCH
-    results = {
-        name: TaskResult(status=status, leftovers=dict(cells), group_gen_pause_time_s=pauses_s[name])
-        for name, cells in leftovers.items()
-    }
-    return summarize(results, task_batch_sizes, status, produce_time_s=0.0)
 
 
 def summarize(

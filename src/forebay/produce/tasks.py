@@ -1,33 +1,28 @@
-"""A task of a run, and how a batch is shared among tasks."""
+"""The tasks of a run: how a batch is shared among them, and calls to all of their strategies at once."""
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Integral
-from pathlib import Path
-from typing import Protocol
+from typing import Any
 
-from forebay.produce.strategies.base import ProduceStrategy
-from forebay.produce.strategies.context import GroupGenerator, GroupSampler
-from forebay.types import RolloutState
+from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy
+from forebay.produce.strategies.context import Generation, GroupGenerator, GroupSampler, ProduceContext
+from forebay.produce.strategies.pending import ProductionError
+from forebay.replay import ConnectionLost
+from forebay.watching.stalls import ANSWER_LIMIT_S, answered
+
+STATUS_PRECEDENCE = (ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT, ProduceBatchStatus.EXPIRED_BATCH)
+
+CONTROLLER_LIMIT_S = 1.5 * ANSWER_LIMIT_S
+"""Longer than for one engine, so that a controller can say first which engine it is."""
 
 _NUM_NAMED = 8
 """Group ids that an error message names; the count says how many more there are."""
-
-
-class CheckpointedSampler(GroupSampler, Protocol):
-    """A sampler whose position can be saved."""
-
-    def save(self, path: Path, /) -> None:
-        """Write position, epoch and seed to `path`."""
-        ...
-
-    def resume(self, path: Path, /) -> None:
-        """Go to the position in `path`."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -37,13 +32,19 @@ class TaskRunner:
     task_name: str
     agent_loop: GroupGenerator
     produce_strategy: ProduceStrategy
-    sampler: CheckpointedSampler
+    sampler: GroupSampler
     weight: float = 1.0
     """Share of the batch, relative to the other tasks; 0 disables the task."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.weight) and self.weight >= 0):
             raise ValueError(f"task {self.task_name!r}: weight must not be negative, got {self.weight}")
+
+    def name_pending(self) -> str:
+        """How many groups are in flight, and which, for people."""
+        groups, count = self.produce_strategy.pending_groups(), self.produce_strategy.pending_task_count()
+        named = ", ".join(str(group[0].group_id) for group in groups[:_NUM_NAMED])
+        return f"{count} ({named}{', ...' if len(groups) > _NUM_NAMED else ''})"
 
 
 def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
@@ -74,7 +75,7 @@ def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]
 def check_split(sizes: object, task_names: Collection[str], batch_size: int) -> dict[str, int]:
     """`sizes`, the groups of each task in a batch, in the order of `task_names`.
 
-    `AgentLoopManager.get_task_batch_sizes` may be overridden, and what it gives decides what is taken.
+    `AgentLoopManager.get_task_batch_sizes` may be overridden, and its answer decides what is taken.
 
     Raises:
         ValueError: a task is missing or unknown, a size is negative or no whole number, or the sum is wrong.
@@ -92,30 +93,105 @@ def check_split(sizes: object, task_names: Collection[str], batch_size: int) -> 
     return {name: int(sizes[name]) for name in task_names}
 
 
-def check_batch_size(batch_size: int) -> None:
-    """Raise unless a batch has at least one group.
+def worst_status(statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
+    """The status of several tasks together."""
+    found = set(statuses)
+    return next((status for status in STATUS_PRECEDENCE if status in found), ProduceBatchStatus.NORMAL)
+
+
+async def produce_tasks(
+    runners: Mapping[str, TaskRunner], contexts: Mapping[str, ProduceContext]
+) -> dict[str, ProduceBatchStatus]:
+    """One call of every task's strategy, all at once; the first that raises ends the others.
 
     Raises:
-        ValueError: it has none.
+        ConnectionLost: the buffer is lost.
+        ProductionError: production cannot go on.
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1 group, got {batch_size}")
+    try:
+        async with asyncio.TaskGroup() as group:
+            calls = {
+                name: group.create_task(
+                    runners[name].produce_strategy.produce_batch(ctx), name=f"produce {name}"
+                )
+                for name, ctx in contexts.items()
+            }
+    except BaseExceptionGroup as errors:
+        # One of the tasks ended the others: its reason is the one to show.
+        reason = _reason_among(errors.exceptions)
+        raise reason from reason.__cause__
+    return {name: call.result() for name, call in calls.items()}
 
 
-def count_pending(runner: TaskRunner) -> int:
-    """The groups that the task's strategy has in flight."""
-    count = getattr(runner.produce_strategy, "pending_task_count", None)
-    return count() if count is not None else 0
+async def pause_tasks(
+    runners: Mapping[str, TaskRunner],
+    contexts: Mapping[str, ProduceContext],
+    controller: Generation | None,
+) -> dict[str, float]:
+    """Stop the engines, then collect every task's groups, all at once; the seconds it took each task.
+
+    An error of one of them keeps none of the others from stopping; it is raised when all have ended.
+
+    Raises:
+        StallError: the controller does not answer.
+        ConnectionLost: the buffer is lost.
+        ProductionError: a task could not be paused; the first of them.
+    """
+    # The engines come first: a strategy that knows no controller can only wait for its groups to end, and
+    # after its time-out it throws their tokens away.
+    asked: list[Awaitable[Any]] = [pause_generation(controller)]
+    asked += [runners[name].produce_strategy.pause_produce(ctx) for name, ctx in contexts.items()]
+    engines_error, *answers = await asyncio.gather(*asked, return_exceptions=True)
+    if engines_error is not None:
+        raise engines_error
+    return pause_seconds(dict(zip(contexts, answers, strict=True)))
 
 
-def in_flight(runner: TaskRunner) -> list[list[RolloutState]]:
-    """Those of them that have their prompt already."""
-    groups = getattr(runner.produce_strategy, "pending_groups", None)
-    return groups() if groups is not None else []
+def pause_seconds(results: Mapping[str, float | BaseException]) -> dict[str, float]:
+    """The `results` of the tasks' pauses, if all of them are seconds.
+
+    Raises:
+        ConnectionLost: the buffer is lost.
+        ProductionError: a task could not be paused; the first of them.
+    """
+    errors = {name: result for name, result in results.items() if isinstance(result, BaseException)}
+    if errors:
+        reason = _reason_among(list(errors.values()))
+        if isinstance(reason, ProductionError | ConnectionLost) or not isinstance(reason, Exception):
+            raise reason
+        name = next(name for name, error in errors.items() if error is reason)
+        raise ProductionError(
+            f"task {name!r} could not be paused: {type(reason).__name__}: {reason}"
+        ) from reason
+    return {name: result for name, result in results.items() if not isinstance(result, BaseException)}
 
 
-def name_pending(runner: TaskRunner) -> str:
-    """How many groups are in flight, and which, for people."""
-    groups = in_flight(runner)
-    named = ", ".join(str(group[0].group_id) for group in groups[:_NUM_NAMED])
-    return f"{count_pending(runner)} ({named}{', ...' if len(groups) > _NUM_NAMED else ''})"
+def _reason_among(errors: Sequence[BaseException]) -> BaseException:
+    """A lost buffer, which fails others and may be brought back; else why production cannot go on."""
+    for kind in (ConnectionLost, ProductionError):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    return errors[0]
+
+
+async def pause_generation(controller: Generation | None) -> None:
+    """Have `controller` pause, if there is one.
+
+    Raises:
+        StallError: it does not answer.
+    """
+    if controller is not None:
+        what = f"{type(controller).__name__} was asked to pause"
+        await answered(controller.pause_generation(), what, CONTROLLER_LIMIT_S)
+
+
+async def continue_generation(controller: Generation | None) -> None:
+    """Have `controller` go on, if there is one.
+
+    Raises:
+        StallError: it does not answer.
+    """
+    if controller is not None:
+        what = f"{type(controller).__name__} was asked to go on"
+        await answered(controller.continue_generation(), what, CONTROLLER_LIMIT_S)

@@ -10,7 +10,7 @@
                     --> what ends is stored, COMPLETED or ABORTED --> after a time-out, the rest is cut short
 
 Counts are absolute: available are the groups that the trainer has taken and the COMPLETED ones that wait.
-What is in flight when the call ends goes on; it is stored as it finishes and counted by the next call.
+Groups in flight at the end of a call go on; each is stored as it finishes and counted by the next call.
 """
 
 from __future__ import annotations
@@ -21,19 +21,14 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import Field, field_validator
 
-from forebay.produce.pending import Ended, Group, PendingGroups
-from forebay.produce.strategies.base import (
-    ProduceBatchStatus,
-    ProduceStrategy,
-    ProduceStrategyConfig,
-    woken_by,
-)
-from forebay.produce.strategies.budget import ProductionBudget
-from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, ProduceContext, fail_group
+from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy, ProduceStrategyConfig
+from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
+from forebay.produce.strategies.pending import Ended, TakeGroup
+from forebay.produce.strategies.rules import fail_group
 from forebay.produce.strategies.staleness import (
     Outlook,
     StalenessRule,
@@ -64,7 +59,8 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
     """Builds an `AsyncProduceStrategy`.
 
     >>> config = AsyncProduceStrategyConfig(max_staleness=1, over_sample_threshold=0.5)
-    >>> strategy = config.build(sync_weights_interval=2, rollout_controller=controller)
+    >>> config.build(sync_weights_interval=2).stale_threshold        # (1 + 1) * 2 train steps
+    4
     """
 
     over_sample_threshold: float = Field(default=0.0, ge=0)
@@ -84,7 +80,7 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
     group_time_limit_s: float | None = Field(default=None, gt=0)
     """A group that takes longer fails, and is retried as other failures are. None: no limit."""
     pause_timeout_s: float = Field(default=60.0, ge=0)
-    """What has not stopped this long after it was asked to is cut short: its prompt is kept."""
+    """A group that has not stopped this long after the request is cut short: its prompt is kept."""
 
     @field_validator("staleness_rule")
     @classmethod
@@ -93,7 +89,7 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
         return rule
 
     def build(
-        self, *, sync_weights_interval: int = 1, rollout_controller: Any = None
+        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
     ) -> AsyncProduceStrategy:
         """The strategy for weights that are synchronized every `sync_weights_interval` train steps.
 
@@ -102,18 +98,11 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
         return AsyncProduceStrategy(self, sync_weights_interval, rollout_controller)
 
 
-class _Plan(NamedTuple):
-    """What one call does in its rounds."""
-
-    from_expired_pool: bool
-    over_sample: int
-
-
 class AsyncProduceStrategy(ProduceStrategy):
     """Keeps groups in flight up to a limit that its staleness rule sets.
 
     Invariants: at any instant a group is in flight, or in the buffer, or the trainer's, and in one of them
-    only; while the update event is set nothing is started; tokens that nobody labeled get the model step
+    only; while the update event is set nothing is started; tokens without a label get the model step
     that their generation started with.
 
     consumes: prompts; waits for: the next group to finish, or a pause; woken by: the group's task, the
@@ -126,7 +115,7 @@ class AsyncProduceStrategy(ProduceStrategy):
         self,
         config: AsyncProduceStrategyConfig,
         sync_weights_interval: int = 1,
-        rollout_controller: Any = None,
+        rollout_controller: Generation | None = None,
     ) -> None:
         super().__init__(config.is_valid_sample_fn, config.should_continue_fn)
         self.config = config
@@ -137,26 +126,16 @@ class AsyncProduceStrategy(ProduceStrategy):
         self.stale_threshold = self.max_lag if self.rule.expires else None
         self.tail_batch_trigger_size = config.tail_batch_trigger_size
         self.keeps_expired = self.rule.regenerates or config.tail_batch_trigger_size > 0
-        self._pending = PendingGroups()
-        self._budget = ProductionBudget()
         self._ctx: ProduceContext
 
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
-        """See `ProduceStrategy.is_model_expired`."""
+        """Whether weights of `model_step` are at or over the limit for `train_step`."""
         return calculate_seq_staleness(model_step, train_step) >= self.max_lag
 
     def limit_lag(self, train_steps: int) -> None:
-        """See `ProduceStrategy.limit_lag`; it never raises the limit."""
+        """It never raises the limit."""
         self.max_lag = min(self.max_lag, train_steps)
         self.stale_threshold = self.max_lag if self.rule.expires else None
-
-    def pending_task_count(self) -> int:
-        """See `ProduceStrategy.pending_task_count`."""
-        return len(self._pending)
-
-    def pending_groups(self) -> list[Group]:
-        """See `ProduceStrategy.pending_groups`."""
-        return self._pending.groups
 
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
         """Start groups until `should_continue_fn` finds enough of them available.
@@ -166,56 +145,38 @@ class AsyncProduceStrategy(ProduceStrategy):
             ProductionError: too many groups failed, or almost none was accepted, since the last full batch.
         """
         self._ctx = ctx
+        # Both counts are read now: a task that the progress does not know is an error and not a wait.
         target, _ = ctx.target_abs, ctx.consumed
         if target <= 0:
             return ProduceBatchStatus.NORMAL
         if (stop := self._must_stop(ctx)) is not None:
             return stop
-        plan = await self._make_plan(ctx)
-        async with woken_by(ctx.update_event, self._pending):
-            return await self._fill(ctx, plan)
-
-    async def _make_plan(self, ctx: ProduceContext) -> _Plan:
-        """Whether this round is a tail batch, and where its groups come from."""
+        is_tail, from_expired_pool = await self._find_tail(ctx)
         over_sample = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
-        trigger, num_waiting = self.config.tail_batch_trigger_size, await ctx.expired_count()
+        start_missing = partial(
+            self._start_missing,
+            over_sample=0 if is_tail else over_sample,
+            take=partial(ctx.sample_group, from_expired_pool=from_expired_pool),
+        )
+        return await self._fill(ctx, start_missing)
+
+    async def _find_tail(self, ctx: ProduceContext) -> tuple[bool, bool]:
+        """Whether this call is a tail batch, and whether it generates expired groups before all others."""
+        trigger, num_expired = self.config.tail_batch_trigger_size, await ctx.expired_count()
         # Also without a limit of tries: agents, or a run with other settings, may have made such groups.
         num_exhausted = await ctx.replay_buffer.count(ctx.task_name, Status.MAX_TRIES)
-        # Without a trigger, nothing else would ever take up what has exhausted its tries.
-        is_tail = num_waiting + num_exhausted >= trigger if trigger else num_exhausted > 0
-        from_pool = is_tail or (self.rule.regenerates and num_waiting > 0)
-        return _Plan(from_expired_pool=from_pool, over_sample=0 if is_tail else over_sample)
-
-    async def _fill(self, ctx: ProduceContext, plan: _Plan) -> ProduceBatchStatus:
-        while True:
-            seen = self._pending.version
-            self._pending.raise_error()
-            if (stop := self._must_stop(ctx)) is not None:
-                return stop
-            available = await ctx.available_count()
-            if self._pending.version != seen:
-                continue  # A group ended meanwhile, and would be counted in both places or in neither.
-            if not self.should_continue_fn(available, ctx.target_abs):
-                self._budget.reset()
-                return ProduceBatchStatus.NORMAL
-            self._budget.check(
-                ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size, rules=ctx.rules
-            )
-            for _ in range(self._num_to_start(ctx, plan, available)):
-                self._start(ctx, plan)
-            if not len(self._pending):
-                # The rule wants nothing more from these weights.
-                return ProduceBatchStatus.EXPIRED_BATCH
-            await self._pending.wait(seen)
+        # Without a trigger, nothing else would ever take up groups that have exhausted their tries.
+        is_tail = num_expired + num_exhausted >= trigger if trigger else num_exhausted > 0
+        return is_tail, is_tail or (self.rule.regenerates and num_expired > 0)
 
     def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
-        if ctx.should_abort():
-            return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-        if self.is_model_expired(ctx.train_step, ctx.model_step):
+        if self.is_model_expired(ctx.train_step, ctx.model_step) and not ctx.should_abort():
             return ProduceBatchStatus.EXPIRED_BATCH
-        return None
+        return super()._must_stop(ctx)
 
-    def _num_to_start(self, ctx: ProduceContext, plan: _Plan, available: int) -> int:
+    def _start_missing(
+        self, ctx: ProduceContext, available: int, *, over_sample: int, take: TakeGroup
+    ) -> None:
         in_flight, progress = len(self._pending), ctx.progress
         fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
         outlook = Outlook(
@@ -223,20 +184,18 @@ class AsyncProduceStrategy(ProduceStrategy):
             target=max(ctx.target_abs, available + 1),
             available=available,
             in_flight=in_flight,
-            over_sample=plan.over_sample,
+            over_sample=over_sample,
             fresh_limit=ctx.target_abs + max(0, fresh_steps) * ctx.task_batch_size,
             num_expired=self.num_expired,
         )
-        return self.rule.limit(outlook) - available - in_flight
-
-    def _start(self, ctx: ProduceContext, plan: _Plan) -> None:
-        self._pending.start(
-            partial(ctx.sample_group, from_expired_pool=plan.from_expired_pool),
-            partial(self._generate, ctx, ctx.model_step),
-            self._store,
-            is_stopped=ctx.should_abort,
-            time_limit_s=self.config.group_time_limit_s,
-        )
+        for _ in range(self.rule.limit(outlook) - available - in_flight):
+            self._pending.start(
+                take,
+                partial(self._generate, ctx, ctx.model_step),
+                self._store,
+                is_stopped=ctx.should_abort,
+                time_limit_s=self.config.group_time_limit_s,
+            )
 
     async def _generate(self, ctx: ProduceContext, model_step: int, group: Group) -> Group:
         group = await ctx.generate_group(group, enable_partial_rollout=self.config.enable_partial_rollout)
@@ -254,11 +213,10 @@ class AsyncProduceStrategy(ProduceStrategy):
         elif ended is Ended.INTERRUPTED:
             for state in group:
                 state.status = Status.ABORTED
-            if self.config.enable_partial_rollout:
-                await ctx.put_back(group, wipe=True)
-            else:
+            if not self.config.enable_partial_rollout:
                 self._start_over(group)
-                await ctx.put_back(group)
+            # Cut short half-way, the tokens of a partial rollout may not fit together.
+            await ctx.put_back(group, wipe=self.config.enable_partial_rollout)
         else:
             if ended is Ended.OUT_OF_TIME:
                 fail_group(group, f"the group took longer than {self.config.group_time_limit_s:g} s")
@@ -335,20 +293,16 @@ class AsyncProduceStrategy(ProduceStrategy):
         self._pending.raise_error()
         return clock() - started_s
 
-    async def cut_short(self) -> None:
-        """See `ProduceStrategy.cut_short`."""
-        await self._pending.cancel()
-
     async def _ask_to_stop(self, ctx: ProduceContext) -> None:
-        """Ask whoever generates; who does not answer is asked again, or overruled by the time-out."""
+        """Ask the agent loop and the engines; without an answer, they are asked again later."""
         asked: list[tuple[object, Callable[[], Awaitable[Any]]]] = [(ctx.agent_loop, ctx.agent_loop.pause)]
         if self.rollout_controller is not None:
             asked.append((self.rollout_controller, self.rollout_controller.pause_generation))
-        for who, stop in asked:
+        for asked_one, stop in asked:
             try:
-                await answered(stop(), f"{type(who).__name__} was asked to stop", PAUSE_REPEAT_S)
+                await answered(stop(), f"{type(asked_one).__name__} was asked to stop", PAUSE_REPEAT_S)
             except StallError as error:
                 logger.warning("task %s: %s", ctx.task_name, error)
-            # Agents are user code and engines are remote: whatever they raise, the rest has to stop too.
+            # Agents are user code and engines are remote: after any exception the rest has to stop too.
             except Exception:
                 logger.exception("task %s: asking to stop failed", ctx.task_name)

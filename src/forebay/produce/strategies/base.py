@@ -7,8 +7,8 @@ context's::
               ^                                                        |
               +------- replace those that did not complete <-----------+
 
-An interrupted call leaves no task behind: what was in flight goes back to the buffer as ABORTED and is
-sampled first by the next call. `forebay.produce.strategies.asynchronous` has the strategy whose groups
+An interrupted synchronous call leaves no task behind: what was in flight goes back to the buffer as ABORTED
+and is sampled first by the next call. `forebay.produce.strategies.asynchronous` has the strategy whose groups
 outlive the call.
 """
 
@@ -18,22 +18,22 @@ import asyncio
 import enum
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
-from forebay.produce.pending import Ended, Group, PendingGroups
-from forebay.produce.strategies.budget import ProductionBudget
+from forebay.config import StrictModel
 from forebay.produce.strategies.context import (
+    Generation,
+    Group,
     IsValidSampleFn,
     ProduceContext,
     ShouldContinueFn,
     default_is_valid_sample_fn,
     default_should_continue_fn,
 )
+from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionBudget
 from forebay.produce.strategies.staleness import calculate_stale_threshold
 from forebay.types import Status, get_group_status, reset_rollout_response
 
@@ -48,21 +48,8 @@ class ProduceBatchStatus(enum.Enum):
     """The rollout weights are too old for this train step: only a weight sync can help."""
 
 
-class ProduceStrategyConfig(BaseModel, ABC):
-    """What every strategy is configured with."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
-
-    is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
-    should_continue_fn: ShouldContinueFn = default_should_continue_fn
-
-    @abstractmethod
-    def build(self, *, sync_weights_interval: int = 1, rollout_controller: Any = None) -> ProduceStrategy:
-        """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
-
-
 class ProduceStrategy(ABC):
-    """Decides what to generate for one task."""
+    """Decides what to generate for one task; a strategy of your own overrides `produce_batch`."""
 
     stale_threshold: int | None = None
     """Groups this stale expire in the buffer; None: never."""
@@ -77,9 +64,15 @@ class ProduceStrategy(ABC):
     num_expired = 0
     """Groups of the task that expired so far, in the buffer or on their way into it."""
 
-    def __init__(self, is_valid_sample_fn: IsValidSampleFn, should_continue_fn: ShouldContinueFn) -> None:
+    def __init__(
+        self,
+        is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn,
+        should_continue_fn: ShouldContinueFn = default_should_continue_fn,
+    ) -> None:
         self.is_valid_sample_fn = is_valid_sample_fn
         self.should_continue_fn = should_continue_fn
+        self._pending = PendingGroups()
+        self._budget = ProductionBudget()
 
     @abstractmethod
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
@@ -91,7 +84,7 @@ class ProduceStrategy(ABC):
 
     async def cut_short(self) -> None:
         """End what is in flight now; the prompts are kept."""
-        return
+        await self._pending.cancel()
 
     def is_model_expired(self, train_step: int, model_step: int) -> bool:
         """Whether weights of `model_step` are too old for `train_step`."""
@@ -102,29 +95,79 @@ class ProduceStrategy(ABC):
 
     def pending_task_count(self) -> int:
         """Groups in flight."""
-        return 0
+        return len(self._pending)
 
     def pending_groups(self) -> list[Group]:
-        """Those of them that have their prompt already."""
-        return []
+        """The groups in flight that have their prompt already."""
+        return self._pending.groups
+
+    def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
+        """Why a call must start nothing more; None if it may."""
+        return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT if ctx.should_abort() else None
+
+    async def _count_available(self, ctx: ProduceContext) -> int:
+        """The groups to compare with the target of the call."""
+        return await ctx.available_count()
+
+    def _target(self, ctx: ProduceContext) -> int:
+        """The number of available groups that `should_continue_fn` compares with."""
+        return ctx.target_abs
+
+    async def _fill(
+        self, ctx: ProduceContext, start_missing: Callable[[ProduceContext, int], None]
+    ) -> ProduceBatchStatus:
+        """Start groups, and wait for them, until `should_continue_fn` finds enough of them available.
+
+        `start_missing` starts what the call still needs, given the number of groups that are available.
+        """
+        pending = self._pending
+        watcher = asyncio.create_task(ctx.update_event.wait(), name="watch for a pause")
+        # One task for the whole call: a pause then looks like one more group that has ended.
+        watcher.add_done_callback(pending.wake)
+        try:
+            while True:
+                seen = pending.version
+                pending.raise_error()
+                if (stop := self._must_stop(ctx)) is not None:
+                    return stop
+                available = await self._count_available(ctx)
+                if pending.version != seen:
+                    continue  # A group ended meanwhile, and would be counted in both places or in neither.
+                if not self.should_continue_fn(available, self._target(ctx)):
+                    self._budget.reset()
+                    return ProduceBatchStatus.NORMAL
+                self._budget.check(ctx)
+                start_missing(ctx, available)
+                if not len(pending):
+                    # The staleness rule wants nothing more from these weights.
+                    return ProduceBatchStatus.EXPIRED_BATCH
+                await pending.wait(seen)
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
 
 
-@asynccontextmanager
-async def woken_by(event: asyncio.Event, pending: PendingGroups) -> AsyncIterator[None]:
-    """In here, who waits for `pending` is woken when `event` is set too; one task, however many waits."""
-    watcher = asyncio.create_task(event.wait(), name="watch for a pause")
-    watcher.add_done_callback(pending.wake)
-    try:
-        yield
-    finally:
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)
+class ProduceStrategyConfig(BaseModel, ABC):
+    """The settings that every strategy has."""
+
+    model_config = StrictModel.model_config
+
+    is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
+    should_continue_fn: ShouldContinueFn = default_should_continue_fn
+
+    @abstractmethod
+    def build(
+        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
+    ) -> ProduceStrategy:
+        """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
 
 
 class SyncProduceStrategyConfig(ProduceStrategyConfig):
     """Builds a `SyncProduceStrategy`."""
 
-    def build(self, *, sync_weights_interval: int = 1, rollout_controller: Any = None) -> SyncProduceStrategy:
+    def build(
+        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
+    ) -> SyncProduceStrategy:
         """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
         return SyncProduceStrategy(
             self.is_valid_sample_fn, self.should_continue_fn, sync_weights_interval=sync_weights_interval
@@ -144,18 +187,20 @@ class SyncProduceStrategy(ProduceStrategy):
 
     def __init__(
         self,
-        is_valid_sample_fn: IsValidSampleFn,
-        should_continue_fn: ShouldContinueFn,
+        is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn,
+        should_continue_fn: ShouldContinueFn = default_should_continue_fn,
         *,
         sync_weights_interval: int = 1,
     ) -> None:
         super().__init__(is_valid_sample_fn, should_continue_fn)
         self._max_lag = calculate_stale_threshold(0, sync_weights_interval)
         self.leftover_threshold: int = self._max_lag
-        self._pending = PendingGroups()
+        self._ctx: ProduceContext
+        self._completed = 0
+        """Groups that count for the present call: left over, or completed by it."""
 
     def limit_lag(self, train_steps: int) -> None:
-        """See `ProduceStrategy.limit_lag`; it never raises the limit."""
+        """It never raises the limit."""
         self._max_lag = min(self._max_lag, train_steps)
 
     async def produce_batch(self, ctx: ProduceContext) -> ProduceBatchStatus:
@@ -164,22 +209,16 @@ class SyncProduceStrategy(ProduceStrategy):
         Raises:
             ProductionError: too many groups failed, or almost none was accepted.
         """
-        if ctx.should_abort():
-            return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-        batch = _SyncBatch(ctx, self._pending, self.should_continue_fn)
-        batch.completed = await self._count_fresh(ctx)
+        if (stop := self._must_stop(ctx)) is not None:
+            return stop
+        self._ctx = ctx
+        self._budget.reset()
+        self._completed = await self._count_fresh(ctx)
         try:
-            async with woken_by(ctx.update_event, self._pending):
-                while self.should_continue_fn(batch.completed, ctx.task_batch_size):
-                    if ctx.should_abort():
-                        return ProduceBatchStatus.UPDATE_WEIGHT_AND_ABORT
-                    seen = self._pending.version
-                    batch.fill()
-                    await self._pending.wait(seen)
+            return await self._fill(ctx, self._start_missing)
         finally:
             await self._pending.cancel()
             self._pending.raise_error()
-        return ProduceBatchStatus.NORMAL
 
     async def _count_fresh(self, ctx: ProduceContext) -> int:
         """The COMPLETED groups that were left over, once those that are too stale have expired."""
@@ -192,61 +231,36 @@ class SyncProduceStrategy(ProduceStrategy):
         self.num_expired += expired[name]
         return await buffer.count(name, Status.COMPLETED)
 
-    def pending_task_count(self) -> int:
-        """See `ProduceStrategy.pending_task_count`."""
-        return len(self._pending)
+    async def _count_available(self, ctx: ProduceContext) -> int:
+        return self._completed
 
-    def pending_groups(self) -> list[Group]:
-        """See `ProduceStrategy.pending_groups`."""
-        return self._pending.groups
+    def _target(self, ctx: ProduceContext) -> int:
+        return ctx.task_batch_size
 
-
-class _SyncBatch:
-    """The groups of one call."""
-
-    def __init__(
-        self, ctx: ProduceContext, pending: PendingGroups, should_continue_fn: ShouldContinueFn
-    ) -> None:
-        self.ctx = ctx
-        self.pending = pending
-        self.should_continue_fn = should_continue_fn
-        self.completed = 0
-        self.budget = ProductionBudget()
-
-    def fill(self) -> None:
-        """Start what is missing."""
-        ctx = self.ctx
-        self.pending.raise_error()
-        self.budget.check(
-            ctx.task_name, train_step=ctx.train_step, batch_size=ctx.task_batch_size, rules=ctx.rules
-        )
-        for _ in range(self._num_missing() - len(self.pending)):
-            self.pending.start(
+    def _start_missing(self, ctx: ProduceContext, available: int) -> None:
+        size = ctx.task_batch_size
+        missing = size - available
+        if missing <= 0:
+            # `should_continue_fn` wants more than the batch; only asking it says how many more.
+            more = itertools.takewhile(lambda n: self.should_continue_fn(available + n, size), range(1, size))
+            missing = 1 + sum(1 for _ in more)
+        for _ in range(missing - len(self._pending)):
+            self._pending.start(
                 partial(ctx.sample_group, from_expired_pool=False),
                 ctx.generate_group,
-                self.store,
+                self._store,
                 is_stopped=ctx.should_abort,
             )
 
-    def _num_missing(self) -> int:
-        size = self.ctx.task_batch_size
-        if self.completed < size:
-            return size - self.completed
-        # `should_continue_fn` wants more than the batch. How many more, it alone knows.
-        more = itertools.takewhile(
-            lambda count: self.should_continue_fn(self.completed + count, size), range(1, size)
-        )
-        return 1 + sum(1 for _ in more)
-
-    async def store(self, group: Group, ended: Ended) -> None:
+    async def _store(self, group: Group, ended: Ended) -> None:
         """Count and store one group."""
         if ended is Ended.RETURNED:
             # In two lines: others may be stored while this one is, and all of them count.
-            is_completed = await self.ctx.put_generated_group(group, before_put=_forget_aborted)
-            self.completed += is_completed
-            self.budget.count(get_group_status(group), group)
+            is_completed = await self._ctx.put_generated_group(group, before_put=_forget_aborted)
+            self._completed += is_completed
+            self._budget.count(get_group_status(group), group)
         else:
-            await self.ctx.put_back(group, wipe=ended is Ended.INTERRUPTED)
+            await self._ctx.put_back(group, wipe=ended is Ended.INTERRUPTED)
 
 
 def _forget_aborted(group: Group) -> None:

@@ -1,4 +1,4 @@
-"""What one strategy needs to produce for one task, and the one way a generated group is stored.
+"""Everything that a strategy needs to produce for one task, and the one way a generated group is stored.
 
 ::
 
@@ -17,30 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.strategies.rules import GroupRules
+from forebay.produce.strategies.rules import GroupRules, check_form, fail_group, name_group, record_left
 from forebay.replay import ReplayBuffer
 from forebay.tracebacks import raised_at
-from forebay.types import (
-    FAILED_AT_KEY,
-    TOKEN_FIELDS,
-    TRAJECTORY_OF_KEY,
-    UNLABELED,
-    RolloutState,
-    Status,
-    fill_token_fields,
-    get_group_status,
-    note_place,
-    reset_rollout_response,
-)
+from forebay.types import RolloutState, Status, get_group_status, note_place, reset_rollout_response
 from forebay.watching.activity import PUT, Activities
 
 logger = logging.getLogger(__name__)
@@ -51,31 +40,22 @@ GROUP_GENERATE_TIME_KEY = "group_generate_time_s"
 COUNTED_TOKENS_KEY = "counted_tokens"
 """Key in ``extra_fields`` of an interrupted rollout: how many of its tokens are in the statistics already."""
 
+Group = list[RolloutState]
 
-@runtime_checkable
-class IsValidSampleFn(Protocol):
-    """Says whether a completed group may be trained on."""
+IsValidSampleFn = Callable[[Group], bool]
+"""Says whether a completed group may be trained on; False makes it FILTERED."""
 
-    def __call__(self, samples: list[RolloutState]) -> bool:
-        """False makes the group FILTERED."""
-        ...
+ShouldContinueFn = Callable[[int, int], bool]
+"""Says whether production should go on, given the completed groups and the number that is wanted."""
 
-
-@runtime_checkable
-class ShouldContinueFn(Protocol):
-    """Says whether production should go on."""
-
-    def __call__(self, completed_count: int, batch_size: int, **kwargs: Any) -> bool:
-        """False ends the call to `produce_batch`."""
-        ...
+GroupCallback = Callable[[str, Sequence[RolloutState]], None]
+"""Told of every stored group: task name and group; for displays, never for decisions."""
 
 
 class GroupGenerator(Protocol):
     """What a context needs of an agent loop."""
 
-    async def generate_group(
-        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
-    ) -> list[RolloutState]:
+    async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
         """Generate and judge one group."""
         ...
 
@@ -85,21 +65,39 @@ class GroupGenerator(Protocol):
 
 
 class GroupSampler(Protocol):
-    """What a context needs of a sampler."""
+    """What production needs of a sampler."""
 
-    async def sample(
-        self, task_name: str, group_status: Status | list[Status] | None = None
-    ) -> list[RolloutState]:
+    async def sample(self, task_name: str, group_status: Status | list[Status] | None = None) -> Group:
         """A group of the listed statuses from the buffer, else the next prompt."""
         ...
 
+    def save(self, path: Path, /) -> None:
+        """Write position, epoch and seed to `path`."""
+        ...
 
-def default_is_valid_sample_fn(samples: list[RolloutState]) -> bool:
+    def resume(self, path: Path, /) -> None:
+        """Go to the position in `path`."""
+        ...
+
+
+class Generation(Protocol):
+    """What production needs of a rollout controller."""
+
+    async def pause_generation(self) -> None:
+        """End what is running as aborted."""
+        ...
+
+    async def continue_generation(self) -> None:
+        """Take requests again."""
+        ...
+
+
+def default_is_valid_sample_fn(samples: Group) -> bool:
     """Every completed group is valid."""
     return True
 
 
-def has_reward_variance(samples: list[RolloutState]) -> bool:
+def has_reward_variance(samples: Group) -> bool:
     """Whether the group's scores differ: equal scores give zero advantage (DAPO's dynamic sampling).
 
     Yu et al. 2025, "DAPO", section 3.2.
@@ -111,23 +109,6 @@ def has_reward_variance(samples: list[RolloutState]) -> bool:
 def default_should_continue_fn(completed_count: int, batch_size: int, **kwargs: Any) -> bool:
     """Go on until the batch is complete."""
     return completed_count < batch_size
-
-
-def name_group(group: Sequence[RolloutState]) -> str | int:
-    """The group's id; a group that has none gets one, so that it can be accounted for."""
-    group_id = group[0].group_id
-    if group_id is None:
-        group_id = f"unnamed/{uuid.uuid4()}"
-        for state in group:
-            state.group_id = group_id
-    return group_id
-
-
-_ERROR_LENGTH = 200
-"""Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
-
-GroupCallback = Callable[[str, Sequence[RolloutState]], None]
-"""Told of every stored group: task name and group; for displays, never for decisions."""
 
 
 @dataclass
@@ -146,9 +127,9 @@ class ProduceContext:
     progress: ProduceProgress
     is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn
     stale_threshold: int | None = None
-    ledger: Ledger | None = None
+    ledger: Ledger = field(default_factory=Ledger)
     on_group: GroupCallback | None = None
-    activities: Activities | None = None
+    activities: Activities = field(default_factory=Activities)
     rules: GroupRules | None = None
     """What a run asks of its groups; None: they are stored as they are."""
 
@@ -159,13 +140,17 @@ class ProduceContext:
 
     @property
     def target_abs(self) -> int:
-        """Groups of this task that should be available, counted since the start."""
-        return self._count_of("target_samples")
+        """Groups of this task that should be available, counted since the start.
+
+        Raises:
+            KeyError: the progress does not know the task; so for `consumed`.
+        """
+        return self.progress.count_of("target_samples", self.task_name)
 
     @property
     def consumed(self) -> int:
         """Groups of this task that the consumer has taken."""
-        return self._count_of("consumed_samples")
+        return self.progress.count_of("consumed_samples", self.task_name)
 
     def should_abort(self) -> bool:
         """Whether a pause was requested."""
@@ -178,41 +163,37 @@ class ProduceContext:
     async def available_count(self) -> int:
         """Groups consumed so far plus COMPLETED ones in the buffer."""
         completed = await self.replay_buffer.count(self.task_name, Status.COMPLETED)
+        # Read after the count: a batch that is taken meanwhile moves from one number to the other.
         return self.consumed + completed
 
-    async def sample_group(self, *, from_expired_pool: bool) -> list[RolloutState]:
+    async def sample_group(self, *, from_expired_pool: bool) -> Group:
         """The next group to generate: an interrupted one first, else the next prompt of the dataset.
 
         `from_expired_pool` puts EXPIRED and MAX_TRIES groups (the tail batch) before everything else.
         """
-        statuses = [Status.ABORTED]
-        if from_expired_pool:
-            statuses = [Status.EXPIRED, Status.MAX_TRIES, Status.ABORTED]
-        group = await self.sampler.sample(self.task_name, group_status=statuses)
-        if self.ledger is not None:
-            group_id = name_group(group)
-            known = self.ledger.life(group_id, self.task_name) is not None
-            self.ledger.record(group_id, self.task_name, "retried" if known else "admitted")
+        tail = [Status.EXPIRED, Status.MAX_TRIES] if from_expired_pool else []
+        group = await self.sampler.sample(self.task_name, group_status=[*tail, Status.ABORTED])
+        group_id = name_group(group)
+        is_known = self.ledger.life(group_id, self.task_name) is not None
+        self.ledger.record(group_id, self.task_name, "retried" if is_known else "admitted")
         return group
 
-    async def generate_group(
-        self, rollout_state: list[RolloutState], *, enable_partial_rollout: bool = False
-    ) -> list[RolloutState]:
-        """Generate and judge a group; whatever the agent loop raises makes it FAILED with the reason."""
+    async def generate_group(self, rollout_state: Group, *, enable_partial_rollout: bool = False) -> Group:
+        """Generate and judge a group; any exception of the agent loop makes it FAILED with the reason."""
         clock = asyncio.get_running_loop().time
         started = clock()
         lengths = [len(state.response_ids) for state in rollout_state]
-        for state in rollout_state:
+        for state, length in zip(rollout_state, lengths, strict=True):
             note_place(state, None)
             goes_on = enable_partial_rollout or state.status is Status.COMPLETED
-            if not (goes_on and len(state.response_ids)):
-                # It starts over, perhaps because it had expired: whatever it will hold is new.
+            if not (goes_on and length):
+                # It starts over, perhaps because it had expired: all its tokens will be new.
                 state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
         try:
             returned = await self.agent_loop.generate_group(
                 rollout_state, enable_partial_rollout=enable_partial_rollout
             )
-            group = _well_formed(returned, rollout_state, lengths)
+            group = check_form(returned, rollout_state, lengths)
         # Agent loops are user code; this is the one place where what they raise becomes a FAILED group.
         except Exception as error:
             logger.exception("task %s: group %s failed", self.task_name, rollout_state[0].group_id)
@@ -224,67 +205,53 @@ class ProduceContext:
         return group
 
     async def put_generated_group(
-        self, group: list[RolloutState], *, before_put: Callable[[list[RolloutState]], None] | None = None
+        self, group: Group, *, before_put: Callable[[Group], None] | None = None
     ) -> bool:
         """Count, filter and store a generated group; return whether it may be trained on.
 
         By the `rules` of a run, failed members leave the list `group`. `before_put` may change what is stored
         of a group that did not complete, or was rejected.
         """
-        # What was generated counts whole, whoever leaves: groups must be comparable by their length.
+        # Members that leave count too: groups must be comparable by their length.
         generated = list(group)
         if self.rules is not None:
             left = self.rules.release_failed(group)
-            if self.ledger is not None and left:
-                record_left(self.ledger, self.task_name, name_group(generated), left)
+            record_left(self.ledger, self.task_name, name_group(generated), left)
         is_completed = get_group_status(group) is Status.COMPLETED
         tokens = _count_new_tokens(generated, may_come_again=not is_completed)
         # Read before the validity function and the put, which wipe what they reject.
-        score, latency_s = _mean_score(group), group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
+        scores = [float(s.reward["score"]) for s in group if s.reward is not None and "score" in s.reward]
         length = sum(len(state.response_ids) for state in generated)
+        latency_s = group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
         if is_completed:
-            self._count_rewards(group)
+            self._count_rewards(group, scores)
             is_completed = self._filter(group)
         if not is_completed and before_put is not None:
             before_put(group)
         # Before the put: once stored, another put may evict the group, and that is entered at once.
-        if self.ledger is not None:
-            self.ledger.record(
-                name_group(group),
+        self.ledger.record(
+            name_group(group),
+            self.task_name,
+            "produced",
+            num_tokens=length,
+            latency_s=latency_s,
+            score=sum(scores) / len(scores) if scores else None,
+        )
+        with self.activities.span(PUT, group[0].group_id, task=self.task_name, group=group[0].group_id):
+            await self.replay_buffer.put(
+                group,
                 self.task_name,
-                "produced",
-                num_tokens=length,
-                latency_s=latency_s,
-                score=score,
+                model_step=self.model_step,
+                current_train_step=self.consumer_step,
+                stale_threshold=self.stale_threshold,
             )
-        await self._put(group)
         self.progress.add_produced(self.task_name, samples=len(generated), tokens=tokens)
         if self.on_group is not None:
             self.on_group(self.task_name, group)
         # A put that finds it too stale expires every member.
         return is_completed and group[0].status is Status.COMPLETED
 
-    def _count_of(self, table: Literal["target_samples", "consumed_samples"]) -> int:
-        counts: dict[str, int] = getattr(self.progress, table)
-        if self.task_name not in counts:
-            raise KeyError(f"{table} has no task {self.task_name!r}, only {sorted(counts)}")
-        return counts[self.task_name]
-
-    async def _put(self, group: list[RolloutState]) -> None:
-        stored = self.replay_buffer.put(
-            group,
-            self.task_name,
-            model_step=self.model_step,
-            current_train_step=self.consumer_step,
-            stale_threshold=self.stale_threshold,
-        )
-        if self.activities is None:
-            await stored
-        else:
-            with self.activities.span(PUT, group[0].group_id, task=self.task_name, group=group[0].group_id):
-                await stored
-
-    async def put_back(self, group: list[RolloutState], *, wipe: bool = False) -> None:
+    async def put_back(self, group: Group, *, wipe: bool = False) -> None:
         """Store a group that was taken but not generated, ABORTED; with `wipe`, only its prompt."""
         for state in group:
             if wipe:
@@ -294,10 +261,10 @@ class ProduceContext:
                 state.status = Status.ABORTED
         await self.replay_buffer.put(group, self.task_name)
 
-    def _filter(self, group: list[RolloutState]) -> bool:
+    def _filter(self, group: Group) -> bool:
         """Whether the validity function accepts the group."""
         try:
-            valid = self.is_valid_sample_fn(group)
+            is_valid = self.is_valid_sample_fn(group)
         # User code, as an agent loop is.
         except Exception as error:
             name = getattr(self.is_valid_sample_fn, "__name__", repr(self.is_valid_sample_fn))
@@ -305,14 +272,13 @@ class ProduceContext:
             reason = f"validity function {name}: {type(error).__name__}: {error}"
             fail_group(group, reason, raised_at(error))
             return False
-        if not valid:
+        if not is_valid:
             for state in group:
                 reset_rollout_response(state)
                 state.status = Status.FILTERED
-        return bool(valid)
+        return bool(is_valid)
 
-    def _count_rewards(self, group: list[RolloutState]) -> None:
-        scores = []
+    def _count_rewards(self, group: Group, scores: Sequence[float]) -> None:
         for state in group:
             if state.reward is None or "score" not in state.reward:
                 logger.warning(
@@ -320,94 +286,7 @@ class ProduceContext:
                     self.task_name,
                     state.rollout_id,
                 )
-                continue
-            scores.append(float(state.reward["score"]))
         self.progress.add_raw_rewards(self.task_name, sum(scores), len(scores))
-
-
-def record_left(ledger: Ledger, task_name: str, group_id: str | int, left: Sequence[RolloutState]) -> None:
-    """Enter the rollouts that left their group because they failed."""
-    for state in left:
-        ledger.record(
-            group_id,
-            task_name,
-            "left",
-            reason=Status.FAILED.value,
-            rollout=state.rollout_id,
-            **why_failed([state]),
-        )
-
-
-def why_failed(group: Sequence[RolloutState]) -> dict[str, Any]:
-    """The first error in `group` and where it was raised, as details of an entry in the ledger."""
-    state = next((state for state in group if state.error_msg), group[0])
-    return {
-        "error": state.error_msg and state.error_msg[:_ERROR_LENGTH],
-        "at": state.extra_fields.get(FAILED_AT_KEY),
-    }
-
-
-def fail_group(group: Sequence[RolloutState], reason: str, place: str | None = None) -> None:
-    """Make the group FAILED, by what raised at `place`; members that failed before keep their own reason."""
-    for state in group:
-        if not state.error_msg:
-            note_place(state, place)
-        reason_of_its_own = state.error_msg
-        reset_rollout_response(state)
-        state.status = Status.FAILED
-        state.error_msg = reason_of_its_own or reason
-
-
-def _well_formed(
-    group: list[RolloutState], given: Sequence[RolloutState], lengths: Sequence[int]
-) -> list[RolloutState]:
-    """`group`, if it can be stored; `given` is what the agent loop got, with responses of these `lengths`.
-
-    Raises:
-        TypeError: an agent loop returned something else than a list of rollouts.
-        ValueError: other rollouts than the given ones, or token-level fields of different lengths.
-    """
-    if not isinstance(group, list) or not group or not all(isinstance(s, RolloutState) for s in group):
-        raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {group!r:.80}")
-    # Further trajectories come and go with the rollouts that they were made with, which must be the given.
-    firsts = [state for state in group if TRAJECTORY_OF_KEY not in state.extra_fields]
-    earlier = [
-        (state, length)
-        for state, length in zip(given, lengths, strict=True)
-        if TRAJECTORY_OF_KEY not in state.extra_fields
-    ]
-    if group is not given:
-        _check_members(firsts, [state for state, _ in earlier])
-    for state, (_, length) in zip(firsts, earlier, strict=True):
-        if 0 < length < len(state.response_ids):
-            _extend_token_fields(state, length)
-    for state in group:
-        fill_token_fields(state)
-    return group
-
-
-def _check_members(group: Sequence[RolloutState], given: Sequence[RolloutState]) -> None:
-    if len(group) != len(given):
-        raise ValueError(f"the agent loop returned {len(group)} rollouts for a group of {len(given)}")
-    for state, original in zip(group, given, strict=True):
-        if state is not original and (state.rollout_id, state.group_id) != (
-            original.rollout_id,
-            original.group_id,
-        ):
-            raise ValueError(
-                f"the agent loop returned rollout {state.rollout_id!r} of group {state.group_id!r} in place "
-                f"of {original.rollout_id!r} of {original.group_id!r}; return the given ones, in their order"
-            )
-
-
-def _extend_token_fields(state: RolloutState, length: int) -> None:
-    """Where a continuation extended ``response_ids`` only, fill the other fields as for a new response."""
-    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELED}
-    for name in TOKEN_FIELDS:
-        array = getattr(state, name)
-        if name in defaults and len(array) == length:
-            rest = np.full(len(state.response_ids) - length, defaults[name], array.dtype)
-            setattr(state, name, np.concatenate([array, rest]))
 
 
 def _count_new_tokens(group: Sequence[RolloutState], *, may_come_again: bool) -> int:
@@ -420,8 +299,3 @@ def _count_new_tokens(group: Sequence[RolloutState], *, may_come_again: bool) ->
         if may_come_again and length:
             state.extra_fields[COUNTED_TOKENS_KEY] = length
     return total
-
-
-def _mean_score(group: Sequence[RolloutState]) -> float | None:
-    scores = [float(state.reward["score"]) for state in group if state.reward and "score" in state.reward]
-    return sum(scores) / len(scores) if scores else None

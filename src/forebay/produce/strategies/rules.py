@@ -1,23 +1,38 @@
-"""What a run asks of a generated group before it is stored.
+"""What a generated group must be before it is stored, and what becomes of members that failed.
 
 ::
 
-    COMPLETED, but the trainer cannot take it --> FAILED, with the reason
+    COMPLETED, but the trainer cannot take it   --> FAILED, with the reason
     FAILED members, at least min_members others --> they leave; the rest goes on as the group
     FAILED members, fewer others                --> the group is FAILED: generated again, or replaced
 
 Members are attempts: a rollout together with the further trajectories that were made with it. A production
-context without rules stores groups as they are.
+context without `GroupRules` stores groups as they are, as long as they are well formed.
 """
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
+
+import numpy as np
 
 from forebay.agents.base import split_attempts
-from forebay.types import RolloutState, Status
+from forebay.ledger import Ledger
+from forebay.types import (
+    FAILED_AT_KEY,
+    TOKEN_FIELDS,
+    TRAJECTORY_OF_KEY,
+    UNLABELED,
+    RolloutState,
+    Status,
+    fill_token_fields,
+    note_place,
+    reset_rollout_response,
+)
 
 WhyUntrainable = Callable[[RolloutState], str | None]
 """Why the trainer cannot take a COMPLETED rollout; None if it can."""
@@ -38,7 +53,7 @@ class GroupRules:
     min_members: int = 2
     """A group goes on without its failed members if at least so many remain."""
     needed_members: int = 1
-    """Of fewer the trainer cannot compute the loss; at most `min_members`. A group that was stored before a
+    """The trainer cannot compute the loss of fewer; at most `min_members`. A group that was stored before a
     resume, under other rules, may have fewer."""
     max_failed_groups: int | None = None
     """Groups of one task that may fail while a batch is made; None: twice the batch, and at least 8."""
@@ -57,7 +72,7 @@ class GroupRules:
         failed = [attempt for attempt in attempts if _has_failed(attempt)]
         if not failed or len(attempts) - len(failed) < self.min_members:
             return []
-        # In place: whoever holds the group (the agent, the strategy, displays) must see the same members.
+        # In place: the agent, the strategy and displays hold this list and must see the same members.
         group[:] = chain.from_iterable(attempt for attempt in attempts if not _has_failed(attempt))
         return list(chain.from_iterable(failed))
 
@@ -69,3 +84,96 @@ class GroupRules:
 
 def _has_failed(attempt: Sequence[RolloutState]) -> bool:
     return any(state.status is Status.FAILED for state in attempt)
+
+
+_ERROR_LENGTH = 200
+"""Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
+
+
+def name_group(group: Sequence[RolloutState]) -> str | int:
+    """The group's id; a group without one gets one, so that the ledger can follow it."""
+    group_id = group[0].group_id
+    if group_id is None:
+        group_id = f"unnamed/{uuid.uuid4()}"
+        for state in group:
+            state.group_id = group_id
+    return group_id
+
+
+def fail_group(group: Sequence[RolloutState], reason: str, place: str | None = None) -> None:
+    """Make the group FAILED, by what raised at `place`; members that failed before keep their own reason."""
+    for state in group:
+        if not state.error_msg:
+            note_place(state, place)
+        own_reason = state.error_msg
+        reset_rollout_response(state)
+        state.status = Status.FAILED
+        state.error_msg = own_reason or reason
+
+
+def record_left(ledger: Ledger, task_name: str, group_id: str | int, left: Sequence[RolloutState]) -> None:
+    """Enter the rollouts that left their group because they failed."""
+    for state in left:
+        details = {"reason": Status.FAILED.value, "rollout": state.rollout_id, **why_failed([state])}
+        ledger.record(group_id, task_name, "left", **details)
+
+
+def why_failed(group: Sequence[RolloutState]) -> dict[str, Any]:
+    """The first error in `group` and where it was raised, as details of an entry in the ledger."""
+    state = next((state for state in group if state.error_msg), group[0])
+    error = state.error_msg and state.error_msg[:_ERROR_LENGTH]
+    return {"error": error, "at": state.extra_fields.get(FAILED_AT_KEY)}
+
+
+def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequence[int]) -> list[RolloutState]:
+    """The group that an agent loop `returned`, its token fields filled.
+
+    `given` is the group that the loop got, with responses of these `lengths`.
+
+    Raises:
+        TypeError: it is not a list of rollouts.
+        ValueError: other rollouts than the given ones, or token-level fields of different lengths.
+    """
+    if (
+        not isinstance(returned, list)
+        or not returned
+        or not all(isinstance(s, RolloutState) for s in returned)
+    ):
+        raise TypeError(f"the agent loop must return a non-empty list of RolloutState, got {returned!r:.80}")
+    # Further trajectories may come and go; the rollouts that they were made with must be the given ones.
+    firsts = [state for state in returned if TRAJECTORY_OF_KEY not in state.extra_fields]
+    earlier = [
+        (state, length)
+        for state, length in zip(given, lengths, strict=True)
+        if TRAJECTORY_OF_KEY not in state.extra_fields
+    ]
+    if returned is not given:
+        _check_members(firsts, [state for state, _ in earlier])
+    for state, (_, length) in zip(firsts, earlier, strict=True):
+        if 0 < length < len(state.response_ids):
+            _extend_token_fields(state, length)
+    for state in returned:
+        fill_token_fields(state)
+    return returned
+
+
+def _check_members(group: Sequence[RolloutState], given: Sequence[RolloutState]) -> None:
+    if len(group) != len(given):
+        raise ValueError(f"the agent loop returned {len(group)} rollouts for a group of {len(given)}")
+    for state, original in zip(group, given, strict=True):
+        ids, expected = (state.rollout_id, state.group_id), (original.rollout_id, original.group_id)
+        if ids != expected:
+            raise ValueError(
+                f"the agent loop returned rollout {ids[0]!r} of group {ids[1]!r} in place of {expected[0]!r} "
+                f"of {expected[1]!r}; return the given ones, in their order"
+            )
+
+
+def _extend_token_fields(state: RolloutState, length: int) -> None:
+    """Where a continuation extended ``response_ids`` only, fill the other fields as for a new response."""
+    defaults = {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELED}
+    for name in TOKEN_FIELDS:
+        array = getattr(state, name)
+        if name in defaults and len(array) == length:
+            rest = np.full(len(state.response_ids) - length, defaults[name], array.dtype)
+            setattr(state, name, np.concatenate([array, rest]))

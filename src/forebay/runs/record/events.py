@@ -27,7 +27,7 @@ from forebay.agents.base import GroupJudge
 from forebay.engines import RolloutController
 from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.produce import AgentLoopManager
-from forebay.produce.tasks import CheckpointedSampler
+from forebay.produce.strategies.context import GroupSampler
 from forebay.replay import ReplayBuffer
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.runs.record.reader import Event, Facts
@@ -92,7 +92,7 @@ def observe(recorder: Recorder, manager: AgentLoopManager, controller: RolloutCo
     )
     for runner in manager.task_runners:
         sample = partial(_sample, recorder, runner.sampler)
-        runner.sampler = cast(CheckpointedSampler, _Observed(runner.sampler, sample=sample))
+        runner.sampler = cast(GroupSampler, _Observed(runner.sampler, sample=sample))
         loop = runner.agent_loop
         if isinstance(loop, AgentLoop) and loop.judge is not None:
             judge = partial(_judge, recorder, loop.judge)
@@ -238,7 +238,7 @@ async def _call(
 
 async def _sample(
     recorder: Recorder,
-    sampler: CheckpointedSampler,
+    sampler: GroupSampler,
     task_name: str,
     group_status: Status | list[Status] | None = None,
 ) -> list[RolloutState]:

@@ -1,0 +1,395 @@
+"""The consumer's side of production: waits for batches, takes them whole or not at all, and keeps the books.
+
+::
+
+    every put, every change of the producer's state --> whole?  yes --> take --> ledger: trained
+                                                          |  no, and the producer ...
+           works, or is paused  (wait on) <---------------+--> has ended --> ProductionError, ConnectionLost
+                                                          +--> was never started, and nothing else puts
+                                                          |    groups, for a while: ProductionError
+                                                          +--> has weights that are too old
+                                                               newer ones exist: synchronize
+                                                               none do: ProductionError
+
+    take (ARCHIVED) --undo--> restore, ledger: requeued
+      '--> FILTERED, FAILED, SKIPPED, and EXPIRED without a tail batch: out of the buffer, ledger: dropped
+
+It starts no production; `forebay.produce.background` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from forebay.aio.cancellation import finish
+from forebay.ledger import Ledger
+from forebay.produce.background import BackgroundProducer, Mode
+from forebay.produce.progress import ProduceProgress
+from forebay.produce.results import LEFTOVER_STATUSES, ProduceBatchResult, TaskResult, summarize
+from forebay.produce.strategies.base import ProduceBatchStatus
+from forebay.produce.strategies.pending import ProductionError
+from forebay.produce.strategies.rules import GroupRules, fail_group, name_group, record_left, why_failed
+from forebay.produce.tasks import TaskRunner, worst_status
+from forebay.replay import ConnectionLost, ReplayBuffer, StorageItem
+from forebay.types import (
+    RolloutState,
+    Status,
+    calculate_seq_staleness,
+    get_group_status,
+    oldest_step_of,
+)
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+GroupsByTask = dict[str, list[list[RolloutState]]]
+
+START_GRACE_S = 10.0
+"""Time for the task of a producer to start, or for something else to fill the buffer in its place."""
+HUNGRY_BATCHES = 20
+"""Batches in a row without a group of the task: with fewer, small weights take their turns."""
+HELD_UP_S = 60.0
+"""How long a batch waits for some tasks while others are ready, before a warning; then twice as long."""
+
+
+class Batches:
+    """The batches of several tasks over one buffer.
+
+    Invariants: between two calls, every group that was ever taken up is live (in the buffer or in flight),
+    trained or dropped in the ledger; a wait ends with the put that completes the batch, and no state in which
+    nothing can complete it goes unnoticed.
+
+    Args:
+        runners: the tasks, by name.
+        replay_buffer: the buffer of all of them.
+        ledger: gets what becomes of every group.
+        producer: fills the buffer in a separate run.
+        progress: of the separate run.
+        rules: with them, a batch holds only groups that the trainer can take.
+    """
+
+    def __init__(
+        self,
+        runners: Mapping[str, TaskRunner],
+        replay_buffer: ReplayBuffer,
+        ledger: Ledger,
+        producer: BackgroundProducer,
+        progress: ProduceProgress,
+        rules: GroupRules | None = None,
+    ) -> None:
+        self.ledger = ledger
+        self.rules = rules
+        self.num_untrainable = 0
+        """Groups that were found in the buffer and dropped, because they cannot be trained."""
+        self._runners = runners
+        self._buffer = replay_buffer
+        self._producer = producer
+        self._progress = progress
+        self._num_hungry = dict.fromkeys(runners, 0)
+        self._on_evict = replay_buffer.on_evict
+        replay_buffer.on_evict = self._enter_eviction
+
+    async def age(self, train_step: int) -> None:
+        """Give every group its staleness at `train_step`; what is too stale for its task expires."""
+        expired = await self._buffer.refresh_staleness(
+            task_stale_thresholds={name: self._threshold(name) for name in self._runners},
+            current_train_step=train_step,
+        )
+        for name, count in expired.items():
+            self._runners[name].produce_strategy.num_expired += count
+
+    async def wait_for(self, sizes: Mapping[str, int], train_step: int) -> bool:
+        """True once the buffer has the batch; False if only newer weights, which exist, can help.
+
+        waits for: puts, and the producer's state; woken by: both, and timers (a warning, the grace of a
+        producer that was not started); produces: nothing.
+
+        Raises:
+            BufferClosed: the buffer was closed.
+            ConnectionLost: the buffer is lost, for this process or for the producer.
+            ProductionError: there will be no batch.
+        """
+        producer, buffer = self._producer, self._buffer
+        now_s, asked_at = asyncio.get_running_loop().time, None
+        held_up_s, started_s = HELD_UP_S, now_s()
+        has_siblings = sum(size > 0 for size in sizes.values()) > 1
+        relay = asyncio.create_task(self._relay_puts(buffer.version), name="relay puts")
+        try:
+            while True:
+                seen = producer.changes.version
+                counts = await buffer.count_statuses(sizes, [Status.COMPLETED])
+                ready = {name: cells[Status.COMPLETED] for name, cells in counts.items()}
+                lacking = [name for name, size in sizes.items() if ready[name] < size]
+                if not lacking:
+                    return True
+                if relay.done():
+                    relay.result()
+                if producer.has_ended:
+                    await self._raise_end(sizes, train_step)
+                if producer.mode is Mode.EXHAUSTED:
+                    if asked_at != buffer.version:
+                        # The producer may have looked before the last change, or before this call.
+                        asked_at = buffer.version
+                        producer.reconsider()
+                    elif not self._may_still_come(lacking):
+                        await self._require_newer_weights(sizes, train_step)
+                        return False
+                warn_s = started_s + held_up_s if has_siblings else math.inf
+                grace_s = math.inf if producer.was_started else now_s() + START_GRACE_S
+                if await self._has_changed(seen, min(warn_s, grace_s)):
+                    continue
+                if grace_s <= warn_s and not producer.was_started:
+                    raise ProductionError(
+                        f"produce_loop was never started, and nothing else has changed the buffer for "
+                        f"{START_GRACE_S:g} s; start it as a task before get_batch: "
+                        f"{await self.describe(sizes, train_step)}"
+                    )
+                _warn_of_held_up(sizes, ready, lacking, train_step, held_up_s)
+                held_up_s *= 2
+        finally:
+            relay.cancel()
+            await asyncio.gather(relay, return_exceptions=True)
+
+    async def _relay_puts(self, version: int) -> None:
+        """Make changes of the buffer changes of the producer, so that one wait is woken by both."""
+        try:
+            while True:
+                version = await self._buffer.wait_for_change(version)
+                self._producer.changes.note()
+        finally:
+            self._producer.changes.note()
+
+    async def _has_changed(self, seen: int, until_s: float) -> bool:
+        """Wait for a change of the producer or the buffer; False if there is none `until_s`."""
+        try:
+            async with asyncio.timeout_at(None if math.isinf(until_s) else until_s):
+                await self._producer.changes.wait(seen)
+        except TimeoutError:
+            return False
+        return True
+
+    def _may_still_come(self, lacking: Sequence[str]) -> bool:
+        """Whether groups in flight can complete the batch: where nothing expires, old groups count."""
+        strategies = [self._runners[name].produce_strategy for name in lacking]
+        return any(s.pending_task_count() > 0 and s.stale_threshold is None for s in strategies)
+
+    async def _require_newer_weights(self, sizes: Mapping[str, int], train_step: int) -> None:
+        if train_step - 1 <= self._producer.model_step:
+            counters = await self.describe(sizes, train_step)
+            raise ProductionError(
+                f"production stands still, and there are no newer weights to help it: {counters}"
+            )
+
+    async def _raise_end(self, sizes: Mapping[str, int], train_step: int) -> NoReturn:
+        failure = None if self._producer.mode is Mode.SHUT_DOWN else self._producer.failure
+        if isinstance(failure, ConnectionLost):
+            raise ConnectionLost(str(failure)) from failure
+        counters = await self.describe(sizes, train_step)
+        if failure is not None:
+            reason = str(failure) or type(failure).__name__
+            raise ProductionError(f"production has failed: {reason}; {counters}") from failure
+        raise ProductionStopped(f"production was shut down; {counters}")
+
+    async def describe(self, sizes: Mapping[str, int], train_step: int) -> str:
+        """Every counter that may explain why a batch does not come."""
+        leftovers = await self._count_leftovers()
+        held = {name: {s.value: n for s, n in cells.items() if n} for name, cells in leftovers.items()}
+        pending = {
+            name: runner.produce_strategy.pending_task_count() for name, runner in self._runners.items()
+        }
+        producer, progress = self._producer, self._progress
+        return (
+            f"train step {train_step} needs {dict(sizes)} groups; the buffer holds {held}; in flight "
+            f"{pending}; consumed {progress.consumed_samples} of targets "
+            f"{progress.target_samples} up to step {progress.target_upto_future_step}; "
+            f"dropped {self.ledger.balance({}).dropped}; the producer works for step "
+            f"{progress.producer_future_step} with weights of step {producer.model_step}, status "
+            f"{producer.status.name}, running: {producer.is_running}"
+        )
+
+    async def take(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
+        """The batch of `train_step`, entered as trained; None, and nothing is taken, if it is not whole."""
+        if not await self._buffer.is_ready(sizes):
+            return None
+        groups_by_task, counts = await self._buffer.take_batch(dict(sizes), train_step=train_step)
+        if any(counts[name] < size for name, size in sizes.items()):
+            # Something expired or was evicted after the look.
+            await self._buffer.restore(train_step - 1)
+            return None
+        if not self._are_fresh(groups_by_task, train_step):
+            # A put that began in an earlier step came after the aging: a store may take its time.
+            await self._buffer.restore(train_step - 1)
+            await self.age(train_step)
+            return None
+        if await self._drop_untrainable(groups_by_task, train_step):
+            return await self.take(sizes, train_step)
+        for name, groups in groups_by_task.items():
+            for group in groups:
+                self.ledger.record(name_group(group), name, "trained", train_step=train_step)
+        return groups_by_task
+
+    def _are_fresh(self, groups_by_task: GroupsByTask, train_step: int) -> bool:
+        """Whether no group of these is too stale at `train_step`; rollouts get their staleness then."""
+        are_fresh = True
+        for name, groups in groups_by_task.items():
+            threshold = self._threshold(name)
+            for state in [state for group in groups for state in group]:
+                if (model_step := oldest_step_of(state)) is not None:
+                    state.seq_staleness = calculate_seq_staleness(model_step, train_step)
+                are_fresh = are_fresh and state.seq_staleness < threshold
+        return are_fresh
+
+    async def _drop_untrainable(self, groups_by_task: GroupsByTask, train_step: int) -> bool:
+        """Whether the trainer cannot take some group: then the batch is live again, without such groups.
+
+        The producer stores none. They come from the checkpoint of an older version, or of a run that is
+        resumed with an advantage that compares more rollouts. The trainer would refuse the batch, and after
+        every resume it would meet it again.
+        """
+        rules = self.rules
+        if rules is None:
+            return False
+        affected = [n for n, groups in groups_by_task.items() if not all(map(rules.accepts, groups))]
+        if not affected:
+            return False
+        await self._buffer.restore(train_step - 1)
+        for name in affected:
+            # All of them: put back in the order they come in, they keep it.
+            num_completed = await self._buffer.count(name, Status.COMPLETED)
+            for group in await self._buffer.get(num_completed, name, Status.COMPLETED):
+                group_id, left = name_group(group), rules.release_failed(group)
+                record_left(self.ledger, name, group_id, left)
+                is_completed = get_group_status(group) is Status.COMPLETED
+                if is_completed and rules.accepts(group):
+                    await self._buffer.put(group, name)
+                    continue
+                if is_completed:
+                    fail_group(group, f"the trainer needs {rules.needed_members} rollouts of each group")
+                self._record_drop(group, name, Status.FAILED)
+                self.num_untrainable += 1
+        return True
+
+    def _threshold(self, task_name: str) -> int:
+        strategy = self._runners[task_name].produce_strategy
+        return strategy.leftover_threshold or strategy.stale_threshold or _NEVER_STALE
+
+    async def give_back(
+        self, groups_by_task: Mapping[str, Sequence[Sequence[RolloutState]]], train_step: int
+    ) -> None:
+        """Undo `take`: the groups are live again, as they were."""
+        await self._buffer.restore(train_step - 1)
+        for name, groups in groups_by_task.items():
+            for group in groups:
+                self.ledger.record(name_group(group), name, "requeued")
+
+    async def report(
+        self,
+        sizes: dict[str, int],
+        groups_by_task: GroupsByTask,
+        statuses: Mapping[str, ProduceBatchStatus],
+        pauses_s: Mapping[str, float],
+        progress: ProduceProgress | None,
+    ) -> ProduceBatchResult:
+        """The result of a call; of a batch, reads and resets the windows of `progress`.
+
+        Then groups that will never be trained or retried leave the buffer. Without `progress`, nothing was
+        taken: the windows and those groups are for the next batch.
+        """
+        leftovers = await self._count_leftovers()
+        if progress is not None:
+            await self._drop_terminal()
+        results = {
+            name: TaskResult.build(
+                groups=groups_by_task.get(name, []),
+                leftovers=leftovers[name],
+                status=statuses.get(name, ProduceBatchStatus.NORMAL),
+                pause_time_s=pauses_s.get(name, 0.0),
+                produced=progress.consume_produced(name) if progress else (0, 0),
+                raw_rewards=progress.consume_raw_rewards(name) if progress else (0.0, 0),
+            )
+            for name in self._runners
+        }
+        produce_time_s = progress.consume_produce_time() if progress else 0.0
+        return summarize(results, sizes, worst_status(statuses.values()), produce_time_s)
+
+    async def _drop_terminal(self) -> None:
+        # One question for all: there is seldom anything.
+        cells = await self._buffer.count_statuses(self._runners, (*_TERMINAL, Status.EXPIRED))
+        for name, runner in self._runners.items():
+            keeps_expired = runner.produce_strategy.keeps_expired
+            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
+                for group in await self._buffer.get(cells[name][status], name, status):
+                    self._record_drop(group, name, status)
+
+    async def _count_leftovers(self) -> dict[str, dict[Status, int]]:
+        """The groups of each task in the buffer, by status."""
+        return await self._buffer.count_statuses(self._runners, LEFTOVER_STATUSES)
+
+    async def count_live(self) -> dict[str, int]:
+        """The groups of each task in the buffer and in flight."""
+        cells = await self._count_leftovers()
+        # Nothing may be awaited from here on: a group must not move between the two counts.
+        return {
+            name: sum(cells[name].values()) + len(runner.produce_strategy.pending_groups())
+            for name, runner in self._runners.items()
+        }
+
+    def count_shares(self, sizes: Mapping[str, int], train_step: int) -> None:
+        """Note how the batch of `train_step` is shared; warn of a task that has had nothing for long."""
+        for name, runner in self._runners.items():
+            is_hungry = runner.weight > 0 and sizes[name] == 0
+            self._num_hungry[name] = num = self._num_hungry[name] + 1 if is_hungry else 0
+            if num and num % HUNGRY_BATCHES == 0:
+                logger.warning(
+                    f"task {name} (weight {runner.weight:g}) had no share of the last {num} batches; train "
+                    f"step {train_step} is shared as {dict(sizes)}: raise its weight or the batch size"
+                )
+
+    def _record_drop(self, group: Sequence[RolloutState], task_name: str, status: Status) -> None:
+        self.ledger.record(name_group(group), task_name, "dropped", reason=status.value, **why_failed(group))
+
+    def _enter_eviction(self, evicted: StorageItem) -> None:
+        self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
+        if self._on_evict is not None:
+            self._on_evict(evicted)
+
+
+class ProductionStopped(ProductionError):
+    """Production was shut down: there will be no further batch."""
+
+
+_TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
+"""Groups that will never be trained or retried."""
+_NEVER_STALE = 2**31 - 1
+"""A threshold that nothing reaches: the groups of a task without one are aged all the same."""
+
+
+def _warn_of_held_up(
+    sizes: Mapping[str, int],
+    ready: Mapping[str, int],
+    lacking: Sequence[str],
+    train_step: int,
+    waited_s: float,
+) -> None:
+    """Warn of the tasks that hold up the others, if some others are ready."""
+    counts = {name: f"{ready[name]} of {size}" for name, size in sizes.items() if size > 0}
+    if len(lacking) < len(counts):
+        logger.warning(
+            f"the batch of train step {train_step} has waited {waited_s:.0f} s for {', '.join(lacking)} "
+            f"while others are ready: {counts}"
+        )
+
+
+async def whole_or_undone(work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]]) -> T:
+    """The result of `work`. If the caller is cancelled meanwhile: let it end, undo it, and only then end."""
+    task = asyncio.create_task(work)
+    try:
+        return await finish(task)
+    except asyncio.CancelledError:
+        if not task.cancelled() and task.exception() is None:
+            await finish(undo(task.result()))
+        raise

@@ -11,7 +11,7 @@ import pytest
 from fragment_factory import SETTINGS, fids, send
 
 from forebay.fragments import BufferClosed, FragmentStore, RemoteFragmentBuffer, serve
-from forebay.fragments.remote import wire
+from forebay.io.link import Link
 
 LONG_S = 600.0
 SHORT_S = 0.1
@@ -116,12 +116,12 @@ async def test_whatever_ends_the_reading_ends_the_connection(make_plain, path, m
         client = await RemoteFragmentBuffer.connect(path)
         error = MemoryError("too large")
 
-        def fail(_):
+        def fail(*_):
             raise error
 
         fetching = asyncio.create_task(client.fetch_fragments(1))
         await asyncio.sleep(0)
-        monkeypatch.setattr(wire, "decode_answer", fail)
+        monkeypatch.setattr(Link, "read", fail)
         for call in (client.metrics(), fetching, client.metrics()):
             with pytest.raises(BufferClosed, match="MemoryError") as caught:
                 await call

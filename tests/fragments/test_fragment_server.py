@@ -8,7 +8,6 @@ import pytest
 from fragment_factory import fids, send
 
 from forebay.fragments import BufferClosed, FragmentMetadata, RateLimit, RemoteFragmentBuffer, serve
-from forebay.io.framing import MAX_BYTES
 
 
 @pytest.fixture
@@ -112,13 +111,12 @@ async def test_errors_are_those_of_the_buffer(served, store):
 
 
 async def test_whoever_speaks_something_else_is_not_listened_to(served):
-    for words in (b"GET / HTTP/1.1\r\n\r\n", (5).to_bytes(4, "little") + b"\xffabcd", b"\x01"):
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b"FBC1" + (5).to_bytes(4, "little") + b"\xffabcd", b"\x01"):
         reader, writer = await asyncio.open_unix_connection(str(served))
         writer.write(words)
         writer.write_eof()
         assert await reader.read() == b""
         writer.close()
-    assert int.from_bytes(b"GET ", "little") > MAX_BYTES
     client = await RemoteFragmentBuffer.connect(served)
     assert (await client.metrics())["added_fragments"] == 0
     await client.disconnect()

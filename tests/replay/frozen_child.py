@@ -8,8 +8,8 @@ usage: frozen_child.py serve ADDRESS | take ADDRESS NUMBER
 import asyncio
 import sys
 
+from forebay.io.address import Address
 from forebay.replay import ConnectionLost, FIFOReplayPolicy, IndexedStorage, ReplayBuffer, serve
-from forebay.replay.remote.address import Address
 from forebay.replay.remote.link import Link
 from forebay.replay.remote.messages import KeyArguments, TakeArguments
 from forebay.types import Status

@@ -7,7 +7,7 @@ usage: server_child.py ADDRESS take|archive NUMBER; it prints the names of the g
 import asyncio
 import sys
 
-from forebay.replay.remote.address import Address
+from forebay.io.address import Address
 from forebay.replay.remote.link import Link
 from forebay.replay.remote.messages import KeyArguments, TakeArguments
 from forebay.types import Status

@@ -10,6 +10,7 @@ from replay_factory import make_group, names
 from test_replay_frozen import serving
 from test_replay_server_faults import HELLO, PUT, call, frame
 
+from forebay.io import address as server_address
 from forebay.replay import (
     ConnectionLost,
     FIFOReplayPolicy,
@@ -19,7 +20,6 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.format.encode import pack_group
-from forebay.replay.remote import address as server_address
 from forebay.replay.remote import client, messages
 from forebay.replay.remote.connection import Connection
 from forebay.types import Status

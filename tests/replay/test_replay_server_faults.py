@@ -13,6 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from replay_factory import make_group, names, same
 
+from forebay.io.address import Address, is_proof, prove
 from forebay.replay import (
     ConnectionLost,
     FIFOReplayPolicy,
@@ -29,7 +30,6 @@ from forebay.replay.remote import channel as server_channel
 from forebay.replay.remote import connection as server_connection
 from forebay.replay.remote import link as client_link
 from forebay.replay.remote import messages
-from forebay.replay.remote.address import Address, is_proof, prove
 from forebay.replay.remote.groups import receive_group
 from forebay.replay.remote.link import Link, Pieces
 from forebay.types import Status

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from replay_factory import make_group, names
 
+from forebay.io.address import Address
 from forebay.replay import (
     ConnectionLost,
     FIFOReplayPolicy,
@@ -19,7 +20,6 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.address import Address
 from forebay.replay.remote.link import Link
 from forebay.replay.remote.messages import TakeArguments
 from forebay.types import Status

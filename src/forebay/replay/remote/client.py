@@ -26,11 +26,11 @@ from typing import Any, Unpack
 
 import msgspec
 
+from forebay.io.address import Address
 from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
 from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group
 from forebay.replay.remote import messages
-from forebay.replay.remote.address import Address
 from forebay.replay.remote.link import Link, Pieces, new_key
 from forebay.replay.remote.messages import ConnectionLost
 from forebay.replay.remote.rows import RemoteRows

@@ -31,10 +31,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from forebay.aio.cancellation import finish
+from forebay.io.address import is_proof
 from forebay.io.heartbeat import SILENCE_LIMIT_S, beat
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.remote import messages
-from forebay.replay.remote.address import is_proof
 from forebay.replay.remote.calls import ARGUMENTS, Incoming, Served
 from forebay.replay.remote.channel import STALL_S, Channel, Received
 from forebay.replay.remote.groups import hold_group

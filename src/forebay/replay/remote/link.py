@@ -32,11 +32,11 @@ from typing import Any
 import msgspec
 
 from forebay.aio.gate import Gate
+from forebay.io.address import Address, dial, prove
 from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, beat
 from forebay.replay.arrival import label_group
 from forebay.replay.format.encode import PackedGroup, pack_group
 from forebay.replay.remote import messages
-from forebay.replay.remote.address import Address, dial, prove
 from forebay.replay.remote.channel import Channel, Received
 from forebay.replay.remote.groups import receive_group
 from forebay.replay.remote.messages import Answer, Call, ConnectionLost, FrameError, Goodbye, Greeting, Hello

@@ -34,9 +34,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from forebay.io.address import Address, listen, tune
 from forebay.io.heartbeat import check_limit
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.remote.address import Address, listen, tune
 from forebay.replay.remote.calls import Served
 from forebay.replay.remote.connection import Connection, turn_away
 from forebay.replay.remote.messages import MAX_FRAME_BYTES

@@ -1,4 +1,4 @@
-"""Where a buffer server listens, and who may connect.
+"""Where a server listens, and who may connect.
 
 ::
 
@@ -13,6 +13,7 @@ random for this connection. What follows is not encrypted; between machines, tun
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import hmac
 import ipaddress
@@ -23,7 +24,6 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.io.framing import connect_unix, is_answered
 from forebay.io.heartbeat import SILENCE_LIMIT_S
 
 MIN_TOKEN_LENGTH = 16
@@ -31,6 +31,9 @@ MIN_TOKEN_LENGTH = 16
 
 BACKLOG = 4096
 """Connections that wait to be accepted; the system lowers it to its own limit (``net.core.somaxconn``)."""
+
+RETRY_S = 0.05
+"""Between attempts at a Unix socket whose queue of connections is full: nothing tells of room in it."""
 
 _TCP_LIMITS = {
     "TCP_KEEPIDLE": 10,
@@ -74,7 +77,7 @@ class Address:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
 
-async def listen(address: Address, token: str | None) -> tuple[socket.socket, Address]:
+async def listen(address: Address, token: str | None = None) -> tuple[socket.socket, Address]:
     """A listening socket, and the address with the port that was given for port 0.
 
     Raises:
@@ -132,6 +135,33 @@ def is_proof(proof: bytes, token: str, nonce: bytes) -> bool:
     return hmac.compare_digest(proof, prove(token, nonce))
 
 
+async def connect_unix(path: str) -> socket.socket:
+    """A non-blocking socket connected to `path`, as soon as there is room; OSError if nobody listens."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        # Not `sock_connect`: it waits for a full queue as for a connection that is being made, which it is
+        # not, and fails with EINVAL.
+        while True:
+            try:
+                sock.connect(path)
+            except BlockingIOError:
+                await asyncio.sleep(RETRY_S)
+            else:
+                return sock
+    except BaseException:
+        sock.close()
+        raise
+
+
+def is_answered(path: str) -> bool:
+    """Whether a process listens at the Unix socket `path`, also one that hangs."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        # One that hangs lets its queue fill, where a blocking connect would wait.
+        probe.setblocking(False)
+        return probe.connect_ex(path) in (0, errno.EAGAIN)
+
+
 async def _resolve(address: Address) -> tuple[int, tuple[str, int]]:
     loop = asyncio.get_running_loop()
     try:
@@ -163,7 +193,7 @@ def _remove_left_over(path: Path) -> None:
     if not stat.S_ISSOCK(mode):
         raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
     if is_answered(str(path)):
-        raise FileExistsError(f"another server listens on {str(path)!r}")
+        raise FileExistsError(f"{str(path)!r} is in use: another server listens there")
     path.unlink()
 
 

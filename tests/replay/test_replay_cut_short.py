@@ -42,7 +42,7 @@ def held_commits(storage, monkeypatch):
         return writing()
 
     monkeypatch.setattr(storage, "_writing", wait_for_the_test)
-    monkeypatch.setattr(storage._writer, "_writing", wait_for_the_test)
+    monkeypatch.setattr(storage._transactions, "writing", wait_for_the_test)
     return begun, go_on
 
 

@@ -10,7 +10,7 @@ from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer, SQLSt
 from forebay.replay.format import tables
 from forebay.replay.format.codec import GroupCodec
 from forebay.replay.stores.sql import store as sql
-from forebay.replay.stores.sql.state import GROUPS_AT_ONCE
+from forebay.replay.stores.sql.store import GROUPS_AT_ONCE
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED

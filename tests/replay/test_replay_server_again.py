@@ -19,7 +19,7 @@ from forebay.replay import (
 from forebay.replay.remote.connection import Connection
 from forebay.replay.remote.handover import take_over
 from forebay.replay.remote.messages import TakeArguments
-from forebay.replay.stores.sql import shared as sql_shared
+from forebay.replay.stores.sql import writes
 from forebay.replay.stores.sql.schema import receipts
 from forebay.types import Status
 
@@ -213,8 +213,8 @@ async def test_receipts_are_kept_with_what_they_are_of(open_store):
 async def test_old_receipts_are_forgotten(open_store, monkeypatch):
     store = open_store()
     await store.put_many([], receipt=b"old")
-    later = time.time() + sql_shared.RECEIPT_S + 10
-    monkeypatch.setattr(sql_shared.time, "time", lambda: later)
+    later = time.time() + writes.RECEIPT_S + 10
+    monkeypatch.setattr(writes.time, "time", lambda: later)
     await store.put_many([], receipt=b"new")
     assert await store.has_receipt(b"old")
     await store.put_many([], receipt=b"last\0")

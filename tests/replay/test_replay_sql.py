@@ -10,8 +10,8 @@ import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
-from forebay.replay.stores.sql import shared as sql_shared
 from forebay.replay.stores.sql import store as sql
+from forebay.replay.stores.sql import writes
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -116,14 +116,14 @@ async def test_the_event_loop_is_free_while_the_database_works(store, monkeypatc
     go_on = threading.Event()
     loop = asyncio.get_running_loop()
     working = asyncio.Event()
-    write = sql_shared.insert_rows
+    write = writes.insert_rows
 
     def wait_for_the_test(*args):
         loop.call_soon_threadsafe(working.set)
         assert go_on.wait(timeout=20)
         return write(*args)
 
-    monkeypatch.setattr(sql_shared, "insert_rows", wait_for_the_test)
+    monkeypatch.setattr(writes, "insert_rows", wait_for_the_test)
     putting = asyncio.create_task(store.put(make_row("a")))
     await working.wait()
     go_on.set()
@@ -449,7 +449,7 @@ def test_a_store_of_the_first_schema_is_refused_in_one_sentence(tmp_path):
     with sqlite3.connect(tmp_path / "old.db") as old:
         old.execute("UPDATE forebay_meta SET value = '1' WHERE name = 'version'")
     old.close()
-    with pytest.raises(ValueError, match=r"schema version '1'; this release reads 2: export it"):
+    with pytest.raises(ValueError, match=r"schema version '1'; this release reads 2: convert it with: forebay migrate"):
         SQLStorage(tmp_path / "old.db")
 
 

@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from replay_factory import make_row
 
 from forebay.replay import SQLStorage
-from forebay.replay.stores.sql import connections as sql_links
+from forebay.replay.stores.sql import postgres
 from forebay.replay.stores.sql import worker as sql_worker
 
 
@@ -78,7 +78,7 @@ async def test_a_take_whose_commit_got_no_answer_comes_back(store, train_step, m
     def lose_the_answer(connection):
         monkeypatch.undo()
         commit(connection)
-        store._worker._links.cut(threading.get_ident())
+        connection.dbapi_connection.close()
         connection.execute("SELECT 1")
 
     monkeypatch.setattr(dialect, "do_commit", lose_the_answer)
@@ -89,7 +89,7 @@ async def test_a_take_whose_commit_got_no_answer_comes_back(store, train_step, m
 
 
 async def test_a_server_that_is_silent_for_too_long_is_lost(store, freeze, monkeypatch):
-    monkeypatch.setattr(sql_worker, "SILENT_S", 0.05)
+    monkeypatch.setattr(postgres, "SILENT_S", 0.05)
     await asyncio.gather(store.count({}), store.put(make_row("a")))
     freeze()
     calls = [store.put(make_row("b")), store.take_first(1, {}), store.count({})]
@@ -126,10 +126,10 @@ async def test_what_a_caller_left_is_undone_by_the_thread(store, monkeypatch):
 async def test_a_partition_is_noticed_by_the_link_and_a_long_statement_by_the_server(store):
     with store._reading() as connection:
         parameters = connection.connection.dbapi_connection.info.get_parameters()
-        for name, value in sql_links.LINK.items():
+        for name, value in postgres.LINK.items():
             assert parameters[name] == str(value)
         assert connection.scalar(sa.text("SHOW statement_timeout")) == "50s"
-        assert sql_links.STATEMENT_S < sql_links.SILENT_S
+        assert postgres.STATEMENT_S < postgres.SILENT_S
 
 
 def test_limits_that_the_url_names_stand(postgres_url):

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from replay_factory import make_group, make_row, names
 
 from forebay.replay import FIFOReplayPolicy, NaiveStorage, ReplayBuffer, SQLStorage
-from forebay.replay.stores.sql import shared as sql_shared
+from forebay.replay.stores.sql import writes
 from forebay.replay.stores.sql.worker import SETTLED_AT_ONCE
 from forebay.types import Status
 
@@ -107,7 +107,7 @@ async def test_a_step_that_is_named_while_rows_are_written_waits_for_them(postgr
     await store.set_train_step("math", 9)
     putting = store._engine.connect()
     putting.begin()
-    assert sql_shared._raise_steps(putting, {"math": 9}) == {"math": 9}
+    assert writes.raise_steps(putting, [writes.Write(frozenset(["math"]), train_step=9)]) == {"math": 9}
     naming = asyncio.create_task(rival.set_train_step("math", 10))
     waiting = sa.text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
     with store._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
@@ -147,14 +147,14 @@ async def test_an_eviction_that_is_cancelled_too_late_is_undone(store, monkeypat
     for name in "abc":
         await store.put(make_row(name))
     go_on, evicting = threading.Event(), threading.Event()
-    ranked = sql_shared.ranked_rows
+    ranked = writes.ranked_rows
 
     def wait_for_the_test(*args, **options):
         evicting.set()
         assert go_on.wait(timeout=20)
         return ranked(*args, **options)
 
-    monkeypatch.setattr(sql_shared, "ranked_rows", wait_for_the_test)
+    monkeypatch.setattr(writes, "ranked_rows", wait_for_the_test)
     evict = asyncio.create_task(store.evict(1))
     await asyncio.to_thread(evicting.wait)
     evict.cancel()

@@ -9,19 +9,19 @@ from replay_factory import make_row
 
 from forebay.replay import SQLStorage, StoreBusy
 from forebay.replay.remote.messages import error_of, failure_of
-from forebay.replay.stores.sql import write_lock as sql_turns
+from forebay.replay.stores.sql import transactions
 
 HOLDER = """
 import signal, os, sys
 import sqlalchemy as sa
-from forebay.replay.stores.sql.write_lock import turns_of
-with turns_of(sa.make_url(sys.argv[1]))():
+from forebay.replay.stores.sql.transactions import write_turn
+with write_turn(sa.make_url(sys.argv[1])):
     print("mine", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-@pytest.mark.skipif(sql_turns.fcntl is None, reason="no queue without POSIX locks")
+@pytest.mark.skipif(transactions.fcntl is None, reason="no queue without POSIX locks")
 async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_others_go_on(
     tmp_path, monkeypatch
 ):
@@ -31,7 +31,7 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline() == b"mine\n"
-            monkeypatch.setattr(sql_turns, "LIMIT_S", 0.05)
+            monkeypatch.setattr(transactions, "LIMIT_S", 0.05)
             with pytest.raises(StoreBusy, match=r"buffer\.db-turn' locked for 0\.05 s: it hangs") as busy:
                 await store.put(make_row("a"))
             # Readers never wait.

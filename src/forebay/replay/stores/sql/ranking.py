@@ -10,33 +10,29 @@ Everything happens within a transaction that the store opened.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
 import sqlalchemy as sa
-from sqlalchemy.sql.visitors import replacement_traverse
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
 from forebay.replay.stores.contract import Codec, StorageItem, parse_order
-from forebay.replay.stores.sql.query import Arm, Clause, asks_age, is_too_large, leaves, plan_arms
-from forebay.replay.stores.sql.rows import lock_rows, read_rows, select_rows
-from forebay.replay.stores.sql.schema import LIVE, counts, groups, tasks
+from forebay.replay.stores.sql.query import asks_age, is_too_large, leaves, plan_arms
+from forebay.replay.stores.sql.rows import SELECT_ROWS, lock_rows, read_rows
+from forebay.replay.stores.sql.schema import counts, groups, tasks
 from forebay.replay.stores.sum_tree import SumTree
 
-_Look = tuple[sa.Select[Any], sa.Select[Any]]
-"""How many rows there are, and one of them."""
 Lock = Literal["none", "skip", "wait"]
 """What is done about rows that others are changing: nothing; pass over them; wait and look again."""
+_Cells = list[tuple[StorageItem, int]]
+"""A row of each task and status, and how many there are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What `StorageBackend.get` is asked for.
-
-    >>> Ranking.of({"task_name": "math"}, "-staleness", 64)
-    """
+    """The arguments of `StorageBackend.get`."""
 
     query: Query
     field: str
@@ -67,56 +63,57 @@ def ranked_rows(
     steps = train_steps(connection)
     rows: list[StorageItem] = []
     for arm in plan_arms(ranking.query, steps, by_age=ranking.field == "staleness"):
-        statement = select_rows().where(arm.where).limit(ranking.limit)
+        statement = SELECT_ROWS.where(arm.where).limit(ranking.limit)
         statement = statement.order_by(*arm.order_by(ranking.field, ranking.descending))
         rows += read_rows(connection.execute(_locking(statement, lock)), codec, steps)
     return ranking.cut(rows)
 
 
-def has_rows(connection: sa.Connection, query: Query) -> bool:
-    """Whether some row may match: True also where only reading them would tell."""
+def count_rows(connection: sa.Connection, queries: Sequence[Query], codec: Codec) -> list[int]:
+    """How many rows match each of the queries."""
+    cells = _read_cells(connection)
+    return [_count(connection, query, codec, cells) for query in queries]
+
+
+def count_live(connection: sa.Connection, codec: Codec) -> int:
+    """How many rows are not ARCHIVED."""
+    return count_rows(connection, [parse_query({})], codec)[0]
+
+
+def _count(connection: sa.Connection, query: Query, codec: Codec, cells: _Cells | None) -> int:
     if is_too_large(query):
-        return True
-    return any(connection.scalar(first) is not None for _, first in _looks(connection, query))
-
-
-def _looks(connection: sa.Connection, query: Query) -> list[_Look]:
-    """For every arm of `query`."""
-    is_counted = connection.dialect.name == "sqlite"
-    if not asks_age(query) and all(isinstance(leaf.value, str) for leaf in leaves(query)):
+        return len(_scan(connection, query, codec, "none"))
+    if cells is not None and all(leaf.field in ("task_name", "status") for leaf in leaves(query)):
+        return sum(number for row, number in cells if matches(query, row))
+    if asks_age(query):
+        statements = _counts(query, train_steps(connection))
+    else:
         # Equal texts are the same question. Equal numbers are not: True equals 1.
-        return [_known_look(query, is_counted)]
-    return [_look(arm) for arm in plan_arms(query, _steps_for(connection, query), by_age=False)]
+        is_text = all(isinstance(leaf.value, str) for leaf in leaves(query))
+        statements = _known_counts(query) if is_text else _counts(query, {})
+    return sum(connection.scalar(statement) or 0 for statement in statements)
+
+
+def _read_cells(connection: sa.Connection) -> _Cells | None:
+    """The numbers that SQLite keeps by task and status: some dozens, read faster than one query is built."""
+    if connection.dialect.name != "sqlite":
+        return None
+    lines = connection.execute(_CELLS)
+    return [(StorageItem(None, -1, -1, task, status, 0), number) for task, status, number in lines]
+
+
+_CELLS = sa.select(counts.c.task_name, counts.c.status, counts.c.number)
 
 
 @lru_cache(maxsize=256)
-def _known_look(query: Query, is_counted: bool) -> _Look:
+def _known_counts(query: Query) -> list[sa.Select[Any]]:
     """The same few are asked again and again, and to build one takes longer than to answer it."""
-    [arm] = plan_arms(query, {}, by_age=False)
-    if is_counted and all(leaf.field in ("task_name", "status") for leaf in leaves(query)):
-        return sa.select(sa.func.sum(counts.c.number)).where(_of_counts(arm.where)), _first(arm)
-    return _look(arm)
+    return _counts(query, {})
 
 
-def _look(arm: Arm) -> _Look:
-    return sa.select(sa.func.count()).select_from(groups).where(arm.where), _first(arm)
-
-
-def _first(arm: Arm) -> sa.Select[Any]:
-    return sa.select(groups.c.uid).where(arm.where).limit(1)
-
-
-def _of_counts(where: Clause) -> Clause:
-    """A condition on task and status of `groups` as one on `counts`."""
-
-    def replace(part: Any, **_: Any) -> Any:
-        return counts.c[part.name] if isinstance(part, sa.Column) and part.table is groups else None
-
-    found: Clause = replacement_traverse(where, {}, replace)  # type: ignore[call-overload]
-    return found
-
-
-_LIVE_COUNT = sa.select(sa.func.sum(counts.c.number)).where(_of_counts(LIVE))
+def _counts(query: Query, steps: Mapping[str, int | None]) -> list[sa.Select[Any]]:
+    counted = sa.select(sa.func.count()).select_from(groups)
+    return [counted.where(arm.where) for arm in plan_arms(query, steps, by_age=False)]
 
 
 def _steps_for(connection: sa.Connection, query: Query) -> dict[str, int | None]:
@@ -157,13 +154,6 @@ def lock_drawn(
     return drawn
 
 
-def count_rows(connection: sa.Connection, query: Query, codec: Codec) -> int:
-    """How many rows match."""
-    if is_too_large(query):
-        return len(_scan(connection, query, codec, "none"))
-    return sum(connection.scalar(count) or 0 for count, _ in _looks(connection, query))
-
-
 def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list[int]:
     """The uids of the rows that match, locked; nothing but the uids is read."""
     if is_too_large(query):
@@ -178,19 +168,11 @@ def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list
 
 def train_steps(connection: sa.Connection) -> dict[str, int | None]:
     """Every task of the store, with its train step."""
-    lines = connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step))
-    return {line.task_name: line.train_step for line in lines}
-
-
-def count_live(connection: sa.Connection) -> int:
-    """How many rows are not ARCHIVED."""
-    if connection.dialect.name == "sqlite":
-        return connection.scalar(_LIVE_COUNT) or 0
-    return connection.scalar(sa.select(sa.func.count()).select_from(groups).where(LIVE)) or 0
+    return dict(connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step)).all())
 
 
 def _scan(connection: sa.Connection, query: Query, codec: Codec, lock: Lock) -> list[StorageItem]:
-    lines = connection.execute(_locking(select_rows().order_by(groups.c.uid), lock))
+    lines = connection.execute(_locking(SELECT_ROWS.order_by(groups.c.uid), lock))
     rows = read_rows(lines, codec, train_steps(connection))
     return [row for row in rows if matches(query, row)]
 

@@ -2,9 +2,14 @@
 
 ::
 
-    StorageItem --prepare--> PreparedRow --insert_rows(ids)--> groups, payloads, tags
-                                         '-replace_rows------'
-    select_items <-- groups (light) <-- attach_payloads
+    StorageItem --prepare--> PreparedRow --reserve_ids, insert_rows--> groups, payloads, tags
+                                         '-replace_rows---------------'
+    StorageItem <--read_rows-- groups (light) <--attach_payloads-- payloads
+    Removed: rows that a call took out, which can be put back
+
+Ids are kept in the database, so that they never rewind. SQLite has one writer at a time: a table of counters,
+changed in the transaction that uses the ids. PostgreSQL has many: two sequences, so that no writer waits for
+another's commit; an interrupted transaction leaves a gap.
 """
 
 from __future__ import annotations
@@ -13,37 +18,48 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
 
 from forebay.replay.query import ARCHIVED, plain_value
-from forebay.replay.stores.contract import Codec, StorageItem, TagValue, check_row, copy_row, staleness_at
+from forebay.replay.stores.contract import Codec, StorageItem, TagValue, check_row, staleness_at
 from forebay.replay.stores.errors import DamagedRowError
 from forebay.replay.stores.sql.query import INT_MAX, INT_MIN, encode_text
-from forebay.replay.stores.sql.schema import LIVE, groups, insert_missing, payloads, tags, tasks
+from forebay.replay.stores.sql.schema import (
+    ID_LOCK,
+    ID_NAMES,
+    LIVE,
+    counters,
+    groups,
+    insert_missing,
+    payloads,
+    tags,
+    tasks,
+)
 
 CHUNK = 500
 """Rows that one statement names by uid: databases limit the values of a statement."""
 
 TAG_COLUMNS = {int: "int_value", float: "float_value", str: "text_value", bool: "bool_value"}
 
-_ROW = sa.select(*groups.c)
+SELECT_ROWS = sa.select(*groups.c)
+"""A statement whose lines `read_rows` reads."""
 _DELETE = [
     table.delete().where(table.c.uid.in_(sa.bindparam("uids", expanding=True)))
     for table in (groups, payloads, tags)
 ]
 _UPDATE = groups.update().where(groups.c.uid == sa.bindparam("key"))
 
+Ids = tuple[int, int]
+"""``(uid, timestamp_id)``."""
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """A row in the form of the tables, checked: no database refuses it.
-
-    >>> insert_rows(connection, [prepare(item, codec)], [(uid, timestamp_id)])
-    """
+    """A row in the form of the tables, checked: no database refuses it."""
 
     columns: dict[str, Any]
     """Of `groups`, without the ids."""
@@ -52,13 +68,21 @@ class PreparedRow:
     checksum: int
     """Of `data` alone."""
     tags: dict[str, TagValue]
-    uid: int
-    timestamp_id: int
-    """Ids that the item brings."""
+    ids: Ids
+    """That the item brings."""
+
+    @property
+    def uid(self) -> int:
+        """The uid that the item brings."""
+        return self.ids[0]
 
 
-def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> PreparedRow:
-    """The row of `item`; with `keep_payload` an item without payload has no bytes either.
+def prepare(
+    item: StorageItem, codec: Codec, *, data: bytes | None = None, keep_payload: bool = False
+) -> PreparedRow:
+    """The row of `item`, whose payload may be encoded already as `data`.
+
+    With `keep_payload` an item without payload has no bytes either.
 
     Raises:
         ValueError: `check_row` refuses it, or the codec refuses the payload.
@@ -74,61 +98,91 @@ def prepare(item: StorageItem, codec: Codec, *, keep_payload: bool = False) -> P
         "status_before": plain_value(item.status_before),
         "tags": json.dumps(item.tags) if item.tags else "{}",
     }
-    data = None if keep_payload and item.item is None else codec.encode(item.item)
-    return PreparedRow(
-        columns, data, 0 if data is None else zlib.crc32(data), dict(item.tags), item.uid, item.timestamp_id
-    )
+    if data is None and not (keep_payload and item.item is None):
+        data = codec.encode(item.item)
+    checksum = 0 if data is None else zlib.crc32(data)
+    return PreparedRow(columns, data, checksum, dict(item.tags), (item.uid, item.timestamp_id))
 
 
-class StoredPayload(NamedTuple):
-    """The bytes of a payload as they were read, and what was noted of them when they were written."""
-
-    data: bytes
-    checksum: int
-
-    def checked(self, uid: int) -> bytes:
-        """The bytes; DamagedRowError if they are not those that were stored for this row."""
-        if self.checksum != checksum_of(uid, zlib.crc32(self.data)):
-            raise DamagedRowError(uid, "its checksum does not fit")
-        return self.data
-
-
-def checksum_of(uid: int, checksum: int) -> int:
-    """CRC-32 of a payload and the uid of its row: bytes that stand at another row do not fit either."""
-    return zlib.crc32(_UID.pack(uid), checksum)
-
-
-_UID = struct.Struct("<q")
+def reserve_ids(connection: sa.Connection, brought: Sequence[Ids]) -> list[Ids]:
+    """New ids for that many rows, in order; an id that is brought is used if it is above all before."""
+    if connection.dialect.name == "postgresql":
+        # Ids are taken together with other writers, unless the sequences have to be moved.
+        bring = any(max(wanted) >= 0 for wanted in brought)
+        _lock_ids(connection, alone=bring)
+        if not bring:
+            return [(uid, place) for uid, place in connection.execute(_NEXT, {"number": len(brought)})]
+    uid, place = next_ids(connection).values()
+    reserved = []
+    for wanted_uid, wanted_place in brought:
+        uid, place = max(uid, wanted_uid), max(place, wanted_place)
+        reserved.append((uid, place))
+        uid, place = uid + 1, place + 1
+    _set_ids(connection, (uid, place))
+    return reserved
 
 
-def insert_rows(
-    connection: sa.Connection, rows: Sequence[PreparedRow], ids: Sequence[tuple[int, int]]
-) -> None:
-    """Insert the rows, whose tasks are known, under these ``(uid, timestamp_id)``."""
+def next_ids(connection: sa.Connection) -> dict[str, int]:
+    """The ids above all that were given: ``uid``, ``timestamp_id``."""
+    if connection.dialect.name == "postgresql":
+        return dict(zip(ID_NAMES, connection.execute(_FOLLOWING).one(), strict=True))
+    found: dict[str, int] = dict(connection.execute(sa.select(counters)).all())
+    return {name: found[name] for name in ID_NAMES}
+
+
+def raise_ids(connection: sa.Connection, to: Sequence[int]) -> None:
+    """Give no id below `to` from now on."""
+    if connection.dialect.name == "postgresql":
+        _lock_ids(connection, alone=True)
+    _set_ids(connection, list(map(max, to, next_ids(connection).values())))
+
+
+def _set_ids(connection: sa.Connection, following: Sequence[int]) -> None:
+    statement = _SET if connection.dialect.name == "postgresql" else _SET_COUNTERS
+    connection.execute(statement, dict(zip(ID_NAMES, following, strict=True)))
+
+
+def _lock_ids(connection: sa.Connection, *, alone: bool) -> None:
+    lock = sa.func.pg_advisory_xact_lock if alone else sa.func.pg_advisory_xact_lock_shared
+    connection.execute(sa.select(lock(ID_LOCK)))
+
+
+_NEXT = sa.text(
+    "SELECT nextval('forebay_uid'), nextval('forebay_timestamp_id') FROM generate_series(1, :number)"
+)
+_FOLLOWING = sa.text(
+    "SELECT u.last_value + u.is_called::int, t.last_value + t.is_called::int "
+    "FROM forebay_uid u, forebay_timestamp_id t"
+)
+_SET = sa.text(
+    "SELECT setval('forebay_uid', :uid, false), setval('forebay_timestamp_id', :timestamp_id, false)"
+)
+_SET_COUNTERS = counters.update().values(
+    next=sa.case({name: sa.bindparam(name) for name in ID_NAMES}, value=counters.c.name)
+)
+
+
+def insert_rows(connection: sa.Connection, rows: Sequence[PreparedRow], ids: Sequence[Ids]) -> None:
+    """Insert the rows, whose tasks are known, under these ids."""
     if not rows:
         return
-    connection.execute(
-        groups.insert(),
-        [
-            {"uid": uid, "timestamp_id": timestamp_id, **row.columns}
-            for row, (uid, timestamp_id) in zip(rows, ids, strict=True)
-        ],
-    )
-    connection.execute(
-        payloads.insert(),
-        [
-            {"uid": uid, "data": row.data, "checksum": checksum_of(uid, row.checksum)}
-            for row, (uid, _) in zip(rows, ids, strict=True)
-        ],
-    )
+    lines = [
+        {"uid": uid, "timestamp_id": place, **row.columns}
+        for row, (uid, place) in zip(rows, ids, strict=True)
+    ]
+    connection.execute(groups.insert(), lines)
+    data = [
+        {"uid": uid, "data": row.data, "checksum": checksum_of(uid, row.checksum)}
+        for row, (uid, _) in zip(rows, ids, strict=True)
+    ]
+    connection.execute(payloads.insert(), data)
     _insert_tags(connection, {uid: row.tags for row, (uid, _) in zip(rows, ids, strict=True)})
 
 
 def insert_tasks(connection: sa.Connection, names: Iterable[str]) -> None:
     """Make sure that the tasks are known; the queries of a store go task by task."""
     # In one order everywhere, so that two processes never wait for each other.
-    missing = [{"task_name": name} for name in sorted(set(names))]
-    if missing:
+    if missing := [{"task_name": name} for name in sorted(set(names))]:
         insert_missing(connection, tasks, missing)
 
 
@@ -154,12 +208,7 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
 def _insert_tags(connection: sa.Connection, of_rows: Mapping[int, dict[str, TagValue]]) -> None:
     empty = dict.fromkeys(TAG_COLUMNS.values())
     lines = [
-        {
-            "uid": uid,
-            "name": encode_text(name),
-            **empty,
-            TAG_COLUMNS[type(value)]: _tag_value(value),
-        }
+        {"uid": uid, "name": encode_text(name), **empty, TAG_COLUMNS[type(value)]: _tag_value(value)}
         for uid, row_tags in of_rows.items()
         for name, value in row_tags.items()
     ]
@@ -182,14 +231,10 @@ def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
 
 def archive_rows(connection: sa.Connection, uids: Iterable[int], train_step: int) -> None:
     """Make the rows of these uids ARCHIVED."""
-    is_archived = groups.c.status == ARCHIVED
-    before = sa.case((is_archived, groups.c.status_before), else_=groups.c.status)
+    before = sa.case((groups.c.status == ARCHIVED, groups.c.status_before), else_=groups.c.status)
+    archived = groups.update().values(status=ARCHIVED, status_before=before, train_step=train_step)
     for chunk in chunks(uids):
-        connection.execute(
-            groups.update()
-            .where(groups.c.uid.in_(chunk))
-            .values(status=ARCHIVED, status_before=before, train_step=train_step)
-        )
+        connection.execute(archived.where(groups.c.uid.in_(chunk)))
 
 
 def lock_rows(
@@ -200,24 +245,20 @@ def lock_rows(
     *,
     skip_locked: bool = False,
 ) -> dict[int, StorageItem]:
-    """The rows of these uids that exist, without payload; nobody else changes them before the commit."""
-    found = {}
+    """The rows of these uids that exist, without payload; no other process changes them before the commit."""
+    found: dict[int, StorageItem] = {}
     # By uid, so that two processes that lock the same rows do not wait for each other.
     for chunk in chunks(sorted(set(uids))):
-        statement = _ROW.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid)
+        statement = SELECT_ROWS.where(groups.c.uid.in_(chunk)).order_by(groups.c.uid)
         lines = connection.execute(statement.with_for_update(skip_locked=skip_locked))
-        for item in read_rows(lines, codec, train_steps):
-            found[item.uid] = item
+        found.update((item.uid, item) for item in read_rows(lines, codec, train_steps))
     return found
 
 
 def write_priorities(connection: sa.Connection, priorities: Mapping[int, float]) -> int:
     """Give the live rows of these uids these priorities; return how many there are."""
-    uids = sorted(storable_uids(priorities))
-    if not uids:
-        return 0
-    lines = [{"key": uid, "priority": float(priorities[uid])} for uid in uids]
-    return connection.execute(_UPDATE.where(LIVE), lines).rowcount
+    lines = [{"key": uid, "priority": float(priorities[uid])} for uid in sorted(storable_uids(priorities))]
+    return connection.execute(_UPDATE.where(LIVE), lines).rowcount if lines else 0
 
 
 def read_rows(
@@ -250,24 +291,7 @@ def attach_payloads(connection: sa.Connection, items: Sequence[StorageItem], cod
         ValueError: a payload is damaged or of another codec.
     """
     for chunk in chunks(items):
-        data = read_payloads(connection, [item.uid for item in chunk])
-        for item in chunk:
-            # Each is let go when it is decoded.
-            item.item = decode_payload(item.uid, data.pop(item.uid), codec)
-
-
-def decode_payload(uid: int, payload: StoredPayload, codec: Codec) -> Any:
-    """The payload of the row.
-
-    Raises:
-        DamagedRowError: it is not what was stored.
-        ValueError: it is of another codec; the message names the row.
-    """
-    data = payload.checked(uid)
-    try:
-        return codec.decode(data)
-    except ValueError as error:
-        raise ValueError(f"the row with uid {uid}: {error}") from error
+        Removed(chunk, read_payloads(connection, [item.uid for item in chunk])).decode(codec)
 
 
 def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, StoredPayload]:
@@ -282,6 +306,27 @@ def read_payloads(connection: sa.Connection, uids: Iterable[int]) -> dict[int, S
     return found
 
 
+class StoredPayload(NamedTuple):
+    """The bytes of a payload as they were read, and the checksum that was noted when they were written."""
+
+    data: bytes
+    checksum: int
+
+    def checked(self, uid: int) -> bytes:
+        """The bytes; DamagedRowError if they are not those that were stored for this row."""
+        if self.checksum != checksum_of(uid, zlib.crc32(self.data)):
+            raise DamagedRowError(uid, "its checksum does not fit")
+        return self.data
+
+
+def checksum_of(uid: int, checksum: int) -> int:
+    """CRC-32 of a payload and the uid of its row: bytes that stand at another row do not fit either."""
+    return zlib.crc32(_UID.pack(uid), checksum)
+
+
+_UID = struct.Struct("<q")
+
+
 @dataclass(frozen=True, slots=True)
 class Removed:
     """Rows that a call removed, or archived for a train step, and the bytes of those not yet decoded."""
@@ -291,40 +336,36 @@ class Removed:
     train_step: int | None = None
 
     def decode(self, codec: Codec) -> None:
-        """Give the rows their payloads; ValueError if one is damaged or of another codec."""
+        """Give the rows their payloads.
+
+        Raises:
+            DamagedRowError: one is not what was stored.
+            ValueError: one is of another codec; the message names the row.
+        """
         for row in self.rows:
-            row.item = decode_payload(row.uid, self.data[row.uid], codec)
-            # Each is let go when it is decoded.
-            del self.data[row.uid]
+            data = self.data[row.uid].checked(row.uid)
+            try:
+                row.item = codec.decode(data)
+            except ValueError as error:
+                raise ValueError(f"the row with uid {row.uid}: {error}") from error
+            # Bytes and objects of many groups are not in memory together.
+            del self.data[row.uid], data
 
-    def prepared(self, codec: Codec) -> list[PreparedRow]:
-        """The rows as they were, to be put back."""
-        keep = self.train_step is not None
-        rows = []
-        for item in self.rows:
-            left = self.data.get(item.uid)
-            bare = keep or left is not None
-            row = prepare(copy_row(item, item=None) if bare else item, codec, keep_payload=bare)
-            if left is not None and not keep:
-                row = replace(row, data=left.data, checksum=zlib.crc32(left.data))
-            rows.append(row)
-        return rows
-
-
-def put_back(connection: sa.Connection, removed: Removed, rows: Sequence[PreparedRow], codec: Codec) -> None:
-    """Undo a removal; rows that somebody has changed since are left alone."""
-    found = lock_rows(connection, [row.uid for row in rows], codec, {})
-    if removed.train_step is None:
-        missing = [row for row in rows if row.uid not in found]
-        insert_rows(connection, missing, [(row.uid, row.timestamp_id) for row in missing])
-        return
-    held = {uid for uid, row in found.items() if row.is_archived and row.train_step == removed.train_step}
-    replace_rows(connection, [row for row in rows if row.uid in held])
-
-
-def select_rows() -> sa.Select[Any]:
-    """A statement whose lines `read_rows` reads."""
-    return _ROW
+    def put_back(self, connection: sa.Connection, codec: Codec) -> None:
+        """Undo the removal; rows that another call has changed since are left alone."""
+        rows = [
+            prepare(row, codec, data=self.data[row.uid].data if row.uid in self.data else None)
+            for row in self.rows
+        ]
+        found = lock_rows(connection, [row.uid for row in rows], codec, {})
+        if self.train_step is None:
+            missing = [row for row in rows if row.uid not in found]
+            insert_rows(connection, missing, [row.ids for row in missing])
+        else:
+            held = {
+                row.uid for row in found.values() if row.is_archived and row.train_step == self.train_step
+            }
+            replace_rows(connection, [row for row in rows if row.uid in held])
 
 
 def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:

@@ -15,29 +15,18 @@ compares in the order of Python.
 
 from __future__ import annotations
 
-import itertools
 import os
-from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.schema import CreateSequence
 
-from forebay.replay.stores.sql.connections import postgres_engine
+from forebay.replay.stores.sql.connections import make_engine, shown
 
 FORMAT = "forebay-replay"
 SCHEMA_VERSION = 2
 """1 had neither checksums nor counts."""
-
-PAGE_BYTES = 16_384
-"""SQLite's page. Of 4, 16 and 64 KiB, 64 writes groups of 127 KB fastest and 4 small rows; measured per group
-in batches of 50: 770, 510 and 380 us."""
-CHECKPOINT_BYTES = 64 * 2**20
-"""The write-ahead log is copied into the file when it has grown by this: two syncs for 500 large groups."""
-BUSY_S = 60.0
-"""How long a process waits for another's write before it gives up; a write takes milliseconds."""
 
 _int = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 _text = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
@@ -119,7 +108,9 @@ receipts = sa.Table(
 )
 
 ID_NAMES = ("uid", "timestamp_id")
-sequences = {name: sa.Sequence(f"forebay_{name}", start=0, minvalue=0) for name in ID_NAMES}
+for _name in ID_NAMES:
+    # Databases without sequences make none; SQLite has `counters`.
+    sa.Sequence(f"forebay_{_name}", start=0, minvalue=0, metadata=metadata)
 
 LIVE = groups.c.status != sa.literal_column("'archived'")
 """Written out and not bound, because a partial index is only used for the very condition it was made with."""
@@ -133,13 +124,19 @@ _ADD = """INSERT INTO forebay_counts VALUES (new.task_name, new.status, 1)
     ON CONFLICT (task_name, status) DO UPDATE SET number = number + 1;"""
 _SUBTRACT = """UPDATE forebay_counts SET number = number - 1
     WHERE task_name = old.task_name AND status = old.status;"""
-_COUNTING = (
+for _trigger in (
     f"CREATE TRIGGER forebay_added AFTER INSERT ON forebay_groups BEGIN {_ADD} END",
     f"CREATE TRIGGER forebay_removed AFTER DELETE ON forebay_groups BEGIN {_SUBTRACT} END",
     "CREATE TRIGGER forebay_moved AFTER UPDATE OF task_name, status ON forebay_groups "
     "WHEN old.task_name <> new.task_name OR old.status <> new.status "
     f"BEGIN {_SUBTRACT} {_ADD} END",
+):
+    event.listen(counts, "after_create", sa.DDL(_trigger))  # type: ignore[no-untyped-call]
+# Token ids and logprobs hardly compress; trying costs more than writing them.
+_uncompressed = sa.DDL(  # type: ignore[no-untyped-call]
+    "ALTER TABLE forebay_payloads ALTER COLUMN data SET STORAGE EXTERNAL"
 )
+event.listen(payloads, "after_create", _uncompressed.execute_if(dialect="postgresql"))
 
 _c = groups.c
 sa.Index("forebay_by_arrival", _c.task_name, _c.status, _c.timestamp_id)
@@ -163,6 +160,10 @@ _partial_index(
 _partial_index("forebay_by_train_step", _c.status, _c.train_step, where=_c.train_step.is_not(None))
 
 
+CREATE_LOCK, ID_LOCK, EVICT_LOCK = (0x666F7265 + number for number in range(3))
+"""PostgreSQL's advisory locks are numbers that all users of a database share; these spell "fore"."""
+
+
 def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engine:
     """An engine for the database at `url`, whose tables are made if there are none; not without `create`.
 
@@ -171,17 +172,12 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
         ValueError: `url` is neither a path nor of SQLite or PostgreSQL, or the database is not a replay store
             of this version.
     """
-    parsed = _parse_url(url)
-    is_file = parsed.get_backend_name() == "sqlite"
-    is_file = is_file and not is_in_memory(parsed)
-    if is_file and not create and not Path(str(parsed.database)).exists():
-        raise FileNotFoundError(f"there is no file {parsed.database!r}")
-    engine = _engine(parsed)
+    engine = make_engine(url, create=create)
     try:
         with engine.connect() as connection, connection.begin():
             is_there = _is_checked(connection)
         if not is_there and not create:
-            raise ValueError(f"{_shown(engine)} holds no replay store")
+            raise ValueError(f"{shown(engine)} holds no replay store")
         if not is_there:
             _create(engine)
     except sa.exc.DatabaseError as error:
@@ -195,99 +191,6 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
     return engine
 
 
-CREATE_LOCK, ID_LOCK, EVICT_LOCK = (0x666F7265 + number for number in range(3))
-"""PostgreSQL's advisory locks are numbers that all users of a database share; these spell "fore"."""
-
-
-def insert_missing(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
-    """Insert the rows whose primary key is not there yet."""
-    connection.execute(_insert(connection)(table).on_conflict_do_nothing(), rows)
-
-
-def insert_or_update(
-    connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], changed: str
-) -> None:
-    """Insert the rows; of those whose primary key is there already, replace the column `changed`."""
-    statement = _insert(connection)(table)
-    key = [column.name for column in table.primary_key]
-    new = {changed: statement.excluded[changed]}
-    connection.execute(statement.on_conflict_do_update(index_elements=key, set_=new), rows)
-
-
-def _insert(connection: sa.Connection) -> Any:
-    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-
-
-def _parse_url(url: str | os.PathLike[str]) -> sa.URL:
-    if isinstance(url, os.PathLike) or "://" not in url:
-        return sa.URL.create("sqlite", database=os.fspath(url))
-    parsed = sa.make_url(url)
-    if parsed.get_backend_name() in ("postgresql", "postgres"):
-        return parsed.set(drivername="postgresql+psycopg")
-    if parsed.get_backend_name() != "sqlite":
-        raise ValueError(
-            f"a SQL store is a path, sqlite:///path or postgresql://..., got {parsed.get_backend_name()!r}"
-        )
-    return parsed
-
-
-def _engine(url: sa.URL) -> sa.Engine:
-    if url.get_backend_name() == "postgresql":
-        return postgres_engine(url)
-    if is_in_memory(url):
-        # A name of its own, by which all connections of this engine find it.
-        database = f"file:/forebay-{next(_in_memory)}"
-        return _sqlite_engine(url.set(database=database, query={"vfs": "memdb", "uri": "true"}))
-    Path(str(url.database)).parent.mkdir(parents=True, exist_ok=True)
-    return _sqlite_engine(url)
-
-
-_in_memory = itertools.count()
-
-
-def is_in_memory(url: sa.URL) -> bool:
-    """Whether it names a SQLite database that is gone with the store."""
-    is_named = url.database not in (None, "", ":memory:") and url.query.get("vfs") != "memdb"
-    return url.get_backend_name() == "sqlite" and not is_named
-
-
-def _sqlite_engine(url: sa.URL) -> sa.Engine:
-    engine = sa.create_engine(url, connect_args={"timeout": BUSY_S})
-    event.listen(engine, "connect", _prepare_sqlite)
-    event.listen(engine, "begin", _begin_sqlite)
-    return engine
-
-
-def _prepare_sqlite(connection: Any, _: object) -> None:
-    # Python's driver begins transactions on its own unless told not to; `_begin_sqlite` does.
-    connection.isolation_level = None
-    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if tables and meta.name not in tables:
-        # Another program's file, which is about to be refused, and not to be changed before: the journal's
-        # mode is kept in it.
-        return
-    for pragma in (
-        f"page_size={PAGE_BYTES}",
-        "journal_mode=WAL",
-        "synchronous=NORMAL",
-        f"wal_autocheckpoint={CHECKPOINT_BYTES // PAGE_BYTES}",
-        # While a save reads, the log cannot be cut; it need not keep that size for ever.
-        f"journal_size_limit={CHECKPOINT_BYTES}",
-    ):
-        connection.execute(f"PRAGMA {pragma}").close()
-
-
-def _begin_sqlite(connection: sa.Connection) -> None:
-    # A transaction that begins as a reader and then writes fails if another process wrote in between.
-    write = connection.get_execution_options().get("forebay_write", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
-
-
-def _shown(engine: sa.Engine) -> str:
-    # A password may also be among the options.
-    return engine.url.difference_update_query(["password"]).render_as_string(hide_password=True)
-
-
 def _is_checked(connection: sa.Connection) -> bool:
     """Whether the tables are there, and of this version; False if nothing is.
 
@@ -295,15 +198,17 @@ def _is_checked(connection: sa.Connection) -> bool:
         ValueError: there is something else.
     """
     found = set(sa.inspect(connection).get_table_names())
-    where = _shown(connection.engine)
+    where = shown(connection.engine)
     if meta.name in found:
         about = {line.name: line.value for line in connection.execute(meta.select())}
         version = about.get("version")
-        if about.get("format") != FORMAT or version != str(SCHEMA_VERSION):
+        if (about.get("format"), version) != (FORMAT, str(SCHEMA_VERSION)):
+            convert = (
+                f"convert it with: forebay migrate {where}" if version == "1" else "name another database"
+            )
             raise ValueError(
                 f"{where} holds a replay store of schema version {version!r}; this release reads "
-                f"{SCHEMA_VERSION}: export it with the release that wrote it (forebay buffer migrate), and "
-                f"name another database"
+                f"{SCHEMA_VERSION}: {convert}"
             )
         return True
     ours = {name for name in found if name.startswith("forebay_")}
@@ -322,22 +227,27 @@ def _create(engine: sa.Engine) -> None:
             # Two processes that create the tables at once: one waits for the other.
             connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
         if not _is_checked(connection):
-            _create_tables(connection)
+            metadata.create_all(connection)
+            if engine.dialect.name == "sqlite":
+                counts.create(connection)
+                connection.execute(counters.insert(), [{"name": name, "next": 0} for name in ID_NAMES])
+            about = {"format": FORMAT, "version": str(SCHEMA_VERSION)}
+            connection.execute(meta.insert(), [{"name": name, "value": about[name]} for name in about])
 
 
-def _create_tables(connection: sa.Connection) -> None:
-    metadata.create_all(connection)
-    if connection.dialect.name == "postgresql":
-        for sequence in sequences.values():
-            connection.execute(CreateSequence(sequence))
-        # Token ids and logprobs hardly compress; trying costs more than writing them.
-        connection.execute(sa.text("ALTER TABLE forebay_payloads ALTER COLUMN data SET STORAGE EXTERNAL"))
-    else:
-        connection.execute(counters.insert(), [{"name": name, "next": 0} for name in ID_NAMES])
-        counts.create(connection)
-        for trigger in _COUNTING:
-            connection.exec_driver_sql(trigger)
-    connection.execute(
-        meta.insert(),
-        [{"name": "format", "value": FORMAT}, {"name": "version", "value": str(SCHEMA_VERSION)}],
-    )
+def insert_missing(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:
+    """Insert the rows whose primary key is not there yet."""
+    connection.execute(_insert(connection)(table).on_conflict_do_nothing(), rows)
+
+
+def insert_or_update(
+    connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]], changed: str
+) -> None:
+    """Insert the rows; of those whose primary key is there already, replace the column `changed`."""
+    statement = _insert(connection)(table)
+    new = {changed: statement.excluded[changed]}
+    connection.execute(statement.on_conflict_do_update(index_elements=[*table.primary_key], set_=new), rows)
+
+
+def _insert(connection: sa.Connection) -> Any:
+    return postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert

@@ -2,45 +2,43 @@
 
 ::
 
-    put ---------> queue --+   a thread (`sql_worker`)      +--> groups, tags     light rows, with indexes
-    put ---------> queue --+-> prepare all, one commit -----+--> payloads         bytes, read when taken
-    set_train_step queue --+                                +--> tasks            train steps, evictions
-    take_first, get, ...  ---> a transaction each
+    put ---------> list --+   a thread (`worker`)           +--> groups, tags     light rows, with indexes
+    put ---------> list --+-> prepare all, one commit ------+--> payloads         bytes, read when taken
+    set_train_step list --+                                 +--> tasks            train steps, evictions
+    take_first, get, ... ---> a transaction each
 
 It is not a cache: nothing of the content is held in memory, so several processes may use one database at the
 same time. It knows no rollouts: a `Codec` makes bytes of payloads (a `ReplayBuffer` hands it one for groups).
 
-Writers. Puts that wait at the same time share a commit (`sql_shared`). On SQLite a write transaction has the
-file alone and others wait for their turn (`sql_turns`; readers never wait: write-ahead log). On PostgreSQL
-rows are locked one by one, and `take_first` passes over those that another taker holds (``FOR UPDATE SKIP
+Writers. Puts that wait at the same time share a commit (`writes`). On SQLite a write transaction has the file
+alone and others wait for their turn (`transactions`; readers never wait: write-ahead log). On PostgreSQL rows
+are locked one by one, and `take_first` passes over those that another taker holds (``FOR UPDATE SKIP
 LOCKED``).
 
-Reading. Queries are compiled to SQL (`sql_query`), so that counts, orders and limits are the database's work.
-A query too large for a database is evaluated here, on light rows.
+Reading. Queries are compiled to SQL (`query`), so that counts, orders and limits are the database's work. A
+query too large for a database is evaluated here, on light rows.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from itertools import islice
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
-from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
-from forebay.replay.stores.errors import StepPassed
+from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem, copy_row
 from forebay.replay.stores.row_book import check_state
-from forebay.replay.stores.sql.connections import Links
-from forebay.replay.stores.sql.ids import next_ids, raise_ids
+from forebay.replay.stores.sql.connections import is_in_memory
 from forebay.replay.stores.sql.ranking import (
     Ranking,
     count_live,
     count_rows,
-    has_rows,
     lock_drawn,
     lock_matching,
     ranked_rows,
@@ -48,6 +46,7 @@ from forebay.replay.stores.sql.ranking import (
     train_steps,
 )
 from forebay.replay.stores.sql.rows import (
+    SELECT_ROWS,
     Removed,
     archive_rows,
     attach_payloads,
@@ -55,41 +54,33 @@ from forebay.replay.stores.sql.rows import (
     insert_rows,
     insert_tasks,
     lock_rows,
+    next_ids,
     prepare,
-    put_back,
+    raise_ids,
     read_payloads,
     read_rows,
     replace_rows,
-    select_rows,
     storable_uids,
     write_priorities,
 )
-from forebay.replay.stores.sql.schema import (
-    groups,
-    insert_or_update,
-    is_in_memory,
-    open_engine,
-    payloads,
-    tags,
-    tasks,
-)
-from forebay.replay.stores.sql.shared import (
-    Content,
-    GetTrainStep,
-    PreparedRows,
-    RowWriter,
-    SetTrainStep,
+from forebay.replay.stores.sql.schema import groups, insert_or_update, open_engine, payloads, tags, tasks
+from forebay.replay.stores.sql.transactions import Transactions
+from forebay.replay.stores.sql.worker import Sharing, Worker
+from forebay.replay.stores.sql.writes import (
+    Write,
     count_evicted,
     evict_together,
     has_receipt,
     keep_receipts,
+    write_together,
 )
-from forebay.replay.stores.sql.state import StoredItems
-from forebay.replay.stores.sql.transactions import JsonCodec, Transactions
-from forebay.replay.stores.sql.worker import Sharing, Worker
 from forebay.replay.stores.sum_tree import SumTree
 
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
+
+GROUPS_AT_ONCE = 32
+"""Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""
 
 
 class SQLStorage(StorageBackend):
@@ -97,11 +88,6 @@ class SQLStorage(StorageBackend):
 
     Every method but the plain ones (``len()``, `num_evicted`, `state_dict`, `load_state_dict`, `close`)
     leaves the event loop free; the plain ones wait for the database. A call returns after its commit.
-
-    >>> store = SQLStorage("runs/buffer.db")
-    >>> store = SQLStorage("postgresql://me@host/rl")
-    >>> uid = await store.put(StorageItem({"text": "hi"}, -1, -1, "math", "completed", 0))
-    >>> store.close()
     """
 
     keeps_receipts = True
@@ -121,14 +107,12 @@ class SQLStorage(StorageBackend):
         self._is_codec_fixed = codec is not None
         self._transactions = Transactions(self._engine)
         self._reading, self._writing = self._transactions.reading, self._transactions.writing
-        links = Links(self._engine) if self._engine.dialect.name == "postgresql" else None
-        self._worker = Worker("forebay-sql", links)
-        self._reader = Worker("forebay-sql-read", links, changes_nothing=True)
+        self._worker = Worker("forebay-sql")
+        self._reader = Worker("forebay-sql-read", changes_nothing=True)
         # An SQLite database in memory lives as long as a connection.
         self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
-        self._writer = RowWriter(self._reading, self._writing)
-        self._rows = Sharing(self._prepare, self._writer.write)
-        self._evictions = Sharing(int, lambda limits: evict_together(self._writing, limits, self._codec))
+        self._writes = Sharing(self._prepare, partial(write_together, self._transactions))
+        self._evictions = Sharing(int, self._evict)
 
     def use_codec(self, codec: Codec) -> None:
         """Payloads are what `codec` says, unless the store was built with a codec."""
@@ -136,74 +120,58 @@ class SQLStorage(StorageBackend):
             self._codec = codec
 
     def close(self) -> None:
-        """Finish what was called, end the threads, close the connections."""
-        for worker in (self._worker, self._reader):
-            worker.close()
+        """Finish the calls that were made, end the threads, close the connections."""
+        self._worker.close()
+        self._reader.close()
         if self._keeper is not None:
             self._keeper.close()
         self._engine.dispose()
 
     async def claim(self) -> None:
-        """See `StorageBackend.claim`."""
         await self._worker.call(self._transactions.claim)
 
     async def put(self, item: StorageItem) -> int:
-        """See `StorageBackend.put`."""
         [uid] = await self.put_many([item])
         return uid
 
     async def put_many(
         self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
     ) -> list[int]:
-        """See `StorageBackend.put_many`."""
-        uids: list[int] | StepPassed = await self._worker.share(self._rows, (tuple(items), receipt, aged_at))
-        if isinstance(uids, StepPassed):
-            raise uids
+        uids: list[int] = await self._worker.share(self._writes, (tuple(items), receipt, aged_at))
         return uids
 
+    def _prepare(self, write: Write | tuple[Sequence[StorageItem], bytes | None, int | None]) -> Write:
+        if isinstance(write, Write):
+            return write
+        items, receipt, aged_at = write
+        rows = [prepare(item, self._codec) for item in items]
+        return Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
+
     async def has_receipt(self, receipt: bytes) -> bool:
-        """See `StorageBackend.has_receipt`."""
-
-        def work() -> bool:
-            with self._reading() as connection:
-                return has_receipt(connection, receipt)
-
-        return await self._reader.call(work)
+        return await self._read(has_receipt, receipt)
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
-        """See `StorageBackend.get`."""
-        ranking = Ranking.of(query, order, limit)
-
-        def work() -> list[StorageItem]:
-            with self._reading() as connection:
-                rows = ranked_rows(connection, ranking, self._codec)
-                if not rows_only:
-                    attach_payloads(connection, rows, self._codec)
+        def work(connection: sa.Connection, ranking: Ranking) -> list[StorageItem]:
+            rows = ranked_rows(connection, ranking, self._codec)
+            if not rows_only:
+                attach_payloads(connection, rows, self._codec)
             return rows
 
-        return await self._reader.call(work)
+        return await self._read(work, Ranking.of(query, order, limit))
 
     async def count(self, query: QueryLike) -> int:
-        """See `StorageBackend.count`."""
         [number] = await self.count_many([query])
         return number
 
     async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
-        """See `StorageBackend.count_many`; all at one moment."""
-        parsed = list(map(parse_query, queries))
-
-        def work() -> list[int]:
-            with self._reading() as connection:
-                return [count_rows(connection, query, self._codec) for query in parsed]
-
-        return await self._reader.call(work)
+        """All at one moment."""
+        return await self._read(count_rows, list(map(parse_query, queries)), self._codec)
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
-        """See `StorageBackend.take`."""
         parsed = None if query is None else parse_query(query)
         wanted = storable_uids(uids)
 
@@ -212,15 +180,15 @@ class SQLStorage(StorageBackend):
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
 
-        return await self._take(choose, train_step, None)
+        return await self._take(choose, train_step)
 
     async def take_first(
         self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
-        """See `StorageBackend.take_first`."""
         ranking = Ranking.of(query, order, count)
-        choose = partial(ranked_rows, ranking=ranking, codec=self._codec, lock="skip")
-        return await self._take(choose, train_step, ranking.query)
+        return await self._take(
+            lambda connection: ranked_rows(connection, ranking, self._codec, lock="skip"), train_step
+        )
 
     async def take_drawn(
         self,
@@ -230,70 +198,39 @@ class SQLStorage(StorageBackend):
         *,
         train_step: int | None = None,
     ) -> list[StorageItem]:
-        """See `StorageBackend.take_drawn`; of the rows that match, only ids and priorities are read."""
+        """Of the rows that match, only ids and priorities are read."""
         parsed = parse_query(query)
-
-        def read() -> SumTree:
-            # Before the transaction that writes: it takes long where many rows match.
-            with self._reading() as connection:
-                return read_priorities(connection, parsed, self._codec)
-
-        tree = await self._reader.call(read)
+        # Before the transaction that writes: it takes long where many rows match.
+        tree: SumTree = await self._read(read_priorities, parsed, self._codec)
         drawing = partial(lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
-        return await self._take(drawing, train_step, None)
+        return await self._take(drawing, train_step)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        """See `StorageBackend.update_priorities`."""
-        wanted = dict(priorities)
-
-        def work() -> int:
-            with self._writing() as connection:
-                return write_priorities(connection, wanted)
-
-        return await self._worker.call(work)
+        return await self._write(write_priorities, dict(priorities))
 
     async def evict(self, limit: int) -> list[StorageItem]:
-        """See `StorageBackend.evict`."""
         evicted: Removed = await self._worker.share(self._evictions, limit, undo=self._give_back_evicted)
-        if evicted.rows:
-            # Only now: they are gone, whether their payloads can be read or not.
-            try:
-                await self._worker.call(partial(evicted.decode, self._codec))
-            except asyncio.CancelledError:
-                # Else nobody would be told of them.
-                await self._worker.call_to_the_end(partial(self._give_back_evicted, evicted))
-                raise
         return evicted.rows
 
     async def delete(self, uids: Iterable[int]) -> None:
-        """See `StorageBackend.delete`."""
-        wanted = storable_uids(uids)
+        def work(connection: sa.Connection, wanted: list[int]) -> None:
+            delete_rows(connection, lock_rows(connection, wanted, self._codec, {}))
 
-        def work() -> None:
-            with self._writing() as connection:
-                found = lock_rows(connection, wanted, self._codec, {})
-                delete_rows(connection, found)
-
-        await self._worker.call(work)
+        await self._write(work, storable_uids(uids))
 
     async def delete_where(
         self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
     ) -> int:
-        """See `StorageBackend.delete_where`."""
-        parsed = parse_query(query)
-
-        def work() -> int:
-            with self._writing() as connection:
-                uids = lock_matching(connection, parsed, self._codec)
-                if expected in (None, len(uids)):
-                    delete_rows(connection, uids)
-                    keep_receipts(connection, _listed(receipt))
+        def work(connection: sa.Connection, parsed: Query) -> int:
+            uids = lock_matching(connection, parsed, self._codec)
+            if expected in (None, len(uids)):
+                delete_rows(connection, uids)
+                keep_receipts(connection, receipt)
             return len(uids)
 
-        return await self._worker.call(work)
+        return await self._write(work, parse_query(query))
 
     async def update(self, items: Iterable[StorageItem]) -> None:
-        """See `StorageBackend.update`."""
         await self._update(items, None)
 
     async def update_if(
@@ -304,7 +241,6 @@ class SQLStorage(StorageBackend):
         receipt: bytes | None = None,
         expected: int | None = None,
     ) -> int:
-        """See `StorageBackend.update_if`."""
         return await self._update(items, parse_query(query), receipt, expected)
 
     async def _update(
@@ -324,39 +260,32 @@ class SQLStorage(StorageBackend):
                 known = {uid for uid, row in found.items() if query is None or matches(query, row)}
                 if expected in (None, len(known)):
                     replace_rows(connection, [row for row in rows if row.uid in known])
-                    keep_receipts(connection, _listed(receipt))
+                    keep_receipts(connection, receipt)
             return len(known)
 
         return await self._worker.call(work)
 
     async def get_train_step(self, task_name: str) -> int | None:
-        """See `StorageBackend.get_train_step`."""
-        step: int | None = await self._worker.share(self._rows, GetTrainStep(task_name))
+        step: int | None = await self._worker.share(self._writes, Write(frozenset([task_name])))
         return step
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """See `StorageBackend.set_train_step`."""
-        await self._worker.share(self._rows, SetTrainStep(task_name, train_step))
+        await self._worker.share(self._writes, Write(frozenset([task_name]), train_step=train_step))
 
     async def let_train_steps_fall(self) -> None:
-        """See `StorageBackend.let_train_steps_fall`; for all processes."""
-
-        def work() -> None:
-            with self._writing() as connection:
-                connection.execute(tasks.update().values(may_fall=1))
-
-        await self._worker.call(work)
+        """For all processes."""
+        await self._write(lambda connection: connection.execute(tasks.update().values(may_fall=1)))
 
     def __len__(self) -> int:
         with self._reading() as connection:
-            return count_live(connection)
+            return count_live(connection, self._codec)
 
     @property
     def num_evicted(self) -> dict[str, int]:
-        """See `StorageBackend.num_evicted`; of all processes, ever."""
+        """Of all processes, ever."""
         counts = sa.select(tasks.c.task_name, tasks.c.num_evicted).where(tasks.c.num_evicted > 0)
         with self._reading() as connection:
-            return {line.task_name: line.num_evicted for line in connection.execute(counts)}
+            return dict(connection.execute(counts).all())
 
     @num_evicted.setter
     def num_evicted(self, counts: Mapping[str, int]) -> None:
@@ -367,7 +296,7 @@ class SQLStorage(StorageBackend):
                 insert_or_update(connection, tasks, rows, "num_evicted")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StorageBackend.state_dict`; here it reads everything into memory.
+        """Here it reads everything into memory.
 
         It must: the payloads outlive the transaction that read them, and the rows they were read from may be
         taken before the caller is done.
@@ -380,20 +309,18 @@ class SQLStorage(StorageBackend):
         """As `state_dict`, of this moment: payloads are read within the block, as the items are walked."""
         with self._reading() as connection:
             steps = train_steps(connection)
-            # As given, and not as stale as now: whoever loads it knows the train steps, too.
-            lines = connection.execute(select_rows().order_by(groups.c.timestamp_id))
+            # As given, and not as stale as now: whatever loads it knows the train steps, too.
+            lines = connection.execute(SELECT_ROWS.order_by(groups.c.timestamp_id))
             rows = list(read_rows(lines, self._codec, {}))
-            following = next_ids(connection)
+            attach = partial(attach_payloads, connection, codec=self._codec)
             yield {
                 "version": STATE_VERSION,
-                "items": StoredItems(rows, partial(attach_payloads, connection, codec=self._codec)),
-                "next_uid": following["uid"],
-                "next_timestamp_id": following["timestamp_id"],
+                "items": StoredItems(rows, attach),
+                **{f"next_{name}": following for name, following in next_ids(connection).items()},
                 "train_steps": {name: step for name, step in steps.items() if step is not None},
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `StorageBackend.load_state_dict`."""
         rows = [prepare(item, self._codec) for item in check_state(state)]
         steps = [
             {"task_name": name, "train_step": step} for name, step in sorted(state["train_steps"].items())
@@ -402,42 +329,54 @@ class SQLStorage(StorageBackend):
             for table in (tags, payloads, groups):
                 connection.execute(table.delete())
             connection.execute(tasks.update().values(train_step=None, may_fall=0))
-            raise_ids(connection, {name: state[f"next_{name}"] for name in ("uid", "timestamp_id")})
+            raise_ids(connection, [state["next_uid"], state["next_timestamp_id"]])
             insert_tasks(connection, (row.columns["task_name"] for row in rows))
-            insert_rows(connection, rows, [(row.uid, row.timestamp_id) for row in rows])
+            insert_rows(connection, rows, [row.ids for row in rows])
             if steps:
                 insert_or_update(connection, tasks, steps, "train_step")
-        self._writer.forget()
+
+    async def _read(
+        self,
+        work: Callable[Concatenate[sa.Connection, Given], Result],
+        *given: Given.args,
+        **more: Given.kwargs,
+    ) -> Result:
+        """`work(connection, ...)` in a transaction, in the thread that only reads."""
+
+        def read() -> Result:
+            with self._reading() as connection:
+                return work(connection, *given, **more)
+
+        return await self._reader.call(read)
+
+    async def _write(
+        self,
+        work: Callable[Concatenate[sa.Connection, Given], Result],
+        *given: Given.args,
+        **more: Given.kwargs,
+    ) -> Result:
+        def write() -> Result:
+            with self._writing() as connection:
+                return work(connection, *given, **more)
+
+        return await self._worker.call(write)
 
     async def _take(
-        self,
-        choose: Callable[[sa.Connection], list[StorageItem]],
-        train_step: int | None,
-        query: Query | None,
+        self, choose: Callable[[sa.Connection], list[StorageItem]], train_step: int | None
     ) -> list[StorageItem]:
-        """Remove or archive the rows that `choose` returns, locked, within the transaction.
-
-        If all of them match `query`, an empty answer takes no turn to write: producers ask for interrupted
-        groups before each new prompt, and there are hardly ever any.
-        """
+        """Remove or archive the rows that `choose` returns, locked, within the transaction."""
 
         def work() -> Removed:
-            if query is not None and not self._may_match(query):
-                return Removed([], {})
             taken = Removed([], {}, train_step)
             try:
                 with self._writing() as connection:
                     self._remove(connection, choose(connection), taken)
-            except sa.exc.DBAPIError as error:
-                if error.connection_invalidated:
-                    # Whether it was committed is not known, and nobody is going to have these groups.
-                    self._give_back(taken)
-                raise
-            try:
-                # After it, because others wait for the commit, and this takes longer.
+                # After the commit, because others wait for it, and this takes longer.
                 taken.decode(self._codec)
             except BaseException:
-                self._give_back(taken)
+                # No caller is going to have these groups, whether they were committed or not.
+                if taken.rows:
+                    self._give_back(taken)
                 raise
             return taken
 
@@ -457,30 +396,73 @@ class SQLStorage(StorageBackend):
         taken.rows.extend(rows)
         taken.data.update(data)
 
-    def _may_match(self, query: Query) -> bool:
-        with self._reading() as connection:
-            return has_rows(connection, query)
-
     def _give_back(self, taken: Removed) -> None:
-        """Undo a take whose caller was cancelled, or that could not be decoded; a later owner may have it."""
-        rows = taken.prepared(self._codec)
+        """Undo a take; a later owner may have the groups."""
         with self._writing(is_fenced=False) as connection:
-            put_back(connection, taken, rows, self._codec)
+            taken.put_back(connection, self._codec)
+
+    def _evict(self, limits: list[int]) -> list[Removed | ValueError]:
+        evicted: list[Removed | ValueError] = []
+        for removed in evict_together(self._transactions, limits, self._codec):
+            # Only after the commit: they are gone, whether their payloads can be read or not.
+            try:
+                removed.decode(self._codec)
+                evicted.append(removed)
+            except ValueError as error:
+                evicted.append(error)
+        return evicted
 
     def _give_back_evicted(self, evicted: Removed) -> None:
-        """Undo an eviction whose caller was cancelled."""
-        rows = evicted.prepared(self._codec)
+        """Undo an eviction of which no caller was told."""
         with self._writing(is_fenced=False) as connection:
-            for row in evicted.rows:
-                count_evicted(connection, row.task_name, -1)
-            put_back(connection, evicted, rows, self._codec)
-
-    def _prepare(self, content: tuple[Sequence[StorageItem], bytes | None, int | None] | Content) -> Content:
-        if not isinstance(content, tuple):
-            return content
-        items, receipt, aged_at = content
-        return PreparedRows([prepare(item, self._codec) for item in items], receipt, aged_at)
+            count_evicted(connection, evicted.rows, -1)
+            evicted.put_back(connection, self._codec)
 
 
-def _listed(receipt: bytes | None) -> list[bytes]:
-    return [] if receipt is None else [receipt]
+class StoredItems:
+    """The rows of a store, which get their payloads when they are walked, within one transaction."""
+
+    def __init__(self, rows: Sequence[StorageItem], attach: Callable[[list[StorageItem]], None]) -> None:
+        self._rows = rows
+        self._attach = attach
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[StorageItem]:
+        """The rows in order; ValueError if a payload is damaged."""
+        rows = iter(self._rows)
+        while items := [copy_row(row) for row in islice(rows, GROUPS_AT_ONCE)]:
+            self._attach(items)
+            items.reverse()
+            while items:
+                yield items.pop()
+
+
+class JsonCodec:
+    """Payloads that are JSON values; a SQL store uses it until it is handed another codec.
+
+    >>> JsonCodec().decode(JsonCodec().encode({"prompt": [1, 2]}))
+    {'prompt': [1, 2]}
+    """
+
+    def encode(self, payload: Any) -> bytes:
+        """The payload as JSON; ValueError if it is none."""
+        try:
+            return json.dumps(payload).encode()
+        except TypeError as error:
+            raise ValueError(f"the payload is no JSON value ({error}); give the store a codec") from None
+
+    def decode(self, data: bytes) -> Any:
+        """The payload; ValueError if the bytes are no JSON."""
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise ValueError(
+                f"the payload is no JSON, it starts with {data[:8]!r}; open the store with the codec that "
+                f"wrote it"
+            ) from None
+
+    def status(self, value: str) -> str:
+        """The value."""
+        return value

@@ -1,0 +1,77 @@
+"""Connections to PostgreSQL that notice when the server is lost, and can be given up.
+
+::
+
+    partition --TCP: no answer to keep-alives, or to data--> the call fails (`LINK`)
+    a server that works on one statement for too long --it ends the statement itself (`STATEMENT_S`)
+    a server that is frozen --no byte for `SILENT_S`--> the call fails
+    a caller that was cancelled --`worker.is_cut`--> the call fails
+
+Without this, a thread that waits in the driver waits for ever.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import Any
+
+import psycopg
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from forebay.replay.stores.sql.worker import is_cut
+
+SILENT_S = 60.0
+"""A statement takes milliseconds; a server that is silent for so long is taken for lost."""
+STATEMENT_S = 50.0
+"""The server gives up earlier than the client, so that a live one says what was wrong."""
+LINK = {
+    "connect_timeout": 10,
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+"""Of libpq, in seconds, the last one in milliseconds: a partition is noticed after 25 s."""
+
+
+def postgres_engine(url: sa.URL) -> sa.Engine:
+    """An engine of `PatientConnection`s; limits that `url` names stand."""
+    engine = sa.create_engine(
+        url, connect_args={name: value for name, value in LINK.items() if name not in url.query}
+    )
+
+    @event.listens_for(engine, "do_connect")
+    def connect(_dialect: Any, _record: Any, arguments: Any, options: Any) -> PatientConnection:
+        connection = PatientConnection.connect(*arguments, **options)
+        if "statement_timeout" not in str(url.query.get("options", "")):
+            connection.execute(f"SET statement_timeout = {1000 * int(STATEMENT_S)}")
+            connection.commit()
+        return connection
+
+    return engine
+
+
+class PatientConnection(psycopg.Connection[Any]):
+    """A connection whose waits end: when the server is silent for too long, or the thread's job is cut."""
+
+    def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
+        """As psycopg's, which wakes `gen` ten times a second, whether there is something to read or not."""
+        return super().wait(self._while_heard(gen), *arguments, **options)
+
+    def _while_heard(self, steps: Any) -> Generator[Any, Any, Any]:
+        heard_s, ready = time.monotonic(), None
+        while True:
+            try:
+                wanted = steps.send(ready)
+            except StopIteration as end:
+                return end.value
+            ready = yield wanted
+            if ready:
+                heard_s = time.monotonic()
+            elif is_cut() or time.monotonic() - heard_s > SILENT_S:
+                # Closed, so that the pool does not use it again; a late answer would be read as another's.
+                self.pgconn.finish()
+                raise psycopg.OperationalError("the server does not answer, the connection was given up")

@@ -449,7 +449,7 @@ def test_a_store_of_the_first_schema_is_refused_in_one_sentence(tmp_path):
     with sqlite3.connect(tmp_path / "old.db") as old:
         old.execute("UPDATE forebay_meta SET value = '1' WHERE name = 'version'")
     old.close()
-    with pytest.raises(ValueError, match=r"schema version '1'; this release reads 2: convert it with: forebay migrate"):
+    with pytest.raises(ValueError, match=r"schema version '1'; this release reads 2: convert it"):
         SQLStorage(tmp_path / "old.db")
 
 

@@ -21,7 +21,7 @@ import peft  # noqa: F401
 import scripted_run
 
 import forebay.runs.launch  # noqa: F401
-from forebay.cli import main
+from forebay.cli import main as forebay_command
 from forebay.models import ModelConfig, load_model, load_tokenizer, resolve_model
 
 
@@ -37,7 +37,7 @@ def run(arguments):
         scripted_run.main(arguments[1:])
     else:
         sys.argv = ["forebay", *arguments]
-        main()
+        forebay_command()
 
 
 def become(arguments):

@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
+from functools import partial
 from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,37 +113,44 @@ class SampleParams:
             )
 
 
-_ARRAY_DTYPES: Mapping[str, type[np.generic]] = {
-    "prompt_ids": np.int32,
-    "tokens": np.int32,
-    "response_ids": np.int32,
-    "logprobs": np.float32,
-    "response_mask": np.uint8,
-    "response_model_steps": np.int32,
-}
+Kind = Literal["text", "whole", "array", "status", "params", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """How everything that stores, sends, checks or wipes rollouts treats one field.
+
+    >>> FIELDS["logprobs"].dtype, FIELDS["logprobs"].wiped, FIELDS["mm_info"].wiped
+    (<class 'numpy.float32'>, True, False)
+    """
+
+    name: str
+    kind: Kind = "value"
+    """``text`` and ``whole`` numbers are columns of a table where they are plain; an ``array`` has a `dtype`;
+    ``status`` and ``params`` are one class each; a ``value`` may be anything that nests plain values."""
+    dtype: type[np.generic] | None = None
+    fill: float | None = None
+    """A field with one entry per response token: an entry that nobody gave."""
+    wiped: bool = False
+    """Whether the field goes back to its default with the response."""
+    large: bool = False
+    """Whether it may hold so much that a put does not copy it, not even for a check."""
+
+
+def _column(kind: Kind, default: Any = None, **rule: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, **rule})
+
+
+def _array(dtype: type[np.generic], **rule: Any) -> Any:
+    return field(
+        default_factory=partial(_EMPTY.__getitem__, dtype), metadata={"kind": "array", "dtype": dtype, **rule}
+    )
 
 
 # One empty array for all rollouts: nothing can be written into it, and millions of them would fill memory.
-_NO_IDS: IntArray = np.empty(0, np.int32)
-_NO_LOGPROBS: FloatArray = np.empty(0, np.float32)
-_NO_MASK: ByteArray = np.empty(0, np.uint8)
 _EMPTY: Mapping[type[np.generic], NDArray[Any]] = {
-    np.int32: _NO_IDS,
-    np.float32: _NO_LOGPROBS,
-    np.uint8: _NO_MASK,
+    dtype: np.empty(0, dtype) for dtype in (np.int32, np.float32, np.uint8)
 }
-
-
-def _no_ids() -> IntArray:
-    return _NO_IDS
-
-
-def _no_logprobs() -> FloatArray:
-    return _NO_LOGPROBS
-
-
-def _no_mask() -> ByteArray:
-    return _NO_MASK
 
 
 @dataclass(slots=True, eq=False)
@@ -163,47 +171,47 @@ class RolloutState:
     """The prompt as a chat: ``[{"role": ..., "content": ...}, ...]``."""
     _: KW_ONLY
     # Identity
-    rollout_id: str | int | None = None
-    group_id: str | int | None = None
-    session_id: str | int | None = None
+    rollout_id: str | int | None = _column("text")
+    group_id: str | int | None = _column("text")
+    session_id: str | int | None = _column("text")
     """Rollouts with the same session go to the same engine, so that it can reuse its prefix cache."""
-    task_name: str | None = None
-    num_tries: int = 0
+    task_name: str | None = _column("text")
+    num_tries: int = _column("whole", 0)
     """How often the rollout was aborted and started over."""
     # Prompt
-    prompt_ids: IntArray = field(default_factory=_no_ids)
+    prompt_ids: IntArray = _array(np.int32)
     """int32, P: the prompt's tokens."""
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    sample_params: SampleParams | None = None
+    sample_params: SampleParams | None = _column("params")
     """None: those of the agent loop."""
     data_source: str | dict[str, Any] | None = None
     reward_model: dict[str, Any] | None = None
     """What the judge needs, for example ``{"ground_truth": "4"}``."""
-    mm_info: dict[str, Any] | None = None
+    mm_info: dict[str, Any] | None = _column("value", large=True)
     """Multimodal inputs."""
     # Engine input
-    tokens: IntArray = field(default_factory=_no_ids)
+    tokens: IntArray = _array(np.int32)
     """int32, P + R: what the engine continues, prompt and response so far."""
     # Engine output
-    response: str = ""
-    response_ids: IntArray = field(default_factory=_no_ids)
+    response: str = _column("text", "", wiped=True, large=True)
+    response_ids: IntArray = _array(np.int32, wiped=True)
     """int32, R: generated and environment tokens in order."""
-    logprobs: FloatArray = field(default_factory=_no_logprobs)
+    logprobs: FloatArray = _array(np.float32, fill=np.nan, wiped=True)
     """float32, R: natural log of the probability each token was sampled with; NaN where unknown."""
-    response_mask: ByteArray = field(default_factory=_no_mask)
+    response_mask: ByteArray = _array(np.uint8, fill=1, wiped=True)
     """uint8, R: 1 on tokens that the policy generated, 0 on tool and environment tokens."""
-    response_model_steps: IntArray = field(default_factory=_no_ids)
+    response_model_steps: IntArray = _array(np.int32, fill=UNLABELED, wiped=True)
     """int32, R: the model step whose weights made each token; -1 where not labeled yet."""
-    routed_experts: Any = None
-    tool_calls: list[dict[str, Any]] | None = None
-    finish_reason: str | None = None
+    routed_experts: Any = _column("value", wiped=True, large=True)
+    tool_calls: list[dict[str, Any]] | None = _column("value", wiped=True)
+    finish_reason: str | None = _column("text", wiped=True)
     # Outcome
-    reward: dict[str, Any] | None = None
+    reward: dict[str, Any] | None = _column("value", wiped=True)
     """At least ``{"score": float}`` once judged."""
-    status: Status = Status.INIT
-    seq_staleness: int = 0
-    error_msg: str | None = None
+    status: Status = _column("status", Status.INIT)
+    seq_staleness: int = _column("whole", 0)
+    error_msg: str | None = _column("text", wiped=True)
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
     def append(
@@ -226,26 +234,34 @@ class RolloutState:
         new_ids = _as_array("response_ids", ids, np.int32)
         if len(self.tokens) == 0:
             self.tokens = self.prompt_ids
-        added: dict[str, Any] = {
-            "response_ids": new_ids,
-            "logprobs": np.full(len(new_ids), np.nan, np.float32) if logprobs is None else logprobs,
-            "response_mask": np.full(len(new_ids), mask, np.uint8),
-            "response_model_steps": (
-                np.full(len(new_ids), model_step, np.int32) if np.ndim(model_step) == 0 else model_step
-            ),
+        arrays = {"tokens": new_ids, "response_ids": new_ids}
+        given: dict[str, Any] = {
+            "logprobs": logprobs,
+            "response_mask": mask,
+            "response_model_steps": model_step,
         }
-        arrays = {name: _as_array(name, value, _ARRAY_DTYPES[name]) for name, value in added.items()}
+        for name, value in given.items():
+            rule = FIELDS[name]
+            if value is None:
+                value = rule.fill
+            if np.isscalar(value) or getattr(value, "ndim", 1) == 0:
+                value = _constant(len(new_ids), value, rule.dtype)
+            arrays[name] = _as_array(name, value, rule.dtype)
+            if len(arrays[name]) != len(new_ids):
+                raise ValueError(f"{name} has {len(arrays[name])} entries for {len(new_ids)} appended tokens")
         for name, array in arrays.items():
-            if len(array) != len(new_ids):
-                raise ValueError(f"{name} has {len(array)} entries for {len(new_ids)} appended tokens")
-        for name, array in {**arrays, "tokens": new_ids}.items():
             setattr(self, name, np.concatenate([getattr(self, name), array]))
 
 
-TOKEN_FIELDS = ("response_ids", "logprobs", "response_mask", "response_model_steps")
-"""The fields that have one entry per response token."""
+FIELDS: Mapping[str, FieldRule] = {f.name: FieldRule(f.name, **f.metadata) for f in fields(RolloutState)}
+"""The rules of the fields, in their order."""
 
-ROLLOUT_FIELDS = tuple(f.name for f in fields(RolloutState))
+ROLLOUT_FIELDS = tuple(FIELDS)
+
+_FILLED = tuple(name for name, rule in FIELDS.items() if rule.fill is not None)
+
+TOKEN_FIELDS = ("response_ids", *_FILLED)
+"""The fields that have one entry per response token."""
 
 ROLLOUT_SLOTS: dict[str, Any] = {name: RolloutState.__dict__[name] for name in ROLLOUT_FIELDS}
 """The fields' descriptors. Writing through one skips the conversion: for values that are right by origin."""
@@ -264,11 +280,12 @@ def _converting(name: str, dtype: type[np.generic]) -> property:
     return property(ROLLOUT_SLOTS[name].__get__, assign)
 
 
-for _name, _dtype in _ARRAY_DTYPES.items():
-    setattr(RolloutState, _name, _converting(_name, _dtype))
+for _rule in FIELDS.values():
+    if _rule.dtype is not None:
+        setattr(RolloutState, _rule.name, _converting(_rule.name, _rule.dtype))
 
 
-def _as_array(name: str, value: Any, dtype: type[np.generic]) -> NDArray[Any]:
+def _as_array(name: str, value: Any, dtype: Any) -> NDArray[Any]:
     """`value` as a contiguous 1-D array; a copy only if dtype or layout differ."""
     if type(value) is np.ndarray and value.dtype == dtype and value.ndim == 1 and value.flags.c_contiguous:
         return value
@@ -298,7 +315,7 @@ def fill_token_fields(state: RolloutState) -> None:
         ValueError: a field is neither empty nor as long as ``response_ids``.
     """
     length = len(state.response_ids)
-    for name, default, dtype, write in _FILLED:
+    for name in _FILLED:
         have = len(getattr(state, name))
         if have == length:
             continue
@@ -307,16 +324,10 @@ def fill_token_fields(state: RolloutState) -> None:
                 f"rollout {state.rollout_id!r}: {name} has {have} entries but response_ids has {length}; "
                 f"give one per response token, or none"
             )
-        write(state, _constant(length, default, dtype))
+        ROLLOUT_SLOTS[name].__set__(state, _constant(length, FIELDS[name].fill, FIELDS[name].dtype))
 
 
-_FILLED = tuple(
-    (name, default, _ARRAY_DTYPES[name], ROLLOUT_SLOTS[name].__set__)
-    for name, default in {"logprobs": np.nan, "response_mask": 1, "response_model_steps": UNLABELED}.items()
-)
-
-
-def _constant(length: int, value: float, dtype: type[np.generic]) -> NDArray[Any]:
+def _constant(length: int, value: Any, dtype: Any) -> NDArray[Any]:
     # Half the time of `np.full`; a put makes up to 24 of these.
     array = np.empty(length, dtype)
     array.fill(value)
@@ -429,15 +440,15 @@ def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int
 
 def reset_rollout_response(state: RolloutState) -> None:
     """Wipe everything generated and judged; the prompt, `mm_info` and `extra_fields` stay."""
-    for name in TOKEN_FIELDS:
-        setattr(state, name, None)
+    for name, default in _WIPED.items():
+        setattr(state, name, default)
     state.tokens = state.prompt_ids.copy()
-    state.response = ""
-    state.reward = None
-    state.finish_reason = None
-    state.error_msg = None
-    state.routed_experts = None
-    state.tool_calls = None
+
+
+# An array that is assigned None becomes empty.
+_WIPED = {
+    f.name: None if FIELDS[f.name].dtype else f.default for f in fields(RolloutState) if FIELDS[f.name].wiped
+}
 
 
 def note_place(state: RolloutState, place: str | None) -> None:

@@ -10,6 +10,8 @@
 ``$datetime``     ISO text, fold, and the key of its `ZoneInfo` or None; likewise ``$time``, without a key
 ``$date``         ISO text
 ``$timedelta``    days, seconds, microseconds
+``$status``       the value of a `Status`
+``$sample_params``  the fields of a `SampleParams`
 ``$dataclass``    ``package.module:Class`` and its fields
 ``$model``        likewise of a pydantic model, with what pydantic keeps beside the fields
 ================  =====================================================================================
@@ -27,15 +29,15 @@ from __future__ import annotations
 import datetime as dt
 import importlib
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel
 
-OBJECT_TAGS = frozenset(
-    {"$set", "$frozenset", "$datetime", "$time", "$date", "$timedelta", "$dataclass", "$model"}
-)
+from forebay.types import SampleParams, Status
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,12 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
     """The tag and the plain content of a value of one of these classes; None if it is of none.
 
     Raises:
-        ValueError: it is, but what would come back is not what it is; the message goes on from its name.
+        ValueError: it is, but would not come back as it is; the message goes on from its name.
     """
     kind = type(value)
-    if kind is set or kind is frozenset:
-        return f"${kind.__name__}", list(value)
-    if kind is dt.datetime or kind is dt.time:
-        return _take_time_apart(value)
-    if kind is dt.date:
-        return "$date", value.isoformat()
-    if kind is dt.timedelta:
-        return "$timedelta", [value.days, value.seconds, value.microseconds]
+    if kind in _CLASSES:
+        tag, split, _ = _CLASSES[kind]
+        return tag, split(value)
     if kind is SavedFields:
         return value.tag, [value.class_path, value.fields]
     if isinstance(value, BaseModel):
@@ -80,19 +77,8 @@ def take_apart(value: Any) -> tuple[str, Any] | None:
 
 def put_together(tag: str, content: Any) -> Any:
     """The value that `take_apart` took apart, or its `SavedFields`."""
-    match tag:
-        case "$set" | "$frozenset":
-            return set(content) if tag == "$set" else frozenset(content)
-        case "$datetime":
-            text, fold, zone = content
-            moment = dt.datetime.fromisoformat(text).replace(fold=fold)
-            return moment if zone is None else moment.replace(tzinfo=ZoneInfo(zone))
-        case "$time":
-            return dt.time.fromisoformat(content[0]).replace(fold=content[1])
-        case "$date":
-            return dt.date.fromisoformat(content)
-        case "$timedelta":
-            return dt.timedelta(*content)
+    if tag in _JOIN:
+        return _JOIN[tag](content)
     path, state = content
     kind = _find(path)
     if tag == "$model" and _is_model_with(kind, state):
@@ -106,6 +92,43 @@ def put_together(tag: str, content: Any) -> Any:
             object.__setattr__(made, name, value)
         return made
     return SavedFields(tag, path, state)
+
+
+def _split_datetime(value: dt.datetime) -> list[Any]:
+    zone = value.tzinfo
+    if zone is None or type(zone) is dt.timezone:
+        return [value.isoformat(), value.fold, None]
+    if type(zone) is ZoneInfo and zone.key:
+        return [value.replace(tzinfo=None).isoformat(), value.fold, zone.key]
+    raise ValueError(f"has the time zone {zone!r}; use datetime.timezone or a zoneinfo.ZoneInfo with a key")
+
+
+def _join_datetime(content: list[Any]) -> dt.datetime:
+    text, fold, zone = content
+    moment = dt.datetime.fromisoformat(text).replace(fold=fold)
+    return moment if zone is None else moment.replace(tzinfo=ZoneInfo(zone))
+
+
+def _split_time(value: dt.time) -> list[Any]:
+    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
+        raise ValueError("is a time of day in a named zone, which says no offset; store its parts")
+    return [value.isoformat(), value.fold]
+
+
+_CLASSES: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    set: ("$set", list, set),
+    frozenset: ("$frozenset", list, frozenset),
+    dt.datetime: ("$datetime", _split_datetime, _join_datetime),
+    dt.time: ("$time", _split_time, lambda parts: dt.time.fromisoformat(parts[0]).replace(fold=parts[1])),
+    dt.date: ("$date", dt.date.isoformat, dt.date.fromisoformat),
+    dt.timedelta: ("$timedelta", lambda d: [d.days, d.seconds, d.microseconds], lambda c: dt.timedelta(*c)),
+    Status: ("$status", attrgetter("value"), Status),
+    SampleParams: ("$sample_params", lambda params: _fields_of(params), lambda c: SampleParams(**c)),
+}
+"""By class: its tag, how it is taken apart, and how it is put together."""
+
+_JOIN = {tag: join for tag, _, join in _CLASSES.values()}
+OBJECT_TAGS = frozenset({*_JOIN, "$dataclass", "$model"})
 
 
 def is_tensor(value: Any) -> bool:
@@ -149,19 +172,6 @@ def put_tensor_together(dtype_name: str, shape: list[int], data: Any) -> Any:
     if not len(data):
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
-
-
-def _take_time_apart(value: Any) -> tuple[str, Any]:
-    zone = value.tzinfo
-    if type(value) is dt.time:
-        if zone is not None and type(zone) is not dt.timezone:
-            raise ValueError("is a time of day in a named zone, which says no offset; store its parts")
-        return "$time", [value.isoformat(), value.fold]
-    if zone is None or type(zone) is dt.timezone:
-        return "$datetime", [value.isoformat(), value.fold, None]
-    if type(zone) is ZoneInfo and zone.key:
-        return "$datetime", [value.replace(tzinfo=None).isoformat(), value.fold, zone.key]
-    raise ValueError(f"has the time zone {zone!r}; use datetime.timezone or a zoneinfo.ZoneInfo with a key")
 
 
 def _path_of(kind: type[Any]) -> str:

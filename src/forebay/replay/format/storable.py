@@ -3,12 +3,12 @@
 ::
 
     group --types of the fields--> --marshal: plain values all the way down?--> fine, nearly always
-                                            '-- no --> `payload.Checker` looks at each, names what is wrong
+                                            '-- no --> `Checker` looks at each value and names the wrong one
 
 Every put pays for this, so it has to be quick. Python's `marshal` walks plain values in C, and refuses other
-objects and subclasses; what it writes is thrown away. Large values are kept away from it: it would copy them.
-It takes whatever has a buffer for its bytes, so an array of Python objects in ``extra_fields`` is not looked
-into; in `mm_info` and `routed_experts` it is.
+objects and subclasses; the text that it writes is thrown away. Large values are kept away from it, because it
+would copy them. It accepts every object with a buffer as bytes, so an array of Python objects in
+``extra_fields`` is not looked into; in `mm_info` and `routed_experts` it is.
 """
 
 from __future__ import annotations
@@ -21,17 +21,10 @@ from typing import Any
 import numpy as np
 
 from forebay.replay.format.values import Checker
-from forebay.types import ROLLOUT_FIELDS, RolloutState, SampleParams, Status
+from forebay.types import FIELDS, RolloutState, SampleParams, Status
 
-_LARGE = ("response", "mm_info", "routed_experts")
-"""Kept away from `marshal`."""
-_ARRAYS = ("prompt_ids", "tokens", "response_ids", "logprobs", "response_mask", "response_model_steps")
-"""Converted when they are assigned."""
-_APART = ("status", "sample_params")
-"""Of classes that are stored by themselves."""
-_PLAIN = tuple(name for name in ROLLOUT_FIELDS if name not in (*_LARGE, *_ARRAYS, *_APART))
-
-_read_plain = attrgetter(*_PLAIN)
+_SMALL = [name for name, rule in FIELDS.items() if rule.kind in ("text", "whole", "value") and not rule.large]
+_read_small = attrgetter(*_SMALL)
 
 
 def check_group(group: Sequence[RolloutState]) -> None:
@@ -49,35 +42,33 @@ def check_group(group: Sequence[RolloutState]) -> None:
                 or type(state.response) is not str
                 or ((params := state.sample_params) is not None and type(params) is not SampleParams)
             ):
-                _refuse(state)
-            if state.mm_info is not None or state.routed_experts is not None:
-                _check_large(state)
-        plain = list(map(_read_plain, group))
+                _refuse_type(state)
+            experts = state.routed_experts
+            if experts is not None and (type(experts) is not np.ndarray or experts.dtype.hasobject):
+                _check_each(state, ["routed_experts"])
+            if state.mm_info is not None:
+                _check_each(state, ["mm_info"])
+        small = list(map(_read_small, group))
     except AttributeError:
         for state in group:
             if not isinstance(state, RolloutState):
                 raise TypeError(f"a group holds RolloutState objects, got {_show(state)}") from None
         raise
     try:
-        # Later formats write what was seen before as a reference, and so accept a value that holds itself.
-        marshal.dumps(plain, 2)
+        # Later formats write a value seen before as a reference, and so accept one that holds itself.
+        marshal.dumps(small, 2)
     except ValueError:
         for state in group:
-            _check_each(state, _PLAIN)
+            _check_each(state, _SMALL)
 
 
-def _check_large(state: RolloutState) -> None:
-    if not (state.routed_experts is None or _is_array(state.routed_experts)):
-        _check_each(state, ["routed_experts"])
-    if state.mm_info is not None:
-        _check_each(state, ["mm_info"])
+def _check_each(state: RolloutState, names: Sequence[str]) -> None:
+    checker = Checker()
+    for name in names:
+        checker.encode(getattr(state, name), f"rollout {state.rollout_id!r}: {name}")
 
 
-def _is_array(value: Any) -> bool:
-    return type(value) is np.ndarray and not value.dtype.hasobject
-
-
-def _refuse(state: RolloutState) -> None:
+def _refuse_type(state: RolloutState) -> None:
     """Say which field of the rollout is of a type that it never has."""
     expected = {
         "status": (Status, "a Status such as Status.COMPLETED"),
@@ -89,12 +80,6 @@ def _refuse(state: RolloutState) -> None:
         value = getattr(state, name)
         if not isinstance(value, kind) or (name != "sample_params" and type(value) is not kind):
             raise TypeError(f"rollout {state.rollout_id!r}: {name} must be {said}, got {_show(value)}")
-
-
-def _check_each(state: RolloutState, names: Sequence[str]) -> None:
-    checker = Checker()
-    for name in names:
-        checker.encode(getattr(state, name), f"rollout {state.rollout_id!r}: {name}")
 
 
 def _show(value: Any) -> str:

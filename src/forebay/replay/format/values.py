@@ -15,13 +15,11 @@ Plain JSON values stand for themselves. What JSON cannot say is an object with o
 ``$array``         ``[dtype, shape, position of its blob]``: C order, the array's own byte order
 ``$objects``       ``[shape, items]`` of an array of Python objects
 ``$scalar``        ``[dtype, base64]`` of a numpy scalar
-``$status``        the value of a `Status`
-``$sample_params`` the fields of a `SampleParams`
 ``$tensor``        ``[dtype, shape, position of its blob]`` of a torch tensor
 ``$ref``           ``[number, value]`` of a Ray object reference; ``[number]`` where it comes again
 =================  ==================================================================================
 
-Sets, dates and times, dataclasses and pydantic models are taken apart first (`objects`). Types must match
+Values of other known classes are taken apart first, and have tags of their own (`objects`). Types must match
 exactly: a subclass would come back as something else, so it is refused. Arrays, tensors and references that
 several members of a group share are stored once and shared again after decoding.
 """
@@ -34,7 +32,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import lru_cache
 from typing import Any
 
@@ -50,7 +47,6 @@ from forebay.replay.format.objects import (
     take_apart,
     take_tensor_apart,
 )
-from forebay.types import SampleParams, Status
 
 MAX_DEPTH = 100
 """Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
@@ -114,11 +110,6 @@ class Encoder:
         if isinstance(value, np.generic) and not isinstance(value, np.void):
             text = base64.b64encode(value.tobytes()).decode("ascii")
             return {"$scalar": [_dtype_text(value.dtype, where), text]}
-        if kind is Status:
-            return {"$status": value.value}
-        if kind is SampleParams:
-            params = {f.name: getattr(value, f.name) for f in fields(value)}
-            return {"$sample_params": self.encode(params, where)}
         if _is_ref(value):
             return self._encode_ref(value, where)
         try:
@@ -232,42 +223,24 @@ class Decoder:
             case "$bytes":
                 return bytes(self._blobs[content])
             case "$array":
-                return self._decode_array(*content)
+                return self._once(_array_of, *content)
             case "$objects":
                 return self._decode_objects(*content)
             case "$scalar":
-                scalar: np.ndarray[Any, Any] = np.ndarray(
-                    (), _dtype(content[0]), base64.b64decode(content[1])
-                )
-                _check_text(scalar)
-                return scalar[()]
-            case "$status":
-                return Status(content)
-            case "$sample_params":
-                return SampleParams(**self.decode(content))
+                return _array_of(content[0], (), base64.b64decode(content[1]))[()]
             case "$tensor":
-                return self._decode_tensor(*content)
+                return self._once(put_tensor_together, *content)
             case "$ref":
                 return self._decode_ref(*content)
             case _ if tag in OBJECT_TAGS:
                 return put_together(tag, self.decode(content))
         raise ValueError(f"unknown tag {tag!r} in a stored value")
 
-    def _decode_array(self, dtype: str, shape: list[int], position: int) -> np.ndarray[Any, Any]:
-        if position not in self._arrays:
-            if any(length < 0 for length in shape):
-                raise ValueError(f"an array cannot have the shape {shape}")
-            # A copy, so that the array can be written to and does not keep the whole file in memory.
-            view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), self._blobs[position])
-            _check_text(view)
-            self._arrays[position] = view.copy()
-        array: np.ndarray[Any, Any] = self._arrays[position]
-        return array
-
-    def _decode_tensor(self, dtype: str, shape: list[int], position: int) -> Any:
-        if position not in self._arrays:
-            self._arrays[position] = put_tensor_together(dtype, shape, self._blobs[position])
-        return self._arrays[position]
+    def _once(self, make: Callable[[str, list[int], Any], Any], dtype: str, shape: Any, place: int) -> Any:
+        """The array or tensor of a blob, the same for all that share it."""
+        if place not in self._arrays:
+            self._arrays[place] = make(dtype, shape, self._blobs[place])
+        return self._arrays[place]
 
     def _decode_objects(self, shape: list[int], items: list[Any]) -> np.ndarray[Any, Any]:
         flat = np.empty(len(items), object)
@@ -284,6 +257,15 @@ class Decoder:
                 )
             self._refs[number] = ray.put(self.decode(stored[0]))
         return self._refs[number]
+
+
+def _array_of(dtype: str, shape: Sequence[int], data: Any) -> np.ndarray[Any, Any]:
+    """A copy of the bytes as an array: it can be written to, and does not keep a whole file in memory."""
+    if any(length < 0 for length in shape):
+        raise ValueError(f"an array cannot have the shape {shape}")
+    view: np.ndarray[Any, Any] = np.ndarray(tuple(shape), _dtype(dtype), data)
+    _check_text(view)
+    return view.copy()
 
 
 def _check_text(array: np.ndarray[Any, Any]) -> None:

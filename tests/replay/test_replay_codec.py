@@ -184,7 +184,7 @@ FORGERIES = {
     "not the lengths of logprobs": {"lengths": {"logprobs": [-1, 2]}},
     "not the lengths of response_ids": {"lengths": {"response_ids": [2, -2]}},
     "prompts are": {"lengths": {"prompt_ids": [-1, -1]}},
-    "more than": {"lengths": {"response_ids": [2, 2**40]}},
+    "as came": {"lengths": {"response_ids": [2, 2**40]}},
     "bytes": {"blobs": [-8, 8]},
     "prompts of": {},
     "copies of": {"copied": {"message": "x" * (MAX_COPIED_BYTES // 2)}},
@@ -203,9 +203,10 @@ def test_a_head_that_its_bytes_do_not_bear_out_is_refused(reason):
         head[name] = head[name] | value if name == "lengths" else value
     if reason == "prompts of":
         # A prompt that is long enough, for fewer members.
-        head["status"] = ["init"] * 1000
+        head["status"], head["steps"] = ["init"] * 1000, [None] * 1000
         head["prompts"] = bytes(4 * (MAX_TOKENS // 1000 + 1))
         head["lengths"] = {name: [0] * 1000 for name in ARRAYS}
         head["lengths"]["prompt_ids"] = [MAX_TOKENS // 1000 + 1] + [-2] * 999
+        packed.buffers.clear()
     with pytest.raises(ValueError, match=reason):
         unpack_group(msgspec.msgpack.encode(head), bytearray(b"".join(packed.buffers)))

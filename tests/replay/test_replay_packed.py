@@ -4,13 +4,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replay_factory import make_state, same
+from replay_factory import make_group, make_state, same
 
-from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
+from forebay.replay import (
+    FIFOReplayPolicy,
+    IndexedStorage,
+    RemoteReplayBuffer,
+    ReplayBuffer,
+    SQLStorage,
+    serve,
+)
 from forebay.replay.format.codec import GroupCodec
 from forebay.replay.format.decode import unpack_group
 from forebay.replay.format.encode import pack_group
-from forebay.replay.format.encoded import PackedPayload, pack_out, receive_payload
+from forebay.replay.format.encoded import PackedPayload, hold_packed, pack_out
 from forebay.replay.groups import StoredGroup
 from forebay.types import Status, fill_token_fields, get_group_status
 
@@ -35,7 +42,7 @@ def groups(draw):
 
 def received(group):
     packed = pack_group(group)
-    return receive_payload(packed.head, np.frombuffer(b"".join(packed.buffers), np.uint8).copy())
+    return hold_packed(packed.head, np.frombuffer(b"".join(packed.buffers), np.uint8).copy())
 
 
 @given(groups(), st.none() | st.integers(1, 9), st.booleans())
@@ -77,7 +84,7 @@ def test_what_is_accepted_can_be_unpacked(group, data):
     cut = data.draw(st.integers(0, 4))
     arrays = arrays[: len(arrays) - cut]
     try:
-        payload = receive_payload(bytes(head), np.frombuffer(arrays, np.uint8).copy())
+        payload = hold_packed(bytes(head), np.frombuffer(arrays, np.uint8).copy())
     except ValueError:
         # The one error that it may raise.
         return
@@ -90,8 +97,8 @@ def test_unusual_groups_are_unpacked_at_once():
     uneven.logprobs = []
     for state in (nested, uneven):
         payload = received([state])
-        assert type(payload) is list
-        assert same(payload, [state])
+        assert type(payload) is StoredGroup
+        assert same(list(payload), [state])
 
 
 @pytest.mark.parametrize("train_step", [None, 4])
@@ -110,3 +117,26 @@ async def test_in_a_buffer_it_is_a_group_like_others(train_step, tmp_path):
     other = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
     await other.resume(tmp_path)
     assert same(await other.get(2, "math", Status.COMPLETED), states[1:])
+
+
+async def test_a_group_from_a_database_goes_to_a_client_without_being_decoded(tmp_path, monkeypatch):
+    def decode(*_):
+        raise AssertionError("decoded on the way")
+
+    buffer = ReplayBuffer(FIFOReplayPolicy(), SQLStorage(tmp_path / "b.db"))
+    path = tmp_path / "socket"
+    async with serve(buffer, path), await RemoteReplayBuffer.connect(path) as client:
+        groups = [make_group(name, 3, steps=[1, 2]) for name in "abc"]
+        # The client unpacks by another function: what it gets is its to change.
+        monkeypatch.setattr("forebay.replay.format.encoded.read_states", decode)
+        await client.put_groups(groups, "math", current_train_step=4)
+        taken, _ = await client.take_batch({"math": 2}, train_step=5)
+        assert same(taken["math"], groups[:2])
+        assert same(await client.get(1, "math", Status.COMPLETED), groups[2:])
+        await client.restore(4)
+        assert len(buffer) == 2
+    monkeypatch.undo()
+    # Afterwards the buffer has its groups again as anyone in this process wants them.
+    taken, _ = await buffer.take_batch({"math": 2}, train_step=6)
+    assert [type(group) for group in taken["math"]] == [list, list]
+    await buffer.close()

@@ -200,7 +200,10 @@ def open_sql(url: str, *, create: bool = False) -> StorageBackend:
 
         from forebay.replay.stores.sql.store import SQLStorage
     try:
-        return SQLStorage(url, codec=GroupCodec(), create=create)
+        storage = SQLStorage(url, create=create)
+        # Not an argument: a server may give it a codec that keeps groups packed.
+        storage.use_codec(GroupCodec())
+        return storage
     except (SQLAlchemyError, ImportError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"cannot open the database {hide_password(url)!r}: {reason}") from None

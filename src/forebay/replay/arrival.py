@@ -16,8 +16,9 @@ from typing import TypedDict
 import msgspec
 
 from forebay.aio.changed import Changes
+from forebay.replay.format.encoded import PackedPayload, as_stored
 from forebay.replay.format.storable import check_group
-from forebay.replay.groups import HeldGroup, StoredGroup, as_stored, copy_group
+from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.stores.contract import (
     STALEST,
     StorageBackend,
@@ -129,7 +130,7 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequen
         ValueError: token fields of a rollout have different lengths, or a value cannot be stored.
         TypeError: it is no group of rollouts, or a field is of a type that it never has.
     """
-    if isinstance(group, HeldGroup):
+    if isinstance(group, PackedPayload):
         # It came from a client, which has done so.
         return group
     check_group(group)
@@ -146,7 +147,7 @@ def arrived_row(
 
     At or over the threshold the group is expired, its responses wiped; so is one that came EXPIRED.
     """
-    group = items if isinstance(items, (HeldGroup, StoredGroup)) else StoredGroup(items)
+    group = items if isinstance(items, (PackedPayload, StoredGroup)) else StoredGroup(items)
     if seen_step is not None:
         group.refresh(seen_step, reset_unlabeled=how.current_train_step is not None)
     status, staleness = status_of(group), max(staleness_of(group))
@@ -204,9 +205,9 @@ async def expire_old(
 
 def status_of(group: Sequence[RolloutState]) -> Status:
     """The group's status."""
-    return group.status if isinstance(group, HeldGroup) else get_group_status(group)
+    return group.status if isinstance(group, PackedPayload) else get_group_status(group)
 
 
 def staleness_of(group: Sequence[RolloutState]) -> Sequence[int]:
     """The staleness of each member."""
-    return group.staleness if isinstance(group, HeldGroup) else [state.seq_staleness for state in group]
+    return group.staleness if isinstance(group, PackedPayload) else [state.seq_staleness for state in group]

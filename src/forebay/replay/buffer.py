@@ -50,7 +50,7 @@ from forebay.replay.arrival import (
     label_groups,
 )
 from forebay.replay.format.codec import GroupCodec
-from forebay.replay.groups import hand_out
+from forebay.replay.format.encoded import hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.saving import load, opened_state, read, run_to_the_end, write

@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import make_dataclass
 from operator import attrgetter
 from typing import Any
 
-from forebay.types import ROLLOUT_FIELDS, RolloutState, Status, calculate_seq_staleness, oldest_step_of
+from forebay.types import FIELDS, ROLLOUT_FIELDS, RolloutState, calculate_seq_staleness, oldest_step_of
 
 
 class StoredGroup(list[RolloutState]):
@@ -53,62 +52,8 @@ class StoredGroup(list[RolloutState]):
                 state.seq_staleness = 0
 
 
-class HeldGroup(Sequence[RolloutState], ABC):
-    """A group that a store holds in another form, and whose rollouts are made when somebody looks at them.
-
-    They are new ones each time, as stale as at the last `refresh`, and share their arrays.
-    """
-
-    steps: tuple[int | None, ...]
-    """The oldest model step of each member."""
-    staleness: Sequence[int]
-    """The `seq_staleness` of each member."""
-
-    @property
-    @abstractmethod
-    def status(self) -> Status:
-        """The group's."""
-
-    def refresh(self, train_step: int, *, reset_unlabeled: bool = False) -> None:
-        """See `StoredGroup.refresh`."""
-        self.staleness = tuple(
-            [
-                calculate_seq_staleness(step, train_step)
-                if step is not None
-                else 0
-                if reset_unlabeled
-                else before
-                for step, before in zip(self.steps, self.staleness, strict=True)
-            ]
-        )
-
-    @abstractmethod
-    def encoded(self) -> tuple[bytes, Any]:
-        """Head and arrays in the packed form (`packing`), the oldest model steps in the head."""
-
-
-def as_stored(group: Sequence[RolloutState]) -> StoredGroup:
-    """The group as objects, which can be changed."""
-    return group if isinstance(group, StoredGroup) else StoredGroup(group)
-
-
-def hand_out(group: Sequence[RolloutState], train_step: int | None, *, copy: bool) -> list[RolloutState]:
-    """The members as a plain list, as stale as at `train_step`; copies if the store goes on holding them."""
-    stored = as_stored(group)
-    if copy and not isinstance(group, HeldGroup):
-        stored = copy_group(stored)
-    if train_step is not None:
-        stored.refresh(train_step)
-    return list(stored)
-
-
 _CONTAINERS = frozenset({dict, list})
-_MAY_BE_CONTAINER = frozenset(
-    {
-        *("message", "tools", "tool_choice", "data_source", "reward_model", "mm_info"),
-        *("routed_experts", "tool_calls", "reward", "extra_fields"),
-    }
-)
+_MAY_BE_CONTAINER = frozenset(name for name, rule in FIELDS.items() if rule.kind == "value")
 """The fields whose types allow a dict or a list."""
 
 _read_fields = attrgetter(*ROLLOUT_FIELDS)

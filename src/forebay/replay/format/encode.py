@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 from operator import attrgetter, is_
@@ -33,21 +33,22 @@ from numpy.typing import NDArray
 
 from forebay.replay.format.values import MAX_DEPTH, Encoder
 from forebay.replay.groups import StoredGroup
-from forebay.types import ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, SampleParams, Status
+from forebay.types import FIELDS, ROLLOUT_SLOTS, TOKEN_FIELDS, RolloutState, SampleParams, Status
 
 assert sys.byteorder == "little", "arrays are stored as they lie in memory, which must be little-endian"
 
+PROMPTS = "prompt_ids"
 ARRAYS: dict[str, np.dtype[Any]] = {
-    "response_ids": np.dtype("<i4"),
-    "logprobs": np.dtype("<f4"),
-    "response_model_steps": np.dtype("<i4"),
-    "tokens": np.dtype("<i4"),
-    "response_mask": np.dtype("u1"),
+    name: np.dtype(FIELDS[name].dtype)
+    for name in sorted(
+        (name for name, rule in FIELDS.items() if rule.kind == "array" and name != PROMPTS),
+        key=lambda name: (-np.dtype(FIELDS[name].dtype).itemsize, name not in TOKEN_FIELDS),
+    )
 }
 """In the order of the buffers: the widest first, so that every array is aligned."""
 CONSTANTS = ("response_mask", "response_model_steps")
 """Arrays that often have one value throughout."""
-VALUES = tuple(name for name in ROLLOUT_FIELDS if name not in (*ARRAYS, "prompt_ids", "status"))
+VALUES = tuple(name for name, rule in FIELDS.items() if rule.kind not in ("array", "status"))
 
 NOT_SENT = -1
 """As a length: the array follows from the others. A prompt is then the very array of the first member."""
@@ -71,8 +72,8 @@ class Head(msgspec.Struct, forbid_unknown_fields=True):
 
     status: list[Status]
     """Of each member."""
-    steps: list[int | None] | None
-    """The oldest model step of each member, if it was known."""
+    steps: list[int | None]
+    """The oldest model step of each member."""
     values: dict[str, list[Any]]
     """By field: a value for each member, or one that all share; None if it is missing."""
     copied: dict[str, msgspec.Raw]
@@ -93,7 +94,7 @@ class Head(msgspec.Struct, forbid_unknown_fields=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _read_values = attrgetter(*VALUES)
-_READ_ARRAYS = {name: ROLLOUT_SLOTS[name].__get__ for name in (*ARRAYS, "prompt_ids")}
+_READ_ARRAYS = {name: ROLLOUT_SLOTS[name].__get__ for name in (*ARRAYS, PROMPTS)}
 _NONE = {type(None)}
 _SCALARS = frozenset({str, int, bool, float, type(None)})
 _SAME_IF_EQUAL = frozenset({str, int, bool})
@@ -108,8 +109,8 @@ _EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for k
 class PackedGroup:
     """A group in its packed form.
 
-    >>> packed = pack_group([state])
-    >>> unpack_group(packed.head, b"".join(packed.buffers))[0].response_ids
+    >>> packed = pack_group([RolloutState([], response_ids=[7, 8])])
+    >>> unpack_group(packed.head, bytearray(b"".join(packed.buffers)))[0].response_ids
     array([7, 8], dtype=int32)
     """
 
@@ -131,67 +132,49 @@ def pack_group(group: Sequence[RolloutState]) -> PackedGroup:
     Raises:
         ValueError: a rollout holds a value that cannot be stored; the message says where.
     """
+    stored = group if isinstance(group, StoredGroup) else StoredGroup(group)
     try:
-        return _pack(group, _pack_values)
+        return _pack(stored, all_as_trees=False)
     except (OverflowError, UnicodeEncodeError):
         # MessagePack has no integers over 64 bits and no lone surrogates; the trees' JSON text has both.
-        return _pack(group, _pack_as_trees)
+        return _pack(stored, all_as_trees=True)
 
 
-def _pack(group: Sequence[RolloutState], pack_values: Callable[..., None]) -> PackedGroup:
-    steps = list(group.steps) if isinstance(group, StoredGroup) else None
-    head = Head([state.status for state in group], steps, {}, {}, "", bytearray(), {}, {}, [])
-    trees = _Trees(group)
+def _pack(group: StoredGroup, *, all_as_trees: bool) -> PackedGroup:
+    head = Head([state.status for state in group], list(group.steps), {}, {}, "", bytearray(), {}, {}, [])
+    encoder = Encoder()
+    trees: dict[str, list[Any]] = {}
     for name, column in zip(VALUES, zip(*map(_read_values, group), strict=True), strict=True):
-        if (kinds := set(map(type, column))) != _NONE:
-            pack_values(head, trees, name, column, kinds)
-    head.trees, blobs = trees.text(), trees.blobs
-    head.blobs = list(map(len, blobs))
+        kinds = set(map(type, column))
+        if kinds != _NONE and (all_as_trees or not _pack_values(head, name, column, kinds)):
+            where = (f"rollout {state.rollout_id!r}: {name}" for state in group)
+            trees[name] = list(map(encoder.encode, _once(column), where))
+    head.trees = json.dumps(trees) if trees else ""
+    head.blobs = list(map(len, encoder.blobs))
     buffers, num_bytes = _pack_arrays(group, head)
-    return PackedGroup(_encode(head), [*buffers, *blobs], num_bytes + sum(head.blobs))
+    return PackedGroup(_encode(head), [*buffers, *encoder.blobs], num_bytes + sum(head.blobs))
 
 
-class _Trees:
-    """The values of a group that are not plain, as trees by field."""
-
-    def __init__(self, group: Sequence[RolloutState]) -> None:
-        self._group = group
-        self._encoder = Encoder()
-        self._trees: dict[str, list[Any]] = {}
-        self.blobs = self._encoder.blobs
-
-    def add(self, name: str, column: Sequence[Any]) -> None:
-        where = (f"rollout {state.rollout_id!r}: {name}" for state in self._group)
-        self._trees[name] = list(map(self._encoder.encode, column, where))
-
-    def text(self) -> str:
-        return json.dumps(self._trees) if self._trees else ""
-
-
-def _pack_values(head: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
-    """Put the values of a field, one of each member and of these kinds, where they belong."""
+def _pack_values(head: Head, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> bool:
+    """Put a field's values, one of each member, into the head; False if MessagePack cannot hold them."""
     first = column[0]
-    if kinds <= _SAME_IF_EQUAL and len(kinds) == 1:
-        head.values[name] = [first] if column.count(first) == len(column) else list(column)
-    elif kinds <= _SCALARS:
-        head.values[name] = list(column)
-    elif kinds == _PARAMS and name == "sample_params" and all(map(_is_exact, shown := _once(column))):
+    if kinds <= _SCALARS:
+        is_one = len(kinds) == 1 and kinds <= _SAME_IF_EQUAL and column.count(first) == len(column)
+        head.values[name] = [first] if is_one else list(column)
+        return True
+    shown = _once(column)
+    if kinds == _PARAMS and name == "sample_params" and all(map(_is_exact, shown)):
         head.sample_params = list(shown)
-    elif len(kinds) == 1 and type(first) in _EMPTY and not any(column):
-        if all(map(is_, column, repeat(first))):
-            head.values[name] = [first]
-        else:
-            head.copied[name] = _EMPTY[type(first)]
-    elif not all(map(_is_plain, shown := _once(column))):
-        trees.add(name, shown)
+    elif len(kinds) == 1 and type(first) in _EMPTY and len(shown) > 1 and not any(column):
+        # Most fields that may hold a container hold an empty one: what follows would come to the same.
+        head.copied[name] = _EMPTY[type(first)]
+    elif not all(map(_is_plain, shown)):
+        return False
     elif len(shown) > 1 and (text := _text_of_all(shown)) is not None:
         head.copied[name] = msgspec.Raw(text)
     else:
         head.values[name] = list(shown)
-
-
-def _pack_as_trees(_: Head, trees: _Trees, name: str, column: Sequence[Any], kinds: set[type[Any]]) -> None:
-    trees.add(name, _once(column))
+    return True
 
 
 def _is_exact(params: SampleParams) -> bool:
@@ -239,7 +222,7 @@ def _text_of_all(column: Sequence[Any]) -> bytes | None:
 def _pack_arrays(group: Sequence[RolloutState], head: Head) -> tuple[list[Buffer], int]:
     """Write what there is to say of the arrays into `head`; those that are sent, and their bytes."""
     arrays = {name: list(map(read, group)) for name, read in _READ_ARRAYS.items()}
-    prompts, ids = arrays.pop("prompt_ids"), arrays["response_ids"]
+    prompts, ids = arrays.pop(PROMPTS), arrays["response_ids"]
     _check_size(prompts, arrays["tokens"])
     head.lengths = {name: list(map(len, column)) for name, column in arrays.items()}
     counts = head.lengths["response_ids"]

@@ -25,6 +25,7 @@ from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
 from forebay.replay.arrival import arrived_row, staleness_of, status_of
 from forebay.replay.buffer import ReplayBuffer
+from forebay.replay.format.codec import GroupCodec
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.format.encoded import PackedPayload
 from forebay.replay.remote import messages
@@ -121,6 +122,8 @@ class Served:
 
         A server that still runs on the same database is fenced off first: it must keep nothing any more.
         """
+        # Most groups go on as they came: none is decoded before it is looked at.
+        self.buffer.storage.use_codec(GroupCodec(keep_packed=True))
         await self.buffer.storage.claim()
         await recover(self.buffer)
         await self._look()
@@ -135,6 +138,7 @@ class Served:
             self._watching.cancel()
             await asyncio.wait([self._watching])
         self.buffer.on_evict = self._on_evict
+        self.buffer.storage.use_codec(GroupCodec())
 
     async def _look(self) -> None:
         await self.census.measure()

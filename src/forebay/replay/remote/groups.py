@@ -5,19 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from forebay.replay.format.decode import unpack_group
-from forebay.replay.format.encoded import PackedPayload, receive_payload
+from forebay.replay.format.encoded import PackedPayload, hold_packed
+from forebay.replay.groups import StoredGroup
 from forebay.replay.remote.messages import FrameError
 from forebay.types import RolloutState
 
 
-def hold_group(head: Any, data: Any) -> PackedPayload | list[RolloutState]:
-    """What a server holds of a group that came; see `receive_payload`.
+def hold_group(head: Any, data: Any) -> PackedPayload | StoredGroup:
+    """What a server holds of a group that came; see `hold_packed`.
 
     Raises:
         FrameError: it is none.
     """
     try:
-        return receive_payload(head, data)
+        return hold_packed(head, data)
     except ValueError as error:
         raise FrameError(str(error)) from None
 

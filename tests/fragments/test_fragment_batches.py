@@ -1,14 +1,12 @@
-"""Many fragments at once: stacked ones stored, and the rows of many chunks."""
+"""Many fragments at once: stacked ones stored, and the journal of their changes."""
 
 import numpy as np
 import pytest
 from fragment_factory import fids, make_fragment, send
-from hypothesis import given
-from hypothesis import strategies as st
 
 from forebay.fragments import FragmentMetadata, FragmentStore, SampleFragment
-from forebay.fragments.chunks import Chunk
-from forebay.fragments.store.segments import KINDS, Segments, read
+from forebay.fragments.store import journal
+from forebay.fragments.store.mapped import Environment
 
 # Stacked fragments.
 
@@ -71,49 +69,39 @@ async def test_a_fragment_that_was_used_up_is_not_taken_again(make, store):
     assert sorted(fids(await buffer.fetch_fragments(2))) == [2, 3]
 
 
-# Rows of chunks.
-
-steps = st.lists(
-    st.tuples(st.sampled_from(["add", "use", "value", "remove", "commit"]), st.integers(0, 10**6)),
-    max_size=80,
-)
+# The journal.
 
 
-@given(steps)
-def test_rows_hold_exactly_the_chunks_that_are_held(schedule):
-    segments, rows, held, total = Segments(), {}, [], 0
+@pytest.mark.parametrize("min_entry_bytes", [0, 300, 1 << 20])
+async def test_the_next_buffer_is_the_same_however_often_a_snapshot_is_due(
+    make_plain, store, monkeypatch, min_entry_bytes
+):
+    monkeypatch.setattr(journal, "MIN_ENTRY_BYTES", min_entry_bytes)
+    settings = {"max_reuse": 3, "fragments_per_chunk": 2, "sampling": "priority", "max_staleness": 2}
+    buffer = make_plain(**settings)
+    for fid in range(0, 60, 3):
+        await send(buffer, store, "w", [fid, fid + 1], version=fid // 30)
+        await send(buffer, store, "partial", [fid, fid], version=fid // 30)
+        batch = await buffer.fetch_fragments(2)
+        await buffer.update_priorities({batch.fragment_ids[0]: 1.0 + fid})
+        if fid % 2:
+            await buffer.release(batch.lease)
+        await buffer.update_model_version("", fid // 20)
+    before, prepared = await buffer.metrics(), await buffer.prepared_fragments()
+    after = make_plain(**settings)
+    assert await after.metrics() | {"fragments_per_s": 0} == before | {"fragments_per_s": 0}
+    assert await after.prepared_fragments() == prepared
+    uses = [
+        [(chunk.number, chunk.uses, chunk.priority) for chunk in one._state.snapshot().chunks]
+        for one in (buffer, after)
+    ]
+    assert uses[0] == uses[1] != []
 
-    def commit():
-        rows.update(segments.take_rows())
-        for key in [key for key, row in rows.items() if row is None]:
-            del rows[key]
-        found = read(
-            *({number: row for (kind, number), row in rows.items() if kind == name} for name in KINDS)
-        )
-        assert [(chunk.number, chunk.uses, chunk.priority) for chunk in found] == sorted(
-            (chunk.number, chunk.uses, chunk.priority) for chunk in held
-        )
-        num_rows = sum(len(row) for (kind, _), row in rows.items() if kind == "segment")
-        assert num_rows <= 4 * len(held)
-        assert not segments.has_changed
 
-    for action, number in schedule:
-        if action == "add":
-            for _ in range(number % 9 + 1):
-                held.append(Chunk(total, (), 0, 1.0))
-                segments.add(held[-1:])
-                total += 1
-        elif action == "commit":
-            commit()
-        elif held:
-            chunk = held[number % len(held)]
-            if action == "use":
-                chunk.uses += 1
-                segments.set_uses([chunk])
-            elif action == "value":
-                chunk.priority = number + 0.5
-                segments.set_priority(chunk)
-            else:
-                held.remove(chunk)
-                segments.remove([chunk])
-    commit()
+def test_a_folder_of_version_0_1_is_refused_in_one_sentence(make_plain, tmp_path):
+    old = Environment.open(tmp_path / "store" / "index", max_bytes=1 << 24)
+    rows = old.table("rows")
+    with old.write() as transaction:
+        transaction.put(b"meta", b"", db=rows)
+    with pytest.raises(ValueError, match=r"was written by forebay 0\.1: .* take an empty folder"):
+        make_plain()

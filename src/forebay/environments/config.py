@@ -114,7 +114,9 @@ class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
     def stream(self) -> dict[str, Any]:
         """What fragments must have in common to be trained together, as plain values."""
         environment = self.environment.model_dump(mode="json", include={"id", "arguments", "num_envs"})
-        return environment | self.fragments.model_dump(include={"length", "fragments_per_chunk"})
+        shape = self.fragments.model_dump(include={"length", "fragments_per_chunk"})
+        # The buffer of version 0.1, which named no format, cannot be read: such fragments stay behind.
+        return {"format": 2} | environment | shape
 
     def buffer_settings(self) -> dict[str, Any]:
         """Of the `ReplayBufferActor`, but the database.

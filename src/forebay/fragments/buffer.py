@@ -27,11 +27,11 @@ from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate
 from forebay.fragments.leases import FragmentBatch, Lease
-from forebay.fragments.rate_limit import RateLimit
 from forebay.fragments.records import FragmentMetadata
-from forebay.fragments.state import ReplayState, Rules
+from forebay.fragments.rules import RateLimit, Rules
+from forebay.fragments.state import ReplayState
 from forebay.fragments.store.collector import Collector
-from forebay.fragments.store.index import Index
+from forebay.fragments.store.journal import Journal
 from forebay.fragments.store.payloads import FragmentStore
 
 logger = logging.getLogger(__name__)
@@ -105,9 +105,9 @@ class ReplayBufferActor:
         self._fragments_per_report, self._report = fragments_per_report, report
         self._database_config = dict(database_config)
         self._store = FragmentStore(**self._database_config)
-        self._index = Index(self._store.path / "index")
+        self._journal = Journal(self._store.path / "index")
         self._state = ReplayState(self._rules)
-        self._state.restore(self._index.load(), self._store.__contains__)
+        self._state.restore(self._journal.load(), self._store.__contains__)
         self._arriving: set[str] = set()
         self._collector = Collector(self._store, self._is_named, orphan_grace_s)
         self._readers = Gate(on_wait=self._wake)
@@ -260,9 +260,9 @@ class ReplayBufferActor:
         from forebay.io import durable
 
         temporary = target.with_name(f"{target.name}.tmp")
-        # The rows first: payloads that come after them are unnamed in the copy, but none that they name is
+        # The journal first: payloads that come after it are unnamed in the copy, but none that it names is
         # missing.
-        self._index.copy(temporary / "index")
+        self._journal.copy(temporary / "index")
         self._store.copy(temporary)
         durable.sync(temporary)
         temporary.rename(target)
@@ -288,18 +288,20 @@ class ReplayBufferActor:
             raise BufferClosed(self._closed)
         self._follow_clock()
         self._state.advance(self._now_s())
-        if self._state.has_changed:
+        if self._state.changes:
             self._commit()
         self._collector.advance(self._now_s())
         self._set_timer()
 
     def _commit(self) -> None:
         try:
-            self._index.commit(self._state.rows(), self._state.meta)
+            self._journal.commit(self._state.changes, self._state.snapshot)
         except BufferClosed as reason:
             self._end(str(reason))
             raise
-        self._collector.discard(self._state.committed())
+        free, self._state.free = self._state.free, []
+        self._state.changes.clear()
+        self._collector.discard(free)
         self._wake()
         self._set_timer()
 

@@ -1,13 +1,17 @@
-"""Chunks of consecutive fragments, ready to be sampled: by arrival, by age, and at random.
+"""Chunks of consecutive fragments: those that can be sampled, and those that are not complete yet.
 
 ::
 
     worker's stream:   f0 f1 | f2 f3 | f4 ...         fragments_per_chunk = 2
-                       chunk 0 chunk 1 (partial: `sequences`)
+                       chunk 0 chunk 1 partial
 
     ChunkTable: arrival order --> oldest()      evicted when the buffer is full
                 by version    --> stale(v)      whatever lies in front of it or behind it
                 dense slots   --> sample(n)     one draw costs what it draws, not what is held
+
+    Sequences:  f4, f5 | f6 arrives: one more            | fragments_per_chunk of them: a chunk
+                       | f8 arrives: f4, f5 are dropped, f8 is the new start
+                       | the worker falls silent, its session ends, or they grow stale: dropped
 """
 
 from __future__ import annotations
@@ -21,8 +25,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-SAMPLING = ("uniform", "recency", "priority")
-"""How chunks are drawn."""
 MIN_TIDY = 64
 """Chunks that have left may stay in the lists of a small table."""
 
@@ -38,7 +40,7 @@ class Fragment(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """Counts everything that arrived."""
 
 
-class Chunk(msgspec.Struct, eq=False):
+class Chunk(msgspec.Struct, eq=False, array_like=True):
     """Consecutive fragments of one worker, served together."""
 
     number: int
@@ -51,10 +53,6 @@ class Chunk(msgspec.Struct, eq=False):
     """How often it was served."""
     slot: int = -1
     """In `ChunkTable`; -1: it is not there."""
-    segment: Any = None
-    """In `Segments`; None: it is in no row yet."""
-    place: int = 0
-    """In its segment."""
 
 
 class ChunkTable:
@@ -164,3 +162,84 @@ def _draw(weights: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -
     keys = np.log(weights) + rng.gumbel(size=len(weights))
     order: np.ndarray[Any, Any] = np.argsort(-keys)[:count]
     return order
+
+
+class Sequences:
+    """The partial chunk of every worker that has one.
+
+    Invariants: the fragments of one worker here follow each other without a gap, and are fewer than make a
+    chunk.
+
+    >>> sequences = Sequences(fragments_per_chunk=2)
+    >>> sequences.add(Fragment("a", "w", 0, -1, 0), now_s=0.0)
+    ([], [])
+    >>> useless, complete = sequences.add(Fragment("b", "w", 2, -1, 1), now_s=1.0)  # 1 was lost
+    >>> [fragment.fragment_id for fragment in useless], complete
+    (['a'], [])
+    """
+
+    def __init__(self, fragments_per_chunk: int) -> None:
+        self._fragments_per_chunk = fragments_per_chunk
+        self._partials: dict[str, list[Fragment]] = {}
+        # The worker that has been silent for longest comes first.
+        self._heard_s: dict[str, float] = {}
+
+    def __iter__(self) -> Iterator[Fragment]:
+        for fragments in self._partials.values():
+            yield from fragments
+
+    def __len__(self) -> int:
+        return sum(map(len, self._partials.values()))
+
+    def add(self, fragment: Fragment, now_s: float) -> tuple[list[Fragment], list[Fragment]]:
+        """Those that a gap makes useless, and the chunk that `fragment` completes; each may be empty."""
+        worker = fragment.worker_uuid
+        partial = self._partials.pop(worker, [])
+        self._heard_s.pop(worker, None)
+        useless: list[Fragment] = []
+        if partial and partial[-1].fid_in_worker + 1 != fragment.fid_in_worker:
+            partial, useless = [], partial
+        partial.append(fragment)
+        if len(partial) == self._fragments_per_chunk:
+            return useless, partial
+        self._partials[worker] = partial
+        self._heard_s[worker] = now_s
+        return useless, []
+
+    def drop_stale(self, min_version: int) -> list[Fragment]:
+        """Remove those of older versions, and what precedes them: no chunk without them can hold it."""
+        dropped = []
+        for worker, partial in list(self._partials.items()):
+            stale = [i for i, fragment in enumerate(partial) if fragment.model_version < min_version]
+            if stale:
+                dropped += partial[: stale[-1] + 1]
+                self._keep(worker, partial[stale[-1] + 1 :])
+        return dropped
+
+    def drop_worker(self, worker_uuid: str) -> list[Fragment]:
+        """Remove those of this worker."""
+        partial = self._partials.get(worker_uuid, [])
+        self._keep(worker_uuid, [])
+        return partial
+
+    def drop_all(self) -> list[Fragment]:
+        """Remove all."""
+        dropped = list(self)
+        self._partials.clear()
+        self._heard_s.clear()
+        return dropped
+
+    def _keep(self, worker: str, fragments: list[Fragment]) -> None:
+        if fragments:
+            self._partials[worker] = fragments
+        else:
+            self._partials.pop(worker, None)
+            self._heard_s.pop(worker, None)
+
+    def heard_last(self) -> tuple[str, float] | None:
+        """The worker silent for longest, and when it was heard; None: there is no partial chunk."""
+        return next(iter(self._heard_s.items()), None)
+
+    def hear_all(self, now_s: float) -> None:
+        """Count all workers as heard now."""
+        self._heard_s = dict.fromkeys(self._partials, now_s)

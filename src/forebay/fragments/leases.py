@@ -1,4 +1,4 @@
-"""Leases: who still reads a batch, and until when.
+"""Leases on the payloads of a batch, and the count of holders of each payload.
 
 ::
 
@@ -7,18 +7,23 @@
                                --term is over---> ended, the same; counted
 
 A batch says which payloads it names; its lease keeps exactly those. Several leases may be in force, and may
-hold the same payloads.
+hold the same payloads. A payload is free once no chunk, no partial chunk and no lease holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import msgspec
 
 from forebay.fragments.chunks import Fragment
 from forebay.fragments.records import FragmentIndex
+
+NUM_REMEMBERED = 1 << 15
+"""Ids that are remembered at least when nothing holds them any more: 3 MB, and longer than a caller takes to
+send an addition again whose answer was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +128,56 @@ class LeaseTable:
     def next_end_s(self) -> float | None:
         """When the next one ends."""
         return min(self._ends_s.values(), default=None)
+
+
+class References:
+    """How many hold each payload: a chunk or partial chunk counts once, every lease once.
+
+    An id whose count falls to 0 is remembered for a while: one that is announced again comes too late.
+
+    >>> references, fragment = References(), Fragment("id", "w", 0, -1, 0)
+    >>> references.hold([fragment])
+    >>> references.let_go([fragment]), references.knows("id")
+    (['id'], True)
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, int] = {}
+        self._gone: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, fragment_id: str) -> bool:
+        return fragment_id in self._counts
+
+    def knows(self, fragment_id: str) -> bool:
+        """Whether something holds it, or it is one of the last that were held."""
+        return fragment_id in self._counts or fragment_id in self._gone
+
+    def hold(self, fragments: Iterable[Fragment]) -> None:
+        """One holder more for each."""
+        counts = self._counts
+        for fragment in fragments:
+            fragment_id = fragment.fragment_id
+            counts[fragment_id] = counts.get(fragment_id, 0) + 1
+
+    def let_go(self, fragments: Iterable[Fragment]) -> list[str]:
+        """One holder less for each; the ids that nothing holds now."""
+        counts, free = self._counts, []
+        for fragment in fragments:
+            fragment_id = fragment.fragment_id
+            count = counts.pop(fragment_id) - 1
+            if count:
+                counts[fragment_id] = count
+            else:
+                free.append(fragment_id)
+        self._gone |= dict.fromkeys(free)
+        self._forget()
+        return free
+
+    def _forget(self) -> None:
+        """Of what has gone, remember the last ones only."""
+        if len(self._gone) > 2 * NUM_REMEMBERED:
+            for fragment_id in list(islice(self._gone, NUM_REMEMBERED)):
+                del self._gone[fragment_id]

@@ -17,8 +17,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 from forebay.fragments.store.payloads import FragmentStore
+
+T = TypeVar("T")
 
 
 class Collector:
@@ -43,7 +46,7 @@ class Collector:
         self._due_s: float | None = None
         self._swept_s: float | None = None
         self._paused = 0
-        self._working: asyncio.Future[None] | None = None
+        self._working: asyncio.Task[None] | None = None
 
     def discard(self, fragment_ids: Iterable[str]) -> None:
         """Delete these soon; the event loop must be running."""
@@ -56,7 +59,7 @@ class Collector:
         Raises what the store raised.
         """
         while self._working is not None:
-            # Whoever waits may be cancelled; the work goes on.
+            # Shielded: a caller may be cancelled, and the work goes on.
             await asyncio.shield(self._working)
 
     def _work(self) -> None:
@@ -64,26 +67,19 @@ class Collector:
             ids, self._queue = self._queue, []
             self._start(lambda: self._store.delete_fragments(ids), lambda _: None)
 
-    def _start(self, work: Callable[[], object], use: Callable[[object], None]) -> None:
+    def _start(self, work: Callable[[], T], use: Callable[[T], None]) -> None:
+        self._working = asyncio.create_task(self._run(work, use))
+
+    async def _run(self, work: Callable[[], T], use: Callable[[T], None]) -> None:
         """Do `work` in a thread, `use` its result here, and then what is queued.
 
         consumes: the queue / waits for: the thread / woken by: its end / produces: free room in the store
         """
-        loop = asyncio.get_running_loop()
-        done = loop.create_future()
-        self._working = done
-
-        def finish(working: asyncio.Future[object]) -> None:
+        try:
+            use(await asyncio.to_thread(work))
+        finally:
             self._working = None
-            error = working.exception()
-            if error is None:
-                use(working.result())
-                done.set_result(None)
-            else:
-                done.set_exception(error)
-            self._work()
-
-        loop.run_in_executor(None, work).add_done_callback(finish)
+        self._work()
 
     def next_due_s(self) -> float | None:
         """When `advance` has something to do; None: not by time alone."""
@@ -110,8 +106,7 @@ class Collector:
             self._swept_s = now_s
             self._start(self._store.ids, lambda ids: self._suspect(ids, now_s))
 
-    def _suspect(self, ids: object, now_s: float) -> None:
-        assert isinstance(ids, list)
+    def _suspect(self, ids: list[str], now_s: float) -> None:
         self._suspects = {fragment_id for fragment_id in ids if not self._is_named(fragment_id)}
         # What is queued is unnamed too, and needs no second look.
         self._suspects.difference_update(self._queue)

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet, WeakValueDictionary
 
 import numpy as np
@@ -32,7 +32,7 @@ import numpy as np
 from forebay.extras import needed_by
 from forebay.io import durable
 
-with needed_by("forebay.fragments"):
+if TYPE_CHECKING:
     import lmdb
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -122,6 +122,10 @@ class Environment:
         return environment
 
     def __init__(self, path: Path, max_bytes: int) -> None:
+        # Here, so that the package can be imported without it.
+        with needed_by("forebay.fragments"):
+            import lmdb
+        self._full_error = lmdb.MapFullError
         # Not synchronized with the disk, and written in the map: see the module.
         self._lmdb = lmdb.open(
             str(path),
@@ -182,7 +186,7 @@ class Environment:
                 with self._lmdb.begin(write=True, buffers=True) as transaction:
                     self._reserve(num_bytes)
                     yield transaction
-            except lmdb.MapFullError:
+            except self._full_error:
                 # Readers that were killed hold pages until somebody looks.
                 self._lmdb.reader_check()
                 raise StoreFullError(self._full_text()) from None

@@ -1,0 +1,189 @@
+"""The buffer's changes on disk: what a killed process knew is what the next one knows.
+
+::
+
+    ReplayState --changes since the last commit--> entry --> folder/index/   snapshot, entry, entry, ...
+                                                               | entries as large as the snapshot
+    ReplayState <--replays entries on the snapshot--           '--> a new snapshot, no entries
+
+An entry says what was asked (add, serve, release), not what became of it: the state decides the same again
+when it is replayed. Draws are not repeated, since they depend on the version of numpy: the entry names them.
+
+Entries are committed before a caller is answered, and before a payload that nothing names is deleted. So at
+any moment of a crash the payloads of all chunks and leases are there, and all others are garbage.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from forebay.aio.changed import BufferClosed
+from forebay.fragments.chunks import Chunk, Fragment
+from forebay.fragments.leases import LeaseRow
+from forebay.fragments.records import FragmentMetadata
+from forebay.fragments.rules import Rules
+from forebay.fragments.store.mapped import Environment
+from forebay.fragments.tallies import Tallies
+
+MAX_BYTES = 4 << 30
+"""Room for ten million fragments and more; what is not used takes no disk."""
+MIN_ENTRY_BYTES = 1 << 20
+"""Entries may take this much before a snapshot is due: one of a small buffer is not written all the time."""
+_OWNER_KEY, _SNAPSHOT_KEY, _OLD_KEY = b"owner", b"snapshot", b"meta"
+_NUMBER = struct.Struct(">Q")
+
+
+class Added(msgspec.Struct, array_like=True, tag=True):
+    """`ReplayState.add`."""
+
+    fragments: dict[str, FragmentMetadata]
+    """By id, those that were new."""
+    num_duplicates: int
+
+
+class Served(msgspec.Struct, array_like=True, tag=True):
+    """`ReplayState.serve`; each chunk is named by its first fragment."""
+
+    fragment_ids: list[str]
+    lease_s: float
+
+
+class LeaseEnded(msgspec.Struct, array_like=True, tag=True):
+    """`ReplayState.release`, or the end of its term."""
+
+    number: int
+    is_expired: bool
+
+
+class VersionSet(msgspec.Struct, array_like=True, tag=True):
+    """`ReplayState.set_version`."""
+
+    session_id: str
+    model_version: int
+
+
+class PrioritiesSet(msgspec.Struct, array_like=True, tag=True):
+    """`ReplayState.set_priorities`."""
+
+    priorities: dict[str, float]
+
+
+class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
+    """`ReplayState.drop_worker`."""
+
+    worker_uuid: str
+
+
+Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | PrioritiesSet | WorkerDropped
+
+
+class Meta(msgspec.Struct):
+    """The numbers of a buffer."""
+
+    session_id: str = ""
+    model_version: int = -1
+    num_fragments: int = 0
+    """Numbered so far."""
+    num_chunks: int = 0
+    num_leases: int = 0
+    num_draws: int = 0
+    """Batches drawn: every draw has a seed of its own, so a resumed buffer does not repeat any."""
+    difference: float = 0.0
+    """Of the rate limit."""
+    max_priority: float = 1.0
+    """The largest that was ever set: new chunks begin with it."""
+    tallies: Tallies = msgspec.field(default_factory=Tallies)
+
+
+class Snapshot(msgspec.Struct):
+    """A whole `ReplayState`."""
+
+    rules: Rules
+    """Under which the entries that follow were decided."""
+    meta: Meta
+    chunks: list[Chunk]
+    parts: list[Fragment]
+    """Fragments without a chunk yet, in order of arrival."""
+    leases: list[LeaseRow]
+
+
+class Saved(NamedTuple):
+    """Everything in a journal."""
+
+    snapshot: Snapshot | None
+    """None: the journal is new."""
+    changes: list[Change]
+    """Since the snapshot."""
+
+
+class Journal:
+    """The journal of one buffer, which the last to open the folder owns.
+
+    >>> journal = Journal(Path(tempfile.mkdtemp()))
+    >>> journal.load()
+    Saved(snapshot=None, changes=[])
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._environment = Environment.open(path, max_bytes=MAX_BYTES)
+        self._table, self._entries = self._environment.table("rows"), self._environment.table("entries")
+        with self._environment.write() as transaction:
+            raw = transaction.get(_OWNER_KEY, db=self._table)
+            self._owner = struct.unpack("<Q", raw)[0] + 1 if raw is not None else 1
+            transaction.put(_OWNER_KEY, struct.pack("<Q", self._owner), db=self._table)
+        self._path = path
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._num_entries = 0
+        # The first commit writes a snapshot: entries are replayed under the rules that it names.
+        self._room_bytes = 0
+
+    def load(self) -> Saved:
+        """The snapshot, and all changes since.
+
+        Raises:
+            ValueError: another program, or another version of this one, wrote it.
+        """
+        view = self._environment.read()
+        if view.get(_OLD_KEY, self._table) is not None:
+            raise ValueError(
+                f"{str(self._path)!r} was written by forebay 0.1: go on with that, or take an empty folder"
+            )
+        raw = view.get(_SNAPSHOT_KEY, self._table)
+        try:
+            snapshot = None if raw is None else msgspec.msgpack.decode(raw, type=Snapshot)
+            decode = msgspec.msgpack.Decoder(list[Change]).decode
+            changes = [change for _, entry in view.items(self._entries) for change in decode(entry)]
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{str(self._path)!r} is not of a fragment buffer: {error}") from error
+        return Saved(snapshot, changes)
+
+    def commit(self, changes: Sequence[Change], take_snapshot: Callable[[], Snapshot]) -> None:
+        """Add `changes`, or the snapshot that is due, which holds them: all of it or nothing.
+
+        Raises:
+            BufferClosed: another buffer opened the folder since.
+        """
+        entry = self._encode(changes)
+        is_due = len(entry) > self._room_bytes
+        row = self._encode(take_snapshot()) if is_due else entry
+        with self._environment.write(len(row)) as transaction:
+            raw = transaction.get(_OWNER_KEY, db=self._table)
+            assert raw is not None
+            if struct.unpack("<Q", raw)[0] != self._owner:
+                raise BufferClosed(f"another buffer has opened {str(self._path)!r}")
+            if is_due:
+                transaction.drop(self._entries, delete=False)
+                transaction.put(_SNAPSHOT_KEY, row, db=self._table)
+            elif changes:
+                transaction.put(_NUMBER.pack(self._num_entries), row, db=self._entries)
+        self._num_entries += 1
+        self._room_bytes = max(MIN_ENTRY_BYTES, len(row)) if is_due else self._room_bytes - len(row)
+
+    def copy(self, path: Path) -> None:
+        """A copy in the new folder `path`."""
+        self._environment.copy(path)

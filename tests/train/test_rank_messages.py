@@ -1,21 +1,22 @@
 """Messages between a trainer and its ranks: arrays, models, batches, and what comes back."""
 
-import multiprocessing
+import socket
 
 import numpy as np
 import pytest
 import torch
 
 from forebay.train import Critic, Packer, TrainBatch, TrainConfig
-from forebay.train.parallel.frames import receive, send
+from forebay.train.parallel.frames import connect, receive, send
 from forebay.train.parallel.learner import RankedLearner
 from forebay.train.parallel.model_parts import from_parts, to_parts
 
 
 def passed_on(value):
-    """`value` as the other end of a pipe gets it."""
-    here, there = multiprocessing.Pipe()
-    with here, there:
+    """`value` as the other end of a socket gets it."""
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        here, there = map(connect, ends)
         send(here, value)
         return receive(there)
 

@@ -1,10 +1,9 @@
 """Training on two ranks is training on one: gradients, steps, checkpoints, weights; and ranks that fail."""
 
 import asyncio
-import multiprocessing
 import os
 import signal
-import threading
+import socket
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forebay.io.messages import Alive
 from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
 from forebay.train import Critic, LocalRanks, RankError, TrainConfig, TrainController
 from forebay.train.objective.losses import POLICY_LOSSES
 from forebay.train.parallel import frames
-from forebay.train.parallel import ranks as ranks_module
 
 
 @pytest.fixture(scope="module")
@@ -239,13 +238,13 @@ def test_a_frozen_rank_is_named_and_no_process_is_left(num_bytes):
 
 
 def test_a_rank_at_work_gives_signs_of_life():
-    ours, theirs = multiprocessing.Pipe()
-    with ours:
-        thread = threading.Thread(target=ranks_module._beat, args=(theirs, threading.Lock(), 0.01))
-        thread.start()
-        assert [frames.receive(ours) for _ in range(3)] == [None] * 3
-    thread.join()
+    ours, theirs = map(frames.connect, socket.socketpair())
+    theirs.beat(Alive(), 0.01)
+    assert [ours.receive()[0] for _ in range(3)] == [Alive()] * 3
     theirs.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
 
 
 def die_on_rank_1(inputs, config):

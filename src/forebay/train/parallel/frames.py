@@ -1,88 +1,97 @@
-"""Messages with arrays between a process and its own children: msgpack and raw buffers, no pickle.
+"""Values with arrays between a process and its own children: msgpack and raw buffers, no pickle.
 
 ::
 
-    send: value --msgpack--> header (arrays are numbered) | buffer 0 | buffer 1 | ...
-    receive: header first, then each buffer straight into the memory of the array that it becomes
+    send: value --msgpack--> `Note` (arrays are numbered) | buffer 0 | buffer 1 | ...
+    receive: each buffer is read into new memory, of which the array or tensor becomes a view
 
 A value is made of None, numbers, text, lists, dicts with text keys, numpy arrays and CPU tensors (any dtype).
 """
 
 from __future__ import annotations
 
-from multiprocessing.connection import Connection
+import socket
+import sys
 from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from forebay.io.channel import BlockingChannel
+from forebay.io.messages import Alive, Note, sizes_of
+
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+MAX_VALUE_BYTES = 64 << 20
+"""Of a value without its arrays: the names of a model's weights are some hundred kilobytes."""
 
 _ARRAY = 1
 """The number of our one msgpack extension type."""
 
 
+def connect(sock: socket.socket, limit_s: float | None = None) -> BlockingChannel:
+    """A channel to another process of this trainer: with messages of any size, as whole models go through."""
+    return BlockingChannel(
+        sock, limit_s=limit_s, max_header_bytes=MAX_VALUE_BYTES, max_frame_bytes=sys.maxsize
+    )
+
+
+def send(channel: BlockingChannel, value: Any) -> None:
+    """Send one value.
+
+    Raises:
+        TypeError: it holds something else than arrays and plain values.
+        OSError: the other end is closed, or takes nothing within the channel's limit (`TimeoutError`).
+    """
+    buffers: list[Bytes] = []
+    encoded = msgspec.msgpack.encode(value, enc_hook=lambda array: _take_out(array, buffers))
+    channel.send(Note(msgspec.Raw(encoded), sizes_of(buffers)), [buffer.data for buffer in buffers])
+
+
+def receive(channel: BlockingChannel) -> Any:
+    """Wait for one value; signs of life are skipped.
+
+    Raises:
+        EOFError: the other end is closed.
+        TimeoutError: nothing came within the channel's limit.
+    """
+    while isinstance((received := channel.receive())[0], Alive):
+        pass
+    message, buffers = received
+    assert isinstance(message, Note)
+    left = iter(buffers or ())
+    return msgspec.msgpack.decode(message.value, ext_hook=lambda _, data: _put_back(data, next(left)))
+
+
 class _Place(msgspec.Struct):
-    """Stands for an array in the header."""
+    """Stands for an array in the value."""
 
     tensor: bool
     dtype: str
     shape: list[int]
 
 
-def send(connection: Connection, value: Any) -> None:
-    """Send one message.
-
-    Raises:
-        OSError: the other end is closed.
-    """
-    buffers: list[Bytes] = []
-    header = msgspec.msgpack.encode(value, enc_hook=lambda array: _note(array, buffers))
-    connection.send_bytes(header)
-    for buffer in buffers:
-        connection.send_bytes(buffer.data)
-
-
-def receive(connection: Connection) -> Any:
-    """Wait for one message.
-
-    Raises:
-        EOFError: the other end is closed.
-    """
-    memory: list[Bytes] = []
-    value = msgspec.msgpack.decode(connection.recv_bytes(), ext_hook=lambda _, data: _make(data, memory))
-    for buffer in memory:
-        connection.recv_bytes_into(buffer.data)
-    return value
-
-
-def _note(array: Any, buffers: list[Bytes]) -> msgspec.msgpack.Ext:
-    """The header's entry of an array, whose content is added to `buffers`."""
+def _take_out(array: Any, buffers: list[Bytes]) -> msgspec.msgpack.Ext:
+    """The value's entry of an array, whose content is added to `buffers`."""
     if isinstance(array, torch.Tensor):
         tensor = array.detach().contiguous()
         place = _Place(True, str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
-        content = tensor.flatten().view(torch.uint8).numpy()
+        buffers.append(tensor.flatten().view(torch.uint8).numpy())
     elif isinstance(array, np.ndarray):
         place = _Place(False, array.dtype.str, list(array.shape))
-        content = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        buffers.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     else:
         raise TypeError(f"a message holds arrays and plain values, got {type(array).__name__}")
-    if len(content):
-        buffers.append(content)
     return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode(place))
 
 
-def _make(data: memoryview, memory: list[Bytes]) -> Any:
-    """An array for an entry of the header; its memory is added to `memory`, to be filled."""
+def _put_back(data: memoryview, buffer: Bytes) -> Any:
+    """The array of an entry."""
     place = msgspec.msgpack.decode(data, type=_Place)
-    array: Any
     if place.tensor:
-        array = torch.empty(place.shape, dtype=getattr(torch, place.dtype))
-        content = array.flatten().view(torch.uint8).numpy()
-    else:
-        array = np.empty(place.shape, np.dtype(place.dtype))
-        content = array.reshape(-1).view(np.uint8)
-    if len(content):
-        memory.append(content)
-    return array
+        dtype = getattr(torch, place.dtype)
+        # Of nothing torch makes no view.
+        flat = torch.from_numpy(buffer).view(dtype) if len(buffer) else torch.empty(0, dtype=dtype)
+        return flat.reshape(place.shape)
+    return buffer.view(place.dtype).reshape(place.shape)

@@ -5,10 +5,10 @@
     Ranks.call(method, [arguments by rank]) -> [results by rank]
 
     LocalRanks   caller                                     process of rank r
-                 frames.send(method, arguments) --pipe-->   RankWorker.method(*arguments)
+                 frames.send(method, arguments) --socket--> RankWorker.method(*arguments)
                  waits for: a reply of every rank   <--     frames.send(result | error with traceback)
-                 woken by: a reply, or the end of a process; a thread of the process sends None as a sign of
-                 life every `limit_s` / 4
+                 woken by: a reply, or the end of a process; a thread of the process gives a sign of life
+                 every `limit_s` / 4
 
 `LocalRanks` starts processes on this machine. `Ranks` is all that the trainer needs of them, so that they
 can live elsewhere.
@@ -20,17 +20,13 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,7 +34,9 @@ from typing import Any, Protocol
 import torch
 
 from forebay.config import ConfigError
+from forebay.io.channel import BlockingChannel
 from forebay.io.heartbeat import BEATS, check_limit
+from forebay.io.messages import Alive
 from forebay.train.parallel import frames
 
 SILENCE_LIMIT_S = 120.0
@@ -89,7 +87,7 @@ class LocalRanks:
         self._ask("start", None)
         self._limit_s = limit_s
         for started in self._ranks:
-            _limit(started.connection, limit_s)
+            started.channel.sock.settimeout(limit_s)
 
     @property
     def pids(self) -> list[int | None]:
@@ -112,7 +110,7 @@ class LocalRanks:
         """End all ranks."""
         for rank in self._ranks:
             # The end of its messages, at which it leaves.
-            rank.connection.close()
+            rank.channel.close()
         for rank in self._ranks:
             rank.process.join(GRACE_S)
         self._kill()
@@ -151,10 +149,9 @@ class LocalRanks:
         rank = self._ranks[number]
         try:
             if message is not None:
-                frames.send(rank.connection, message)
-            while (reply := frames.receive(rank.connection)) is None:
-                pass
-        except BlockingIOError:
+                frames.send(rank.channel, message)
+            reply = frames.receive(rank.channel)
+        except TimeoutError:
             raise RankError(
                 f"rank {number} gave no sign of life for {self._limit_s:g} s in {method}: it hangs or was "
                 f"stopped"
@@ -192,7 +189,7 @@ class LocalRanks:
         for rank in self._ranks:
             rank.process.join()
             rank.process.close()
-            rank.connection.close()
+            rank.channel.close()
         self._ranks.clear()
         self._folder.cleanup()
 
@@ -240,7 +237,7 @@ EXPECTED: dict[str, type[Exception]] = {
 @dataclass(frozen=True)
 class _Rank:
     process: BaseProcess
-    connection: Connection
+    channel: BlockingChannel
 
 
 class _FailedCall(Exception):
@@ -257,7 +254,7 @@ def _numbers(ranks: Collection[int]) -> str:
 
 def _describe_exit(code: int | None) -> str:
     if code is None:
-        return "it closed its pipe and does not end"
+        return "it closed its connection and does not end"
     if code < 0:
         return f"exit code {code} ({signal.Signals(-code).name})"
     return (
@@ -275,33 +272,22 @@ def _join(rank: int, num_ranks: int, init_method: str, **settings: Any) -> Any:
 
 def _start(name: str, join: Callable[[], Any], threads: int, limit_s: float) -> _Rank:
     context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    _limit(ours, START_LIMIT_S)
+    ours, theirs = socket.socketpair()
     process = context.Process(target=_serve, args=(theirs, join, threads, limit_s), name=name, daemon=True)
     process.start()
     theirs.close()
-    return _Rank(process, ours)
+    return _Rank(process, frames.connect(ours, START_LIMIT_S))
 
 
-def _limit(connection: Connection, limit_s: float) -> None:
-    """Let a read that nothing comes to, or a write that nobody takes, end with a `BlockingIOError`."""
-    seconds, fraction = divmod(limit_s, 1)
-    with socket.socket(fileno=os.dup(connection.fileno())) as as_socket:
-        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            as_socket.setsockopt(
-                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(fraction * 1e6))
-            )
-
-
-def _serve(connection: Connection, join: Callable[[], Any], threads: int, limit_s: float) -> None:
+def _serve(sock: socket.socket, join: Callable[[], Any], threads: int, limit_s: float) -> None:
     """The main function of a rank's process: one reply for being there, then one for each call.
 
     consumes: calls   waits for: a message   woken by: the caller, or its end   produces: a reply each
     """
     # Ctrl-C reaches every process of the terminal; the caller decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sending = threading.Lock()
-    threading.Thread(target=_beat, args=(connection, sending, limit_s), daemon=True).start()
+    channel = frames.connect(sock)
+    channel.beat(Alive(), limit_s / BEATS)
     _stay_on_this_machine()
     torch.set_num_threads(threads)
     worker: Any = None
@@ -314,24 +300,13 @@ def _serve(connection: Connection, join: Callable[[], Any], threads: int, limit_
     with contextlib.suppress(EOFError, OSError):
         run = start
         while True:
-            reply = _attempt(run)
-            with sending:
-                frames.send(connection, reply)
+            frames.send(channel, _attempt(run))
             if worker is None:
                 return
-            method, arguments = frames.receive(connection)
+            method, arguments = frames.receive(channel)
             run = partial(getattr(worker, method), *arguments)
     if worker is not None:
         worker.close()
-
-
-def _beat(connection: Connection, sending: threading.Lock, limit_s: float) -> None:
-    """Send signs of life until the caller is gone; while it does not read, a full pipe ends the sending."""
-    with contextlib.suppress(OSError):
-        while True:
-            with sending:
-                frames.send(connection, None)
-            time.sleep(limit_s / BEATS)
 
 
 def _stay_on_this_machine() -> None:

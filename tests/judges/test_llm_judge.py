@@ -18,7 +18,7 @@ from forebay.aio import virtual_time
 from forebay.config import ConfigError
 from forebay.judges import JudgeConfig, LLMJudge, build_judge
 from forebay.judges.chat import Pace, ReplyCache
-from forebay.judges.replies import ReplyParser
+from forebay.judges.llm import ReplyParser
 from forebay.types import RolloutState, Status
 
 

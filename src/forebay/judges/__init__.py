@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from forebay.judges.answers import ExactMatchJudge
 from forebay.judges.base import (
     DEFAULT_TIMEOUT_S,
     GroupJudge,
@@ -12,13 +13,9 @@ from forebay.judges.base import (
 )
 from forebay.judges.build import JUDGES, JudgeConfig, build_judge, compose
 from forebay.judges.code import CodeJudge
-from forebay.judges.composed import ComposedJudge, Part
-from forebay.judges.exact_match import ExactMatchJudge
-from forebay.judges.functions import FunctionJudge, judges_group
+from forebay.judges.composed import ComposedJudge, FunctionJudge, Part, ShuffledJudge, judges_group
+from forebay.judges.libraries import MathVerifyJudge, ReasoningGymJudge
 from forebay.judges.llm import LLMJudge
-from forebay.judges.math import MathVerifyJudge
-from forebay.judges.reasoning_gym import ReasoningGymJudge
-from forebay.judges.shuffled import ShuffledJudge
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",

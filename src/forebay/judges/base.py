@@ -29,7 +29,6 @@ from forebay.types import RolloutState, Status, note_place
 Target = TypeVar("Target", RolloutState, list[RolloutState])
 ResultT = TypeVar("ResultT")
 Verdict = float | Mapping[str, Any]
-GroupScorer = Callable[[Sequence[RolloutState]], Awaitable[Sequence[Verdict | Exception]]]
 
 DEFAULT_TIMEOUT_S = 30.0
 """Long enough for any rule-based judge on a busy machine, short enough to notice one that hangs."""
@@ -55,7 +54,8 @@ class JudgeError(Exception):
 class TransientJudgeError(Exception):
     """Raised by a judge that may well succeed if it is asked again: it will be.
 
-    >>> raise TransientJudgeError("the service is restarting", after_s=2.0)
+    >>> TransientJudgeError("the service is restarting", after_s=2.0).after_s
+    2.0
 
     Args:
         message: becomes the rollout's error if the last try fails too.
@@ -79,6 +79,9 @@ class Judge(ABC):
         max_retries: how often a rollout is tried again after a `TransientJudgeError`.
     """
 
+    needs_whole_group: bool = False
+    """Whether verdicts depend on the other rollouts of the group, so that all must be finished first."""
+
     def __init__(
         self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, max_retries: int = DEFAULT_MAX_RETRIES
     ) -> None:
@@ -93,11 +96,6 @@ class Judge(ABC):
     def name(self) -> str:
         """What error messages call this judge."""
         return type(self).__name__
-
-    @property
-    def needs_whole_group(self) -> bool:
-        """Whether verdicts depend on the other rollouts of the group, so that all must be finished first."""
-        return False
 
     @abstractmethod
     async def score(self, state: RolloutState) -> Verdict:
@@ -122,17 +120,31 @@ class Judge(ABC):
                 state.reward = verdict
         return target
 
+    async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
+        """The verdicts on a group's completed rollouts if `needs_whole_group`; else on a single rollout."""
+        return [await self.score(state) for state in states]
+
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
         """For each rollout its reward or why it has none; nothing is written to the rollouts."""
-        return await asyncio.gather(*(self._verdict(state) for state in states))
+        parts = [states] if self.needs_whole_group else [[state] for state in states]
+        found = await asyncio.gather(*map(self._verdicts_together, parts))
+        return [verdict for part in found for verdict in part]
 
-    async def _verdict(self, state: RolloutState) -> dict[str, Any] | JudgeError:
-        async def attempt() -> dict[str, Any]:
-            return checked_reward(await self.score(state))
+    async def _verdicts_together(
+        self, states: Sequence[RolloutState]
+    ) -> Sequence[dict[str, Any] | JudgeError]:
+        """The verdicts of one call of `score_group`, with one time-out and its retries for all of them."""
 
-        return await self.attempts(attempt)
+        async def attempt() -> list[dict[str, Any] | JudgeError]:
+            verdicts = await self.score_group(states)
+            if len(verdicts) != len(states):
+                raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
+            return [_checked_or_error(verdict) for verdict in verdicts]
 
-    async def attempts(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT | JudgeError:
+        result = await self._attempts(attempt)
+        return [result] * len(states) if isinstance(result, JudgeError) else result
+
+    async def _attempts(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT | JudgeError:
         """The result of `work`, tried again where that may help, or why there is none."""
         limit = asyncio.timeout(self.timeout_s)
         try:
@@ -179,10 +191,7 @@ class GroupJudge(Judge):
     ...         return [float(len(state.response_ids) == shortest) for state in states]
     """
 
-    @property
-    def needs_whole_group(self) -> bool:
-        """True."""
-        return True
+    needs_whole_group = True
 
     @abstractmethod
     async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
@@ -194,25 +203,6 @@ class GroupJudge(Judge):
         if isinstance(verdict, Exception):
             raise verdict
         return verdict
-
-    async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """See `Judge.verdicts`."""
-        return await judge_together(self, self.score_group, states)
-
-
-async def judge_together(
-    judge: Judge, score_group: GroupScorer, states: Sequence[RolloutState]
-) -> list[dict[str, Any] | JudgeError]:
-    """`Judge.verdicts` by one call of `score_group`, with the time-out and the retries of `judge`."""
-
-    async def attempt() -> list[dict[str, Any] | JudgeError]:
-        verdicts = await score_group(states)
-        if len(verdicts) != len(states):
-            raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
-        return [_checked_or_error(verdict) for verdict in verdicts]
-
-    result = await judge.attempts(attempt)
-    return [result] * len(states) if isinstance(result, JudgeError) else result
 
 
 def _checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeError:

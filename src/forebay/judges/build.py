@@ -10,15 +10,18 @@ from pydantic import Field, model_validator
 
 from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError, StrictModel, check_arguments, look_up, parse_config
+from forebay.judges.answers import ExactMatchArguments, ExactMatchJudge
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
+from forebay.judges.chat import LLMArguments
 from forebay.judges.code import CodeArguments, CodeJudge
-from forebay.judges.composed import ComposedJudge, Part
-from forebay.judges.exact_match import ExactMatchArguments, ExactMatchJudge
-from forebay.judges.functions import FunctionJudge
-from forebay.judges.llm import LLMArguments, LLMJudge
-from forebay.judges.math import MathVerifyArguments, MathVerifyJudge
-from forebay.judges.reasoning_gym import ReasoningGymArguments, ReasoningGymJudge
-from forebay.judges.shuffled import ShuffledJudge
+from forebay.judges.composed import ComposedJudge, FunctionJudge, Part, ShuffledJudge
+from forebay.judges.libraries import (
+    MathVerifyArguments,
+    MathVerifyJudge,
+    ReasoningGymArguments,
+    ReasoningGymJudge,
+)
+from forebay.judges.llm import LLMJudge
 
 
 class PartConfig(StrictModel):
@@ -55,7 +58,8 @@ def compose(
 ) -> ComposedJudge:
     """A `ComposedJudge` of what the tables `parts` describe.
 
-    >>> compose(parts=[{"name": "math_verify"}, {"name": "mine:politeness", "weight": 0.1}])
+    >>> compose(parts=[{"name": "math_verify"}, {"name": "exact_match", "weight": 0.1, "label": "exact"}]).name
+    'math_verify + exact'
 
     Args:
         parts: tables as `PartConfig`.
@@ -104,7 +108,8 @@ JUDGE_ARGUMENTS: dict[str, type[StrictModel]] = {
 class JudgeConfig(StrictModel):
     """Which judge; in a run file a table, or only the name.
 
-    >>> build_judge(JudgeConfig(name="exact_match", arguments={"extract": "last_number"}))
+    >>> build_judge(JudgeConfig(name="exact_match", arguments={"extract": "last_number"})).name
+    'ExactMatchJudge'
     """
 
     name: str = ""

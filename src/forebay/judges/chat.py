@@ -1,6 +1,6 @@
 """A client of an OpenAI-compatible chat API, for judges: cached, paced, budgeted.
 
-It asks once; that a failure may pass is said by `TransientJudgeError`, and who asks again is the judge.
+It asks once; a `TransientJudgeError` says that a failure may pass, and then the judge asks again.
 
 ::
 
@@ -9,7 +9,7 @@ It asks once; that a failure may pass is said by `TransientJudgeError`, and who 
           v budget left? -> its turn in the minute -> one of max_concurrent slots -> POST /chat/completions
                                     429, 5xx, no connection, no reply in time, no text --> TransientJudgeError
                                     any other refusal, no budget                        --> JudgeError
-    keep(request, reply) -> cache         (by who asked, once the reply has proved readable)
+    keep(request, reply) -> cache         (by the caller, once the reply has proved readable)
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ import asyncio
 import hashlib
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from forebay.config import StrictModel
 from forebay.extras import require_library
-from forebay.judges.base import JudgeError, TransientJudgeError
+from forebay.judges.base import DEFAULT_MAX_RETRIES, JudgeError, TransientJudgeError
 
 if TYPE_CHECKING:
     import httpx
@@ -36,6 +38,45 @@ _LONGEST_RETRY_AFTER_S = 120.0
 _NUM_CACHED_REPLIES = 1 << 16
 
 
+class LLMArguments(StrictModel, strict=True):
+    """The arguments of the judge ``llm``: the question, the model that is asked, and how often it may be."""
+
+    base_url: str
+    """Address of the API, with its version, such as ``https://host/v1``."""
+    model: str
+    """The judging model, as the server calls it."""
+    template: str | None = None
+    """Jinja text of the question. It is given ``prompt`` (the last user message), ``messages``, ``response``,
+    ``ground_truth`` (or none), ``reward_model``, ``data_source``, ``task_name`` and ``extra_fields``; for a
+    group, ``responses``, and the rest of its first rollout. None: a grade from 0 to 1 is asked for."""
+    system: str | None = None
+    """A system message before the question."""
+    group: bool = False
+    """Ask once for all rollouts of a group."""
+    parse: Any = "json"
+    """How the reply is read: ``json`` (an object with ``score``; its other numbers are logged; for a group,
+    ``scores``), ``number``, a regular expression with one group around a number, or
+    ``package.module:function`` of the reply that returns a verdict (for a group: a list of them)."""
+    scale: Sequence[float] | None = None
+    """The lowest and highest raw score, which become 0 and 1; None: scores are taken as they are."""
+    max_retries: int = Field(default=DEFAULT_MAX_RETRIES, ge=0)
+    """Further tries for one rollout or group."""
+    api_key_env: str | None = None
+    """The environment variable that holds the API key; None sends none."""
+    parameters: Mapping[str, Any] | None = None
+    """Further fields of each request (``temperature`` is 0 by default)."""
+    max_concurrent: int = Field(default=16, ge=1)
+    """Requests in flight."""
+    per_minute: float | None = Field(default=None, gt=0)
+    """Requests that begin in a minute, evenly spread; None: as many as come."""
+    max_calls: int | None = Field(default=None, ge=1)
+    """Requests in all; None: unlimited."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Tokens of prompts and replies in all; None: unlimited."""
+    cache: bool | str = True
+    """Keep replies in memory (true), also in this file (a path), or not at all (false)."""
+
+
 class ChatClient:
     """Asks a model for replies.
 
@@ -44,53 +85,27 @@ class ChatClient:
     reports against `max_tokens`, which may be overrun by what is in flight. Budgets and the cache in memory
     begin anew with the process.
 
-    >>> client = ChatClient("http://127.0.0.1:8000/v1", "judge-model", api_key_env="JUDGE_KEY")
-    >>> await client.ask([{"role": "user", "content": "Is 7 prime? Reply 1 or 0."}])
-    '1'
-
     Args:
-        base_url: of the API, with its version, such as ``https://host/v1``.
-        model: as the server calls it.
-        api_key_env: the environment variable that holds the key; None sends none.
-        parameters: further fields of each request (``temperature`` is 0 by default).
+        arguments: the model and the limits.
         timeout_s: for one request; None waits for ever.
-        max_concurrent: requests in flight.
-        per_minute: requests per minute; None: as many as come.
-        max_calls: requests in all; None: unlimited.
-        max_tokens: tokens of prompts and replies in all; None: unlimited.
-        cache: keep replies in memory (True), also in this file (a path), or not at all (False).
 
     Raises:
         ConfigError: httpx is not installed.
-        ValueError: a number is out of range, or the environment variable is not set.
+        ValueError: the environment variable is not set.
     """
 
-    def __init__(
-        self,
-        base_url: str,
-        model: str,
-        *,
-        api_key_env: str | None = None,
-        parameters: Mapping[str, Any] | None = None,
-        timeout_s: float | None = 60.0,
-        max_concurrent: int = 16,
-        per_minute: float | None = None,
-        max_calls: int | None = None,
-        max_tokens: int | None = None,
-        cache: bool | str | Path = True,
-    ) -> None:
+    def __init__(self, arguments: LLMArguments, *, timeout_s: float | None = 60.0) -> None:
         require_library("httpx", "judge 'llm'")
-        if max_concurrent < 1:
-            raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
-        self._url = f"{base_url.rstrip('/')}/chat/completions"
-        self._model = model
-        self._headers = _authorization(api_key_env)
-        self._parameters = {"temperature": 0.0, **(parameters or {})}
+        self._url = f"{arguments.base_url.rstrip('/')}/chat/completions"
+        self._headers = _authorization(arguments.api_key_env)
+        self._fixed = {"model": arguments.model, "temperature": 0.0, **(arguments.parameters or {})}
         self._timeout_s = timeout_s
-        self._slots = asyncio.Semaphore(max_concurrent)
-        self._pace = Pace(per_minute)
-        self._budget = Budget(max_calls=max_calls, max_tokens=max_tokens)
-        self._cache = ReplyCache(None if isinstance(cache, bool) else Path(cache)) if cache else None
+        self._slots = asyncio.Semaphore(arguments.max_concurrent)
+        self._pace = Pace(arguments.per_minute)
+        self._limits = {"max_calls": arguments.max_calls, "max_tokens": arguments.max_tokens}
+        self._spent = dict.fromkeys(self._limits, 0)
+        path = None if isinstance(arguments.cache, bool) else Path(arguments.cache)
+        self._cache = ReplyCache(path) if arguments.cache else None
         self._http: httpx.AsyncClient | None = None
 
     async def ask(self, messages: Messages) -> str:
@@ -103,15 +118,15 @@ class ChatClient:
         request = self._request(messages)
         if self._cache is not None and (reply := self._cache.get(request)) is not None:
             return reply
-        self._budget.check()
+        self._check_budget()
         await self._pace.turn()
         async with self._slots:
-            # Again: what was in flight meanwhile was paid from it too.
-            self._budget.check()
+            # Again: requests that were in flight meanwhile were paid from it too.
+            self._check_budget()
             return await self._post(request)
 
     def keep(self, messages: Messages, reply: str) -> None:
-        """Give `reply` whenever the same is asked again."""
+        """Return `reply` whenever the same is asked again."""
         if self._cache is not None:
             self._cache.put(self._request(messages), reply)
 
@@ -122,14 +137,19 @@ class ChatClient:
             self._http = None
 
     def _request(self, messages: Messages) -> dict[str, Any]:
-        return {"model": self._model, "messages": list(messages), **self._parameters}
+        return {"messages": list(messages), **self._fixed}
+
+    def _check_budget(self) -> None:
+        for name, limit in self._limits.items():
+            if limit is not None and self._spent[name] >= limit:
+                raise JudgeError(f"the budget is used up: {self._spent[name]} of {name} = {limit}; raise it")
 
     async def _post(self, request: dict[str, Any]) -> str:
         import httpx
 
         if self._http is None:
             self._http = httpx.AsyncClient(timeout=None, headers=self._headers)
-        self._budget.add_call()
+        self._spent["max_calls"] += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.post(self._url, json=request)
@@ -140,7 +160,7 @@ class ChatClient:
         _check_status(response)
         try:
             body = response.json()
-            self._budget.add_tokens(int((body.get("usage") or {}).get("total_tokens") or 0))
+            self._spent["max_tokens"] += int((body.get("usage") or {}).get("total_tokens") or 0)
             reply = body["choices"][0]["message"]["content"]
         except (ValueError, KeyError, IndexError, TypeError, AttributeError):
             raise TransientJudgeError(
@@ -179,12 +199,10 @@ def _check_status(response: httpx.Response) -> None:
 class Pace:
     """Lets work begin at most `per_minute` times a minute, evenly spread, in the order of asking.
 
-    >>> await Pace(60).turn()  # at once; the next one a second later
+    With ``Pace(60)``, the first turn comes at once and the next one a second later.
     """
 
     def __init__(self, per_minute: float | None) -> None:
-        if per_minute is not None and not per_minute > 0:
-            raise ValueError(f"per_minute must be positive or None, got {per_minute}")
         self._interval_s = 0.0 if per_minute is None else 60.0 / per_minute
         self._next_s = float("-inf")
 
@@ -198,47 +216,13 @@ class Pace:
         await asyncio.sleep(turn_s - now_s)
 
 
-class Budget:
-    """What may be spent in all.
-
-    >>> budget = Budget(max_calls=1)
-    >>> budget.check(), budget.add_call()
-    >>> budget.check()  # JudgeError
-    """
-
-    def __init__(self, *, max_calls: int | None = None, max_tokens: int | None = None) -> None:
-        for name, value in (("max_calls", max_calls), ("max_tokens", max_tokens)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1 or None, got {value}")
-        self._limits = {"max_calls": max_calls, "max_tokens": max_tokens}
-        self._spent = {"max_calls": 0, "max_tokens": 0}
-
-    def check(self) -> None:
-        """Raise if nothing is left.
-
-        Raises:
-            JudgeError: the budget is used up.
-        """
-        for name, limit in self._limits.items():
-            if limit is not None and self._spent[name] >= limit:
-                raise JudgeError(f"the budget is used up: {self._spent[name]} of {name} = {limit}; raise it")
-
-    def add_call(self) -> None:
-        """Count one request."""
-        self._spent["max_calls"] += 1
-
-    def add_tokens(self, count: int) -> None:
-        """Count the tokens of one reply and its prompt."""
-        self._spent["max_tokens"] += count
-
-
 class ReplyCache:
     """Replies by request; the least recently used ones are forgotten, in memory.
 
     Invariants: the file has one JSON line ``{"request": digest, "reply": text}`` for each reply; half a line,
     left by a killed process, is skipped. Several processes may append to one file.
 
-    >>> cache = ReplyCache(Path("judge.jsonl"))
+    >>> cache = ReplyCache(path=None)
     >>> cache.put({"model": "m", "messages": []}, "7")
     >>> cache.get({"messages": [], "model": "m"})
     '7'
@@ -246,7 +230,8 @@ class ReplyCache:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._replies: OrderedDict[str, str] = OrderedDict()
+        self._replies: dict[str, str] = {}
+        """In the order of their use: the first is the one to forget."""
         # Now and not at the first question: a long file would hold up the event loop.
         if path is not None and path.exists():
             self._read(path)
@@ -254,10 +239,9 @@ class ReplyCache:
     def get(self, request: Mapping[str, Any]) -> str | None:
         """The reply to `request`, if it is known."""
         key = _digest(request)
-        if key not in self._replies:
-            return None
-        self._replies.move_to_end(key)
-        return self._replies[key]
+        if (reply := self._replies.get(key)) is not None:
+            self._remember(key, reply)
+        return reply
 
     def put(self, request: Mapping[str, Any], reply: str) -> None:
         """Remember `reply`."""
@@ -272,10 +256,10 @@ class ReplyCache:
                 file.write((b"" if _ends_a_line(self._path) else b"\n") + line.encode())
 
     def _remember(self, key: str, reply: str) -> None:
+        self._replies.pop(key, None)
         self._replies[key] = reply
-        self._replies.move_to_end(key)
         if len(self._replies) > _NUM_CACHED_REPLIES:
-            self._replies.popitem(last=False)
+            del self._replies[next(iter(self._replies))]
 
     def _read(self, path: Path) -> None:
         with path.open("rb") as file:

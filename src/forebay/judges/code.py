@@ -22,8 +22,8 @@ from typing import Any
 from pydantic import Field
 
 from forebay.config import StrictModel
+from forebay.judges.answers import compile_pattern, find_answer
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, TransientJudgeError
-from forebay.judges.extraction import compile_pattern, find_answer
 from forebay.sandbox import (
     CONFINED,
     Isolation,
@@ -84,9 +84,7 @@ class CodeJudge(Judge):
     "outputs": [...]}`` is taken too. A program that is wrong, crashes or is too slow fails its tests; only a
     failure of the sandbox fails the rollout. The verdict also says what share of the tests was ``passed``.
 
-    >>> judge = CodeJudge(partial_credit=True, limits={"wall_s": 2.0})
-    >>> # tests [{"input": "1 2", "output": "3"}, ...], response "```python\\nprint(...)\\n```"
-    >>> # -> {"score": 0.5, "passed": 0.5}
+    With `partial_credit`, a program that passes one of two tests gets ``{"score": 0.5, "passed": 0.5}``.
 
     Args:
         extract, partial_credit, limits, levels, readable, max_concurrent: see `CodeArguments`.

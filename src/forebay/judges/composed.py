@@ -1,4 +1,4 @@
-"""Several judges as one: a weighted sum of those that apply to a rollout.
+"""Judges made of functions and of other judges.
 
 ::
 
@@ -13,16 +13,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import hashlib
+import inspect
+import random
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from forebay.judges.base import Judge, JudgeError, Verdict, checked_reward
-from forebay.renamed import old_keywords
+from forebay.aio.time_limits import CallThreads
+from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, Target, Verdict, checked_reward
 from forebay.types import ROLLOUT_FIELDS, RolloutState
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
-@old_keywords(judger="judge")
+_GROUP_MARK = "judges_group"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One judge of a `ComposedJudge`."""
@@ -46,11 +52,12 @@ class ComposedJudge(Judge):
 
     >>> judge = ComposedJudge(
     ...     [
-    ...         Part(label="answer", judge=ExactMatchJudge(extract="last_number")),
-    ...         Part(label="proof", judge=rubric, weight=0.5, only=("proofs",)),
+    ...         Part(label="answer", judge=FunctionJudge(lambda state: 1.0)),
+    ...         Part(label="proof", judge=FunctionJudge(lambda state: 0.5), weight=0.5, only=("proofs",)),
     ...     ]
     ... )
-    >>> # a rollout of data source "proofs" -> {"score": 1.25, "answer": 1.0, "proof": 0.5}
+    >>> asyncio.run(judge.score(RolloutState([], data_source="proofs")))
+    {'score': 1.25, 'answer': 1.0, 'proof': 0.5}
 
     Args:
         parts: with different labels.
@@ -75,16 +82,12 @@ class ComposedJudge(Judge):
             )
         self.parts = tuple(parts)
         self.by = by
+        self.needs_whole_group = any(part.judge.needs_whole_group for part in parts)
 
     @property
     def name(self) -> str:
         """The labels of the parts."""
         return " + ".join(part.label for part in self.parts)
-
-    @property
-    def needs_whole_group(self) -> bool:
-        """Whether a part does."""
-        return any(part.judge.needs_whole_group for part in self.parts)
 
     async def score(self, state: RolloutState) -> Verdict:
         """The weighted sum, and the parts."""
@@ -94,7 +97,7 @@ class ComposedJudge(Judge):
         return verdict
 
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
-        """See `Judge.verdicts`."""
+        """Each part judges the rollouts that it is meant for, all parts at once."""
         keys = [self._key(state) for state in states]
         by_part = await asyncio.gather(*(_verdicts_of(part, states, keys) for part in self.parts))
         pairs = list(zip(self.parts, by_part, strict=True))
@@ -141,3 +144,128 @@ async def _verdicts_of(
         return {}
     verdicts = await part.judge.verdicts([states[at] for at in places])
     return dict(zip(places, verdicts, strict=True))
+
+
+def judges_group(function: FunctionT) -> FunctionT:
+    """Mark `function` as one that takes the list of a group's rollouts and returns their verdicts in order.
+
+    >>> @judges_group
+    ... def longest_wins(states):
+    ...     longest = max(len(state.response_ids) for state in states)
+    ...     return [float(len(state.response_ids) == longest) for state in states]
+    """
+    setattr(function, _GROUP_MARK, True)
+    return function
+
+
+class FunctionJudge(Judge):
+    """Scores with ``function(state)``, which returns a number or a mapping with ``score``.
+
+    Invariants: an ``async`` function runs on the event loop and is cancelled after `timeout_s`. A plain one
+    runs in a thread, at most `num_threads` at a time; when it overruns, its rollout is FAILED but the thread
+    cannot be stopped and runs on. The function must not change the rollout. It may raise
+    `TransientJudgeError` to be called again.
+
+    >>> def brevity(state):
+    ...     return 1.0 / (1 + len(state.response_ids))
+    >>> asyncio.run(FunctionJudge(brevity).score(RolloutState([], response_ids=[7, 8, 9])))
+    0.25
+
+    Args:
+        function: given one COMPLETED rollout; or all those of a group, if it is marked by `judges_group`.
+        name: for error messages; the function's own by default.
+        timeout_s: for one call.
+        num_threads: plain functions that run at once.
+        arguments: further keyword arguments of the function.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Verdict | Awaitable[Verdict] | Sequence[Any] | Awaitable[Sequence[Any]]],
+        *,
+        name: str | None = None,
+        timeout_s: float | None = DEFAULT_TIMEOUT_S,
+        num_threads: int = 4,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        self._is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004 (an object with an async __call__)
+        )
+        super().__init__(timeout_s=timeout_s if self._is_async else None)
+        self.needs_whole_group = bool(getattr(function, _GROUP_MARK, False))
+        self._function: Callable[..., Any] = function
+        self._arguments = arguments or {}
+        own_name: str = getattr(function, "__name__", type(function).__name__)
+        self._name = own_name if name is None else name
+        self._threads = CallThreads(timeout_s=timeout_s, num_threads=num_threads, result="verdict")
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self._name
+
+    async def score(self, state: RolloutState) -> Verdict:
+        """The function's verdict on one rollout."""
+        verdict: Verdict = await self._call(state)
+        return verdict
+
+    async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
+        """The function's verdicts on a group, if it takes groups."""
+        if not self.needs_whole_group:
+            return await super().score_group(states)
+        verdicts: Sequence[Verdict | Exception] = await self._call(states)
+        return verdicts
+
+    async def _call(self, target: Any) -> Any:
+        if self._is_async:
+            return await self._function(target, **self._arguments)
+        return await self._threads.run(lambda: self._function(target, **self._arguments))
+
+
+class ShuffledJudge(Judge):
+    """Judges with `inner`, then permutes the rewards among the rollouts of the group.
+
+    Training on it shows what is gained without any signal: format, luck, a bug that leaks answers.
+    Invariants: the multiset of a group's rewards is unchanged; the permutation depends only on the seed and
+    the group's id; FAILED rollouts keep their failure; a single rollout is judged as it is.
+
+    >>> ShuffledJudge(FunctionJudge(lambda state: 1.0, name="one"), seed=1).name
+    'shuffled one'
+    """
+
+    needs_whole_group = True
+    """A part of the group would be permuted among itself."""
+
+    def __init__(self, inner: Judge, *, seed: int) -> None:
+        super().__init__(timeout_s=None)
+        self.inner = inner
+        self.seed = seed
+
+    @property
+    def name(self) -> str:
+        """The inner judge's name, marked."""
+        return f"shuffled {self.inner.name}"
+
+    async def score(self, state: RolloutState) -> Verdict:
+        """The inner judge's score: one rollout has nothing to be permuted with."""
+        return await self.inner.score(state)
+
+    async def judge(self, target: Target) -> Target:
+        """Judge, then permute."""
+        await self.inner.judge(target)
+        if isinstance(target, list):
+            self._permute([state for state in target if state.reward is not None])
+        return target
+
+    async def aclose(self) -> None:
+        """Close the inner judge."""
+        await self.inner.aclose()
+
+    def _permute(self, judged: list[RolloutState]) -> None:
+        if not judged:
+            return
+        digest = hashlib.blake2b(f"{self.seed}/{judged[0].group_id}".encode(), digest_size=8).digest()
+        rewards = [state.reward for state in judged]
+        random.Random(int.from_bytes(digest, "little")).shuffle(rewards)
+        for state, reward in zip(judged, rewards, strict=True):
+            state.reward = reward

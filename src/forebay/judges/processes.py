@@ -50,9 +50,10 @@ class JudgeProcesses:
     Invariants: a call ends at most `timeout_s` after its child began it; the time to start a child and to
     import libraries, and the wait for a free one, do not count. May be used from any event loop.
 
-    >>> processes = JudgeProcesses("forebay.judges.math:make_scorer", timeout_s=5.0)
-    >>> await processes.run("1/2", "it is 0.5")
+    >>> processes = JudgeProcesses("forebay.judges.libraries:make_math_scorer", timeout_s=30.0)
+    >>> asyncio.run(processes.run("1/2", "it is 0.5"))
     1.0
+    >>> processes.close()
 
     Args:
         factory: ``package.module:function`` that imports what it needs and returns the scoring function,

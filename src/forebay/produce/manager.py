@@ -60,11 +60,6 @@ class AgentLoopManager:
     is in the ledger; a group that was taken for a train step is ARCHIVED until that step is committed; a
     cancelled call has taken nothing.
 
-    >>> manager = AgentLoopManager(task_runners=[runner], replay_buffer=buffer, rollout_controller=controller)
-    >>> result = await manager.produce_batch(batch_size=16, train_step=1, model_step=0)      # colocated
-    >>> producing = asyncio.create_task(manager.produce_loop(batch_size=16))                 # separate
-    >>> result = await manager.get_batch(batch_size=16, train_step=1)
-
     Args:
         task_runners: the tasks.
         replay_buffer: theirs together.

@@ -38,10 +38,13 @@ class Sampler:
     Invariants: every epoch visits every prompt once, in an order that `seed` and the epoch alone decide; the
     ids of new groups are unique; two samplers with equal `state_dict` continue alike.
 
-    >>> sampler = Sampler(prompts, buffer, task_name="math", prompt_repeat_k=8, seed=1)
-    >>> group = await sampler.sample("math", [Status.EXPIRED, Status.ABORTED])
-    >>> group[0].group_id, group[0].rollout_id
-    ('math/1/0/2417', 'math/1/0/2417/0')
+    >>> from forebay.replay import SyncReplayBufferConfig
+    >>> prompts = [Prompt(message=[{"role": "user", "content": f"{i}+{i}="}]) for i in range(100)]
+    >>> buffer = SyncReplayBufferConfig().build()
+    >>> sampler = Sampler(prompts, buffer, task_name="math", prompt_repeat_k=8, seed=1, shuffle=False)
+    >>> group = asyncio.run(sampler.sample("math", [Status.EXPIRED, Status.ABORTED]))
+    >>> len(group), group[0].group_id, group[0].rollout_id
+    (8, 'math/1/0/0', 'math/1/0/0/0')
 
     Args:
         prompts: the dataset; at least one prompt.

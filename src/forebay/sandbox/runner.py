@@ -95,7 +95,8 @@ class Sandbox:
     program gets its slot; so does that of a `forebay.aio.time_limits.time_limit` around it.
 
     >>> sandbox = Sandbox(Limits(wall_s=2.0))
-    >>> result = await sandbox.run_python("print(sum(map(int, input().split())))", stdin="1 2")
+    >>> program = "print(sum(map(int, input().split())))"
+    >>> result = asyncio.run(sandbox.run_python(program, stdin="1 2"))
     >>> result.stdout, result.ok
     ('3\\n', True)
 

@@ -38,7 +38,9 @@ logger = logging.getLogger(__name__)
 class Prompt:
     """One prompt and what is needed to judge its rollouts. Read-only: rollouts get copies of the chat.
 
-    >>> Prompt(message=[{"role": "user", "content": "12+34="}], reward_model={"ground_truth": "46"})
+    >>> message = [{"role": "user", "content": "12+34="}]
+    >>> Prompt(message=message, reward_model={"ground_truth": "46"}).extra
+    {}
     """
 
     message: list[Message]

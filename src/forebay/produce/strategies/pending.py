@@ -48,6 +48,7 @@ class PendingGroups:
     consumes: groups from `take`; waits for: each step of each group; woken by: the steps themselves;
     produces: stored groups, and a new `version` for all waiters.
 
+    >>> from forebay.types import RolloutState
     >>> async def example():
     ...     async def take():
     ...         return [RolloutState([], group_id="math/0")]

@@ -66,7 +66,9 @@ class StalenessRule:
     >>> class NoOverSampling(StalenessRule):
     ...     def limit(self, outlook):
     ...         return outlook.target
-    >>> AsyncProduceStrategyConfig(over_sample_threshold=0.5, staleness_rule=NoOverSampling())
+    >>> NoOverSampling().limit(Outlook(
+    ...     target=8, available=3, in_flight=2, over_sample=4, fresh_limit=16, num_expired=0))
+    8
     """
 
     expires: bool = True

@@ -1,12 +1,15 @@
-"""Exact match: the response, or a part of it, is the right answer. Fast, so it runs on the event loop."""
+"""The answer in a response, the right one of its prompt, and the judge that compares the two as text.
+
+Fast, so the judge runs on the event loop.
+"""
 
 from __future__ import annotations
 
+import re
 from decimal import Decimal, InvalidOperation
 
 from forebay.config import StrictModel
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
-from forebay.judges.extraction import compile_pattern, find_answer, ground_truth
 from forebay.types import RolloutState
 
 
@@ -27,8 +30,10 @@ class ExactMatchJudge(Judge):
     Invariants: a response in which `extract` finds nothing scores 0.0; with ``last_number`` numbers are
     compared by value (``1,000.0`` is ``1000``).
 
-    >>> judge = ExactMatchJudge(extract="last_number")
-    >>> # ground truth "46", response "12 + 34 = 46." -> {"score": 1.0}
+    >>> import asyncio
+    >>> state = RolloutState([], response="12 + 34 = 46.", reward_model={"ground_truth": "46"})
+    >>> asyncio.run(ExactMatchJudge(extract="last_number").score(state))
+    1.0
 
     Args:
         extract, partial_credit: see `ExactMatchArguments`.
@@ -74,3 +79,49 @@ def _number(text: str) -> Decimal | None:
 def _share_of_places(answer: str, truth: str) -> float:
     num_places = max(len(answer), len(truth))
     return sum(a == b for a, b in zip(answer, truth, strict=False)) / num_places if num_places else 0.0
+
+
+PATTERNS = {
+    # A minus belongs to the number unless something is subtracted from: "= -4" but not "10-4".
+    "last_number": r"((?:(?<![\w)])-)?\d[\d,]*(?:\.\d+)?)",
+    "answer_tag": r"<answer>(.*?)</answer>",
+    # Cut off in its middle, a block has no end.
+    "code_block": r"```[\w+-]*[ \t]*\n(.*?)(?:```|\Z)",
+}
+"""Named patterns; any regular expression with one group may be written instead."""
+
+
+def compile_pattern(extract: str) -> re.Pattern[str]:
+    """The named pattern or regular expression `extract`, matching across lines.
+
+    Raises:
+        ValueError: it is not a regular expression with exactly one group.
+    """
+    try:
+        pattern = re.compile(PATTERNS.get(extract, extract), re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"extract = {extract!r} is not a regular expression: {error}") from None
+    if pattern.groups != 1:
+        raise ValueError(
+            f"extract = {extract!r} has {pattern.groups} groups; write one ( ) around the answer, "
+            f"or one of {', '.join(PATTERNS)}"
+        )
+    return pattern
+
+
+def find_answer(pattern: re.Pattern[str], text: str) -> str | None:
+    """The group of the last match, stripped; None without a match. The last, since models think aloud."""
+    found = pattern.findall(text)
+    return found[-1].strip() if found else None
+
+
+def ground_truth(state: RolloutState) -> str:
+    """The right answer of the rollout's prompt, stripped.
+
+    Raises:
+        ValueError: the prompt brought none.
+    """
+    truth = (state.reward_model or {}).get("ground_truth")
+    if truth is None:
+        raise ValueError("the prompt has no reward_model['ground_truth']; set answer_column of its data")
+    return str(truth).strip()

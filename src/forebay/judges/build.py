@@ -58,7 +58,7 @@ def compose(
 ) -> ComposedJudge:
     """A `ComposedJudge` of what the tables `parts` describe.
 
-    >>> compose(parts=[{"name": "math_verify"}, {"name": "exact_match", "weight": 0.1, "label": "exact"}]).name
+    >>> compose(parts=[{"name": "math_verify"}, {"name": "exact_match", "label": "exact"}]).name
     'math_verify + exact'
 
     Args:

@@ -4,8 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+from pathlib import Path
 
-import msgspec
 import pytest
 from environment_factory import pid_of, small_run
 
@@ -17,7 +17,9 @@ from forebay.environments.workers.processes import ProcessWorkers
 from forebay.environments.workers.sockets import SocketLink
 from forebay.environments.workers.worker_pool import Crew
 from forebay.fragments import RateLimit, ReplayBufferActor
-from forebay.io.framing import framed, read_frame
+from forebay.io.address import Address, dial
+from forebay.io.channel import Channel, framed
+from forebay.io.messages import Alive, Call, Note, encode_value
 
 
 @pytest.fixture
@@ -152,11 +154,11 @@ def test_a_worker_gives_up_a_trainer_that_is_frozen(tmp_path):
 async def test_a_worker_that_waits_hears_that_its_trainer_lives(buffer):
     hub = Hub(buffer, "run", limit_s=0.04)
     async with hub.listening():
-        reader, writer = await asyncio.open_unix_connection(hub.address)
-        writer.write(framed(b"w") + framed(msgspec.msgpack.encode(report(version=-1))))
-        assert [await read_frame(reader) for _ in range(2)] == [b"", b""]
-        writer.close()
-        await writer.wait_closed()
+        channel = Channel(await dial(Address(Path(hub.address))))
+        channel.post(Note(encode_value("w")))
+        channel.post(Call(1, "report", encode_value(report(version=-1))))
+        assert [await channel.receive() for _ in range(2)] == [(Alive(), [])] * 2
+        channel.close()
 
 
 async def forever():
@@ -181,7 +183,7 @@ async def test_a_worker_without_a_sign_of_life_is_lost(monkeypatch, end):
                 await asyncio.wait([living])
         else:
             _, writer = await asyncio.open_unix_connection(hub.address)
-            writer.write(framed(b"w"))
+            writer.write(b"".join(framed(Note(encode_value("w")))))
             if end == "close":
                 writer.close()
                 reason = r"closed its connection and did not end within 0\.04 s"

@@ -21,6 +21,7 @@ import os
 import re
 import socket
 import stat
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +113,25 @@ async def dial(address: Address) -> socket.socket:
         sock.close()
         raise
     tune(sock)
+    return sock
+
+
+def dial_blocking(path: str, limit_s: float) -> socket.socket:
+    """A socket connected to the Unix socket `path`, without an event loop.
+
+    Raises:
+        OSError: no process listens there, or there was no room within `limit_s`.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        # For connecting alone: with a timeout of Python's, a full queue would be an error at once.
+        seconds, fraction = divmod(limit_s, 1)
+        limit = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.connect(path)
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 

@@ -61,6 +61,7 @@ class Session(ABC):
         self.limit_s, self.other_limit_s = limit_s, other_limit_s
         self.calls: dict[int, asyncio.Task[None]] = {}
         """Those without an answer."""
+        self._silence: TimeoutError | None = None
 
     @abstractmethod
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
@@ -77,8 +78,10 @@ class Session(ABC):
         try:
             while (received := await self.channel.receive(self.reserve)) is not None:
                 self.dispatch(*received)
-            if beating.done():
-                beating.result()
+        except FrameError:
+            # A silent peer may have been cut off in the middle of a message.
+            if self._silence is None:
+                raise
         finally:
             self.channel.end()
             calls = list(self.calls.values())
@@ -86,6 +89,8 @@ class Session(ABC):
                 task.cancel()
             await asyncio.gather(beating, *calls, return_exceptions=True)
             self.channel.close()
+        if self._silence is not None:
+            raise self._silence
 
     async def _beat(self) -> None:
         """consumes: nothing / waits for: the next beat / woken by: the clock / produces: signs of life"""
@@ -101,9 +106,9 @@ class Session(ABC):
             limit_s=self.limit_s,
             other_limit_s=self.other_limit_s,
         )
+        self._silence = TimeoutError(f"it gave no sign of life for {silent_s:g} s")
         # Wakes the reading.
         self.channel.end()
-        raise TimeoutError(f"it was silent for {silent_s:g} s")
 
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         """Do what a message asks for; FrameError if it may not come now."""

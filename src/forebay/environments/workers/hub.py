@@ -16,9 +16,10 @@ import asyncio
 import contextlib
 import os
 import shutil
+import socket
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ import msgspec
 
 from forebay.environments.workers.messages import Orders, Report, WorkerDied
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
-from forebay.io.framing import framed, read_frame
-from forebay.io.heartbeat import SILENCE_LIMIT_S, beat
+from forebay.io.address import Address, listen
+from forebay.io.channel import Channel
+from forebay.io.heartbeat import SILENCE_LIMIT_S
+from forebay.io.messages import Call, Message, Note
+from forebay.io.session import Acceptor, Result, Session
 
 MAX_FOLDER_BYTES = 80
 """Of the path of the folder for temporary files: what is left of 107 bytes is for the socket's own name."""
@@ -195,85 +199,49 @@ class Hub:
         # Not under the run's folder: the path of a Unix socket is at most 107 bytes long.
         is_short = len(os.fsencode(tempfile.gettempdir())) < MAX_FOLDER_BYTES
         folder = Path(tempfile.mkdtemp(prefix="forebay-", dir=None if is_short else "/tmp"))
-        self.address = str(folder / "hub")
-        connections: set[asyncio.Task[None]] = set()
-
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.current_task()
-            assert task is not None
-            connections.add(task)
-            try:
-                await self._serve(reader, writer)
-            finally:
-                connections.discard(task)
-
-        server = await asyncio.start_unix_server(connected, self.address)
+        path = folder / "hub"
+        self.address = str(path)
+        listener, _ = await listen(Address(path))
+        acceptor = Acceptor(listener, self._serve, path)
         try:
             yield
         finally:
-            server.close()
-            for task in connections:
-                task.cancel()
-            await asyncio.gather(*connections, return_exceptions=True)
-            await server.wait_closed()
+            await acceptor.close()
             shutil.rmtree(folder)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, sock: socket.socket) -> None:
         """One connection.
 
         consumes: reports / waits for: the next one / woken by: the socket / produces: tasks that answer;
         ends with the connection
         """
-        worker_uuid, num_heard = "", 0
+        session = _WorkerSession(Channel(sock), self)
         try:
-            worker_uuid = (await _next_frame(reader)).decode(errors="replace")
-            if worker_uuid in self._due:
-                self._due[worker_uuid].cancel()
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._beat(worker_uuid, writer, lambda: num_heard))
-                while True:
-                    frame = await _next_frame(reader)
-                    num_heard += 1
-                    if frame:
-                        tasks.create_task(self._reply(frame, writer))
-        except* (EOFError, asyncio.CancelledError):
-            # The worker is gone: whoever started it sees it end, with its last words.
-            pass
+            await session.run()
+        except TimeoutError as silence:
+            self._lose(session.worker_uuid, f"{silence}: it hangs or was stopped")
         finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-                await writer.wait_closed()
-            self._expect(worker_uuid, self._limit_s, "closed its connection and did not end")
-
-    async def _reply(self, frame: bytes, writer: asyncio.StreamWriter) -> None:
-        try:
-            report = msgspec.msgpack.decode(frame, type=Report)
-        except msgspec.DecodeError as error:
-            raise EOFError(f"not a report: {error}") from error
-        orders = await self.answer(report)
-        writer.write(framed(msgspec.msgpack.encode(orders)))
-        with contextlib.suppress(ConnectionError):
-            await writer.drain()
-
-    async def _beat(
-        self, worker_uuid: str, writer: asyncio.StreamWriter, num_heard: Callable[[], int]
-    ) -> None:
-        def say() -> None:
-            # What waits to be sent is a sign of life as soon as the worker reads it.
-            if not writer.transport.get_write_buffer_size():
-                writer.write(framed(b""))
-
-        silent_s = await beat(say, num_heard, limit_s=self._limit_s)
-        self._lose(worker_uuid, f"it gave no sign of life for {silent_s:g} s: it hangs or was stopped")
-        writer.transport.abort()
+            # The worker is gone: whoever started it sees it end, with its last words.
+            self._expect(session.worker_uuid, self._limit_s, "closed its connection and did not end")
 
 
-async def _next_frame(reader: asyncio.StreamReader) -> bytes:
-    """EOFError: there are no more, or what came is no frame."""
-    try:
-        frame = await read_frame(reader)
-    except ValueError as error:
-        raise EOFError from error
-    if frame is None:
-        raise EOFError
-    return frame
+class _WorkerSession(Session):
+    """A worker process at the socket: it says its uuid, then reports."""
+
+    def __init__(self, channel: Channel, hub: Hub) -> None:
+        super().__init__(channel, limit_s=hub._limit_s)
+        self.worker_uuid = ""
+        self._hub = hub
+
+    def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
+        if isinstance(message, Note):
+            self.worker_uuid = msgspec.msgpack.decode(message.value, type=str)
+            if self.worker_uuid in self._hub._due:
+                self._hub._due[self.worker_uuid].cancel()
+        else:
+            super().dispatch(message, buffers)
+
+    async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
+        orders = await self._hub.answer(msgspec.msgpack.decode(call.arguments, type=Report))
+        # The weights go beside the answer, so they are not copied and may be of any size.
+        return Orders(orders.stop, orders.version, b""), [orders.weights] if orders.weights else ()

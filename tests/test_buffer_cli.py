@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from forebay.cli import app
 from forebay.inspection.commands import still_there
-from forebay.inspection.source import SqlSource, hide_password
+from forebay.inspection.source import hide_password, open_database
 from forebay.inspection.views import group_view, histogram, plain, version_spans
 from forebay.ledger import Ledger
 from forebay.replay import (
@@ -278,7 +278,7 @@ def test_a_database_may_have_any_name_and_be_in_use(snapshot, tmp_path):
     rows = asyncio.run(storage.get({}, rows_only=True))
     asyncio.run(buffer.get(9, "math", Status.COMPLETED))
     # What was taken between two questions is left out.
-    source = SqlSource(str(tmp_path / "x.db"))
+    source = open_database(str(tmp_path / "x.db"))
     digests = asyncio.run(source.digests([row.uid for row in rows]))
     assert [row.task_name for row in still_there(rows, digests)] == ["code [bold]"]
     with pytest.raises(ValueError, match="taken out"):
@@ -415,7 +415,7 @@ def test_many_ages_share_the_lines_of_the_histogram():
     shown = histogram(values)
     assert shown.row_count <= 20
     labels = list(shown.columns[0].cells)
-    assert labels[0] == "-5..5"
+    assert labels[0].plain == "-5..5"
     assert sum(int(count) for count in shown.columns[1].cells) == len(values)
 
 

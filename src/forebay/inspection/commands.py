@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,14 @@ import pyarrow.parquet as pq
 from rich.console import Console, Group
 from rich.text import Text
 
-from forebay.inspection.near import NearLedger, find_ledger, ledger_file
 from forebay.inspection.source import (
     ALL_STATUSES,
-    BufferSource,
     Digest,
-    SqlSource,
     find_snapshot,
     hide_password,
     is_sql,
-    open_folder,
     open_sql,
+    opened,
 )
 from forebay.inspection.views import (
     ages_table,
@@ -50,23 +47,12 @@ from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
 from forebay.replay.query import show_value
 from forebay.replay.stores.contract import StorageItem
 
-
-@asynccontextmanager
-async def _opened(path: str) -> AsyncIterator[BufferSource]:
-    if is_sql(path):
-        source = SqlSource(path)
-        try:
-            yield source
-        finally:
-            source.storage.close()
-    else:
-        with open_folder(find_snapshot(Path(path))) as opened:
-            yield opened
+LEDGER_FILE = "ledger.jsonl"
 
 
 async def inspect_buffer(path: str, console: Console) -> None:
     """Counts by task and status, staleness, ages, sizes, evictions, and the balance of a ledger nearby."""
-    async with _opened(path) as source:
+    async with opened(path) as source:
         rows = await source.storage.get(ALL_STATUSES, rows_only=True)
         live = [row for row in rows if not row.is_archived]
         console.print(Text(source.location, "bold"), soft_wrap=True)
@@ -87,48 +73,13 @@ async def inspect_buffer(path: str, console: Console) -> None:
             console.print(_ledger_section(Path(source.location), live))
 
 
-def _ledger_section(buffer: Path, live: list[StorageItem]) -> Group:
-    try:
-        near = find_ledger(buffer)
-    except ValueError as error:
-        # The buffer was asked for; a ledger that cannot be read must not hide it.
-        return section("ledger", Text("not readable: ", "yellow") + plain(error))
-    if near is None:
-        return Group()
-    counts = Counter(row.task_name for row in live)
-    return section(
-        f"ledger ({near.location})", balance_table(near.ledger.balance(counts)), _verdict(near, counts)
-    )
-
-
-def _losses(ledger: Ledger) -> list[Text]:
-    """A line about events that are missing in the ledger's file; nothing if none are."""
-    if not ledger.lost_events:
-        return []
-    said = (
-        f"{number(ledger.lost_events)} events are missing in the file: a power cut or the disk took them. "
-        "The groups that they were about may be missing here, or stand where they were before"
-    )
-    return [Text(said, "bold red")]
-
-
-def _verdict(near: NearLedger, live: Mapping[str, int]) -> Text:
-    if near.ledger.lost_events:
-        return _losses(near.ledger)[0]
-    if near.ledger.balance(live).ok:
-        return Text("balanced: every group is in exactly one place", "green")
-    if not near.is_same_moment:
-        return Text("the ledger's file may have gone on since the buffer was saved, or before it", "yellow")
-    return Text("NOT balanced: groups are missing (difference > 0), too many (< 0), or repeated", "bold red")
-
-
 async def show_group(path: str, uid: int, console: Console) -> None:
     """One group.
 
     Raises:
         ValueError: there is no such group.
     """
-    async with _opened(path) as source:
+    async with opened(path) as source:
         rows = await source.storage.get({"uid": uid, **ALL_STATUSES}, rows_only=True)
         if not rows:
             raise ValueError(
@@ -146,7 +97,7 @@ async def query_buffer(path: str, text: str, order: str | None, limit: int, cons
         ValueError: the text is no JSON, or no query; the message names the wrong part.
     """
     query = parse_json_query(text)
-    async with _opened(path) as source:
+    async with opened(path) as source:
         rows = await source.storage.get(query, order=order, limit=limit, rows_only=True)
         found = await source.storage.count(query)
         if rows:
@@ -154,6 +105,11 @@ async def query_buffer(path: str, text: str, order: str | None, limit: int, cons
             console.print(rows_table(still_there(rows, digests), digests))
         more = f"; showing the first {len(rows)} (--limit)" if found > len(rows) else ""
         console.print(Text(f"{number(found)} group{'' if found == 1 else 's'}{more}", "dim"))
+
+
+def still_there(rows: list[StorageItem], digests: Mapping[int, Digest]) -> list[StorageItem]:
+    """Without those that another process took out of a database between two questions."""
+    return [row for row in rows if row.uid in digests]
 
 
 async def export_buffer(path: str, target: Path, text: str, overwrite: bool, console: Console) -> None:
@@ -164,18 +120,12 @@ async def export_buffer(path: str, target: Path, text: str, overwrite: bool, con
     """
     query = parse_json_query(text)
     _check_target(target, overwrite)
-    async with _opened(path) as source:
+    async with opened(path) as source:
         rows = await source.storage.get(query, rows_only=True)
-        batches = await source.joined(rows)
-    num_rollouts = sum(len(batch) for batch in batches)
-    num_bytes = _write_parquet(target, batches)
-    written = f"{number(len(rows))} groups, {number(num_rollouts)} rollouts, {size(num_bytes)}"
+        rollouts = pa.Table.from_batches(await source.joined(rows), JOINED_SCHEMA)
+    num_bytes = _write_parquet(target, rollouts)
+    written = f"{number(len(rows))} groups, {number(len(rollouts))} rollouts, {size(num_bytes)}"
     console.print(plain(f"{target}: {written}"), soft_wrap=True)
-
-
-def still_there(rows: list[StorageItem], digests: Mapping[int, Digest]) -> list[StorageItem]:
-    """Without those that another process took out of a database between two questions."""
-    return [row for row in rows if row.uid in digests]
 
 
 def _check_target(target: Path, overwrite: bool) -> None:
@@ -189,17 +139,14 @@ def _check_target(target: Path, overwrite: bool) -> None:
         )
 
 
-def _write_parquet(target: Path, batches: list[pa.RecordBatch]) -> int:
+def _write_parquet(target: Path, rollouts: pa.Table) -> int:
     """Write the file under another name and rename it; return its size in bytes."""
     temporary = target.with_name(f".tmp-{secrets.token_hex(8)}")
     try:
-        with temporary.open("xb") as file, pq.ParquetWriter(file, JOINED_SCHEMA) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
+        pq.write_table(rollouts, temporary)
         temporary.replace(target)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
     return target.stat().st_size
 
 
@@ -212,10 +159,10 @@ async def migrate_buffer(source: str, target: str, policy: str | None, console: 
     snapshot = _read_all(source, policy)
     if is_sql(target):
         await _fill_database(target, snapshot)
+        if snapshot.policy_state:
+            console.print(Text(f"the state of {snapshot.policy} (its random numbers) stays behind", "yellow"))
     else:
         _write_new_snapshot(Path(target), snapshot)
-    if is_sql(target) and snapshot.policy_state:
-        console.print(Text(f"the state of {snapshot.policy} (its random numbers) stays behind", "yellow"))
     items = snapshot.storage["items"]
     archived = sum(item.is_archived for item in items)
     moved = f"{number(len(items) - archived)} live and {number(archived)} archived groups"
@@ -233,21 +180,19 @@ def _read_all(source: str, policy: str | None) -> Snapshot:
         if policy is not None:
             raise ValueError(f"a snapshot keeps the policy it was taken with; leave out --policy {policy}")
         return read_snapshot(find_snapshot(Path(source)))
+    known = {
+        name: kind
+        for name, kind in vars(policies).items()
+        if isinstance(kind, type) and issubclass(kind, ReplayPolicy) and kind is not ReplayPolicy
+    }
     chosen = FIFOReplayPolicy.__name__ if policy is None else policy
-    known = [name for name, kind in vars(policies).items() if _is_policy(kind)]
     if chosen not in known:
         raise ValueError(f"unknown policy {chosen!r}; known: {', '.join(known)}")
     store = open_sql(source)
     try:
-        return Snapshot(
-            store.state_dict(), chosen, getattr(policies, chosen)().state_dict(), store.num_evicted
-        )
+        return Snapshot(store.state_dict(), chosen, known[chosen]().state_dict(), store.num_evicted)
     finally:
         store.close()
-
-
-def _is_policy(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, ReplayPolicy) and kind is not ReplayPolicy
 
 
 async def _fill_database(target: str, snapshot: Snapshot) -> None:
@@ -266,50 +211,109 @@ async def ledger_report(path: Path, task_name: str | None, console: Console) -> 
     """The balance at the end of the file, the newest checkpoint's against its buffer, and the bias report.
 
     Raises:
+        FileNotFoundError: there is no ledger at `path`.
         ValueError: the file is no ledger's, or there is no such task.
     """
-    file = ledger_file(path)
+    file = _ledger_file(path)
     ledger = Ledger.read(file)
     if task_name is not None and task_name not in ledger.task_names:
         raise ValueError(f"no task {task_name!r} in {str(file)!r}; tasks: {', '.join(ledger.task_names)}")
     console.print(Text(str(file), "bold"), soft_wrap=True)
-    console.print(
-        section(
-            "groups, by the ledger's own account",
-            balance_table(ledger.balance(ledger.count_live())),
-            *_losses(ledger),
-        )
-    )
+    balance = balance_table(ledger.balance(ledger.count_live()))
+    console.print(section("groups, by the ledger's own account", balance, *_losses(ledger)))
     await _check_checkpoint(file.parent, console)
     comparisons = compare_dropped(ledger, task_name)
     if comparisons["all"][0].trained.count == 0 or len(comparisons) == 1:
         console.print(section("bias", Text("nothing to compare: no group was dropped, or none trained")))
         return
     of = "all tasks" if task_name is None else f"task {task_name}"
-    notes = [
-        Text(
-            "difference: mean of the dropped minus mean of the trained; *: beyond 3 standard errors",
-            "dim",
-        )
-    ]
+    notes = ["difference: mean of the dropped minus mean of the trained; *: beyond 3 standard errors"]
     if task_name is None and len(ledger.task_names) > 1:
-        notes.append(Text("tasks differ by themselves; --task compares within one", "dim"))
-    console.print(section(f"bias: dropped against trained groups, {of}", bias_table(comparisons), *notes))
+        notes.append("tasks differ by themselves; --task compares within one")
+    title = f"bias: dropped against trained groups, {of}"
+    console.print(section(title, bias_table(comparisons), *(Text(note, "dim") for note in notes)))
+
+
+def _ledger_file(path: Path) -> Path:
+    file = path / LEDGER_FILE if path.is_dir() else path
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no ledger at {str(file)!r}; name a run folder or a {LEDGER_FILE}")
+    return file
 
 
 async def _check_checkpoint(folder: Path, console: Console) -> None:
     """Hold the newest checkpoint's ledger against its buffer."""
     try:
         buffer = find_snapshot(folder)
-        near = find_ledger(buffer)
+        near = _find_ledger(buffer)
     except ValueError:
         return
     if near is None or not near.is_same_moment:
         return
-    with open_folder(buffer) as source:
+    async with opened(str(buffer)) as source:
         rows = await source.storage.get({}, rows_only=True)
     live = Counter(row.task_name for row in rows)
     console.print(section(f"newest checkpoint ({buffer.parents[1].name})", _verdict(near, live)))
+
+
+@dataclass(frozen=True)
+class _NearLedger:
+    """The ledger of a buffer on disk."""
+
+    ledger: Ledger
+    location: str
+    is_same_moment: bool
+    """Saved together with the buffer. Otherwise it is of the end of its file, which may have gone on."""
+
+
+def _find_ledger(buffer: Path) -> _NearLedger | None:
+    """The ledger saved beside the snapshot `buffer`, else the file near it; None if there is none.
+
+    Raises:
+        ValueError: there is one, but it cannot be read.
+    """
+    saved = buffer.parent / "manager.json"
+    if saved.is_file():
+        state = json.loads(saved.read_text(encoding="utf-8"))
+        return _NearLedger(Ledger.read_checkpoint(state.get("ledger", {}), saved.parent), str(saved), True)
+    for folder in (buffer, buffer.parent, buffer.parent.parent):
+        if (file := folder / LEDGER_FILE).is_file():
+            return _NearLedger(Ledger.read(file), str(file), False)
+    return None
+
+
+def _ledger_section(buffer: Path, live: list[StorageItem]) -> Group:
+    try:
+        near = _find_ledger(buffer)
+    except ValueError as error:
+        # The buffer was asked for; a ledger that cannot be read must not hide it.
+        return section("ledger", Text("not readable: ", "yellow") + plain(error))
+    if near is None:
+        return Group()
+    counts = Counter(row.task_name for row in live)
+    balance = balance_table(near.ledger.balance(counts))
+    return section(f"ledger ({near.location})", balance, _verdict(near, counts))
+
+
+def _verdict(near: _NearLedger, live: Mapping[str, int]) -> Text:
+    if losses := _losses(near.ledger):
+        return losses[0]
+    if near.ledger.balance(live).ok:
+        return Text("balanced: every group is in exactly one place", "green")
+    if not near.is_same_moment:
+        return Text("the ledger's file may have gone on since the buffer was saved, or before it", "yellow")
+    return Text("NOT balanced: groups are missing (difference > 0), too many (< 0), or repeated", "bold red")
+
+
+def _losses(ledger: Ledger) -> list[Text]:
+    """A line about events that are missing in the ledger's file; nothing if none are."""
+    if not ledger.lost_events:
+        return []
+    said = (
+        f"{number(ledger.lost_events)} events are missing in the file: a power cut or the disk took them. "
+        "The groups that they were about may be missing here, or stand where they were before"
+    )
+    return [Text(said, "bold red")]
 
 
 def parse_json_query(text: str) -> dict[str, Any]:

@@ -2,19 +2,19 @@
 
 ::
 
-    PATH --find_snapshot--> snapshot folder --> SnapshotSource: rows in memory, rollouts read on demand
-    URL or .db file --------------------------> SqlSource: the store itself
+    PATH --find_snapshot--> snapshot folder --> rows in memory, rollouts read on demand
+    URL or .db file --------------------------> the store itself
 
-Rows are answered by `storage`; what lies in the rollouts (sizes, scores, texts) is read only for the groups
-asked for. Nothing here changes what it reads.
+Rows are answered by `storage`; sizes, scores and texts lie in the rollouts, which are read only for the
+groups asked for. Nothing here changes what it reads.
 """
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,11 @@ import pyarrow.compute as pc
 
 from forebay.extras import needed_by
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
-from forebay.replay.analysis import join, joined_batches
+from forebay.replay.analysis import join
 from forebay.replay.format.codec import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
-from forebay.replay.format.tables import read_groups, read_rows, rollout_batches
+from forebay.replay.format.tables import group_batch, read_groups, read_rows, rollout_batches
+from forebay.replay.stores.contract import copy_row
 from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -38,6 +39,56 @@ ALL_STATUSES = {"status": {"$in": [status.value for status in Status]}}
 
 GROUPS_AT_ONCE = 256
 """Of a SQL store, whose payloads are decoded one by one: some megabytes for long rollouts."""
+
+
+@dataclass(frozen=True)
+class BufferSource:
+    """A buffer on disk. `storage` holds its rows, perhaps without payloads; the rest is by uid."""
+
+    storage: StorageBackend
+    location: str
+    kind: str
+    """What it is, in a few words."""
+    num_bytes: int | None
+    """On disk; None if that cannot be known."""
+    num_evicted: Mapping[str, int]
+    rollouts: Callable[[Collection[int]], AsyncIterator[pa.RecordBatch]]
+    """The rollouts of the groups with these uids, in pieces; groups that are not there are left out."""
+
+    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
+        """The digest of each of these groups, without those that another process took out meanwhile."""
+        lines = [
+            pa.table(
+                {
+                    "uid": batch.column("uid"),
+                    "group_id": batch.column("group_id"),
+                    "tokens": pc.list_value_length(batch.column("response_ids")),
+                    "score": batch.column("score"),
+                }
+            )
+            async for batch in self.rollouts(uids)
+        ]
+        if not lines:
+            return {}
+        sums = [("group_id", "min"), ("uid", "count")]
+        sums += [("tokens", "sum"), ("tokens", "max"), ("score", "mean")]
+        grouped = pa.concat_tables(lines).group_by("uid").aggregate(sums)
+        columns = [grouped.column(name).to_pylist() for name in ("uid", *map("_".join, sums))]
+        return {uid: Digest(*values) for uid, *values in zip(*columns, strict=True)}
+
+    async def group(self, uid: int) -> Sequence[RolloutState]:
+        """The rollouts of the group, which was there; ValueError if another process took it out meanwhile."""
+        async for batch in self.rollouts([uid]):
+            return next(group for _, group in read_groups(batch))
+        raise ValueError(f"group {uid} was taken out of {self.location!r} just now")
+
+    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
+        """The table of `forebay.replay.analysis` of these rows, in pieces."""
+        batches = [batch async for batch in self.rollouts([row.uid for row in rows])]
+        sizes = Counter(uid for batch in batches for uid in batch.column("uid").to_pylist())
+        sized = [copy_row(row, item=range(sizes[row.uid])) for row in rows]
+        groups = pa.Table.from_batches([group_batch(sized, {})])
+        return [join(groups, batch) for batch in batches]
 
 
 @dataclass(frozen=True)
@@ -54,137 +105,69 @@ class Digest:
     """Mean over the rollouts that have one."""
 
 
-class BufferSource(ABC):
-    """A buffer on disk. `storage` holds its rows, perhaps without payloads; the rest is by uid.
+@asynccontextmanager
+async def opened(path: str) -> AsyncIterator[BufferSource]:
+    """The buffer at `path`: a URL, an SQLite file, or whatever `find_snapshot` takes.
 
-    >>> with open_snapshot(path) as tables:
-    ...     source = SnapshotSource(path, tables)
+    Raises:
+        FileNotFoundError: there is nothing.
+        ValueError: it is no buffer, is damaged, or is of another format.
     """
-
-    storage: StorageBackend
-    location: str
-    kind: str
-    """What it is, in a few words."""
-    num_bytes: int | None
-    """On disk; None if that cannot be known."""
-    num_evicted: dict[str, int]
-
-    @abstractmethod
-    def rollouts(self, uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
-        """The rollouts of these groups, in pieces, without those that somebody took out meanwhile."""
-
-    async def digests(self, uids: Collection[int]) -> dict[int, Digest]:
-        """The digest of each of these groups, without those that somebody took out meanwhile."""
-        lines = [
-            pa.table(
-                {
-                    "uid": batch.column("uid"),
-                    "group_id": batch.column("group_id"),
-                    "tokens": pc.list_value_length(batch.column("response_ids")),
-                    "score": batch.column("score"),
-                }
-            )
-            async for batch in self.rollouts(uids)
-        ]
-        if not lines:
-            return {}
-        sums = [
-            ("group_id", "min"),
-            ("uid", "count"),
-            ("tokens", "sum"),
-            ("tokens", "max"),
-            ("score", "mean"),
-        ]
-        grouped = pa.concat_tables(lines).group_by("uid").aggregate(sums)
-        columns = [grouped.column("_".join(pair)).to_pylist() for pair in sums]
-        return {
-            uid: Digest(*values)
-            for uid, *values in zip(grouped.column("uid").to_pylist(), *columns, strict=True)
-        }
-
-    async def group(self, uid: int) -> Sequence[RolloutState]:
-        """The rollouts of the group, which exists; ValueError if somebody took it out meanwhile."""
-        async for batch in self.rollouts([uid]):
-            return next(group for _, group in read_groups(batch))
-        raise ValueError(f"group {uid} was taken out of {self.location!r} just now")
-
-    @abstractmethod
-    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
-        """The table of `forebay.replay.analysis` of these rows, in pieces."""
+    if is_sql(path):
+        source = open_database(path)
+        try:
+            yield source
+        finally:
+            source.storage.close()
+    else:
+        folder = find_snapshot(Path(path))
+        with open_snapshot(folder) as tables:
+            yield _of_snapshot(folder, tables)
 
 
-class SnapshotSource(BufferSource):
-    """A snapshot folder; its files stay on disk until they are asked for."""
-
-    def __init__(self, path: Path, tables: SnapshotTables) -> None:
-        self._tables = tables
-        self.storage = IndexedStorage()
-        self.storage.load_state_dict(tables.storage_state(read_rows(tables.groups)))
-        self.location = str(path)
-        manifest = tables.manifest
-        self.kind = f"snapshot, format {manifest['version']}, policy {manifest['policy']}"
-        self.num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
-        self.num_evicted = dict(manifest["num_evicted"])
-
-    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
-        """See `BufferSource.joined`."""
-        uids = [row.uid for row in rows]
-        groups = self._tables.groups
-        groups = groups.filter(pc.is_in(groups.column("uid"), pa.array(uids, pa.int64())))
-        return [join(groups, batch) async for batch in self.rollouts(uids)]
-
-    async def rollouts(self, uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
-        """See `BufferSource.rollouts`."""
+def _of_snapshot(folder: Path, tables: SnapshotTables) -> BufferSource:
+    async def rollouts(uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
+        # The files stay on disk; a batch is read when its turn comes.
         wanted = pa.array(list(uids), pa.int64())
-        for index in range(self._tables.rollouts.num_record_batches):
-            batch = self._tables.rollouts.get_batch(index)
+        for index in range(tables.rollouts.num_record_batches):
+            batch = tables.rollouts.get_batch(index)
             found = batch.filter(pc.is_in(batch.column("uid"), wanted))
             if len(found):
                 yield found
 
+    storage, manifest = IndexedStorage(), tables.manifest
+    storage.load_state_dict(tables.storage_state(read_rows(tables.groups)))
+    kind = f"snapshot, format {manifest['version']}, policy {manifest['policy']}"
+    num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+    return BufferSource(storage, str(folder), kind, num_bytes, manifest["num_evicted"], rollouts)
 
-class SqlSource(BufferSource):
-    """A SQL store."""
 
-    def __init__(self, url: str) -> None:
-        self.storage = open_sql(url)
-        self.location = hide_password(url)
-        self.kind = "SQL store"
-        self.num_bytes = None if "://" in url else _bytes_on_disk(Path(url))
-        self.num_evicted = dict(self.storage.num_evicted)
+def open_database(url: str) -> BufferSource:
+    """The SQL store at `url`; its `storage` is to be closed."""
 
-    async def rollouts(self, uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
-        """See `BufferSource.rollouts`."""
-        async for rows in self._payloads(list(uids)):
-            for batch in rollout_batches(rows):
+    async def rollouts(uids: Collection[int]) -> AsyncIterator[pa.RecordBatch]:
+        listed = list(uids)
+        for start in range(0, len(listed), GROUPS_AT_ONCE):
+            query = {"uid": {"$in": listed[start : start + GROUPS_AT_ONCE]}, **ALL_STATUSES}
+            for batch in rollout_batches(await storage.get(query)):
                 yield batch
 
-    async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
-        """See `BufferSource.joined`."""
-        pieces = self._payloads([row.uid for row in rows])
-        return [batch async for found in pieces for batch in joined_batches(found)]
-
-    async def _payloads(self, uids: list[int]) -> AsyncIterator[list[StorageItem]]:
-        for start in range(0, len(uids), GROUPS_AT_ONCE):
-            query = {"uid": {"$in": uids[start : start + GROUPS_AT_ONCE]}, **ALL_STATUSES}
-            yield await self.storage.get(query)
-
-
-def _bytes_on_disk(file: Path) -> int:
-    """Of the database and its write-ahead log, which another process may empty at any moment."""
-    log = file.with_name(f"{file.name}-wal")
-    return file.stat().st_size + (log.stat().st_size if log.exists() else 0)
+    storage = open_sql(url)
+    # Another process may empty the write-ahead log at any moment.
+    files = [] if "://" in url else [file for file in (Path(url), Path(f"{url}-wal")) if file.exists()]
+    num_bytes = sum(file.stat().st_size for file in files) if files else None
+    return BufferSource(
+        storage, hide_password(url), "SQL store", num_bytes, dict(storage.num_evicted), rollouts
+    )
 
 
 def is_sql(location: str) -> bool:
     """Whether `location` names a database: by a URL, or by the suffix or the first bytes of its file."""
-    return "://" in location or location.endswith(SQL_SUFFIXES) or _is_sqlite_file(Path(location))
-
-
-def _is_sqlite_file(path: Path) -> bool:
-    if not path.is_file():
+    if "://" in location or location.endswith(SQL_SUFFIXES):
+        return True
+    if not Path(location).is_file():
         return False
-    with path.open("rb") as file:
+    with open(location, "rb") as file:
         return file.read(len(SQLITE_MAGIC)) == SQLITE_MAGIC
 
 
@@ -238,14 +221,3 @@ def find_snapshot(path: Path) -> Path:
         f"{str(path)!r} holds no buffer; name a snapshot folder, a checkpoint, a run folder, or a database "
         f"(a URL, or a file that ends in {', '.join(SQL_SUFFIXES)})"
     )
-
-
-@contextmanager
-def open_folder(folder: Path) -> Iterator[BufferSource]:
-    """The snapshot in `folder`, as `find_snapshot` found it.
-
-    Raises:
-        ValueError: it is damaged, or of another format.
-    """
-    with open_snapshot(folder) as tables:
-        yield SnapshotSource(folder, tables)

@@ -1,7 +1,7 @@
 """Tables and texts for a terminal.
 
-Whatever a model, a dataset or a user wrote is shown as text: never as markup, and never as what a terminal
-would obey.
+Text that a model, a dataset or a user wrote is shown as text: never as markup, and never as a sequence that a
+terminal would obey.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from rich.bar import Bar
@@ -32,8 +33,6 @@ MAX_HISTOGRAM_LINES = 20
 BAR_WIDTH = 40
 MAX_RESULT_CHARACTERS = 2000
 """Of a tool's result: a screen of it."""
-
-_UNITS = {"num_tokens": "tokens", "latency_s": "seconds", "score": "first score"}
 
 
 def plain(text: object) -> Text:
@@ -62,33 +61,46 @@ def size(num_bytes: float) -> str:
 
 
 def section(title: str, *content: RenderableType) -> Group:
-    """A heading with what belongs to it."""
+    """A heading with its content, indented."""
     return Group(Text(f"\n{title}", "bold"), *(Padding(part, (0, 0, 0, 2), expand=False) for part in content))
 
 
-def table(*columns: str, left: int = 1) -> Table:
-    """An empty table; the first `left` columns hold text, the others numbers."""
+def table(*columns: str, rows: Iterable[Sequence[Any]] = (), left: int | Iterable[int] = 1) -> Table:
+    """A table of `rows`, whose numbers are shown as by `number` and whose texts as by `plain`.
+
+    The first `left` columns, or those with these indices, hold text and the others numbers.
+    """
+    texts = range(left) if isinstance(left, int) else set(left)
     made = Table(box=None, pad_edge=False, header_style="dim", show_header=any(columns))
     for place, column in enumerate(columns):
-        made.add_column(Text(column), justify="left" if place < left else "right", overflow="fold")
+        made.add_column(Text(column), justify="left" if place in texts else "right", overflow="fold")
+    for row in rows:
+        made.add_row(*map(_cell, row))
     return made
+
+
+def _cell(value: Any) -> RenderableType:
+    if value is None or isinstance(value, int | float):
+        return number(value)
+    return plain(value) if isinstance(value, str) else value
+
+
+def _by_task(rows: Iterable[StorageItem]) -> Iterator[tuple[str, list[StorageItem]]]:
+    ordered = sorted(rows, key=lambda row: row.task_name)
+    return ((task, list(members)) for task, members in groupby(ordered, key=lambda row: row.task_name))
 
 
 def counts_table(rows: Iterable[StorageItem]) -> Table:
     """Groups by task and status, with sums."""
-    cells = Counter((row.task_name, Status(row.status)) for row in rows)
-    statuses = [status for status in Status if any(found is status for _, found in cells)]
-    tasks = sorted({task for task, _ in cells})
-    shown = table("task", *(status.value for status in statuses), "live")
-    for name, members in [*((task, [task]) for task in tasks), ("all", tasks)]:
-        if name == "all" and len(tasks) == 1:
-            break
-        counts = [sum(cells[task, status] for task in members) for status in statuses]
-        live = sum(
-            count for count, status in zip(counts, statuses, strict=True) if status is not Status.ARCHIVED
-        )
-        shown.add_row(plain(name), *(number(count) if count else "." for count in counts), number(live))
-    return shown
+    tasks = {task: Counter(Status(row.status) for row in members) for task, members in _by_task(rows)}
+    if len(tasks) > 1:
+        tasks["all"] = sum(tasks.values(), Counter())
+    statuses = [status for status in Status if any(status in counts for counts in tasks.values())]
+    lines = [
+        (task, *(counts[status] or "." for status in statuses), counts.total() - counts[Status.ARCHIVED])
+        for task, counts in tasks.items()
+    ]
+    return table("task", *(status.value for status in statuses), "live", rows=lines)
 
 
 def histogram(values: Sequence[int]) -> Table:
@@ -96,111 +108,83 @@ def histogram(values: Sequence[int]) -> Table:
     low, high = min(values), max(values)
     width = -(-(high - low + 1) // MAX_HISTOGRAM_LINES)
     counts = Counter((value - low) // width for value in values)
-    shown = table("", "groups", "", left=1)
-    shown.columns[2].justify = "left"
     most = max(counts.values())
+    lines = []
     for place in range((high - low) // width + 1):
         start, end = low + place * width, min(low + (place + 1) * width - 1, high)
         label = str(start) if width == 1 else f"{start}..{end}"
-        shown.add_row(label, number(counts[place]), Bar(most, 0, counts[place], width=BAR_WIDTH))
-    return shown
+        lines.append((label, counts[place], Bar(most, 0, counts[place], width=BAR_WIDTH)))
+    return table("", "groups", "", rows=lines, left=(0, 2))
 
 
 def ages_table(rows: Iterable[StorageItem], train_steps: Mapping[str, int | None]) -> Table:
     """By task: the train step, the weights that made the live groups, how stale they are."""
-    shown = table(
-        "task", "train step", "oldest weights", "newest weights", "least stale", "median", "most stale"
-    )
-    for task, group in groupby(sorted(rows, key=lambda row: row.task_name), key=lambda row: row.task_name):
-        members = list(group)
+    lines = []
+    for task, members in _by_task(rows):
         staleness = [row.staleness for row in members]
         steps = [row.oldest_model_step for row in members if row.oldest_model_step is not None]
-        shown.add_row(
-            plain(task),
-            number(train_steps.get(task)),
-            number(min(steps, default=None)),
-            number(max(steps, default=None)),
-            number(min(staleness)),
-            number(float(np.median(staleness)), 1),
-            number(max(staleness)),
-        )
-    return shown
+        weights = min(steps, default=None), max(steps, default=None)
+        median = number(float(np.median(staleness)), 1)
+        lines.append((task, train_steps.get(task), *weights, min(staleness), median, max(staleness)))
+    columns = ("train step", "oldest weights", "newest weights", "least stale", "median", "most stale")
+    return table("task", *columns, rows=lines)
 
 
 def sizes_table(rows: Iterable[StorageItem], digests: Mapping[int, Digest]) -> Table:
     """By task: groups, rollouts and response tokens, ARCHIVED groups too."""
-    shown = table("task", "groups", "rollouts", "tokens", "tokens per rollout", "longest rollout")
-    for task, group in groupby(sorted(rows, key=lambda row: row.task_name), key=lambda row: row.task_name):
-        found = [digests[row.uid] for row in group]
+    lines = []
+    for task, members in _by_task(rows):
+        found = [digests[row.uid] for row in members]
         rollouts, tokens = sum(one.num_rollouts for one in found), sum(one.num_tokens for one in found)
-        shown.add_row(
-            plain(task),
-            number(len(found)),
-            number(rollouts),
-            number(tokens),
-            number(tokens / rollouts, 1),
-            number(max(one.max_tokens for one in found)),
-        )
-    return shown
+        longest = max(one.max_tokens for one in found)
+        lines.append((task, len(found), rollouts, tokens, number(tokens / rollouts, 1), longest))
+    columns = ("groups", "rollouts", "tokens", "tokens per rollout", "longest rollout")
+    return table("task", *columns, rows=lines)
 
 
 def rows_table(rows: Iterable[StorageItem], digests: Mapping[int, Digest]) -> Table:
     """One line per group."""
-    shown = table(
-        "uid", "group", "task", "status", "staleness", "priority", "rollouts", "tokens", "score", "tags"
-    )
-    for place in (1, 2, 3, 9):
-        shown.columns[place].justify = "left"
+    lines = []
     for row in rows:
         digest = digests[row.uid]
         consumed = "" if row.train_step is None else f" (train step {row.train_step})"
-        shown.add_row(
-            str(row.uid),
-            plain(digest.group_id),
-            plain(row.task_name),
-            f"{Status(row.status).value}{consumed}",
-            number(row.staleness),
-            f"{row.priority:g}",
-            number(digest.num_rollouts),
-            number(digest.num_tokens),
-            number(digest.score),
-            tags_text(row),
-        )
-    return shown
+        status = f"{Status(row.status).value}{consumed}"
+        sizes = digest.num_rollouts, digest.num_tokens, digest.score
+        ages = row.staleness, f"{row.priority:g}"
+        lines.append((str(row.uid), digest.group_id, row.task_name, status, *ages, *sizes, tags_text(row)))
+    columns = ("group", "task", "status", "staleness", "priority", "rollouts", "tokens", "score", "tags")
+    return table("uid", *columns, rows=lines, left=(0, 1, 2, 3, 9))
 
 
-def tags_text(row: StorageItem) -> Text:
+def tags_text(row: StorageItem) -> str:
     """``level=3 kind="add"``: text in quotes, so that kinds can be told apart."""
     pairs = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in sorted(row.tags.items()))
-    return plain(" ".join(pairs))
+    return " ".join(pairs)
 
 
 def group_view(row: StorageItem, group: Sequence[RolloutState]) -> Group:
     """One group: its row, its prompt, and every rollout."""
-    facts: list[tuple[str, object]] = [
-        ("group", group[0].group_id),
-        ("task", row.task_name),
-        ("status", Status(row.status).value),
-        ("staleness", row.staleness),
-        ("priority", f"{row.priority:g}"),
-        ("tags", tags_text(row)),
-    ]
+    facts: dict[str, object] = {
+        "group": group[0].group_id,
+        "task": row.task_name,
+        "status": Status(row.status).value,
+        "staleness": row.staleness,
+        "priority": f"{row.priority:g}",
+        "tags": tags_text(row),
+    }
     if row.train_step is not None:
-        before = plain_value(row.status_before)
-        facts.append(("consumed", f"train step {row.train_step}, was {before}"))
-    shown = table("", "", left=2)
-    for name, value in facts:
-        shown.add_row(Text(name, "dim"), value if isinstance(value, Text) else plain(value))
+        facts["consumed"] = f"train step {row.train_step}, was {plain_value(row.status_before)}"
+    lines = [(Text(name, "dim"), str(value)) for name, value in facts.items()]
     prompt = group[0].message
     return Group(
-        shown,
+        table("", "", rows=lines, left=2),
         section("prompt", *_messages(prompt)),
         *(_rollout_view(state, None if state.message == prompt else state.message) for state in group),
     )
 
 
 def _messages(messages: Iterable[object]) -> Iterator[RenderableType]:
-    """Each message's role and what it says; what others than the model say only as far as it is not long."""
+    """Each message's role and content; a tool's result only as far as it is not long."""
     for message in messages:
         if not isinstance(message, Mapping):
             yield plain(_content(message))
@@ -262,60 +246,41 @@ def version_spans(state: RolloutState) -> str:
 def balance_table(balance: Balance) -> Table:
     """By task: generated = trained + dropped by reason + live; and the rollouts that left, if any did."""
     reasons = sorted(balance.dropped)
-    left = ["rollouts left"] if balance.left else []
-    shown = table(
-        "task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried", *left
-    )
-    parts = list(balance.by_task.items())
-    for name, part in [*parts, *([("all", balance)] if len(parts) > 1 else [])]:
-        shown.add_row(
-            plain(name),
-            number(part.generated),
-            number(part.trained),
-            *(number(part.dropped.get(reason, 0)) for reason in reasons),
-            number(part.live),
-            *(
-                Text(number(value), "" if value == 0 else "bold red")
-                for value in (part.difference, part.repeated)
-            ),
-            number(part.retried),
-            *(number(part.left) for _ in left),
+    parts = balance.by_task | ({"all": balance} if len(balance.by_task) > 1 else {})
+    lines = [
+        (
+            *(name, part.generated, part.trained),
+            *(part.dropped.get(reason, 0) for reason in reasons),
+            part.live,
+            *(Text(number(wrong), "bold red" if wrong else "") for wrong in (part.difference, part.repeated)),
+            part.retried,
+            *([part.left] if balance.left else []),
         )
-    return shown
+        for name, part in parts.items()
+    ]
+    columns = ["task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried"]
+    return table(*columns, *(["rollouts left"] if balance.left else []), rows=lines)
 
 
 def bias_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
     """Dropped against trained groups: counts, means, medians, difference of means with its standard error."""
-    columns = ("groups", "mean", "median", "difference", "standard error")
-    shown = table("quantity", "of", *columns, left=2)
     reasons = [reason for reason in comparisons if reason != "all" or len(comparisons) != 2]
-    for place in range(len(next(iter(comparisons.values())))):
-        first = comparisons[reasons[0]][place]
+    lines: list[tuple[Any, ...]] = []
+    for place, (first, *_) in enumerate(zip(*comparisons.values(), strict=True)):
         trained = first.trained
-        shown.add_row(
-            _UNITS[first.quantity],
-            "trained",
-            number(trained.count),
-            number(trained.mean),
-            number(trained.median),
-        )
+        lines.append((_UNITS[first.quantity], "trained", trained.count, trained.mean, trained.median, "", ""))
         for reason in reasons:
             one = comparisons[reason][place]
             mark, style = (" *", "bold yellow") if one.is_notable else ("", "")
-            shown.add_row(
-                "",
-                plain("dropped" if reason == "all" else f"dropped: {reason}"),
-                number(one.dropped.count),
-                number(one.dropped.mean),
-                number(one.dropped.median),
-                Text(_signed(one.difference) + mark, style),
-                number(one.standard_error),
-            )
-    return shown
+            signed = "-" if math.isnan(one.difference) else f"{one.difference:+,.2f}"
+            label = "dropped" if reason == "all" else f"dropped: {reason}"
+            summary = one.dropped.count, one.dropped.mean, one.dropped.median
+            lines.append(("", label, *summary, Text(signed + mark, style), one.standard_error))
+    columns = ("groups", "mean", "median", "difference", "standard error")
+    return table("quantity", "of", *columns, rows=lines, left=2)
 
 
-def _signed(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:+,.2f}"
+_UNITS = {"num_tokens": "tokens", "latency_s": "seconds", "score": "first score"}
 
 
 def _content(value: object) -> str:

@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL ?= tiny
 SEED ?= 0
 
-.PHONY: demo test check soak bench clean
+.PHONY: demo test check soak bench docs docs-serve clean
 
 REPLAY_BENCHMARKS := scan_design scaling memory snapshot put_take peers ray_hosted report
 
@@ -32,6 +32,13 @@ check: $(VENV)/.installed
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_style.py
 
+# The documentation site: into site/, or shown on http://127.0.0.1:8001 and built anew at each change.
+docs: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --dev-addr 127.0.0.1:8001
+
 bench: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/engine_batching.py
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/train_vs_trl.py
@@ -45,4 +52,4 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,24 @@
+"""An extension of griffe: examples in docstrings become blocks of code on the pages of the API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+
+class Doctests(griffe.Extension):
+    """Fences each paragraph that begins with ``>>>``; Markdown would read it as a quotation."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None and ">>>" in obj.docstring.value:
+            obj.docstring.value = "\n\n".join(map(_fenced, obj.docstring.value.split("\n\n")))
+
+
+def _fenced(paragraph: str) -> str:
+    lines = paragraph.split("\n")
+    first = next((number for number, line in enumerate(lines) if line.lstrip().startswith(">>>")), None)
+    if first is None:
+        return paragraph
+    indent = lines[first][: len(lines[first]) - len(lines[first].lstrip())]
+    return "\n".join([*lines[:first], "", f"{indent}```pycon", *lines[first:], f"{indent}```"])

@@ -1,0 +1,3 @@
+import tempfile
+
+config = {"path": tempfile.mkdtemp()}

@@ -1,0 +1,2 @@
+def solve(session):
+    return 1.0

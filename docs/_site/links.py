@@ -1,6 +1,6 @@
 """A hook of mkdocs: links from a page to files beside the docs folder, where the site has no copy of them.
 
-With ``repo_url`` in mkdocs.yml such a link goes to the file in the repository; without it the name remains text.
+With ``repo_url`` in mkdocs.yml such a link goes to the file in the repository; without it the name is text.
 """
 
 from __future__ import annotations

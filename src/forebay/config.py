@@ -289,6 +289,29 @@ def check_arguments(
         parse_config(function, arguments, source=f"{kind} {name!r}")
 
 
+def parse_component(named: str | Mapping[str, Any], *, source: str) -> Component:
+    """The component that a name, or a table with ``name`` and ``arguments``, describes.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    return parse_config(Component, {"name": named} if isinstance(named, str) else named, source=source)
+
+
+def find_component(kind: str, config: Component, table: Mapping[str, Any], *given: str) -> Any:
+    """The class or function that `config` names, which takes its arguments; nothing is made.
+
+    A class may have a model of its arguments, ``Arguments``; otherwise its signature says what it takes.
+
+    Raises:
+        ConfigError: the name is unknown, or an argument does not fit.
+    """
+    factory = look_up(kind, config.name, table)
+    model = getattr(factory, "Arguments", None)
+    check_arguments(kind, config.name, model or factory, config.arguments, *(() if model else given))
+    return factory
+
+
 def import_object(kind: str, path: str) -> Any:
     """What ``"package.module:Name"`` names.
 

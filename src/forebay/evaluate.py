@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from forebay.agents.measures import mean_counts
+from forebay.agents.extra_fields import mean_counts
 from forebay.judges import mean_parts
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status
 

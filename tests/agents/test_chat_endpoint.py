@@ -12,10 +12,10 @@ import openai
 import pytest
 
 from forebay.agents.chat.endpoint import ChatEndpoint
-from forebay.agents.chat.increments import IncrementRenderer
 from forebay.agents.chat.messages import RequestError, plain_message
+from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import ChatSession
-from forebay.agents.chat.turn_reader import TurnReader
+from forebay.agents.chat.tool_calls import TurnReader
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
 from forebay.config import ConfigError
 from forebay.engines import GenerateRequest, RolloutController
@@ -209,7 +209,7 @@ async def test_a_program_that_fails_fails_its_rollout_with_its_name(tokenizer: A
             await asyncio.sleep(30)
 
     loop = make_loop(tokenizer, broken)
-    loop.timeout_s = 0.05
+    loop.arguments = loop.arguments.model_copy(update={"timeout_s": 0.05})
     (state,) = await loop.generate_group([make_state()])
     await loop.close()
     assert state.status is Status.FAILED

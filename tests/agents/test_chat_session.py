@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forebay.agents.chat.increments import IncrementRenderer
+from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError
-from forebay.agents.chat.turn_reader import TurnReader
+from forebay.agents.chat.tool_calls import TurnReader
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
 from forebay.aio.virtual_time import run
 from forebay.engines import GenerateRequest, RolloutController

@@ -9,8 +9,7 @@ import openai
 import pytest
 from chat_families import FAMILIES, make_tokenizer
 
-from forebay.agents.chat.tool_calls import choose_parser
-from forebay.agents.chat.turn_reader import ToolTurnReader, choose_reader
+from forebay.agents.chat.tool_calls import TurnReader, choose_parser, choose_reader
 from forebay.agents.program import ProgramAgentLoop, ProgramSession
 from forebay.engines import RolloutController
 from forebay.engines.scripted import ScriptedEngine
@@ -183,6 +182,6 @@ async def test_a_parser_of_ones_own_reads_calls_without_names() -> None:
 
 def test_ids_are_as_long_as_templates_insist_on() -> None:
     tokenizer = make_tokenizer("mistral")
-    reader = ToolTurnReader(tokenizer, choose_parser("mistral", tokenizer))
+    reader = TurnReader(tokenizer, choose_parser("mistral", tokenizer))
     ids = tokenizer.encode('[TOOL_CALLS] [{"name": "add", "arguments": {}}]</s>', add_special_tokens=False)
     assert len(reader.read(ids, [ADD], num_calls=12)["tool_calls"][0]["id"]) == 9

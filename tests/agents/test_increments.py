@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.agents import IncrementRenderer, render_prompt
-from forebay.agents.chat.increments import CALL_ID
+from forebay.agents.chat.rendering import CALL_ID
 
 NAMES = [
     pytest.param(

@@ -1,6 +1,6 @@
 """Agent loops: how a prompt becomes judged rollouts."""
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudge, split_attempts
+from forebay.agents.base import AgentLoop, Generator, split_attempts
 from forebay.agents.build import (
     AGENT_ARGUMENTS,
     AGENTS,
@@ -9,25 +9,28 @@ from forebay.agents.build import (
     prompt_tools,
     with_max_context,
 )
-from forebay.agents.chat.increments import IncrementRenderer
+from forebay.agents.chat.rendering import (
+    ChatTokenizer,
+    IncrementRenderer,
+    render_prompt,
+    require_chat_template,
+)
 from forebay.agents.chat.tool_calls import PARSERS, ToolCall
 from forebay.agents.environments.build import ENVIRONMENTS
 from forebay.agents.environments.contract import Environment, Reply
 from forebay.agents.environments.retry import SecondChances
 from forebay.agents.environments.stateful import Episode, LiveEnvironment
-from forebay.agents.measures import COUNTS, TOOL_CALLS_KEY, TOOL_ERRORS_KEY, TURNS_KEY, mean_counts
-from forebay.agents.multi_turn import (
+from forebay.agents.extra_fields import (
     CONVERSATION_KEY,
+    COUNTS,
     EPISODE_KEY,
-    MultiTurnAgentLoop,
-    episode_reward,
+    TOOL_CALLS_KEY,
+    TOOL_ERRORS_KEY,
+    TURNS_KEY,
+    mean_counts,
 )
-from forebay.agents.single_turn import (
-    ChatTokenizer,
-    SingleTurnAgentLoop,
-    render_prompt,
-    require_chat_template,
-)
+from forebay.agents.multi_turn import MultiTurnAgentLoop, episode_reward
+from forebay.agents.single_turn import SingleTurnAgentLoop
 from forebay.agents.tools import ToolAgentLoop, ToolEnvironment
 from forebay.types import TRAJECTORY_OF_KEY
 
@@ -48,7 +51,6 @@ __all__ = [
     "Environment",
     "Episode",
     "Generator",
-    "GroupJudge",
     "IncrementRenderer",
     "LiveEnvironment",
     "MultiTurnAgentLoop",

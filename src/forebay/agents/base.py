@@ -28,35 +28,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from forebay.agents.interruption import is_cancelled
+from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
 from forebay.tracebacks import raised_at
 from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, note_place, reset_rollout_response
 from forebay.watching.activity import GENERATE, JUDGE, Activities
 
 logger = logging.getLogger(__name__)
-
-Attempt = list[RolloutState]
-"""A rollout and the further trajectories that were made with it."""
-
-
-class Generator(Protocol):
-    """What an agent loop needs of a rollout controller."""
-
-    async def generate_sample(self, state: RolloutState) -> RolloutState:
-        """Continue ``state.tokens`` within the remaining budget, in place."""
-        ...
-
-    async def pause_generation(self) -> None:
-        """End what is running as aborted."""
-        ...
-
-
-class GroupJudge(Protocol):
-    """What an agent loop needs of a judge."""
-
-    async def judge(self, target: list[RolloutState]) -> list[RolloutState]:
-        """Set ``reward`` on every COMPLETED rollout."""
-        ...
 
 
 @old_keywords(judger="judge")
@@ -84,7 +62,7 @@ class AgentLoop(ABC):
     def __init__(
         self,
         rollout_controller: Generator,
-        judge: GroupJudge | None = None,
+        judge: Judge | None = None,
         *,
         activities: Activities | None = None,
     ) -> None:
@@ -170,7 +148,7 @@ class AgentLoop(ABC):
             activity.note = f"{first.status.value}, {len(first.response_ids)} tokens"
         return attempt
 
-    async def _judge(self, judge: GroupJudge, states: list[RolloutState]) -> None:
+    async def _judge(self, judge: Judge, states: list[RolloutState]) -> None:
         first = states[0]
         group = first.rollout_id if first.group_id is None else first.group_id
         with self.activities.span(JUDGE, group, task=first.task_name, group=first.group_id):
@@ -182,6 +160,22 @@ class AgentLoop(ABC):
                 for state in states:
                     if state.reward is None:
                         _fail(state, f"judge {type(judge).__name__}", error)
+
+
+Attempt = list[RolloutState]
+"""A rollout and the further trajectories that were made with it."""
+
+
+class Generator(Protocol):
+    """What an agent loop needs of a rollout controller."""
+
+    async def generate_sample(self, state: RolloutState) -> RolloutState:
+        """Continue ``state.tokens`` within the remaining budget, in place."""
+        ...
+
+    async def pause_generation(self) -> None:
+        """End what is running as aborted."""
+        ...
 
 
 def split_attempts(group: Sequence[RolloutState]) -> list[Attempt]:

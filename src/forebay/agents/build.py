@@ -5,13 +5,15 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudge
-from forebay.agents.multi_turn import MultiTurnAgentLoop, MultiTurnArguments
-from forebay.agents.program import ProgramAgentLoop, ProgramArguments
-from forebay.agents.single_turn import ChatTokenizer, SingleTurnAgentLoop, SingleTurnArguments
-from forebay.agents.tools import ToolAgentLoop, ToolsArguments
-from forebay.agents.verifiers import VerifiersAgentLoop, VerifiersArguments
-from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
+from forebay.agents.base import AgentLoop, Generator
+from forebay.agents.chat.rendering import ChatTokenizer
+from forebay.agents.multi_turn import MultiTurnAgentLoop
+from forebay.agents.program import ProgramAgentLoop
+from forebay.agents.single_turn import SingleTurnAgentLoop
+from forebay.agents.tools import ToolAgentLoop
+from forebay.agents.verifiers import VerifiersAgentLoop
+from forebay.config import Component, ConfigError, StrictModel, find_component, look_up
+from forebay.judges.base import Judge
 from forebay.types import SampleParams
 from forebay.watching.activity import Activities
 
@@ -24,13 +26,7 @@ AGENTS: dict[str, Any] = {
 }
 """What ``agent.name`` may be; besides, ``package.module:Class`` with the same first arguments."""
 
-AGENT_ARGUMENTS: dict[str, type[StrictModel]] = {
-    "single_turn": SingleTurnArguments,
-    "multi_turn": MultiTurnArguments,
-    "program": ProgramArguments,
-    "tools": ToolsArguments,
-    "verifiers": VerifiersArguments,
-}
+AGENT_ARGUMENTS: dict[str, type[StrictModel]] = {name: agent.Arguments for name, agent in AGENTS.items()}
 """What the ``arguments`` of each may be."""
 
 GIVEN = ("rollout_controller", "judge", "tokenizer", "sample_params", "activities")
@@ -43,10 +39,7 @@ def check_agent(config: Component) -> Any:
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
     """
-    factory = look_up("agent", config.name, AGENTS)
-    named = AGENT_ARGUMENTS.get(config.name)
-    check_arguments("agent", config.name, named or factory, config.arguments, *(() if named else GIVEN))
-    return factory
+    return find_component("agent", config, AGENTS, *GIVEN)
 
 
 def prompt_tools(config: Component) -> list[dict[str, Any]] | None:
@@ -69,7 +62,7 @@ def with_max_context(config: Component, limit: int, *, packed: int) -> Component
             a trainer takes.
     """
     factory = look_up("agent", config.name, AGENTS)
-    if "max_context" not in inspect.signature(factory).parameters:
+    if "max_context" not in inspect.signature(getattr(factory, "Arguments", factory)).parameters:
         return config
     given = config.arguments.get("max_context")
     if given is None:
@@ -88,7 +81,7 @@ def build_agent_loop(
     config: Component,
     *,
     rollout_controller: Generator,
-    judge: GroupJudge | None,
+    judge: Judge | None,
     tokenizer: ChatTokenizer,
     sample_params: SampleParams,
     activities: Activities | None = None,

@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
@@ -28,69 +29,23 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudge
-from forebay.agents.chat.cutting import cut_unanswered
-from forebay.agents.chat.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.base import AgentLoop, Generator
+from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer, PromptRenderer
+from forebay.agents.chat.trajectory import cut_unanswered
 from forebay.agents.environments.build import build_environment, check_environment, environment_class
 from forebay.agents.environments.contract import Environment, Memory
+from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
 from forebay.agents.interruption import Interrupted, Interruptible
-from forebay.agents.measures import TURNS_KEY
-from forebay.agents.single_turn import PromptRenderer, offered_tools
-from forebay.config import StrictModel
+from forebay.config import StrictModel, parse_config
+from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
 from forebay.types import Message, RolloutState, SampleParams, Status
 from forebay.watching.activity import TOOL, Activities
 
 logger = logging.getLogger(__name__)
 
-EPISODE_KEY = "episode"
-"""Key in ``extra_fields``: `EpisodeRecord` as a dict."""
-CONVERSATION_KEY = "conversation"
-"""Key in ``extra_fields``: the messages after the prompt, for judges and people; never made into tokens."""
-
 ENVIRONMENT_TIMEOUT_S = 60.0
 """Longer than a game or a look-up takes, short enough to notice an environment that hangs."""
-
-
-@dataclass
-class EpisodeRecord:
-    """Where an episode stands."""
-
-    memory: Memory = field(default_factory=dict)
-    """The environment's."""
-    turn_start: int = 0
-    """Where in ``response_ids`` the model's latest turn begins."""
-    is_cut: bool = False
-    """That turn ended by a limit, not by the model."""
-    awaits_reply: bool = False
-    """The turn is finished and the environment has not replied to it."""
-    rewards: list[float] = field(default_factory=list)
-    """What the environment has given so far."""
-    ended_by: str | None = None
-    """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
-
-
-def episode_reward(state: RolloutState) -> float:
-    """The sum of the rewards that the environment gave; a judge (``forebay.agents:episode_reward``)."""
-    return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))
-
-
-class MultiTurnArguments(StrictModel, strict=True):
-    """What a run file may say of a ``multi_turn`` agent."""
-
-    environment: Annotated[Any, AfterValidator(check_environment)]
-    """What answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of an `Environment`,
-    or a table with such a ``name`` and its ``arguments``."""
-    max_turns: int = Field(default=8, ge=1)
-    """Turns of the model; the environment still replies to the last."""
-    max_turn_tokens: int | None = Field(default=None, ge=1)
-    """A turn is cut after so many tokens, and the environment reads what there is; None: no limit."""
-    max_context: int | None = Field(default=None, ge=1)
-    """Tokens of prompt, turns and replies together; None: what the engine allows, in a run at most
-    ``train.token_budget``."""
-    environment_timeout_s: float | None = Field(default=ENVIRONMENT_TIMEOUT_S, gt=0)
-    """Seconds for one reply, without what it waits for a sandbox, after which the rollout is FAILED; None: no
-    limit. To resume a rollout may take as long as its replies together."""
 
 
 @old_keywords(judger="judge")
@@ -113,39 +68,46 @@ class MultiTurnAgentLoop(AgentLoop):
         judge: gives the rewards.
         tokenizer: with a chat template that renders the environment's replies.
         sample_params: for rollouts that bring none.
-        environment: as in `MultiTurnArguments`, or an `Environment`.
-        max_turns, max_turn_tokens, max_context, environment_timeout_s: see `MultiTurnArguments`.
         activities: where to note what is being done; None: nobody looks.
+        arguments: those of `Arguments`, by name; `environment` may also be an `Environment`.
 
     Raises:
-        ValueError: a limit is below 1, or the chat template cannot render the replies.
+        ConfigError: an argument does not fit.
+        ValueError: the chat template cannot render the replies.
     """
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of a ``multi_turn`` agent."""
+
+        environment: Annotated[Any, AfterValidator(check_environment)]
+        """What answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of an
+        `Environment`, or a table with such a ``name`` and its ``arguments``."""
+        max_turns: int = Field(default=8, ge=1)
+        """Turns of the model; the environment still replies to the last."""
+        max_turn_tokens: int | None = Field(default=None, ge=1)
+        """A turn is cut after so many tokens, and the environment reads what there is; None: no limit."""
+        max_context: int | None = Field(default=None, ge=1)
+        """Tokens of prompt, turns and replies together; None: what the engine allows, in a run at most
+        ``train.token_budget``."""
+        environment_timeout_s: float | None = Field(default=ENVIRONMENT_TIMEOUT_S, gt=0)
+        """Seconds for one reply, without what it waits for a sandbox, after which the rollout is FAILED;
+        None: no limit. To resume a rollout may take as long as its replies together."""
 
     def __init__(
         self,
         rollout_controller: Generator,
-        judge: GroupJudge | None,
-        tokenizer: TurnTokenizer,
+        judge: Judge | None,
+        tokenizer: ChatTokenizer,
         *,
         sample_params: SampleParams,
-        environment: Environment | str | Mapping[str, Any],
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        max_context: int | None = None,
-        environment_timeout_s: float | None = ENVIRONMENT_TIMEOUT_S,
         activities: Activities | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(rollout_controller, judge, activities=activities)
-        _check_limits(max_turns=max_turns, max_turn_tokens=max_turn_tokens, max_context=max_context)
-        if environment_timeout_s is not None and environment_timeout_s <= 0:
-            raise ValueError(f"environment_timeout_s must be positive or None, got {environment_timeout_s}")
         self.tokenizer = tokenizer
         self.sample_params = sample_params
-        self.environment = build_environment(environment)
-        self.max_turns = max_turns
-        self.max_turn_tokens = max_turn_tokens
-        self.max_context = max_context
-        self.environment_timeout_s = environment_timeout_s
+        self.arguments = parse_config(self.Arguments, arguments, source="multi_turn")
+        self.environment = build_environment(self.arguments.environment)
         self._prompts = PromptRenderer(tokenizer)
         self._increments = IncrementRenderer(tokenizer, roles=self.environment.roles)
         self._calls = Interruptible()
@@ -208,7 +170,7 @@ class MultiTurnAgentLoop(AgentLoop):
                 state.extra_fields[EPISODE_KEY] = asdict(record)
         finally:
             try:
-                async with asyncio.timeout(self.environment_timeout_s) as limit:
+                async with asyncio.timeout(self.arguments.environment_timeout_s) as limit:
                     await self.environment.close(state)
             except TimeoutError:
                 if not limit.expired():
@@ -218,7 +180,7 @@ class MultiTurnAgentLoop(AgentLoop):
                     "%s did not close rollout %s within %g s",
                     self._name,
                     state.rollout_id,
-                    self.environment_timeout_s,
+                    self.arguments.environment_timeout_s,
                 )
 
     async def _begin(self, state: RolloutState) -> EpisodeRecord:
@@ -226,15 +188,12 @@ class MultiTurnAgentLoop(AgentLoop):
         for key in (EPISODE_KEY, TURNS_KEY, CONVERSATION_KEY):
             state.extra_fields.pop(key, None)
         memory = await self._call(self.environment.reset(state), state)
-        if len(state.prompt_ids) == 0:
-            offered = offered_tools(state.tools, state.tool_choice)
-            state.prompt_ids = self._prompts.render(state.message, offered)
-        if len(state.tokens) == 0:
-            state.tokens = state.prompt_ids
-        if self.max_context is not None and len(state.tokens) >= self.max_context:
+        self._prompts.render(state)
+        if self._room(state) <= 0:
             raise ValueError(
                 f"the prompt of rollout {state.rollout_id!r} has {len(state.tokens)} tokens and leaves no "
-                f"room for an answer within max_context = {self.max_context}; shorten it or raise the limit"
+                f"room for an answer within max_context = {self.arguments.max_context}; shorten it, or "
+                f"raise the limit"
             )
         state.extra_fields[CONVERSATION_KEY] = []
         state.extra_fields[TURNS_KEY] = 0
@@ -253,10 +212,9 @@ class MultiTurnAgentLoop(AgentLoop):
         whole = state.sample_params
         assert whole is not None
         num_earlier = int(state.response_mask[: record.turn_start].sum())
-        turn_limit = num_earlier + (self.max_turn_tokens or whole.max_tokens)
-        limit = min(whole.max_tokens, turn_limit)
-        if self.max_context is not None:
-            limit = min(limit, int(state.response_mask.sum()) + self.max_context - len(state.tokens))
+        turn_limit = num_earlier + (self.arguments.max_turn_tokens or whole.max_tokens)
+        in_context = int(state.response_mask.sum()) + self._room(state)
+        limit = int(min(whole.max_tokens, turn_limit, in_context))
         # At least 1 is what sample parameters may hold; with nothing left the controller makes nothing.
         state.sample_params = replace(whole, max_tokens=max(limit, 1))
         try:
@@ -298,7 +256,7 @@ class MultiTurnAgentLoop(AgentLoop):
         messages = [] if reply.done else reply.messages
         self._note(state, *messages)
         record.awaits_reply = False
-        if reply.done or state.extra_fields[TURNS_KEY] >= self.max_turns:
+        if reply.done or state.extra_fields[TURNS_KEY] >= self.arguments.max_turns:
             self._end(state, record, "environment" if reply.done else "max_turns")
         else:
             self._append(state, record, turn_ids, messages)
@@ -312,12 +270,17 @@ class MultiTurnAgentLoop(AgentLoop):
                 f"{state.extra_fields[TURNS_KEY]}; return Reply(text) or Reply(done=True)"
             )
         ids = self._increments.render(turn_ids, messages, is_cut=record.is_cut)
-        if self.max_context is not None and len(state.tokens) + len(ids) >= self.max_context:
+        if len(ids) >= self._room(state):
             self._end(state, record, "context")
             return
         step = int(state.response_model_steps[-1]) if len(state.response_model_steps) else -1
         state.append(ids, logprobs=np.zeros(len(ids), np.float32), mask=0, model_step=step)
         record.turn_start = len(state.response_ids)
+
+    def _room(self, state: RolloutState) -> float:
+        """How many more tokens the context takes."""
+        limit = self.arguments.max_context
+        return math.inf if limit is None else limit - len(state.tokens)
 
     def _end(self, state: RolloutState, record: EpisodeRecord, by: str) -> None:
         record.ended_by = by
@@ -332,7 +295,8 @@ class MultiTurnAgentLoop(AgentLoop):
 
     async def _call(self, call: Any, state: RolloutState, num_replies: int = 1) -> Any:
         """Wait for the environment, so that a pause ends it and a stall names it."""
-        limit_s = None if self.environment_timeout_s is None else self.environment_timeout_s * num_replies
+        one_s = self.arguments.environment_timeout_s
+        limit_s = None if one_s is None else one_s * num_replies
         what = f"{self._name}, turn {state.extra_fields.get(TURNS_KEY, 0)}"
         with self.activities.span(
             TOOL, state.rollout_id, task=state.task_name, group=state.group_id
@@ -349,7 +313,24 @@ class MultiTurnAgentLoop(AgentLoop):
         state.extra_fields[CONVERSATION_KEY].extend(messages)
 
 
-def _check_limits(**limits: int | None) -> None:
-    for name, limit in limits.items():
-        if limit is not None and limit < 1:
-            raise ValueError(f"{name} must be at least 1 or None, got {limit}")
+@dataclass
+class EpisodeRecord:
+    """Where an episode stands."""
+
+    memory: Memory = field(default_factory=dict)
+    """The environment's."""
+    turn_start: int = 0
+    """Where in ``response_ids`` the model's latest turn begins."""
+    is_cut: bool = False
+    """That turn ended by a limit, not by the model."""
+    awaits_reply: bool = False
+    """The turn is finished and the environment has not replied to it."""
+    rewards: list[float] = field(default_factory=list)
+    """What the environment has given so far."""
+    ended_by: str | None = None
+    """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
+
+
+def episode_reward(state: RolloutState) -> float:
+    """The sum of the rewards that the environment gave; a judge (``forebay.agents:episode_reward``)."""
+    return float(sum(state.extra_fields[EPISODE_KEY]["rewards"]))

@@ -26,15 +26,15 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudge
+from forebay.agents.base import AgentLoop, Generator
 from forebay.agents.chat.endpoint import MODEL, ChatEndpoint
-from forebay.agents.chat.increments import IncrementRenderer, TurnTokenizer
+from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
 from forebay.agents.chat.session import ChatSession
-from forebay.agents.chat.tool_calls import Parser, check_parser
-from forebay.agents.chat.trajectory import RECORD_KEY
-from forebay.agents.chat.turn_reader import choose_reader
+from forebay.agents.chat.tool_calls import check_parser, choose_reader
+from forebay.agents.extra_fields import RECORD_KEY, REQUESTS_KEY
 from forebay.aio.time_limits import start_thread
-from forebay.config import StrictModel, import_object
+from forebay.config import StrictModel, import_object, parse_config
+from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
 from forebay.sandbox.processes import until_exit
 from forebay.types import Message, RolloutState, SampleParams, Status
@@ -42,64 +42,14 @@ from forebay.watching.activity import TOOL, Activities
 
 PROGRAM_TIMEOUT_S = 600.0
 """Long for an episode, short enough to notice a program that hangs."""
-_MAX_OUTPUT_BYTES = 1 << 20
-"""The last of a command's output is kept: its reward is the last line."""
-_TAIL_CHARACTERS = 500
 
 Program = Callable[["ProgramSession"], Any]
-
-
-@dataclass(frozen=True)
-class ProgramSession:
-    """What a program is given.
-
-    >>> async def program(session):
-    ...     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
-    ...     answer = await client.chat.completions.create(model=session.model, messages=session.messages)
-    ...     return float("46" in answer.choices[0].message.content)
-    """
-
-    base_url: str
-    """Of the chat API; it is this rollout's alone."""
-    messages: list[Message]
-    """The prompt of the task."""
-    task: dict[str, Any]
-    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example), ``tools``,
-    ``tool_choice`` and ``rollout_id``."""
-    api_key: str = "unused"
-    model: str = MODEL
 
 
 def _check_program(program: Any) -> Any:
     if isinstance(program, str):
         import_object("program", program)
     return program
-
-
-class ProgramArguments(StrictModel, strict=True):
-    """What a run file may say of a ``program`` agent."""
-
-    program: Annotated[Any, AfterValidator(_check_program)]
-    """``package.module:function`` of a function of a `ProgramSession`, or the words of a command as a list. A
-    command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON on its
-    standard input; its reward is the last line it prints, if that is JSON."""
-    timeout_s: float | None = Field(default=PROGRAM_TIMEOUT_S, gt=0)
-    """Seconds for one run of the program; None: no limit."""
-    max_turn_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of one turn; None: what is left of the budget. Requests at the same time wait until others do
-    not need the tokens that they may use, so a program that asks several should set it."""
-    max_context: int | None = Field(default=None, ge=1)
-    """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
-    ``train.token_budget``."""
-    parser: Annotated[Any, AfterValidator(check_parser)] = None
-    """How the model writes tool calls, as for ``tools``; None: as its chat template shows. Where nothing
-    shows it, requests with tools are refused."""
-    host: str = "127.0.0.1"
-    """Address of this machine at which the program finds the chat API."""
-    port: int = Field(default=0, ge=0, le=65535)
-    """Port of the chat API; 0: any that is free."""
-    allow_remote: bool = False
-    """Let `host` be an address that other machines reach."""
 
 
 @old_keywords(judger="judge")
@@ -118,50 +68,59 @@ class ProgramAgentLoop(AgentLoop):
         judge: gives the rewards; None: what the program returns (a number, or a mapping with ``score``).
         tokenizer: with a chat template.
         sample_params: for rollouts that bring none; programs cannot change them.
-        program: as in `ProgramArguments`, or a function of a `ProgramSession`.
-        timeout_s, max_turn_tokens, max_context, parser, host, port, allow_remote: see `ProgramArguments`.
         name: of the program, for messages; None: its own.
         activities: where to note what is being done; None: nobody looks.
+        arguments: those of `Arguments`, by name; `program` may also be a function of a
+            `ProgramSession`, and `parser` a function (see `forebay.agents.chat.tool_calls`).
 
     Raises:
-        ConfigError: the program cannot be imported, or the endpoint may not listen there.
-        ValueError: a limit is not positive, or the parser is unknown.
+        ConfigError: an argument does not fit, or the endpoint may not listen there.
     """
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of a ``program`` agent."""
+
+        program: Annotated[Any, AfterValidator(_check_program)]
+        """``package.module:function`` of a function of a `ProgramSession`, or the words of a command as a
+        list. A command gets OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and messages and task as JSON
+        on its standard input; its reward is the last line it prints, if that is JSON."""
+        timeout_s: float | None = Field(default=PROGRAM_TIMEOUT_S, gt=0)
+        """Seconds for one run of the program; None: no limit."""
+        max_turn_tokens: int | None = Field(default=None, ge=1)
+        """Tokens of one turn; None: what is left of the budget. Requests at the same time wait until others
+        do not need the tokens that they may use, so a program that asks several should set it."""
+        max_context: int | None = Field(default=None, ge=1)
+        """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
+        ``train.token_budget``."""
+        parser: Annotated[Any, AfterValidator(check_parser)] = None
+        """How the model writes tool calls, as for ``tools``; None: as its chat template shows. Where nothing
+        shows it, requests with tools are refused."""
+        host: str = "127.0.0.1"
+        """Address of this machine at which the program finds the chat API."""
+        port: int = Field(default=0, ge=0, le=65535)
+        """Port of the chat API; 0: any that is free."""
+        allow_remote: bool = False
+        """Let `host` be an address that other machines reach."""
 
     def __init__(
         self,
         rollout_controller: Generator,
-        judge: GroupJudge | None,
-        tokenizer: TurnTokenizer,
+        judge: Judge | None,
+        tokenizer: ChatTokenizer,
         *,
         sample_params: SampleParams,
-        program: Program | str | Sequence[str],
-        timeout_s: float | None = PROGRAM_TIMEOUT_S,
-        max_turn_tokens: int | None = None,
-        max_context: int | None = None,
-        parser: str | Parser | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        allow_remote: bool = False,
         name: str | None = None,
         activities: Activities | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(rollout_controller, judge, activities=activities)
-        if timeout_s is not None and timeout_s <= 0:
-            raise ValueError(f"timeout_s must be positive or None, got {timeout_s}")
-        for limit, value in (("max_turn_tokens", max_turn_tokens), ("max_context", max_context)):
-            if value is not None and value < 1:
-                raise ValueError(f"{limit} must be at least 1 or None, got {value}")
-        self.tokenizer = tokenizer
-        self.max_turn_tokens, self.max_context = max_turn_tokens, max_context
-        self.sample_params = sample_params
-        self.timeout_s = timeout_s
-        self._program = _as_function(program)
-        own_name = program if isinstance(program, str) else getattr(program, "__name__", str(program))
-        self._name = f"program {own_name}" if name is None else name
-        self._endpoint = ChatEndpoint(host=host, port=port, allow_remote=allow_remote)
+        self.tokenizer, self.sample_params = tokenizer, sample_params
+        self.arguments = own = parse_config(self.Arguments, arguments, source="program")
+        self._program = _as_function(own.program)
+        self._name = name or f"program {getattr(own.program, '__name__', own.program)}"
+        self._endpoint = ChatEndpoint(host=own.host, port=own.port, allow_remote=own.allow_remote)
         self._increments = IncrementRenderer(tokenizer)
-        self._reader = choose_reader(tokenizer, parser)
+        self._reader = choose_reader(tokenizer, own.parser)
         self._sessions: set[ChatSession] = set()
 
     async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
@@ -174,8 +133,8 @@ class ProgramAgentLoop(AgentLoop):
             self.tokenizer,
             self._increments,
             self._reader,
-            max_turn_tokens=self.max_turn_tokens,
-            max_context=self.max_context,
+            max_turn_tokens=self.arguments.max_turn_tokens,
+            max_context=self.arguments.max_context,
         )
         self._sessions.add(session)
         try:
@@ -218,11 +177,11 @@ class ProgramAgentLoop(AgentLoop):
             program = asyncio.create_task(_awaited(self._program(given)))
             ended = asyncio.create_task(session.ended.wait())
             try:
-                async with asyncio.timeout(self.timeout_s):
+                async with asyncio.timeout(self.arguments.timeout_s):
                     await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
             except TimeoutError:
                 raise TimeoutError(
-                    f"{self._name} took longer than {self.timeout_s:g} s, after "
+                    f"{self._name} took longer than {self.arguments.timeout_s:g} s, after "
                     f"{session.num_requests} requests"
                 ) from None
             finally:
@@ -254,7 +213,7 @@ class ProgramAgentLoop(AgentLoop):
             )
         for state in trajectories:
             state.status = Status.COMPLETED
-        first.extra_fields["num_requests"] = session.num_requests
+        first.extra_fields[REQUESTS_KEY] = session.num_requests
         if self.judge is None and result is not None:
             first.reward = self._reward(result)
         return trajectories
@@ -269,6 +228,34 @@ class ProgramAgentLoop(AgentLoop):
                 f"returned {result!r}"[:_TAIL_CHARACTERS]
             ) from None
         return reward
+
+
+@dataclass(frozen=True)
+class ProgramSession:
+    """What a program is given.
+
+    >>> async def program(session):
+    ...     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
+    ...     answer = await client.chat.completions.create(model=session.model, messages=session.messages)
+    ...     return float("46" in answer.choices[0].message.content)
+    """
+
+    base_url: str
+    """Of the chat API; it is this rollout's alone."""
+    messages: list[Message]
+    """The prompt of the task."""
+    task: dict[str, Any]
+    """``task_name``, ``data_source``, ``reward_model`` (the ground truth, for example), ``tools``,
+    ``tool_choice`` and ``rollout_id``."""
+    api_key: str = "unused"
+    model: str = MODEL
+
+
+_MAX_OUTPUT_BYTES = 1 << 20
+"""The last of a command's output is kept: its reward is the last line."""
+
+
+_TAIL_CHARACTERS = 500
 
 
 async def _awaited(result: Any) -> Any:

@@ -16,20 +16,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudge
-from forebay.agents.chat.increments import CALL_ID, TurnTokenizer
-from forebay.agents.chat.tool_calls import Parser, ToolCall, check_parser, choose_parser
+from forebay.agents.base import AgentLoop, Generator
+from forebay.agents.chat.rendering import NO_TOOLS, ChatTokenizer
+from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser
 from forebay.agents.environments.contract import Environment, Memory, Reply
-from forebay.agents.measures import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
+from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
-from forebay.agents.single_turn import NO_TOOLS
 from forebay.aio.time_limits import time_limit
-from forebay.config import StrictModel
+from forebay.config import StrictModel, parse_config
+from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
 from forebay.tools import Tool, ToolError, build_tool, check_tool, schema_of
 from forebay.tools.contract import Schema
@@ -42,46 +42,45 @@ MAX_RESULT_CHARACTERS = 4000
 """About a thousand tokens: a result must not fill the context."""
 
 
+def _as_text(call: ToolCall) -> str:
+    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
+
+
+def _check_tools(tools: Sequence[Any]) -> Sequence[Any]:
+    if not tools:
+        raise ValueError("name at least one tool")
+    return [check_tool(tool) for tool in tools]
+
+
+def _check_format(text: str) -> str:
+    if "{result}" not in text:
+        raise ValueError("result_format must hold {result}, where the result goes")
+    return text
+
+
 class ToolEnvironment(Environment):
     """Runs the tool calls of each turn; a turn without calls is the answer.
 
     Args:
-        tools: what may be called, by name.
+        arguments: of the agent.
         parse: finds the calls in a turn.
-        tool_timeout_s: for each call, from when it has its thread or sandbox; None: no limit.
-        max_result_characters: longer results are cut, and say so.
-        result_role: of the messages that carry results.
-        result_format: of their text, with ``{result}`` in it.
 
     Raises:
-        ValueError: an argument does not fit; the message says which.
+        ConfigError: a tool is unknown or does not take its arguments.
+        ValueError: two tools have one name.
     """
 
     reads_special_tokens = True
     gives_rewards = False
 
-    def __init__(
-        self,
-        tools: Sequence[Tool],
-        parse: Parser,
-        *,
-        tool_timeout_s: float | None = TOOL_TIMEOUT_S,
-        max_result_characters: int = MAX_RESULT_CHARACTERS,
-        result_role: str = "tool",
-        result_format: str = "{result}",
-    ) -> None:
+    def __init__(self, arguments: ToolAgentLoop.Arguments, parse: Parser) -> None:
+        tools = [build_tool(tool) for tool in arguments.tools]
         self.tools = {tool.name: tool for tool in tools}
-        if len(self.tools) < len(tools) or not tools:
-            raise ValueError(f"tools need different names, and at least one; got {[t.name for t in tools]}")
-        if tool_timeout_s is not None and tool_timeout_s <= 0:
-            raise ValueError(f"tool_timeout_s must be positive or None, got {tool_timeout_s}")
-        if "{result}" not in result_format:
-            raise ValueError(f"result_format must hold {{result}}, got {result_format!r}")
-        self.roles = (result_role,)
-        self._format = result_format
+        if len(self.tools) < len(tools):
+            raise ValueError(f"tools need different names, got {[tool.name for tool in tools]}")
+        self.roles = (arguments.result_role,)
+        self._arguments = arguments
         self._parse = parse
-        self._timeout_s = tool_timeout_s
-        self._max_characters = max_result_characters
 
     async def reset(self, state: RolloutState) -> Memory:
         """Tell the prompt of the tools, unless the data says which.
@@ -117,7 +116,8 @@ class ToolEnvironment(Environment):
             # One broken tool is enough, and says more than that there were errors.
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
-        made = [_as_api(number, call) for number, call in enumerate(calls)]
+        # One that cannot be read has no name.
+        made = [api_call(number, call.name, _as_text(call)) for number, call in enumerate(calls)]
         state.tool_calls = [*(state.tool_calls or ()), *made]
         state.extra_fields[TOOL_CALLS_KEY] += len(calls)
         state.extra_fields[TOOL_ERRORS_KEY] += sum(not ok for ok, _ in results)
@@ -128,14 +128,14 @@ class ToolEnvironment(Environment):
         limit: asyncio.Timeout | None = None
         try:
             tool, arguments = self._find(call)
-            async with time_limit(self._timeout_s) as limit:
+            async with time_limit(self._arguments.tool_timeout_s) as limit:
                 result = await tool.call(arguments)
         except ToolError as error:
             return False, self._cut(f"Error: {error}")
         except TimeoutError:
             if limit is None or not limit.expired():
                 raise
-            return False, f"Error: no result within {self._timeout_s:g} s"
+            return False, f"Error: no result within {self._arguments.tool_timeout_s:g} s"
         return True, self._cut(result)
 
     def _find(self, call: ToolCall) -> tuple[Tool, dict[str, Any]]:
@@ -178,7 +178,7 @@ class ToolEnvironment(Environment):
             raise ExceptionGroup("tools could not be closed", errors)
 
     def _message(self, call: dict[str, Any], text: str) -> Message:
-        role, text = self.roles[0], self._format.replace("{result}", text)
+        role, text = self.roles[0], self._arguments.result_format.replace("{result}", text)
         if role != "tool":
             return {"role": role, "content": text}
         return {"role": role, "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}
@@ -186,57 +186,9 @@ class ToolEnvironment(Environment):
     def _cut(self, text: str) -> str:
         # Half a surrogate pair, which JSON can hold, is nothing that a tokenizer takes.
         text = text.encode(errors="backslashreplace").decode()
-        left = len(text) - self._max_characters
-        return text if left <= 0 else f"{text[: self._max_characters]}... ({left} characters left out)"
-
-
-def _as_api(number: int, call: ToolCall) -> dict[str, Any]:
-    """`call` as the chat API writes it; of one that cannot be read only the id."""
-    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
-    return {
-        # Templates insist on nine characters; the number makes the calls of a turn differ.
-        "id": f"{CALL_ID[:5]}{number:04}",
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
-
-
-def _check_tools(tools: list[Any]) -> list[Any]:
-    if not tools:
-        raise ValueError("name at least one tool")
-    return [check_tool(tool) for tool in tools]
-
-
-def _check_format(text: str) -> str:
-    if "{result}" not in text:
-        raise ValueError("result_format must hold {result}, where the result goes")
-    return text
-
-
-class ToolsArguments(StrictModel, strict=True):
-    """What a run file may say of a ``tools`` agent."""
-
-    tools: Annotated[list[Any], AfterValidator(_check_tools)]
-    """What may be called: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function or
-    class of tools, or tables with such a ``name`` and its ``arguments``."""
-    parser: Annotated[Any, AfterValidator(check_parser)] = None
-    """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments`` and
-    perhaps one ``name``; None: as its chat template shows."""
-    max_turns: int = Field(default=8, ge=1)
-    """Turns of the model; the tools called in the last are still run."""
-    max_turn_tokens: int | None = Field(default=None, ge=1)
-    """A turn is cut after so many tokens; None: no limit."""
-    max_context: int | None = Field(default=None, ge=1)
-    """Tokens of prompt, turns and results together; None: what the engine allows, in a run at most
-    ``train.token_budget``."""
-    tool_timeout_s: float | None = Field(default=TOOL_TIMEOUT_S, gt=0)
-    """Seconds for each call, from when it has its thread or sandbox; None: no limit."""
-    max_result_characters: int = Field(default=MAX_RESULT_CHARACTERS, ge=0)
-    """Longer results are cut, and say so."""
-    result_role: str = "tool"
-    """Role of the messages that carry results; ``user`` where the chat template does not know ``tool``."""
-    result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
-    """Text of those messages, for example ``Result: {result}``."""
+        end = self._arguments.max_result_characters
+        left = len(text) - end
+        return text if left <= 0 else f"{text[:end]}... ({left} characters left out)"
 
 
 @old_keywords(judger="judge")
@@ -256,56 +208,65 @@ class ToolAgentLoop(AgentLoop):
         judge: gives the rewards; it reads the last turn as the response.
         tokenizer: with a chat template that knows tools, or with `parser` and `result_role` set.
         sample_params: for rollouts that bring none.
-        tools: names, tables with ``name`` and ``arguments``, functions or `Tool` objects.
-        parser: as in `ToolsArguments`, or a function (see `forebay.agents.chat.tool_calls`).
-        max_turns, max_turn_tokens, max_context, tool_timeout_s, max_result_characters, result_role,
-        result_format: see `ToolsArguments`.
         activities: where to note what is being done; None: nobody looks.
+        arguments: those of `Arguments`, by name; `tools` may also hold functions and `Tool` objects, and
+            `parser` be a function (see `forebay.agents.chat.tool_calls`).
 
     Raises:
-        ConfigError: a tool is unknown or does not take its arguments.
-        ValueError: another argument does not fit, or the chat template does not render results.
+        ConfigError: an argument does not fit; a tool is unknown or does not take its arguments.
+        ValueError: the chat template does not render results, or shows no dialect of calls.
     """
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of a ``tools`` agent."""
+
+        tools: Annotated[Sequence[Any], AfterValidator(_check_tools)]
+        """What may be called: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
+        or class of tools, or tables with such a ``name`` and its ``arguments``."""
+        parser: Annotated[Any, AfterValidator(check_parser)] = None
+        """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments``
+        and perhaps one ``name``; None: as its chat template shows."""
+        max_turns: int = Field(default=8, ge=1)
+        """Turns of the model; the tools called in the last are still run."""
+        max_turn_tokens: int | None = Field(default=None, ge=1)
+        """A turn is cut after so many tokens; None: no limit."""
+        max_context: int | None = Field(default=None, ge=1)
+        """Tokens of prompt, turns and results together; None: what the engine allows, in a run at most
+        ``train.token_budget``."""
+        tool_timeout_s: float | None = Field(default=TOOL_TIMEOUT_S, gt=0)
+        """Seconds for each call, from when it has its thread or sandbox; None: no limit."""
+        max_result_characters: int = Field(default=MAX_RESULT_CHARACTERS, ge=0)
+        """Longer results are cut, and say so."""
+        result_role: str = "tool"
+        """Role of the messages that carry results; ``user`` where the chat template does not know
+        ``tool``."""
+        result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
+        """Text of those messages, for example ``Result: {result}``."""
 
     def __init__(
         self,
         rollout_controller: Generator,
-        judge: GroupJudge | None,
-        tokenizer: TurnTokenizer,
+        judge: Judge | None,
+        tokenizer: ChatTokenizer,
         *,
         sample_params: SampleParams,
-        tools: Sequence[Tool | Callable[..., Any] | str | Mapping[str, Any]],
-        parser: str | Parser | None = None,
-        max_turns: int = 8,
-        max_turn_tokens: int | None = None,
-        max_context: int | None = None,
-        tool_timeout_s: float | None = TOOL_TIMEOUT_S,
-        max_result_characters: int = MAX_RESULT_CHARACTERS,
-        result_role: str = "tool",
-        result_format: str = "{result}",
         activities: Activities | None = None,
+        **arguments: Any,
     ) -> None:
         super().__init__(rollout_controller, judge, activities=activities)
-        environment = ToolEnvironment(
-            [build_tool(tool) for tool in tools],
-            choose_parser(parser, tokenizer),
-            tool_timeout_s=tool_timeout_s,
-            max_result_characters=max_result_characters,
-            result_role=result_role,
-            result_format=result_format,
-        )
+        own = parse_config(self.Arguments, arguments, source="tools")
         self.turns = MultiTurnAgentLoop(
             rollout_controller,
             judge,
             tokenizer,
             sample_params=sample_params,
-            environment=environment,
-            max_turns=max_turns,
-            max_turn_tokens=max_turn_tokens,
-            max_context=max_context,
+            activities=self.activities,
+            environment=ToolEnvironment(own, choose_parser(own.parser, tokenizer)),
+            max_turns=own.max_turns,
+            max_turn_tokens=own.max_turn_tokens,
+            max_context=own.max_context,
             # Every call has a time of its own, after which the model reads that it has passed.
             environment_timeout_s=None,
-            activities=self.activities,
         )
 
     @classmethod

@@ -22,11 +22,12 @@ from typing import Any
 
 from pydantic import Field
 
-from forebay.agents.base import AgentLoop, Generator, GroupJudge
-from forebay.agents.chat.increments import TurnTokenizer
+from forebay.agents.base import AgentLoop, Generator
+from forebay.agents.chat.rendering import ChatTokenizer
 from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
 from forebay.aio.time_limits import start_thread
-from forebay.config import ConfigError, StrictModel
+from forebay.config import ConfigError, StrictModel, parse_config
+from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
 from forebay.types import Message, RolloutState, SampleParams
 from forebay.watching.activity import Activities
@@ -34,11 +35,131 @@ from forebay.watching.activity import Activities
 TASK_KEY = "verifiers_task"
 """Key in ``reward_model``: the number of the task in its taskset."""
 
-EPISODES_PER_SERVER = 256
-"""`verifiers` keeps an HTTP client for every endpoint until its server is closed, and every rollout has its
-own endpoint; so a server is replaced before they are many."""
 
 Row = dict[str, Any]
+
+
+@old_keywords(judger="judge")
+class VerifiersAgentLoop(AgentLoop):
+    """Plays episodes of a `verifiers` environment.
+
+    Invariants: the rewards of the episode's tasks are the rollout's, averaged over its trainable agents, and
+    its metrics stand beside ``score``; an episode with an error makes its rollout FAILED. Agents of the
+    environment that name no model of their own are played by the policy.
+
+    >>> loop = VerifiersAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=2048),
+    ...                           env={"taskset": {"id": "reverse-text"}})          # doctest: +SKIP
+
+    Args:
+        rollout_controller: makes the tokens.
+        judge: asked only where the episode gave no reward.
+        tokenizer: with a chat template.
+        sample_params: for rollouts that bring none.
+        activities: where to note what is being done; None: nobody looks.
+        arguments: those of `Arguments`, by name.
+
+    Raises:
+        ConfigError: an argument does not fit; the library is missing or refuses `env`.
+    """
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of a ``verifiers`` agent."""
+
+        env: Mapping[str, Any]
+        """The library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ..."""
+        timeout_s: float | None = Field(default=PROGRAM_TIMEOUT_S, gt=0)
+        """Seconds for one episode; None: no limit."""
+        max_context: int | None = Field(default=None, ge=1)
+        """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
+        ``train.token_budget``."""
+
+    def __init__(
+        self,
+        rollout_controller: Generator,
+        judge: Judge | None,
+        tokenizer: ChatTokenizer,
+        *,
+        sample_params: SampleParams,
+        activities: Activities | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(rollout_controller, judge, activities=activities)
+        own = parse_config(self.Arguments, arguments, source="verifiers")
+        self._env = dict(own.env)
+        self._tasks = _Tasks(open_environment(own.env).taskset)
+        self._server: _Server | None = None
+        self._opening = asyncio.Lock()
+        self._programs = ProgramAgentLoop(
+            rollout_controller,
+            # Its judge would keep the episode's reward from being used.
+            None,
+            tokenizer,
+            sample_params=sample_params,
+            name=f"environment {own.env['taskset']['id']}",
+            activities=self.activities,
+            program=self._play,
+            timeout_s=own.timeout_s,
+            max_context=own.max_context,
+        )
+
+    async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
+        """Play one episode."""
+        self._programs.activities = self.activities
+        return await self._programs.generate_sample(state)
+
+    async def pause(self) -> None:
+        """End episodes; their rollouts end as ABORTED."""
+        await self._programs.pause()
+
+    async def close(self) -> None:
+        """Close the environment."""
+        await self._programs.close()
+        if self._server is not None:
+            await self._server.opened.aclose()
+            self._server = None
+        await super().close()
+
+    @contextlib.asynccontextmanager
+    async def _serving(self) -> AsyncIterator[Any]:
+        """An environment that serves; a worn one is closed with the last of its episodes."""
+        async with self._opening:
+            if self._server is None or self._server.is_worn:
+                # It imports packages and reads data.
+                env = await asyncio.wrap_future(start_thread(open_environment, self._env))
+                server = _Server(env)
+                await server.opened.enter_async_context(server.env.serving())
+                self._server = server
+            server = self._server
+            server.num_begun += 1
+        server.num_running += 1
+        try:
+            yield server.env
+        finally:
+            server.num_running -= 1
+            if server.is_worn and not server.num_running:
+                if server is self._server:
+                    self._server = None
+                await server.opened.aclose()
+
+    async def _play(self, session: ProgramSession) -> dict[str, float]:
+        """One episode against the rollout's endpoint; its reward and metrics.
+
+        Raises:
+            ValueError: the prompt names no task; its source must be `load_tasks`.
+            RuntimeError: the episode had an error, or no reward.
+        """
+        number = (session.task["reward_model"] or {}).get(TASK_KEY)
+        if number is None:
+            raise ValueError(
+                "the prompt names no task; its source must be forebay.agents.verifiers:load_tasks"
+            )
+        # There is no key: the address is the secret.
+        library = _library()
+        client = library.EvalClientConfig(base_url=session.base_url, api_key_var="FOREBAY_NO_KEY")
+        context = library.ModelContext(model=session.model, client=client)
+        async with self._serving() as env:
+            episode = await env.run_episode(self._tasks[number], context)
+        return _verdict(episode)
 
 
 def open_environment(env: Mapping[str, Any]) -> Any:
@@ -122,129 +243,9 @@ class _Server:
         return self.num_begun >= EPISODES_PER_SERVER
 
 
-class VerifiersArguments(StrictModel, strict=True):
-    """What a run file may say of a ``verifiers`` agent."""
-
-    env: Mapping[str, Any]
-    """The library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ..."""
-    timeout_s: float | None = Field(default=PROGRAM_TIMEOUT_S, gt=0)
-    """Seconds for one episode; None: no limit."""
-    max_context: int | None = Field(default=None, ge=1)
-    """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
-    ``train.token_budget``."""
-
-
-@old_keywords(judger="judge")
-class VerifiersAgentLoop(AgentLoop):
-    """Plays episodes of a `verifiers` environment.
-
-    Invariants: the rewards of the episode's tasks are the rollout's, averaged over its trainable agents, and
-    its metrics stand beside ``score``; an episode with an error makes its rollout FAILED. Agents of the
-    environment that name no model of their own are played by the policy.
-
-    >>> loop = VerifiersAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=2048),
-    ...                           env={"taskset": {"id": "reverse-text"}})          # doctest: +SKIP
-
-    Args:
-        rollout_controller: makes the tokens.
-        judge: asked only where the episode gave no reward.
-        tokenizer: with a chat template.
-        sample_params: for rollouts that bring none.
-        env, timeout_s, max_context: see `VerifiersArguments`.
-        activities: where to note what is being done; None: nobody looks.
-
-    Raises:
-        ConfigError: the library is missing or refuses `env`.
-    """
-
-    def __init__(
-        self,
-        rollout_controller: Generator,
-        judge: GroupJudge | None,
-        tokenizer: TurnTokenizer,
-        *,
-        sample_params: SampleParams,
-        env: Mapping[str, Any],
-        timeout_s: float | None = PROGRAM_TIMEOUT_S,
-        max_context: int | None = None,
-        activities: Activities | None = None,
-    ) -> None:
-        super().__init__(rollout_controller, judge, activities=activities)
-        self._env = dict(env)
-        self._tasks = _Tasks(open_environment(env).taskset)
-        self._server: _Server | None = None
-        self._opening = asyncio.Lock()
-        self._programs = ProgramAgentLoop(
-            rollout_controller,
-            # Its judge would keep the episode's reward from being used.
-            None,
-            tokenizer,
-            sample_params=sample_params,
-            program=self._play,
-            timeout_s=timeout_s,
-            max_context=max_context,
-            name=f"environment {env['taskset']['id']}",
-            activities=self.activities,
-        )
-
-    async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
-        """Play one episode."""
-        self._programs.activities = self.activities
-        return await self._programs.generate_sample(state)
-
-    async def pause(self) -> None:
-        """End episodes; their rollouts end as ABORTED."""
-        await self._programs.pause()
-
-    async def close(self) -> None:
-        """Close the environment."""
-        await self._programs.close()
-        if self._server is not None:
-            await self._server.opened.aclose()
-            self._server = None
-        await super().close()
-
-    @contextlib.asynccontextmanager
-    async def _serving(self) -> AsyncIterator[Any]:
-        """An environment that serves; a worn one is closed with the last of its episodes."""
-        async with self._opening:
-            if self._server is None or self._server.is_worn:
-                # It imports packages and reads data.
-                env = await asyncio.wrap_future(start_thread(open_environment, self._env))
-                server = _Server(env)
-                await server.opened.enter_async_context(server.env.serving())
-                self._server = server
-            server = self._server
-            server.num_begun += 1
-        server.num_running += 1
-        try:
-            yield server.env
-        finally:
-            server.num_running -= 1
-            if server.is_worn and not server.num_running:
-                if server is self._server:
-                    self._server = None
-                await server.opened.aclose()
-
-    async def _play(self, session: ProgramSession) -> dict[str, float]:
-        """One episode against the rollout's endpoint; its reward and metrics.
-
-        Raises:
-            ValueError: the prompt names no task; its source must be `load_tasks`.
-            RuntimeError: the episode had an error, or no reward.
-        """
-        number = (session.task["reward_model"] or {}).get(TASK_KEY)
-        if number is None:
-            raise ValueError(
-                "the prompt names no task; its source must be forebay.agents.verifiers:load_tasks"
-            )
-        # There is no key: the address is the secret.
-        library = _library()
-        client = library.EvalClientConfig(base_url=session.base_url, api_key_var="FOREBAY_NO_KEY")
-        context = library.ModelContext(model=session.model, client=client)
-        async with self._serving() as env:
-            episode = await env.run_episode(self._tasks[number], context)
-        return _verdict(episode)
+EPISODES_PER_SERVER = 256
+"""`verifiers` keeps an HTTP client for every endpoint until its server is closed, and every rollout has its
+own endpoint; so a server is replaced before they are many."""
 
 
 def _verdict(episode: Any) -> dict[str, float]:

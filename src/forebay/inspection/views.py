@@ -21,7 +21,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from forebay.agents.chat.transcript import conversation_of, facts_of
+from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.inspection.source import Digest
 from forebay.ledger import Balance, Comparison
 from forebay.replay import StorageItem

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from forebay.agents.measures import mean_counts
+from forebay.agents.extra_fields import mean_counts
 from forebay.judges import mean_parts
 from forebay.metrics import nearest_rank
 from forebay.produce.strategies.base import ProduceBatchStatus

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forebay.agents import AgentLoop
-from forebay.agents.chat.transcript import conversation_of, facts_of
+from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.io.durable import check, write_json

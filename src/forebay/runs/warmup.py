@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from forebay.agents import IncrementRenderer, prompt_tools, render_prompt
-from forebay.agents.single_turn import offered_tools
+from forebay.agents.chat.rendering import offered_tools
 from forebay.config import ConfigError
 from forebay.io.durable import DamagedError, check
 from forebay.models import load_model, load_tokenizer

@@ -40,9 +40,15 @@ class PromptTokenizer:
 
     def __init__(self, num_tokens: int) -> None:
         self._ids = [0] * num_tokens
+        self.all_special_ids: list[int] = []
+        self.all_special_tokens: list[str] = []
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
         """The ids of any chat."""
+        return self._ids
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """The ids of any text."""
         return self._ids
 
     def decode(self, token_ids: Any, **kwargs: Any) -> Any:

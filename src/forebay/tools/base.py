@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any, cast
 
 from forebay.aio.time_limits import CallThreads, OverrunError, TooManyOverrunsError
-from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
+from forebay.config import ConfigError, StrictModel, find_component, look_up, parse_component
 from forebay.tools.calculator import Calculator
 from forebay.tools.contract import Schema, Tool, ToolError, ToolUnavailableError
-from forebay.tools.python import Python, PythonArguments
-from forebay.tools.search import Search, SearchArguments
+from forebay.tools.python import Python
+from forebay.tools.search import Search
 
 TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Python, "search": Search}
 """What a run file may name; besides, ``package.module:Name`` of a function or of a class of tools."""
 
-TOOL_ARGUMENTS: dict[str, type[StrictModel]] = {"python": PythonArguments, "search": SearchArguments}
+TOOL_ARGUMENTS: dict[str, type[StrictModel]] = {"python": Python.Arguments, "search": Search.Arguments}
 """What the ``arguments`` of each may be; a calculator takes none."""
 
 NUM_THREADS = 16
@@ -109,9 +109,8 @@ def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Sche
         ConfigError: as `build_tool`.
     """
     if isinstance(tool, str | Mapping):
-        named = {"name": tool} if isinstance(tool, str) else tool
-        config = parse_config(Component, named, source="tools")
-        schema = getattr(look_up("tool", config.name, TOOLS), "schema", None)
+        named = parse_component(tool, source="tools")
+        schema = getattr(look_up("tool", named.name, TOOLS), "schema", None)
         if isinstance(schema, dict):
             return schema
     return build_tool(tool).schema
@@ -130,11 +129,10 @@ def check_tool(tool: Any) -> Any:
 
 def _find(tool: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """What `tool` names, and the arguments for it, which fit."""
-    named = {"name": tool} if isinstance(tool, str) else tool
-    config = parse_config(Component, named, source="tools")
+    config = parse_component(tool, source="tools")
     found = look_up("tool", config.name, TOOLS)
     if isinstance(found, type):
-        check_arguments("tool", config.name, TOOL_ARGUMENTS.get(config.name, found), config.arguments)
+        find_component("tool", config, TOOLS)
     elif config.arguments:
         raise ConfigError(f"tool {config.name!r} is a function, whose arguments the model gives")
     return found, config.arguments

@@ -10,13 +10,6 @@ from forebay.sandbox import Limits, Sandbox, SandboxError, SandboxResult
 from forebay.tools.contract import ToolError, ToolUnavailableError, make_schema, only_argument
 
 
-class PythonArguments(StrictModel, strict=True):
-    """What a run file may say of the tool ``python``."""
-
-    limits: Limits | None = None
-    """Of one program."""
-
-
 class Python:
     """Runs a Python program in a sandbox: no network, no files of this machine, limited time and memory.
 
@@ -34,6 +27,12 @@ class Python:
     schema = make_schema(
         name, "Run a Python program and read what it prints.", code="the program; it must print its results"
     )
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of the tool ``python``."""
+
+        limits: Limits | None = None
+        """Of one program."""
 
     def __init__(
         self, *, limits: Limits | Mapping[str, float] | None = None, sandbox: Sandbox | None = None

@@ -36,16 +36,6 @@ _PASSAGE_WORDS = 48
 """Of a snippet; SQLite gives at most 64."""
 
 
-class SearchArguments(StrictModel, strict=True):
-    """What a run file may say of the tool ``search``."""
-
-    corpus: str | Sequence[Document]
-    """A folder with ``.txt`` and ``.md`` files, or a ``.jsonl`` file with ``text`` and perhaps ``title`` in
-    each line."""
-    num_results: int = Field(default=3, ge=1)
-    """Passages in one answer."""
-
-
 class Search:
     """Finds passages in a local corpus.
 
@@ -57,8 +47,8 @@ class Search:
     '[1] Oslo: Oslo is the capital of Norway.'
 
     Args:
-        corpus: as in `SearchArguments`, or (title, text) pairs.
-        num_results: see `SearchArguments`.
+        corpus: as in `Arguments`, or (title, text) pairs.
+        num_results: see `Arguments`.
 
     Raises:
         ConfigError: the corpus is missing, empty or malformed.
@@ -66,6 +56,15 @@ class Search:
 
     name = "search"
     schema = make_schema(name, "Search a collection of documents.", query="the words to look for")
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of the tool ``search``."""
+
+        corpus: str | Sequence[Document]
+        """A folder with ``.txt`` and ``.md`` files, or a ``.jsonl`` file with ``text`` and perhaps ``title``
+        in each line."""
+        num_results: int = Field(default=3, ge=1)
+        """Passages in one answer."""
 
     def __init__(self, corpus: str | Sequence[Document], *, num_results: int = 3) -> None:
         if num_results < 1:

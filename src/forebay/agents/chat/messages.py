@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forebay.agents.single_turn import ChatTokenizer, render_prompt
+from forebay.agents.chat.rendering import ChatTokenizer, render_prompt
 from forebay.types import IntArray, Message
 
 

@@ -30,10 +30,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forebay.agents.base import Generator
-from forebay.agents.chat.increments import IncrementRenderer, TurnTokenizer
 from forebay.agents.chat.messages import RequestError, plain_message, render_conversation, with_names
-from forebay.agents.chat.trajectory import RECORD_KEY, Trajectory
-from forebay.agents.chat.turn_reader import TurnReader
+from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
+from forebay.agents.chat.tool_calls import TurnReader
+from forebay.agents.chat.trajectory import Trajectory
+from forebay.agents.extra_fields import RECORD_KEY
 from forebay.agents.interruption import is_cancelled
 from forebay.types import (
     TOKEN_FIELDS,
@@ -43,28 +44,6 @@ from forebay.types import (
     Status,
     reset_rollout_response,
 )
-
-
-class BudgetExhaustedError(RequestError):
-    """The rollout's token budget or context is used up."""
-
-
-class SessionEndedError(RuntimeError):
-    """The attempt is over: paused, failed or closed."""
-
-
-@dataclass
-class Turn:
-    """What a request is answered with."""
-
-    message: Message
-    """Role ``assistant``, with ``content`` and, if it called tools, ``tool_calls``."""
-    finish_reason: str
-    """``stop``, ``length`` or ``tool_calls``."""
-    num_prompt_tokens: int = 0
-    num_tokens: int = 0
-    logprobs: list[tuple[str, float]] = field(default_factory=list)
-    """(token, log probability) of each token."""
 
 
 class ChatSession:
@@ -96,7 +75,7 @@ class ChatSession:
         self,
         state: RolloutState,
         rollout_controller: Generator,
-        tokenizer: TurnTokenizer,
+        tokenizer: ChatTokenizer,
         increments: IncrementRenderer,
         reader: TurnReader,
         *,
@@ -426,6 +405,28 @@ class ChatSession:
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+
+class BudgetExhaustedError(RequestError):
+    """The rollout's token budget or context is used up."""
+
+
+class SessionEndedError(RuntimeError):
+    """The attempt is over: paused, failed or closed."""
+
+
+@dataclass
+class Turn:
+    """What a request is answered with."""
+
+    message: Message
+    """Role ``assistant``, with ``content`` and, if it called tools, ``tool_calls``."""
+    finish_reason: str
+    """``stop``, ``length`` or ``tool_calls``."""
+    num_prompt_tokens: int = 0
+    num_tokens: int = 0
+    logprobs: list[tuple[str, float]] = field(default_factory=list)
+    """(token, log probability) of each token."""
 
 
 def _before_any(text: str, stops: Sequence[str]) -> str:

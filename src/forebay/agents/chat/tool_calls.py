@@ -3,6 +3,7 @@
 ::
 
     text of a turn, special tokens included --parser--> ToolCall: name, arguments | what is wrong with it
+    tokens of a turn --TurnReader--> chat message: tool_calls, and the text before them
 
 | name        | what models write                                                                    |
 |-------------|--------------------------------------------------------------------------------------|
@@ -19,11 +20,71 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.agents.chat.increments import TurnTokenizer
+from forebay.agents.chat.messages import RequestError
+from forebay.agents.chat.rendering import CALL_ID, ChatTokenizer
+from forebay.types import Message
+
+Schemas = Sequence[dict[str, Any]]
+
+
+class TurnReader:
+    """Makes the chat message that an agent program gets of a turn's tokens.
+
+    A turn with a call that cannot be read is text: the program reads it.
+
+    >>> reader = TurnReader(tokenizer, choose_parser("hermes", tokenizer))      # doctest: +SKIP
+
+    Args:
+        tokenizer: of the model.
+        parse: finds the calls in a turn; None: it knows text only, and refuses tools.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer, parse: Parser | None = None) -> None:
+        self._tokenizer, self._parse = tokenizer, parse
+        special = sorted(tokenizer.all_special_tokens, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or r"(?!)")
+
+    def check(self, tools: Schemas | None) -> None:
+        """Refuse tools whose calls could not be read.
+
+        Raises:
+            RequestError: there are tools and no parser, or they are not a list of function schemas.
+        """
+        if tools and self._parse is None:
+            raise RequestError(
+                f"tools were given, but the chat template of {self._tokenizer.name_or_path!r} does not tell "
+                f"how its model writes calls; set the agent's argument parser"
+            )
+        for tool in tools or ():
+            if not isinstance(tool, dict) or not isinstance((tool.get("function") or {}).get("name"), str):
+                raise RequestError(f"a tool has no function with a name: {str(tool)[:200]}")
+
+    def read(
+        self, turn_ids: Sequence[int], tools: Schemas | None, num_calls: int = 0, *, is_cut: bool = False
+    ) -> Message:
+        """The message; ``tool_calls`` as the chat API has them, their arguments as objects.
+
+        Without `tools` all is text. `num_calls` is how many calls the conversation has so far, for ids that
+        are not used twice. A turn that `is_cut` by a limit lacks its end.
+        """
+        ids = list(turn_ids)
+        plain = {"role": "assistant", "content": str(self._tokenizer.decode(ids, skip_special_tokens=True))}
+        if not tools or self._parse is None:
+            return plain
+        if ids and not is_cut and ids[-1] in self._tokenizer.all_special_ids:
+            # The end of the turn, not a part of it.
+            ids.pop()
+        text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        found = self._parse(text)
+        if not found or any(call.problem or (call.name is None and len(tools) != 1) for call in found):
+            return plain
+        calls = [_resolved(call, tools, number) for number, call in enumerate(found, start=num_calls)]
+        before = self._special.sub("", text_before_calls(text)).strip()
+        return {"role": "assistant", "content": before, "tool_calls": calls}
 
 
 @dataclass(frozen=True)
@@ -128,7 +189,7 @@ PARSERS: dict[str, Parser] = {"hermes": parse_hermes, "llama3": parse_llama3, "m
 _SIGNS = {"<tool_call>": "hermes", _TOOL_CALLS: "mistral", _PYTHON_TAG: "llama3"}
 
 
-def choose_parser(parser: str | Parser | None, tokenizer: TurnTokenizer) -> Parser:
+def choose_parser(parser: str | Parser | None, tokenizer: ChatTokenizer) -> Parser:
     """`parser` itself, the one it names, or for None the one that suits the tokenizer.
 
     Raises:
@@ -176,7 +237,7 @@ def text_before_calls(text: str) -> str:
     return text[: min(starts)] if starts else ""
 
 
-def _dialect_of(tokenizer: TurnTokenizer) -> str:
+def _dialect_of(tokenizer: ChatTokenizer) -> str:
     template = str(tokenizer.chat_template or "")
     for sign, dialect in _SIGNS.items():
         if sign in template:
@@ -290,3 +351,39 @@ def _as_mapping(text: str) -> dict[str, Any] | str:
 
 def _malformed(body: str, why: object) -> ToolCall:
     return ToolCall(problem=f"the tool call {body[:200]!r} cannot be read: {why}")
+
+
+def choose_reader(tokenizer: ChatTokenizer, parser: str | Parser | None) -> TurnReader:
+    """One that reads calls as `parser` says, for None as the chat template shows; text only if it does not.
+
+    Raises:
+        ValueError: `parser` is unknown.
+    """
+    try:
+        return TurnReader(tokenizer, choose_parser(parser, tokenizer))
+    except ValueError:
+        if parser is not None:
+            raise
+        return TurnReader(tokenizer)
+
+
+def _resolved(call: ToolCall, tools: Schemas, number: int) -> dict[str, Any]:
+    """The chat API's form. No name means the only tool; a text means the only parameter."""
+    schemas = {tool["function"]["name"]: tool["function"] for tool in tools}
+    name = next(iter(schemas)) if call.name is None else call.name
+    arguments: Any = call.arguments
+    if isinstance(arguments, str):
+        parameters = (schemas.get(name, {}).get("parameters") or {}).get("properties") or {}
+        if len(parameters) == 1:
+            arguments = {next(iter(parameters)): arguments}
+    return api_call(number, name, arguments)
+
+
+def api_call(number: int, name: str | None, arguments: Any) -> dict[str, Any]:
+    """A call as the chat API writes it; `number` makes the calls of a conversation differ."""
+    # Templates insist on ids of nine characters.
+    return {
+        "id": f"{CALL_ID[:4]}{number:05}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }

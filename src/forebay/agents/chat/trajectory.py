@@ -14,11 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from forebay.agents.chat.cutting import cut_unanswered
-from forebay.types import IntArray, Message, RolloutState
-
-RECORD_KEY = "chat_record"
-"""Key in ``extra_fields``: the conversation of a trajectory, for going on after a pause."""
+from forebay.agents.extra_fields import RECORD_KEY
+from forebay.types import TOKEN_FIELDS, IntArray, Message, RolloutState
 
 
 @dataclass(eq=False)
@@ -93,3 +90,15 @@ class Trajectory:
         while self.messages[-1]["role"] != "assistant":
             self.messages = self.messages[:-1]
         self.note()
+
+
+def cut_unanswered(state: RolloutState) -> None:
+    """Take off what follows the model's last token: replies that it has no room to answer teach nothing."""
+    end = len(state.response_ids)
+    while end and not state.response_mask[end - 1]:
+        end -= 1
+    surplus = len(state.response_ids) - end
+    if end and surplus:
+        state.tokens = state.tokens[: len(state.tokens) - surplus].copy()
+        for name in TOKEN_FIELDS:
+            setattr(state, name, getattr(state, name)[:end].copy())

@@ -6,32 +6,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from forebay.agents.environments.contract import Environment
-from forebay.agents.environments.retry import SecondChances, SecondChancesArguments
-from forebay.agents.environments.stateful import LiveArguments, LiveEnvironment
-from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
+from forebay.agents.environments.retry import SecondChances
+from forebay.agents.environments.stateful import LiveEnvironment
+from forebay.config import ConfigError, StrictModel, find_component, parse_component
 
 ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
 """What ``environment`` may name in a run file; besides, ``package.module:Class``."""
 
 ENVIRONMENT_ARGUMENTS: dict[str, type[StrictModel]] = {
-    "live": LiveArguments,
-    "second_chances": SecondChancesArguments,
+    name: environment.Arguments for name, environment in ENVIRONMENTS.items()
 }
 """What the ``arguments`` of each may be."""
 
 
 def environment_class(environment: str | Mapping[str, Any]) -> Any:
-    """The class, or function, that `environment` names; nothing is made.
+    """The class, or function, that `environment` names and that takes its arguments; nothing is made.
 
     Raises:
-        ConfigError: the name is unknown.
+        ConfigError: the name is unknown, or its arguments do not fit.
     """
-    return look_up("environment", _component(environment).name, ENVIRONMENTS)
-
-
-def _component(environment: str | Mapping[str, Any]) -> Component:
-    named = {"name": environment} if isinstance(environment, str) else environment
-    return parse_config(Component, named, source="environment")
+    return find_component("environment", parse_component(environment, source="environment"), ENVIRONMENTS)
 
 
 def check_environment(environment: Any) -> Any:
@@ -41,16 +35,8 @@ def check_environment(environment: Any) -> Any:
         ConfigError: the name is unknown, or its arguments do not fit.
     """
     if isinstance(environment, str | Mapping):
-        _find(_component(environment))
+        environment_class(environment)
     return environment
-
-
-def _find(config: Component) -> Any:
-    factory = look_up("environment", config.name, ENVIRONMENTS)
-    check_arguments(
-        "environment", config.name, ENVIRONMENT_ARGUMENTS.get(config.name, factory), config.arguments
-    )
-    return factory
 
 
 def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
@@ -61,8 +47,8 @@ def build_environment(environment: Environment | str | Mapping[str, Any]) -> Env
     """
     if isinstance(environment, Environment):
         return environment
-    config = _component(environment)
-    made = _find(config)(**config.arguments)
+    config = parse_component(environment, source="environment")
+    made = find_component("environment", config, ENVIRONMENTS)(**config.arguments)
     if not isinstance(made, Environment):
         raise ConfigError(
             f"environment {config.name!r} makes a {type(made).__name__}; it must be an Environment with "

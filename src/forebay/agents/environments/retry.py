@@ -10,7 +10,6 @@ Any judge will do: exact match, math, code against tests, the scorers of reasoni
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy
 from typing import Any
 
@@ -27,25 +26,6 @@ SOLVED_SCORE = 1.0
 NOT_RIGHT = "That is not right. Try again."
 
 
-class SecondChancesArguments(StrictModel, strict=True):
-    """What a run file may say of a ``second_chances`` environment."""
-
-    judge: JudgeConfig
-    """The judge of every try, as a task's ``judge``."""
-    num_tries: int = Field(default=3, ge=1)
-    """Turns that are judged."""
-    discount: float = Field(default=1.0, gt=0, le=1)
-    """What a success is worth for every try before it; 1.0: as much."""
-    says: str = NOT_RIGHT
-    """What the model reads after a try that was not right."""
-
-    @field_validator("judge")
-    @classmethod
-    def _can_be_built(cls, judge: JudgeConfig) -> JudgeConfig:
-        build_judge(judge)
-        return judge
-
-
 class SecondChances(Environment):
     """Has every turn judged, and gives the model further tries.
 
@@ -56,30 +36,33 @@ class SecondChances(Environment):
     >>> environment = SecondChances(judge={"name": "reasoning_gym"}, num_tries=3, discount=0.8)
 
     Args:
-        judge: as a run file's ``judge`` table: ``name``, ``arguments``, ``timeout_s``.
-        num_tries, discount, says: see `SecondChancesArguments`.
+        arguments: those of `Arguments`, by name.
 
     Raises:
-        ConfigError: the judge is unknown, or does not take its arguments.
-        ValueError: `num_tries` is below 1 or `discount` not over 0 and up to 1.
+        ConfigError: an argument does not fit, or the judge is unknown or does not take its own.
     """
 
-    def __init__(
-        self,
-        *,
-        judge: Mapping[str, Any],
-        num_tries: int = 3,
-        discount: float = 1.0,
-        says: str = NOT_RIGHT,
-    ) -> None:
-        if num_tries < 1:
-            raise ValueError(f"num_tries must be at least 1, got {num_tries}")
-        if not 0 < discount <= 1:
-            raise ValueError(f"discount must be over 0 and up to 1, got {discount}")
-        self._judge = build_judge(parse_config(JudgeConfig, judge, source="second_chances.judge"))
-        self._num_tries = num_tries
-        self._discount = discount
-        self._says = says
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of a ``second_chances`` environment."""
+
+        judge: JudgeConfig
+        """The judge of every try, as a task's ``judge``."""
+        num_tries: int = Field(default=3, ge=1)
+        """Turns that are judged."""
+        discount: float = Field(default=1.0, gt=0, le=1)
+        """What a success is worth for every try before it; 1.0: as much."""
+        says: str = NOT_RIGHT
+        """What the model reads after a try that was not right."""
+
+        @field_validator("judge")
+        @classmethod
+        def _can_be_built(cls, judge: JudgeConfig) -> JudgeConfig:
+            build_judge(judge)
+            return judge
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = parse_config(self.Arguments, arguments, source="second_chances")
+        self._judge = build_judge(self._arguments.judge)
 
     async def reset(self, state: RolloutState) -> Memory:
         """No try so far."""
@@ -97,15 +80,15 @@ class SecondChances(Environment):
         if judged.reward is None:
             raise RuntimeError(judged.error_msg or "the judge gave no verdict")
         score = float(judged.reward["score"])
-        worth = score * self._discount ** memory["num_tries"] if score > 0 else score
+        worth = score * self._arguments.discount ** memory["num_tries"] if score > 0 else score
         best = memory["best"]
         # The gain, try by try: the episode may end by a limit before the last one.
         gain = worth if best is None else max(worth - best, 0.0)
         memory["best"] = worth if best is None else max(best, worth)
         memory["num_tries"] += 1
-        if score >= SOLVED_SCORE or memory["num_tries"] == self._num_tries:
+        if score >= SOLVED_SCORE or memory["num_tries"] == self._arguments.num_tries:
             return Reply(done=True, reward=gain)
-        return Reply(self._says, reward=gain)
+        return Reply(self._arguments.says, reward=gain)
 
     async def shut_down(self) -> None:
         """Close the judge."""

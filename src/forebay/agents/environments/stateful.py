@@ -37,15 +37,6 @@ def _check_make(make: Any) -> Any:
     return make
 
 
-class LiveArguments(StrictModel, strict=True):
-    """What a run file may say of a ``live`` environment."""
-
-    make: Annotated[Any, AfterValidator(_check_make)]
-    """``package.module:Name`` of a class or function that makes the `Episode` of a rollout."""
-    arguments: Mapping[str, Any] | None = None
-    """Its keyword arguments."""
-
-
 class LiveEnvironment(Environment):
     """Makes one `Episode` object for each rollout, and replays it where a rollout is continued.
 
@@ -56,12 +47,20 @@ class LiveEnvironment(Environment):
     >>> environment = LiveEnvironment(Chess, {"skill": 3})
 
     Args:
-        make: as in `LiveArguments`, or the class or function itself.
-        arguments: see `LiveArguments`.
+        make: as in `Arguments`, or the class or function itself.
+        arguments: see `Arguments`.
 
     Raises:
         ConfigError: there is no such class, or it does not take the arguments.
     """
+
+    class Arguments(StrictModel, strict=True):
+        """What a run file may say of a ``live`` environment."""
+
+        make: Annotated[Any, AfterValidator(_check_make)]
+        """``package.module:Name`` of a class or function that makes the `Episode` of a rollout."""
+        arguments: Mapping[str, Any] | None = None
+        """Its keyword arguments."""
 
     def __init__(
         self, make: Callable[..., Episode] | str, arguments: Mapping[str, Any] | None = None

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from forebay.agents.single_turn import ChatTokenizer, offered_tools, render_prompt
+from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
 from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError, StrictModel
 from forebay.produce.prompts.sequences import LazySequence, shuffled

@@ -23,9 +23,9 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from forebay.agents import AgentLoop
-from forebay.agents.base import GroupJudge
 from forebay.engines import RolloutController
 from forebay.engines.base import Completion, Engine, GenerateRequest
+from forebay.judges import Judge
 from forebay.produce import AgentLoopManager
 from forebay.produce.strategies.context import GroupSampler
 from forebay.replay import ReplayBuffer
@@ -96,7 +96,7 @@ def observe(recorder: Recorder, manager: AgentLoopManager, controller: RolloutCo
         loop = runner.agent_loop
         if isinstance(loop, AgentLoop) and loop.judge is not None:
             judge = partial(_judge, recorder, loop.judge)
-            loop.judge = cast(GroupJudge, _Observed(loop.judge, judge=judge))
+            loop.judge = cast(Judge, _Observed(loop.judge, judge=judge))
 
 
 def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
@@ -256,7 +256,7 @@ async def _sample(
     return group
 
 
-async def _judge(recorder: Recorder, judge: GroupJudge, target: list[RolloutState]) -> list[RolloutState]:
+async def _judge(recorder: Recorder, judge: Judge, target: list[RolloutState]) -> list[RolloutState]:
     start_s = recorder.now_s()
     judged = await judge.judge(target)
     errors = [state.error_msg for state in target]

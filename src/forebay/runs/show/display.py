@@ -26,7 +26,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from forebay.agents.chat.transcript import conversation_of
+from forebay.agents.extra_fields import conversation_of
 from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, SAMPLES, STEP_S, TIME_PREFIX, TOKENS_PER_S
 from forebay.produce.prompts.dataset import last_user_text
 from forebay.runs.show.live import MIN_PERIOD_S, LiveView, StepNow, panel

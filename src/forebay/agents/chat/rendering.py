@@ -1,9 +1,9 @@
-"""The tokens between two turns of the model, rendered by its chat template as an increment only.
+"""Chats as tokens: prompts as a whole, and between two turns of the model an increment only.
 
-The template is never given the conversation: what the model wrote would be tokenized again, and a template
-that rewrites history (drops earlier reasoning, say) would change tokens that the model has already seen. It
-renders a stand-in conversation whose last assistant message is a marker, and what follows the marker is what
-any reply adds to any turn::
+Between turns the template is never given the conversation: the model's own text would be tokenized again, and
+a template that rewrites history (drops earlier reasoning, say) would change tokens the model has seen. It
+renders a stand-in conversation whose last assistant message is a marker, and the text after the marker is
+what any reply adds to any turn::
 
     stand-in, no reply    <user>x<end><assistant>MARKER<end>
     stand-in and reply    <user>x<end><assistant>MARKER<end><user>higher<end><assistant>
@@ -21,25 +21,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forebay.agents.single_turn import ChatTokenizer
-from forebay.types import IntArray, Message
+from forebay.types import IntArray, Message, RolloutState
 
 MARKER = "MARKED"
 """Plain letters, which no template escapes or strips. What is rendered holds no other text of ours."""
 
 CALL_ID = "call00000"
 """Nine letters and digits, which some templates insist on."""
-
-
-class TurnTokenizer(ChatTokenizer, Protocol):
-    """What is needed of a tokenizer for several turns; those of transformers have it."""
-
-    all_special_ids: list[int]
-    all_special_tokens: list[str]
-
-    def encode(self, text: str, **kwargs: Any) -> list[int]:
-        """The token ids of a text."""
-        ...
 
 
 class IncrementRenderer:
@@ -63,7 +51,7 @@ class IncrementRenderer:
         ValueError: the template does not render such replies; the message says which and what to do.
     """
 
-    def __init__(self, tokenizer: TurnTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
+    def __init__(self, tokenizer: ChatTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
         longest_first = sorted(_control_tokens(tokenizer), key=len, reverse=True)
@@ -196,7 +184,7 @@ def _after_marker(text: str) -> str:
     return after
 
 
-def _control_tokens(tokenizer: TurnTokenizer) -> set[str]:
+def _control_tokens(tokenizer: ChatTokenizer) -> set[str]:
     """Texts that are tokens by themselves and mean something to a template or a model."""
     added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
     # Some vocabularies add words and runs of blanks, which text may hold.
@@ -208,3 +196,88 @@ def _broken_up(match: re.Match[str]) -> str:
     token = match[0]
     # One character cannot be broken up.
     return f"{token[0]} {token[1:]}" if len(token) > 1 else " "
+
+
+class ChatTokenizer(Protocol):
+    """The parts of a tokenizer that agents use; those of transformers have them."""
+
+    name_or_path: str
+    chat_template: Any
+    all_special_ids: list[int]
+    all_special_tokens: list[str]
+
+    def apply_chat_template(self, conversation: list[Message], **kwargs: Any) -> Any:
+        """The token ids, or the text, of a chat."""
+        ...
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]:
+        """The token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Any, **kwargs: Any) -> Any:
+        """The text of token ids."""
+        ...
+
+
+NO_TOOLS = "none"
+"""A rollout's ``tool_choice`` with which its prompt tells of no tools."""
+
+
+def require_chat_template(tokenizer: ChatTokenizer) -> None:
+    """Raise unless the tokenizer can turn a chat into tokens.
+
+    Raises:
+        ValueError: it has no chat template.
+    """
+    if not tokenizer.chat_template:
+        where = tokenizer.name_or_path or "the given tokenizer"
+        raise ValueError(
+            f"the tokenizer of {where!r} has no chat template, so chats cannot become tokens: put a "
+            f"chat_template.jinja into that folder, set tokenizer.chat_template, or use the instruct model"
+        )
+
+
+def render_prompt(
+    tokenizer: ChatTokenizer, message: list[Message], tools: list[dict[str, Any]] | None = None
+) -> IntArray:
+    """int32, P: the chat as the model sees it, up to where its answer begins."""
+    ids: Sequence[int] = tokenizer.apply_chat_template(
+        message, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return np.asarray(ids, dtype=np.int32)
+
+
+def offered_tools(
+    tools: list[dict[str, Any]] | None, tool_choice: str | dict[str, Any] | None
+) -> list[dict[str, Any]] | None:
+    """Those of `tools` that a prompt tells of."""
+    return None if tool_choice == NO_TOOLS else tools
+
+
+class PromptRenderer:
+    """Renders the prompts of rollouts, once for all members of a group.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        require_chat_template(tokenizer)
+        self._tokenizer = tokenizer
+        # The latest prompt: the members of a group start one after the other, so one entry serves them all.
+        self._latest: tuple[list[Message], list[dict[str, Any]] | None, IntArray] | None = None
+
+    def render(self, state: RolloutState) -> None:
+        """Give `state` its ``prompt_ids``, and ``tokens`` to begin with, unless it has them."""
+        if len(state.prompt_ids) == 0:
+            state.prompt_ids = self._prompt_ids(state.message, offered_tools(state.tools, state.tool_choice))
+        if len(state.tokens) == 0:
+            state.tokens = state.prompt_ids
+
+    def _prompt_ids(self, message: list[Message], tools: list[dict[str, Any]] | None) -> IntArray:
+        if self._latest is not None and self._latest[:2] == (message, tools):
+            return self._latest[2]
+        prompt_ids = render_prompt(self._tokenizer, message, tools)
+        # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
+        self._latest = ([dict(part) for part in message], tools, prompt_ids)
+        return prompt_ids

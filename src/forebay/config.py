@@ -15,10 +15,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import logging
 import os
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -31,6 +33,8 @@ from forebay.beside import (
     search_folders,
 )
 from forebay.tracebacks import raised_at
+
+logger = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -67,6 +71,8 @@ class Component(BaseModel):
 
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+OldNames = Mapping[str, tuple[str, ...]]
+"""Keys of earlier versions, each with the keys that took its place: ``old_names`` of a model of run files."""
 
 
 def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) -> ModelT:
@@ -75,7 +81,7 @@ def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value does not fit.
     """
-    data = apply_overrides(read_toml(path), overrides)
+    data = apply_overrides(read_toml(path), overrides, old_names_of(model))
     return parse_config(model, data, source=str(path), beside=path.parent)
 
 
@@ -105,8 +111,12 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{str(path)!r} is not valid TOML: {error}") from None
 
 
-def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply_overrides(
+    data: Mapping[str, Any], overrides: Iterable[str], old_names: OldNames = MappingProxyType({})
+) -> dict[str, Any]:
     """A copy of `data` with each ``a.b=value`` set; list entries go by position (``tasks.0.weight=2``).
+
+    Keys in `old_names` get the names of this version, in `data` and in the overrides.
 
     The value is read as TOML where it is valid TOML (``3``, ``true``, ``[1, 2]``), else as plain text. The
     order of different keys does not matter: ``engine=vllm`` and ``engine.arguments.servers=2`` go both ways.
@@ -114,7 +124,7 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     Raises:
         ConfigError: an override has no ``=`` or walks into something that is not a table or list.
     """
-    result: dict[str, Any] = _copy_tables(dict(data))
+    result = _with_new_names(data, old_names)
     changes: list[tuple[list[str], str, str]] = []
     for override in overrides:
         key, separator, text = override.partition("=")
@@ -122,7 +132,8 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
             raise ConfigError(
                 f"override {override!r} is not of the form key=value, for example train.lr=1e-4"
             )
-        changes.append((key.strip().split("."), text.strip(), override))
+        names = old_names.get(key.strip(), (key.strip(),))
+        changes += [(name.split("."), text.strip(), override) for name in names]
     # A whole table before its parts, which it would wipe; the sort keeps the order of equals.
     for path, text, override in sorted(changes, key=lambda change: len(change[0])):
         _set_path(result, path, _read_value(text), override)
@@ -144,9 +155,10 @@ def _read_value(text: str) -> Any:
         return text
 
 
-def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
+def _set_path(
+    node: Any, path: list[str], value: Any, override: str, *, only_if_missing: bool = False
+) -> None:
     for depth, part in enumerate(path):
-        last = depth == len(path) - 1
         key: Any = part
         if isinstance(node, list):
             if not part.isdecimal() or int(part) >= len(node):
@@ -157,19 +169,19 @@ def _set_path(node: Any, path: list[str], value: Any, override: str) -> None:
             key = int(part)
         elif not isinstance(node, dict):
             raise ConfigError(f"override {override!r}: {'.'.join(path[:depth])} is a value, not a table")
-        if last:
-            node[key] = value
-        elif path[depth + 1] == "arguments" and isinstance(_entry(node, key), str):
+        if depth == len(path) - 1:
+            if not (only_if_missing and key in node):
+                node[key] = value
+            return
+        if isinstance(node, dict):
+            node.setdefault(key, {})
+        if isinstance(node[key], str) and path[depth + 1] in _COMPONENT_KEYS:
             # The short form of a component: engine = "vllm" is engine = { name = "vllm" }.
-            node[key] = node = {"name": node[key]}
-        elif isinstance(node, dict):
-            node = node.setdefault(key, {})
-        else:
-            node = node[key]
+            node[key] = {"name": node[key]}
+        node = node[key]
 
 
-def _entry(node: Any, key: Any) -> Any:
-    return node.get(key) if isinstance(node, dict) else node[key]
+_COMPONENT_KEYS = ("arguments", "dtype")
 
 
 def parse_config(
@@ -183,7 +195,7 @@ def parse_config(
     Raises:
         ConfigError: one line per problem: where, what was given, and the nearest known key or the rule.
     """
-    table = dict(data)
+    table = _with_new_names(data, old_names_of(model))
     given = table.get("search_path") or []
     # A wrong value is left to validation.
     usable = isinstance(given, list) and all(isinstance(folder, str) for folder in given)
@@ -199,6 +211,29 @@ def parse_config(
     except ValidationError as error:
         lines = [_explain(model, dict(problem)) for problem in error.errors()]
         raise ConfigError(f"{source}: " + "\n".join(lines)) from None
+
+
+def old_names_of(model: type[BaseModel]) -> OldNames:
+    """Keys of earlier versions that run files of this kind may have."""
+    names: OldNames = getattr(model, "old_names", {})
+    return names
+
+
+def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, Any]:
+    """A copy of `data` in which the keys of earlier versions have the names of this one."""
+    table: dict[str, Any] = _copy_tables(dict(data))
+    for old, names in old_names.items():
+        *path, last = old.split(".")
+        node: Any = table
+        for part in path:
+            node = node.get(part) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last not in node:
+            continue
+        value = node.pop(last)
+        logger.warning("%s is now %s: %r is used, unless that is set", old, " and ".join(names), value)
+        for name in names:
+            _set_path(table, name.split("."), value, f"{old}={value}", only_if_missing=True)
+    return table
 
 
 def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:

@@ -10,12 +10,12 @@ import pytest
 
 from forebay.config import ConfigError, parse_config
 from forebay.io.durable import DiskError
-from forebay.runs import launch as launch_module
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import occupied, saved_config
 from forebay.runs.launch import launch
 from forebay.runs.preflight import try_all
 from forebay.runs.show.display import RunDisplay
+from forebay.runs.surroundings import ended_by_ctrl_c
 
 
 def score(state):
@@ -169,7 +169,7 @@ def test_a_run_off_the_main_thread_needs_no_signals(tmp_path):
     done = []
 
     def work():
-        with launch_module._ended_by_ctrl_c():
+        with ended_by_ctrl_c():
             done.append(True)
 
     thread = threading.Thread(target=work)

@@ -36,6 +36,7 @@ from forebay.runs.rollouts import Rollouts, build_rollouts
 from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
+from forebay.runs.surroundings import ended_by_ctrl_c
 from forebay.runs.verify import WeightCheck
 from forebay.runs.warmup import warm_up
 from forebay.train import OffPolicyGuard, TrainController
@@ -91,16 +92,38 @@ class Run(Rollouts):
         return self.stop.is_set()
 
 
-class Beginning(NamedTuple):
+async def open_run(
+    config: RunConfig,
+    display: RunDisplay,
+    cluster: Cluster | None = None,
+    *,
+    resume_step: int | None = None,
+    data: Sequence[TaskData] | None = None,
+) -> Run:
+    """`build_run` in the run's own folder, on a `cluster` that has not been opened or has lost a part."""
+    if cluster is not None:
+        display.phase("ray")
+        await cluster.open()
+    with ended_by_ctrl_c():
+        start = find_start(config, config.folder, display, data)
+        if cluster is None:
+            return build_run(config, config.folder, display, resume_step=resume_step, start=start)
+    display.phase("ray")
+    # It takes minutes where a model is large, and parts that are on the cluster already need the event loop.
+    await asyncio.to_thread(cluster.start, start.model_folder)
+    return build_run(config, config.folder, display, resume_step=resume_step, cluster=cluster, start=start)
+
+
+class Start(NamedTuple):
     """The model and the data that a run starts from."""
 
     model_folder: Path
     data: list[TaskData]
 
 
-def find_beginning(
+def find_start(
     config: RunConfig, folder: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
-) -> Beginning:
+) -> Start:
     """The model of the run in `folder`, warmed up if the config says so, and its prompts (`data`, if loaded).
 
     Raises:
@@ -115,7 +138,7 @@ def find_beginning(
     data = check_lengths(config, model_folder, data)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
-    return Beginning(model_folder, data)
+    return Start(model_folder, data)
 
 
 def build_run(
@@ -125,23 +148,23 @@ def build_run(
     *,
     resume_step: int | None = None,
     cluster: Cluster | None = None,
-    beginning: Beginning | None = None,
+    start: Start | None = None,
 ) -> Run:
     """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
 
     The heavy ones are on `cluster`, if one is given (`forebay.runs.placement.make_cluster`); it was opened
-    before. With a `beginning` it was started with its model, too.
+    before. With a `start` it was started with its model, too.
 
     Raises:
         ConfigError: the model, the data or a setting does not fit; before anything is generated.
     """
-    model_folder, data = beginning or find_beginning(config, folder, display)
+    model_folder, data = start or find_start(config, folder, display)
     display.phase("load")
     tokenizer = load_tokenizer(model_folder)
-    if cluster is not None and beginning is None:
+    if cluster is not None and start is None:
         cluster.start(model_folder)
+    # Parts that open files come last, so that none is left open where one before it does not fit.
     trainer = build_trainer(config, model_folder, tokenizer) if cluster is None else cluster.trainer()
-    # What opens files comes last, so that nothing is left open where something before it does not fit.
     rollouts = build_rollouts(config, model_folder, data, cluster=cluster)
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
     ledger = rollouts.manager.ledger = Ledger(folder / "ledger.jsonl")

@@ -1,4 +1,4 @@
-"""Which keys of a run file may change when a run goes on: a literal table, for every key.
+"""Which keys of a run file may not change when a run goes on, and which of the others did.
 
 ::
 
@@ -41,42 +41,15 @@ FIXED = {
     "warmup.lr": _WARMED_UP,
     "warmup.batch_size": _WARMED_UP,
 }
-"""Why each of these cannot change; ``*`` is any task's place."""
+"""Why each of these cannot change; ``*`` is any task's place. Every start reads the others anew, and the part
+that reads one refuses a value that does not fit the checkpoint."""
 
-_FREE_WORDS = """
-    steps batch_size search_path threads checkpoint_every keep_checkpoints show_every trace verify_weights
-    model.attention model.max_context
-    engine.name engine.arguments engine.dtype cluster.name cluster.arguments
-    tasks.*.data.source tasks.*.data.arguments tasks.*.data.prompt_column tasks.*.data.answer_column
-    tasks.*.data.system_prompt
-    tasks.*.eval_data.source tasks.*.eval_data.arguments tasks.*.eval_data.prompt_column
-    tasks.*.eval_data.answer_column tasks.*.eval_data.system_prompt tasks.*.eval_data.shuffle_seed
-    tasks.*.eval_data.start tasks.*.eval_data.size
-    tasks.*.judge.name tasks.*.judge.arguments tasks.*.judge.timeout_s tasks.*.judge.shuffle_seed
-    tasks.*.agent.name tasks.*.agent.arguments
-    tasks.*.sample.max_tokens tasks.*.sample.temperature tasks.*.sample.top_p tasks.*.sample.top_k
-    tasks.*.sample.stop tasks.*.sample.stop_token_ids tasks.*.sample.seed
-    tasks.*.weight tasks.*.overlong_prompts tasks.*.max_staleness
-    replay.limit replay.keep_consumed
-    produce.mode produce.strategy produce.filter produce.sync_weights_interval produce.max_staleness
-    produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
-    produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries produce.in_flight_update
-    produce.stall_after_s
-    produce.min_members produce.max_failed_groups
-    train.lr train.schedule train.schedule_warmup_steps train.weight_decay train.max_grad_norm
-    train.mini_batches train.epochs train.token_budget train.layout train.dtype train.ranks
-    train.gradient_checkpointing train.advantage train.loss train.clip train.dual_clip train.kl_coef
-    train.kl_estimator train.entropy_coef train.normalization train.correction train.correction_band
-    train.guard train.guard_bands train.critic_lr train.lam
-    evaluate.every evaluate.rollouts_per_prompt evaluate.temperature
-    metrics.sinks metrics.project
-"""
-FREE = frozenset(_FREE_WORDS.split())
-"""Read anew by every start. What does not fit a checkpoint is then refused by the part that reads it."""
+_TABLES_OF_ONE_KEY = ("arguments", "guard_bands")
+"""Keys whose value is a table that is told as a whole."""
 
 
 def changed(before: RunConfig, after: RunConfig) -> list[str]:
-    """What the resumed run does otherwise, a line for each key.
+    """A line for each key that the resumed run has another value for.
 
     Raises:
         ConfigError: a key cannot change.
@@ -101,12 +74,12 @@ def _pattern(key: str) -> str:
 
 
 def _leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    # The folder of the run may have been moved, and is no one's wish.
+    # The folder of the run may have been moved, which is no wish to change it.
     yield from _walk(config.model_dump(mode="json", exclude={"name", "output"}), "")
 
 
 def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and _pattern(key) not in FREE:
+    if isinstance(value, dict) and key.rpartition(".")[2] not in _TABLES_OF_ONE_KEY:
         for name, item in value.items():
             yield from _walk(item, f"{key}.{name}" if key else name)
     elif key == "tasks":

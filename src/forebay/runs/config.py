@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import tomli_w
 from pydantic import Field, field_validator, model_validator
@@ -14,6 +13,7 @@ from forebay.agents import check_agent
 from forebay.config import (
     Component,
     ConfigError,
+    OldNames,
     StrictModel,
     check_arguments,
     import_object,
@@ -28,8 +28,6 @@ from forebay.produce.prompts.sources import check_source
 from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
-
-logger = logging.getLogger(__name__)
 
 CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
 """What ``cluster`` may be, by import path: this row knows no cluster."""
@@ -196,6 +194,12 @@ class EvalConfig(StrictModel):
 class RunConfig(StrictModel):
     """A whole run, as `forebay train` takes it."""
 
+    old_names: ClassVar[OldNames] = {
+        # Version 0.1 had one key for the precision of the trainer and of the engines.
+        "model.dtype": ("engine.dtype", "train.dtype"),
+        "train.normalisation": ("train.normalization",),
+    }
+
     name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
     """Names the run and its folder: letters, digits, dots, dashes and underscores."""
     seed: int = Field(default=0, ge=0)
@@ -277,27 +281,6 @@ class RunConfig(StrictModel):
         if budget is None or "normalization" in train or train.get("loss") == "gspo":
             return given
         return {**given, "train": {**train, "normalization": budget}}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _retire_model_dtype(cls, data: Any) -> Any:
-        """Run files of version 0.1 had one key for the weights of the trainer and of the engines."""
-        model = data.get("model") if isinstance(data, dict) else None
-        if not isinstance(model, dict) or "dtype" not in model:
-            return data
-        dtype = model["dtype"]
-        engine, train = data.get("engine", {}), data.get("train", {})
-        engine = {"name": engine} if isinstance(engine, str) else engine
-        logger.warning(
-            "model.dtype is now train.dtype (for the trainer's passes) and engine.dtype (for engines): both "
-            "are set to %r, unless the run file sets them. The trainer's weights are always float32",
-            dtype,
-        )
-        return data | {
-            "model": {key: value for key, value in model.items() if key != "dtype"},
-            "engine": {"dtype": dtype} | engine,
-            "train": {"dtype": dtype} | train,
-        }
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:

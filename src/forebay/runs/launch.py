@@ -2,7 +2,7 @@
 
 ::
 
-    launch --> folder, cluster --> build_run --> loop --> cluster closed
+    launch --> folder, cluster --> open_run ---> loop --> cluster closed
                                        ^           | PartLost
                                        '-----------' from the last checkpoint, a limited number of times
 """
@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,11 +24,11 @@ from forebay.io.durable import DamagedError, check, is_disk_error
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs import steps
-from forebay.runs.build import Run, build_run, find_beginning
+from forebay.runs.build import Run, open_run
 from forebay.runs.changeable_keys import changed
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig
-from forebay.runs.data import TaskData, load_data, with_alphabet
+from forebay.runs.data import load_data, with_alphabet
 from forebay.runs.folder import (
     check_checkpoint,
     disk_errors_of_run,
@@ -42,12 +40,12 @@ from forebay.runs.folder import (
     saved_config,
     write_run_file,
 )
-from forebay.runs.placement import Cluster, PartLost, make_cluster
+from forebay.runs.placement import Cluster, PartLost, opened_cluster
 from forebay.runs.preflight import try_judges
 from forebay.runs.rollouts import build_rollouts
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.surroundings import logs_shown, stopped_by_signals
+from forebay.runs.surroundings import ended_by_ctrl_c, logs_shown, stopped_by_signals
 from forebay.train.parallel.ranks import RankError
 
 MAX_RESTARTS = 3
@@ -86,7 +84,7 @@ async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) ->
         display.start(config.name, _facts(config), step=step, total=config.steps)
         for line in changes:
             display.message(line)
-        async with _cluster(config) as cluster:
+        async with opened_cluster(config) as cluster:
             try:
                 if checkpoint is None:
                     run = await _begun(config, display, cluster, overwrite=overwrite)
@@ -105,55 +103,12 @@ async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) ->
 async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None, *, overwrite: bool) -> Run:
     """A new run; what can be wrong with its data and judges is found before its folder is touched."""
     display.phase("data")
-    with _ended_by_ctrl_c():
+    with ended_by_ctrl_c():
         data = load_data(config)
         config = with_alphabet(config, data)
     await try_judges(config, data)
     with new_folder(config, overwrite=overwrite):
-        return await _built(config, display, cluster, data=data)
-
-
-@contextlib.contextmanager
-def _ended_by_ctrl_c() -> Iterator[None]:
-    """Ctrl-C ends at once what does not await anything; the event loop's own handler would wait for that."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.asynccontextmanager
-async def _cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
-    cluster = make_cluster(config)
-    try:
-        yield cluster
-    finally:
-        if cluster is not None:
-            await cluster.close()
-
-
-async def _built(
-    config: RunConfig,
-    display: RunDisplay,
-    cluster: Cluster | None,
-    step: int | None = None,
-    data: Sequence[TaskData] | None = None,
-) -> Run:
-    if cluster is not None:
-        display.phase("ray")
-        await cluster.open()
-    with _ended_by_ctrl_c():
-        beginning = find_beginning(config, config.folder, display, data)
-        if cluster is None:
-            return build_run(config, config.folder, display, resume_step=step, beginning=beginning)
-    display.phase("ray")
-    # It takes minutes where a model is large, and what is on the cluster already needs the event loop.
-    await asyncio.to_thread(cluster.start, beginning.model_folder)
-    return build_run(config, config.folder, display, resume_step=step, cluster=cluster, beginning=beginning)
+        return await open_run(config, display, cluster, data=data)
 
 
 async def _resumed(
@@ -161,7 +116,7 @@ async def _resumed(
 ) -> Run:
     # Before anything is built: the answer comes at once, and nothing has to be undone.
     await asyncio.to_thread(check_checkpoint, checkpoint)
-    run = await _built(config, display, cluster, step)
+    run = await open_run(config, display, cluster, resume_step=step)
     try:
         await steps.resume(run, checkpoint)
     except BaseException:
@@ -216,7 +171,7 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     if checkpoints:
         again = await _resumed(config, checkpoints[-1], step, display, run.cluster)
     else:
-        again = await _built(config, display, run.cluster, step)
+        again = await open_run(config, display, run.cluster, resume_step=step)
     if run.stop_requested:
         again.stop.set()
     return again
@@ -235,7 +190,7 @@ async def launch_evaluation(config: RunConfig, model_folder: Path | None = None)
     torch.set_num_threads(config.threads)
     if model_folder is None:
         model_folder = await asyncio.to_thread(_newest_model, config.folder)
-    async with _cluster(config) as cluster:
+    async with opened_cluster(config) as cluster:
         if cluster is not None:
             await cluster.open(trains=False)
             await asyncio.to_thread(cluster.start, model_folder)

@@ -11,7 +11,8 @@ This row knows no cluster: `forebay.cluster` has the implementation, which a run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,3 +151,14 @@ def make_cluster(config: RunConfig) -> Cluster | None:
     check_cluster(config)
     cluster: Cluster = factory(config, **arguments)
     return cluster
+
+
+@contextlib.asynccontextmanager
+async def opened_cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
+    """`make_cluster`, closed at the end of the block."""
+    cluster = make_cluster(config)
+    try:
+        yield cluster
+    finally:
+        if cluster is not None:
+            await cluster.close()

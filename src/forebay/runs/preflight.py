@@ -8,26 +8,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
+from rich.console import Console
 
 from forebay.config import ConfigError
 from forebay.judges import build_judge
-from forebay.models import load_tokenizer, resolve_model
-from forebay.produce import Prompt
+from forebay.metrics import MetricsConfig
+from forebay.produce import Prompt, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.runs.build import build_trainer
+from forebay.runs.build import open_run
 from forebay.runs.config import RunConfig
-from forebay.runs.data import TaskData, check_lengths, load_data, with_alphabet
+from forebay.runs.data import TaskData, load_data, with_alphabet
 from forebay.runs.folder import RUN_FILE, occupied
-from forebay.runs.placement import Cluster, make_cluster
-from forebay.runs.rollouts import build_rollouts
+from forebay.runs.placement import opened_cluster
+from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.wording import clean
-from forebay.runs.steps import close_rollouts
+from forebay.runs.steps import close
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
@@ -94,46 +93,32 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
     for task, part in zip(config.tasks, data, strict=True):
         held_out = f", {len(part.held_out)} held out" if part.held_out else ""
         say(f"data    {task.name}: {len(part.training)} prompts to train on{held_out}")
-    torch.set_num_threads(config.threads)
-    model_folder = resolve_model(config.model, seed=config.seed)
-    data = check_lengths(config, model_folder, data)
     with tempfile.TemporaryDirectory(prefix="forebay-check-") as scratch:
-        trial = config.model_copy(update={"output": Path(scratch)})
-        cluster = make_cluster(trial)
-        try:
-            if cluster is None:
-                trainer = build_trainer(trial, model_folder, load_tokenizer(model_folder))
-                trainer.close()
-            else:
-                await cluster.open()
-                await asyncio.to_thread(cluster.start, model_folder)
-            say(f"model   {config.model.source}, and its trainer")
-            await _try_tasks(trial, model_folder, data, cluster, say)
-        finally:
-            if cluster is not None:
-                await cluster.close()
+        trial = config.model_copy(
+            update={
+                "output": Path(scratch),
+                # Nothing of a trial is kept, and a warm-up would train.
+                **{"warmup": None, "metrics": MetricsConfig(), "record": False, "trace": False},
+            }
+        )
+        async with opened_cluster(trial) as cluster:
+            run = await open_run(trial, RunDisplay(Console(quiet=True)), cluster, data=data)
+            try:
+                say(f"model   {config.model.source}, and its trainer")
+                for runner in run.manager.task_runners:
+                    await _try_task(runner, config.engine.name, say)
+            finally:
+                await close(run)
 
 
-async def _try_tasks(
-    config: RunConfig,
-    model_folder: Path,
-    data: Sequence[TaskData],
-    cluster: Cluster | None,
-    say: Callable[[str], None],
-) -> None:
-    rollouts = build_rollouts(config, model_folder, data, cluster=cluster)
-    try:
-        for runner in rollouts.manager.task_runners:
-            group = await runner.sampler.sample(runner.task_name)
-            made = await runner.agent_loop.generate_group(group)
-            failed = [state for state in made if state.status is Status.FAILED]
-            if len(failed) == len(made):
-                raise ConfigError(f"task {runner.task_name!r}: {failed[0].error_msg}")
-            if failed:
-                say(f"warning {len(failed)} of {len(made)} rollouts failed: {failed[0].error_msg}")
-            state = next(state for state in made if state.status is not Status.FAILED)
-            prompt, response = last_user_text(state.message), state.response
-            say(f"engine  {config.engine.name}: {clean(prompt, 60)!r} -> {clean(response, 60)!r}")
-            say(f"judge   {runner.task_name}: {state.reward}")
-    finally:
-        await close_rollouts(rollouts)
+async def _try_task(runner: TaskRunner, engine: str, say: Callable[[str], None]) -> None:
+    made = await runner.agent_loop.generate_group(await runner.sampler.sample(runner.task_name))
+    failed = [state for state in made if state.status is Status.FAILED]
+    if len(failed) == len(made):
+        raise ConfigError(f"task {runner.task_name!r}: {failed[0].error_msg}")
+    if failed:
+        say(f"warning {len(failed)} of {len(made)} rollouts failed: {failed[0].error_msg}")
+    state = next(state for state in made if state.status is not Status.FAILED)
+    prompt, response = last_user_text(state.message), state.response
+    say(f"engine  {engine}: {clean(prompt, 60)!r} -> {clean(response, 60)!r}")
+    say(f"judge   {runner.task_name}: {state.reward}")

@@ -19,6 +19,7 @@ from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.placement import PartLost, make_cluster
+from forebay.runs.preflight import try_all
 from forebay.runs.record.rerun import Rerun
 from forebay.runs.verify import WeightCheck
 
@@ -85,6 +86,13 @@ def check_books(folder, num_steps=STEPS):
     assert list(trained) == list(range(1, num_steps + 1))
     assert all(len(groups) == BATCH_SIZE for groups in trained.values())
     assert [row["train_step"] for row in train_rows(folder)] == list(range(1, num_steps + 1))
+
+
+def test_a_run_on_ray_is_tried_before_it_starts(ray, tmp_path):
+    config, said = run_config(tmp_path, cluster="ray"), []
+    asyncio.run(asyncio.wait_for(try_all(config, said.append), 120))
+    assert [line.split()[0] for line in said] == ["folder", "data", "model", "engine", "judge"]
+    assert not config.folder.exists()
 
 
 def test_a_run_on_ray_does_what_one_in_a_process_does(ray, tmp_path):

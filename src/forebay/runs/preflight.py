@@ -26,7 +26,7 @@ from forebay.runs.folder import RUN_FILE, occupied
 from forebay.runs.placement import opened_cluster
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.wording import clean
-from forebay.runs.steps import close
+from forebay.runs.steps import close, sync_weights
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 
@@ -105,6 +105,8 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
             run = await open_run(trial, RunDisplay(Console(quiet=True)), cluster, data=data)
             try:
                 say(f"model   {config.model.source}, and its trainer")
+                # Engines on a cluster answer nothing before they have the trainer's weights.
+                await sync_weights(run)
                 for runner in run.manager.task_runners:
                     await _try_task(runner, config.engine.name, say)
             finally:

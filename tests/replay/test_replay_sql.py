@@ -444,15 +444,6 @@ async def test_a_store_in_memory_is_gone_with_the_store():
         other.close()
 
 
-def test_a_store_of_the_first_schema_is_refused_in_one_sentence(tmp_path):
-    SQLStorage(tmp_path / "old.db").close()
-    with sqlite3.connect(tmp_path / "old.db") as old:
-        old.execute("UPDATE forebay_meta SET value = '1' WHERE name = 'version'")
-    old.close()
-    with pytest.raises(ValueError, match=r"schema version '1'; this release reads 2: convert it"):
-        SQLStorage(tmp_path / "old.db")
-
-
 async def test_values_are_bound_and_never_written_into_a_statement(store):
     statements = []
     evil = "'; DROP TABLE forebay_groups; --"

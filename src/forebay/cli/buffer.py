@@ -9,6 +9,7 @@
     forebay buffer migrate FROM TO               to another store or a snapshot
     forebay buffer serve   ADDRESS               the buffer for other processes, until Ctrl-C or SIGTERM
     forebay ledger RUN_FOLDER                    what became of every group, and whether dropping bends it
+    forebay migrate PATH                         a run folder or a database of version 0.1, in its place
 
 PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or an
 SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, and only what they are told to.
@@ -155,6 +156,16 @@ def show_ledger(
 ) -> None:
     """Show what became of every group, and how dropped groups differ from trained ones."""
     _do(lambda commands: commands.ledger_report(path, task, _console()))
+
+
+def convert(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run folder or a database of version 0.1.")],
+) -> None:
+    """Convert what version 0.1 wrote, in its place; no process may be using it."""
+    with one_message(ValueError, OSError):
+        from forebay.inspection.migration import migrate
+
+        typer.echo(migrate(path))
 
 
 def _do(action: Callable[[ModuleType], Coroutine[Any, Any, None]]) -> None:

@@ -10,6 +10,7 @@
     forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
     forebay buffer inspect|show|query|export|migrate|serve ...
     forebay ledger RUN_FOLDER
+    forebay migrate PATH                                  a run folder or a database of version 0.1
     forebay keys [PATTERN]
     forebay init [NAME] [FOLDER]
 
@@ -112,6 +113,7 @@ def evaluate(
 
 app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(buffer_cli.show_ledger)
+app.command(name="migrate")(buffer_cli.convert)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
 app.command(name="keys")(keys.show_keys)

@@ -1,0 +1,47 @@
+"""What version 0.1 left on disk, converted in its place.
+
+::
+
+    run folder --> checksums of every checkpoint and of the model, as they are now
+    database   --> the present schema (`forebay.replay.stores.sql.upgrade`)
+
+Snapshots and ledgers of version 0.1 are read as they are, and so are its run files, with a note where a key
+has another name now.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forebay.extras import needed_by
+from forebay.inspection.source import hide_password, is_sql
+from forebay.io.durable import CHECKSUMS, seal, sync_tree
+from forebay.runs.folder import RUN_FILE, list_checkpoints
+
+
+def migrate(path: str) -> str:
+    """Convert the run folder or the database at `path`; return a sentence about it.
+
+    Raises:
+        FileNotFoundError: there is nothing at `path`.
+        ValueError: it is neither, or not of version 0.1.
+    """
+    if is_sql(path):
+        with needed_by("a SQL store"):
+            from forebay.replay.stores.sql.upgrade import upgrade
+        return f"{hide_password(path)}: {upgrade(path)} groups converted"
+    folder = Path(path)
+    if not folder.exists():
+        raise FileNotFoundError(f"there is nothing at {path!r}")
+    if not (folder / RUN_FILE).is_file():
+        raise ValueError(f"{path!r} is neither a run folder nor a database; name one of version 0.1")
+    models = [place for place in (folder / "warmup", folder / "model") if place.is_dir()]
+    places = [place for place in (*list_checkpoints(folder), *models) if not (place / CHECKSUMS).exists()]
+    for place in places:
+        # The parts of a checkpoint are checked alone, too.
+        for part in (place / "trainer", place / "manager", place):
+            if part.is_dir():
+                seal(part)
+        sync_tree(place)
+    names = ", ".join(place.name for place in places)
+    return f"{path}: checksums written for {names}" if names else f"{path}: nothing to convert"

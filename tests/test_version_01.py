@@ -1,0 +1,101 @@
+"""What version 0.1 wrote (`tests/fixtures/v01`) is read, converted by ``forebay migrate``, or refused.
+
+The files were written by the code of version 0.1: a snapshot and an SQLite file of the same four groups, made
+smaller by VACUUM; a ledger that went back to a checkpoint once; the folder of a run of two steps, without its
+second checkpoint.
+"""
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from forebay.cli import app
+from forebay.ledger import Ledger
+from forebay.replay import ReplayBuffer, StalenessReplayPolicy
+from forebay.types import RolloutState, Status
+
+V01 = Path(__file__).parent / "fixtures" / "v01"
+
+
+def run(*arguments, exit_code=0):
+    result = CliRunner().invoke(app, [str(one) for one in arguments], catch_exceptions=False)
+    assert result.exit_code == exit_code, result.output
+    return result
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Copies a part of the fixtures to where it may be changed."""
+
+    def make(name):
+        source = V01 / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+async def check_content(buffer):
+    assert len(buffer) == 3
+    # The stalest was taken for step 6, and comes back.
+    await buffer.restore(5)
+    groups = await buffer.get(9, "math", Status.COMPLETED)
+    assert [group[0].group_id for group in groups] == ["b", "a", "d"]
+    first = groups[1][1]
+    assert first.message == [{"role": "user", "content": "prompt a"}]
+    assert (first.reward, first.extra_fields) == ({"score": 0.5}, {"level": 3, "notes": [1, "two", None]})
+    np.testing.assert_array_equal(first.response_ids, [4, 5, 6, 7])
+    np.testing.assert_array_equal(first.logprobs, np.array([-0.5, -0.25, -1.0, np.nan], np.float32))
+    np.testing.assert_array_equal(first.response_model_steps[:3], 3)
+    assert [group[0].group_id for group in await buffer.get(9, "code", Status.ABORTED)] == ["c"]
+
+
+async def test_a_snapshot_is_read(copy):
+    buffer = ReplayBuffer(StalenessReplayPolicy())
+    await buffer.resume(copy("snapshot"))
+    await check_content(buffer)
+
+
+def test_a_database_is_refused_in_one_sentence_and_converted(copy):
+    sql = pytest.importorskip("forebay.replay.stores.sql.store")
+    database = copy("buffer.db")
+    with pytest.raises(ValueError, match=r"schema version '1'; this release reads 2: .* forebay migrate"):
+        sql.SQLStorage(database)
+    assert "4 groups converted" in run("migrate", database).output
+    assert "not a replay store of version 0.1" in run("migrate", database, exit_code=2).stderr
+
+    async def read():
+        buffer = ReplayBuffer(StalenessReplayPolicy(), sql.SQLStorage(database))
+        rows = await buffer.storage.get({"tags.level": 3}, rows_only=True)
+        assert [(row.tags, row.priority) for row in rows] == [({"level": 3, "kind": "add"}, 2.0)]
+        assert await buffer.count("math", Status.ARCHIVED) == 1
+        await check_content(buffer)
+        await buffer.put([RolloutState([], group_id="e", status=Status.COMPLETED)], "math")
+        assert [row.uid for row in await buffer.storage.get({}, rows_only=True)] == [4]
+        assert await buffer.count("math", Status.COMPLETED) == 1
+        await buffer.close()
+
+    asyncio.run(read())
+
+
+def test_a_ledger_is_read(copy):
+    ledger = Ledger.read(copy("ledger.jsonl"))
+    balance = ledger.balance({"math": 2})
+    assert (balance.generated, balance.trained, balance.dropped) == (5, 2, {"filtered": 1})
+    assert balance.ok
+    assert ledger.life("g2", "math").score == 0.5
+
+
+def test_a_run_is_looked_into_as_it_is(copy):
+    folder = copy("run")
+    assert "balanced: every group is in exactly one place" in run("buffer", "inspect", folder).output
+    assert "step_000001" in run("ledger", folder).output
+
+
+def test_what_is_neither_is_one_message(tmp_path):
+    assert "neither a run folder nor a database" in run("migrate", tmp_path, exit_code=2).stderr
+    assert "nothing at" in run("migrate", tmp_path / "missing", exit_code=2).stderr

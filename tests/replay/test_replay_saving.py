@@ -21,6 +21,7 @@ class CountsAlive(GroupCodec):
     """Knows how many of the groups that it decoded are still in memory."""
 
     def __init__(self):
+        super().__init__()
         self.decoded, self.most_alive = [], 0
 
     def decode(self, data):

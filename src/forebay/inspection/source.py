@@ -137,9 +137,9 @@ def _of_snapshot(folder: Path, tables: SnapshotTables) -> BufferSource:
 
     storage, manifest = IndexedStorage(), tables.manifest
     storage.load_state_dict(tables.storage_state(read_rows(tables.groups)))
-    kind = f"snapshot, format {manifest['version']}, policy {manifest['policy']}"
-    num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
-    return BufferSource(storage, str(folder), kind, num_bytes, manifest["num_evicted"], rollouts)
+    kind = f"snapshot, format {manifest.version}, policy {manifest.policy}"
+    num_bytes = manifest.files.groups.bytes + manifest.files.rollouts.bytes
+    return BufferSource(storage, str(folder), kind, num_bytes, manifest.num_evicted, rollouts)
 
 
 def open_database(url: str) -> BufferSource:

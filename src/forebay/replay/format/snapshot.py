@@ -21,22 +21,23 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import pyarrow as pa
 
 from forebay.io.durable import sync
-from forebay.replay.format.snapshot_checks import DATA_FILE, check_manifest, check_table, check_together
 from forebay.replay.format.tables import (
-    GROUPS_SCHEMA,
-    OPTIONAL_COLUMNS,
-    ROLLOUTS_SCHEMA,
+    SCHEMAS,
+    check_table,
+    check_together,
     group_batches,
     read_items,
     rollout_batches,
@@ -49,7 +50,46 @@ FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
 
 _TEMPORARY = ".tmp-"
-_SCHEMAS = {"groups": GROUPS_SCHEMA, "rollouts": ROLLOUTS_SCHEMA}
+_DATA_FILE = re.compile(r"(groups|rollouts)-[0-9a-f]{16}\.arrow")
+
+Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class TableFile(msgspec.Struct):
+    """What the manifest says of one Arrow file."""
+
+    name: Annotated[str, msgspec.Meta(pattern=f"^{_DATA_FILE.pattern}$")]
+    bytes: int
+    crc32: int
+
+
+class TableFiles(msgspec.Struct):
+    """The two of them."""
+
+    groups: TableFile
+    rollouts: TableFile
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """The content of ``manifest.json``; all but the rows and the rollouts."""
+
+    policy: str
+    policy_state: dict[str, Any]
+    num_evicted: dict[str, Count]
+    next_uid: Count
+    next_timestamp_id: Count
+    train_steps: dict[str, Int64]
+    num_groups: Count
+    num_rollouts: Count
+    files: TableFiles
+    format: str = FORMAT
+    version: int = FORMAT_VERSION
+    sha256: str = ""
+    """Of all the rest, as JSON with sorted keys."""
+
+
+_COUNTERS = ("next_uid", "next_timestamp_id", "train_steps")
 
 
 @dataclass(frozen=True)
@@ -84,25 +124,24 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     rows: list[StorageItem] = []
     rollouts = _write_arrow(path, "rollouts", rollout_batches(_noting(items, rows)))
     groups = _write_arrow(path, "groups", group_batches(rows, train_steps))
-    manifest = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "policy": snapshot.policy,
-        "policy_state": dict(snapshot.policy_state),
-        "num_evicted": dict(snapshot.num_evicted),
-        "next_uid": snapshot.storage["next_uid"],
-        "next_timestamp_id": snapshot.storage["next_timestamp_id"],
-        "train_steps": dict(train_steps),
-        "num_groups": len(items),
-        "num_rollouts": sum(len(row.item) for row in rows),
-        "files": {"groups": groups, "rollouts": rollouts},
-    }
-    manifest["sha256"] = _digest_of(manifest)
+    manifest = Manifest(
+        policy=snapshot.policy,
+        policy_state=dict(snapshot.policy_state),
+        num_evicted=dict(snapshot.num_evicted),
+        next_uid=snapshot.storage["next_uid"],
+        next_timestamp_id=snapshot.storage["next_timestamp_id"],
+        train_steps=dict(train_steps),
+        num_groups=len(items),
+        num_rollouts=sum(len(row.item) for row in rows),
+        files=TableFiles(groups, rollouts),
+    )
+    content = msgspec.to_builtins(manifest)
+    content["sha256"] = _digest_of(content)
     with _TemporaryFile(path) as temporary:
-        temporary.write(json.dumps(manifest, indent=1).encode())
+        temporary.write(json.dumps(content, indent=1).encode())
         temporary.publish(MANIFEST)
     sync(path)
-    current = {MANIFEST, groups["name"], rollouts["name"]}
+    current = {MANIFEST, groups.name, rollouts.name}
     for name in os.listdir(path):
         if name not in current and _is_ours(name):
             (path / name).unlink()
@@ -124,7 +163,7 @@ class SnapshotTables:
     64
     """
 
-    manifest: Mapping[str, Any]
+    manifest: Manifest
     groups: pa.Table
     """One line per group (`tables.GROUPS_SCHEMA`)."""
     rollouts: pa.RecordBatchFileReader
@@ -132,7 +171,7 @@ class SnapshotTables:
 
     def storage_state(self, items: list[StorageItem]) -> dict[str, Any]:
         """What a store loads, with these items."""
-        counters = {name: self.manifest[name] for name in ("next_uid", "next_timestamp_id", "train_steps")}
+        counters = {name: getattr(self.manifest, name) for name in _COUNTERS}
         return {"version": STATE_VERSION, "items": items, **counters}
 
 
@@ -146,8 +185,8 @@ def open_snapshot(path: Path) -> Iterator[SnapshotTables]:
     """
     manifest = _read_manifest(path)
     with (
-        _open_arrow(path, "groups", manifest) as groups,
-        _open_arrow(path, "rollouts", manifest) as rollouts,
+        _open_arrow(path, "groups", manifest.files.groups) as groups,
+        _open_arrow(path, "rollouts", manifest.files.rollouts) as rollouts,
     ):
         tables = SnapshotTables(manifest, groups.read_all(), rollouts)
         with damage_named(repr(str(path))):
@@ -164,13 +203,13 @@ def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
     """
     with open_snapshot(path) as tables:
         manifest = tables.manifest
-        if policy is not None and manifest["policy"] != policy:
+        if policy is not None and manifest.policy != policy:
             raise ValueError(
-                f"the snapshot at {str(path)!r} was taken with {manifest['policy']}, this buffer uses "
+                f"the snapshot at {str(path)!r} was taken with {manifest.policy}, this buffer uses "
                 f"{policy}; build the buffer with the same policy"
             )
         storage = tables.storage_state(read_items(tables.groups, tables.rollouts))
-    return Snapshot(storage, manifest["policy"], manifest["policy_state"], manifest["num_evicted"])
+    return Snapshot(storage, manifest.policy, manifest.policy_state, manifest.num_evicted)
 
 
 def _claim(path: Path) -> None:
@@ -190,7 +229,7 @@ def _claim(path: Path) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    return name.startswith(_TEMPORARY) or DATA_FILE.fullmatch(name) is not None
+    return name.startswith(_TEMPORARY) or _DATA_FILE.fullmatch(name) is not None
 
 
 def _says_it_is_ours(path: Path) -> bool:
@@ -240,41 +279,44 @@ class _TemporaryFile:
             os.unlink(self._name)
 
 
-def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> dict[str, Any]:
+def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> TableFile:
     """Write one table and return what the manifest says of it."""
     with _TemporaryFile(path) as temporary:
-        with pa.ipc.new_file(temporary, _SCHEMAS[kind]) as writer:
+        with pa.ipc.new_file(temporary, SCHEMAS[kind]) as writer:
             for batch in batches:
                 writer.write_batch(batch)
         # A name of its own: the file of the earlier snapshot stays until the manifest names this one.
         name = f"{kind}-{secrets.token_hex(8)}.arrow"
         temporary.publish(name)
-    return {"name": name, "bytes": temporary.num_bytes, "crc32": temporary.crc32}
+    return TableFile(name, temporary.num_bytes, temporary.crc32)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> Manifest:
     if not path.exists():
         raise FileNotFoundError(f"there is no replay snapshot at {str(path)!r}")
     file = path / MANIFEST
     if not file.is_file():
         raise ValueError(f"{str(path)!r} is not a replay snapshot: it has no {MANIFEST}")
     try:
-        manifest = json.loads(file.read_bytes())
+        content = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{str(file)!r} is damaged or not a manifest: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{str(file)!r} is not the manifest of a {FORMAT} snapshot")
-    if manifest.get("version") != FORMAT_VERSION:
+    if content.get("version") != FORMAT_VERSION:
         raise ValueError(
-            f"{str(file)!r} has format version {manifest.get('version')!r}; "
+            f"{str(file)!r} has format version {content.get('version')!r}; "
             f"this release reads {FORMAT_VERSION}"
         )
     with damage_named(repr(str(file))):
-        digest = _digest_of(manifest)
-    if manifest.get("sha256") != digest:
+        digest = _digest_of(content)
+    if content.get("sha256") != digest:
         raise ValueError(f"{str(file)!r} is damaged: its content is not what its checksum says")
-    check_manifest(manifest, repr(str(file)))
-    return manifest
+    try:
+        # Another program may have written right checksums over anything.
+        return msgspec.convert(content, Manifest)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{str(file)!r} is not a manifest of this release: {error}") from None
 
 
 def _digest_of(manifest: Mapping[str, Any]) -> str:
@@ -282,20 +324,19 @@ def _digest_of(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def _open_arrow(path: Path, kind: str, manifest: Mapping[str, Any]) -> pa.RecordBatchFileReader:
+def _open_arrow(path: Path, kind: str, entry: TableFile) -> pa.RecordBatchFileReader:
     """A reader over the file, once all its bytes are known to be right."""
-    entry = manifest["files"][kind]
-    file = path / entry["name"]
-    if not file.is_file() or file.stat().st_size != entry.get("bytes"):
-        raise ValueError(f"{str(file)!r} is damaged: it is missing or has not {entry.get('bytes')} bytes")
+    file = path / entry.name
+    if not file.is_file() or file.stat().st_size != entry.bytes:
+        raise ValueError(f"{str(file)!r} is damaged: it is missing or has not {entry.bytes} bytes")
     data = pa.memory_map(str(file)).read_buffer()
     checksum = zlib.crc32(data)
-    if checksum != entry.get("crc32"):
+    if checksum != entry.crc32:
         raise ValueError(
-            f"{str(file)!r} is damaged: its CRC-32 is {checksum}, the manifest says {entry.get('crc32')}; "
+            f"{str(file)!r} is damaged: its CRC-32 is {checksum}, the manifest says {entry.crc32}; "
             f"go back to an earlier checkpoint"
         )
     with damage_named(repr(str(file))):
         reader = pa.ipc.open_file(data)
-        check_table(reader, _SCHEMAS[kind], OPTIONAL_COLUMNS[kind])
+        check_table(reader, kind)
     return reader

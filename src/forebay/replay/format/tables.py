@@ -26,20 +26,14 @@ from forebay.replay.format.values import Decoder, Encoder, damage_named
 from forebay.replay.groups import StoredGroup
 from forebay.replay.query import plain_value
 from forebay.replay.stores.contract import StorageItem, check_priority, check_tags, staleness_at
-from forebay.types import ROLLOUT_FIELDS, ROLLOUT_SLOTS, RolloutState, Status
+from forebay.types import FIELDS, ROLLOUT_SLOTS, RolloutState, Status
 
-TEXT_FIELDS = ("rollout_id", "group_id", "session_id", "task_name", "response", "finish_reason", "error_msg")
-INT_FIELDS = ("num_tries", "seq_staleness")
+TEXT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "text"]
+INT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "whole"]
 ARRAY_FIELDS = {
-    "prompt_ids": pa.int32(),
-    "tokens": pa.int32(),
-    "response_ids": pa.int32(),
-    "logprobs": pa.float32(),
-    "response_mask": pa.uint8(),
-    "response_model_steps": pa.int32(),
+    name: pa.from_numpy_dtype(rule.dtype) for name, rule in FIELDS.items() if rule.kind == "array"
 }
-_COLUMN_FIELDS = (*TEXT_FIELDS, *INT_FIELDS, *ARRAY_FIELDS, "status")
-NESTED_FIELDS = tuple(name for name in ROLLOUT_FIELDS if name not in _COLUMN_FIELDS)
+NESTED_FIELDS = [name for name, rule in FIELDS.items() if rule.kind in ("params", "value")]
 """Always in the JSON column, unless None."""
 
 GROUPS_SCHEMA = pa.schema(
@@ -71,6 +65,8 @@ ROLLOUTS_SCHEMA = pa.schema(
     }
 )
 
+SCHEMAS = {"groups": GROUPS_SCHEMA, "rollouts": ROLLOUTS_SCHEMA}
+
 OPTIONAL_COLUMNS = {
     "groups": ("oldest_model_step", "train_step", "status_before"),
     "rollouts": ("score", *TEXT_FIELDS, *INT_FIELDS),
@@ -87,22 +83,18 @@ BATCH_GROUPS = 8192
 def group_batch(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> pa.RecordBatch:
     """The groups table of these rows, with their staleness as of `train_steps`."""
     lines = [
-        {
-            "uid": row.uid,
-            "timestamp_id": row.timestamp_id,
-            "task_name": row.task_name,
-            "status": plain_value(row.status),
+        {name: plain_value(getattr(row, name)) for name in _ROW_FIELDS}
+        | {
             "staleness": staleness_at(row, train_steps.get(row.task_name)),
-            "oldest_model_step": row.oldest_model_step,
-            "priority": row.priority,
-            "train_step": row.train_step,
-            "status_before": plain_value(row.status_before),
             "tags": json.dumps(row.tags),
             "num_rollouts": len(row.item),
         }
         for row in items
     ]
     return pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
+
+
+_ROW_FIELDS = GROUPS_SCHEMA.names[:-1]
 
 
 def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
@@ -117,12 +109,14 @@ def rollout_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
     Raises:
         ValueError: a rollout holds a value that cannot be stored.
     """
-    chunk: list[StorageItem] = []
+    chunk: list[tuple[int, list[RolloutState]]] = []
     num_tokens = num_rollouts = 0
     for item in items:
-        chunk.append(item)
-        num_rollouts += len(item.item)
-        num_tokens += sum(len(state.tokens) + len(state.response_ids) for state in item.item)
+        # A list, because a packed group is decoded whenever it is walked.
+        group = list(item.item)
+        chunk.append((item.uid, group))
+        num_rollouts += len(group)
+        num_tokens += sum(len(state.tokens) + len(state.response_ids) for state in group)
         if num_tokens >= BATCH_TOKENS or num_rollouts >= BATCH_ROLLOUTS:
             yield _rollout_batch(chunk)
             chunk, num_tokens, num_rollouts = [], 0, 0
@@ -130,26 +124,24 @@ def rollout_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
         yield _rollout_batch(chunk)
 
 
-def _rollout_batch(items: Sequence[StorageItem]) -> pa.RecordBatch:
-    states: list[RolloutState] = [state for item in items for state in item.item]
-    nested = [pair for item in items for pair in _encode_nested(item.item)]
+def _rollout_batch(groups: Sequence[tuple[int, Sequence[RolloutState]]]) -> pa.RecordBatch:
+    states = [state for _, group in groups for state in group]
+    nested = [pair for _, group in groups for pair in _encode_nested(group)]
     columns = {
-        "uid": [item.uid for item in items for _ in item.item],
-        "member": [member for item in items for member in range(len(item.item))],
+        "uid": [uid for uid, group in groups for _ in group],
+        "member": [member for _, group in groups for member in range(len(group))],
         "status": [state.status.value for state in states],
         "score": [_score(state) for state in states],
         "fields": [text for text, _ in nested],
         "blobs": [blobs for _, blobs in nested],
+        **{name: [_readable_text(getattr(state, name)) for state in states] for name in TEXT_FIELDS},
+        **{name: [_storable_int(getattr(state, name)) for state in states] for name in INT_FIELDS},
     }
-    for name in (*TEXT_FIELDS, *INT_FIELDS):
-        show = _readable_text if name in TEXT_FIELDS else _storable_int
-        columns[name] = [show(getattr(state, name)) for state in states]
     arrays = {name: pa.array(values, ROLLOUTS_SCHEMA.field(name).type) for name, values in columns.items()}
     for name in ARRAY_FIELDS:
         arrays[name] = _list_array([getattr(state, name) for state in states])
-    return pa.RecordBatch.from_arrays(
-        [arrays[name] for name in ROLLOUTS_SCHEMA.names], schema=ROLLOUTS_SCHEMA
-    )
+    ordered = [arrays[name] for name in ROLLOUTS_SCHEMA.names]
+    return pa.RecordBatch.from_arrays(ordered, schema=ROLLOUTS_SCHEMA)
 
 
 def _encode_nested(group: Sequence[RolloutState]) -> Iterator[tuple[str, list[bytes]]]:
@@ -206,45 +198,57 @@ def _list_array(arrays: Sequence[np.ndarray[Any, Any]]) -> pa.LargeListArray:
     return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
 
 
-def read_items(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> list[StorageItem]:
-    """The rows of the groups table with their rollouts.
+def check_table(reader: pa.RecordBatchFileReader, kind: str) -> None:
+    """Check every piece of the file of this kind of table: Arrow itself trusts the offsets in it.
 
     Raises:
-        ValueError: the tables do not belong together.
+        ValueError: the columns are others, their content is not sound, or a place must not be empty.
+    """
+    schema = SCHEMAS[kind]
+    if reader.schema != schema:
+        raise ValueError("it has other columns than this release reads")
+    for index in range(reader.num_record_batches):
+        batch = reader.get_batch(index)
+        batch.validate(full=True)
+        for name in schema.names:
+            column = batch.column(name)
+            values = column.values if isinstance(column, pa.LargeListArray) else column
+            is_empty = column.null_count and name not in OPTIONAL_COLUMNS[kind]
+            if is_empty or (values is not column and values.null_count):
+                raise ValueError(f"column {name} has empty places")
+
+
+def check_together(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> None:
+    """Check that each group has its rollouts, side by side.
+
+    Raises:
+        ValueError: a group has none or not all, or its rollouts lie apart, or some have no group.
+    """
+    batches = [rollouts.get_batch(index).column("uid") for index in range(rollouts.num_record_batches)]
+    uids = np.concatenate([np.zeros(0, np.int64), *(column.to_numpy() for column in batches)])
+    starts = np.flatnonzero(np.diff(uids, prepend=uids[:1] - 1)) if len(uids) else np.zeros(0, np.int64)
+    sizes = np.diff(starts, append=len(uids))
+    known, expected = (groups.column(name).to_numpy() for name in ("uid", "num_rollouts"))
+    found, wanted = np.argsort(uids[starts]), np.argsort(known)
+    if not np.array_equal(uids[starts][found], known[wanted]):
+        raise ValueError("its groups are not those of its rollouts, or a group's rollouts lie apart")
+    if not np.array_equal(sizes[found], expected[wanted]) or not (sizes > 0).all():
+        raise ValueError("a group does not have all its rollouts")
+
+
+def read_items(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> list[StorageItem]:
+    """The rows of the groups table with their rollouts; the tables belong together (`check_together`).
+
+    Raises:
+        ValueError: a place holds what no row or rollout has there.
     """
     payloads: dict[int, StoredGroup] = {}
     for index in range(rollouts.num_record_batches):
         payloads.update(read_groups(rollouts.get_batch(index)))
     items = read_rows(groups)
-    for item, size in zip(items, groups.column("num_rollouts").to_pylist(), strict=True):
-        item.item = payloads.get(item.uid)
-        if item.item is None or len(item.item) != size:
-            raise ValueError(f"group {item.uid} does not have all its rollouts in the rollouts table")
-    if len(payloads) != len(items):
-        raise ValueError(f"the rollouts table holds {len(payloads)} groups, the groups table {len(items)}")
+    for item in items:
+        item.item = payloads[item.uid]
     return items
-
-
-def _lines(groups: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in groups.to_batches():
-        yield from batch.to_pylist()
-
-
-def _read_row(line: dict[str, Any]) -> StorageItem:
-    before = line["status_before"]
-    return StorageItem(
-        item=None,
-        uid=line["uid"],
-        timestamp_id=line["timestamp_id"],
-        task_name=line["task_name"],
-        status=Status(line["status"]),
-        staleness=line["staleness"],
-        tags=check_tags(json.loads(line["tags"])),
-        priority=check_priority(line["priority"]),
-        oldest_model_step=line["oldest_model_step"],
-        train_step=line["train_step"],
-        status_before=None if before is None else Status(before),
-    )
 
 
 def read_rows(groups: pa.Table) -> list[StorageItem]:
@@ -254,7 +258,16 @@ def read_rows(groups: pa.Table) -> list[StorageItem]:
         ValueError: a place holds what no row has there.
     """
     with damage_named("the table of groups"):
-        return [_read_row(line) for line in _lines(groups)]
+        return [_read_row(line) for batch in groups.to_batches() for line in batch.to_pylist()]
+
+
+def _read_row(line: dict[str, Any]) -> StorageItem:
+    row = StorageItem(None, **{name: line[name] for name in _ROW_FIELDS})
+    row.status = Status(row.status)
+    row.status_before = None if row.status_before is None else Status(row.status_before)
+    row.tags = check_tags(json.loads(line["tags"]))
+    row.priority = check_priority(row.priority)
+    return row
 
 
 def read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:

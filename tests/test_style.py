@@ -26,6 +26,7 @@ from forebay.config import Component, StrictModel
 from forebay.engines.arguments import ENGINE_ARGUMENTS
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
+from forebay.replay.config import BufferConfig
 from forebay.sandbox import Limits
 from forebay.tools.base import TOOL_ARGUMENTS
 from forebay.types import SampleParams
@@ -189,7 +190,7 @@ def test_a_run_file_has_few_keys() -> None:
     elsewhere = {model for models in [*kinds.values(), inner] for model in models}
     keys = {
         model.__name__: sorted(_own_fields(model))
-        for model in (*_subclasses(StrictModel), Component, *_subclasses(Component))
+        for model in (*_subclasses(StrictModel), Component, *_subclasses(Component), BufferConfig)
         if model not in elsewhere
     }
     keys["SampleParams"] = sorted(SampleParams.__dataclass_fields__)

@@ -6,6 +6,7 @@ import threading
 import pytest
 from replay_factory import make_group, names
 
+from forebay.aio.cancellation import run_to_the_end
 from forebay.io.address import Address
 from forebay.replay import (
     FIFOReplayPolicy,
@@ -17,7 +18,6 @@ from forebay.replay import (
 )
 from forebay.replay.remote import messages
 from forebay.replay.remote.link import Link
-from forebay.replay.saving import run_to_the_end
 from forebay.replay.stores.sql import rows as sql_rows
 from forebay.types import Status
 

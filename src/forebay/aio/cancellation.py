@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
@@ -25,6 +25,11 @@ async def finish(work: Awaitable[Result]) -> Result:
         raise
 
 
+async def run_to_the_end(function: Callable[..., Result], *args: object) -> Result:
+    """Run `function` in a thread; when cancelled, wait for its end first: a thread cannot be stopped."""
+    return await finish(asyncio.to_thread(function, *args))
+
+
 async def outlast(future: asyncio.Future[Any]) -> None:
     """Wait for the end of `future`, however often the waiting is cancelled."""
     while not future.done():
@@ -33,5 +38,5 @@ async def outlast(future: asyncio.Future[Any]) -> None:
         except asyncio.CancelledError:
             continue
     if not future.cancelled():
-        # Retrieved, so that nobody warns of it: the caller is told of the cancellation instead.
+        # Retrieved, so that asyncio does not warn of it: the caller is told of the cancellation instead.
         future.exception()

@@ -33,13 +33,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from forebay.aio.cancellation import run_to_the_end
 from forebay.aio.changed import Changes
 from forebay.aio.gate import SharedLock
-from forebay.replay.archiving import ArchivingStorage, taking
 from forebay.replay.arrival import (
     CAN_EXPIRE,
     Arrival,
@@ -53,7 +53,7 @@ from forebay.replay.format.codec import GroupCodec
 from forebay.replay.format.encoded import hand_out
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
-from forebay.replay.saving import load, opened_state, read, run_to_the_end, write
+from forebay.replay.stores.archiving import ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.indexed import IndexedStorage
@@ -62,6 +62,8 @@ from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+    from forebay.replay.format.snapshot import Snapshot
 
 Group = list[RolloutState]
 Presented = TypeVar("Presented")
@@ -369,14 +371,15 @@ class ReplayBuffer:
         Raises:
             ValueError: `path` holds something else, or a rollout holds a value that cannot be saved.
         """
-        policy = type(self.policy).__name__
+        opened = ExitStack()
         async with self._save_lock, AsyncExitStack() as stack:
+            stack.push_async_callback(run_to_the_end, opened.close)
             async with self._lock.alone():
-                state = await stack.enter_async_context(opened_state(self.storage))
-                content = state | {"policy": policy, "policy_state": self.policy.state_dict()}
+                content = await run_to_the_end(self._open_content, opened)
                 self._num_saving += 1
             try:
-                await run_to_the_end(write, Path(path), content)
+                # A store on disk is read while this goes on, as it was under the lock, a few groups at once.
+                await run_to_the_end(_write, Path(path), content)
             finally:
                 self._num_saving -= 1
 
@@ -390,14 +393,14 @@ class ReplayBuffer:
         The buffer is then as it was.
         """
         await asyncio.to_thread(self._require_empty)
-        snapshot = await asyncio.to_thread(read, Path(path), type(self.policy).__name__)
+        snapshot = await asyncio.to_thread(_read, Path(path), type(self.policy).__name__)
         async with self._lock.alone():
             await asyncio.to_thread(self._require_empty)
             policy_state = self.policy.state_dict()
             self.policy.load_state_dict(snapshot.policy_state)
             try:
-                # In a thread, because a store indexes what it loads; the lock keeps everybody else out.
-                await run_to_the_end(load, self.storage, snapshot)
+                # In a thread, because a store indexes what it loads; the lock keeps every other call out.
+                await run_to_the_end(self._load, snapshot)
             except Exception:
                 self.policy.load_state_dict(policy_state)
                 raise
@@ -423,6 +426,19 @@ class ReplayBuffer:
         """
         is_one = self.limit is None and type(self.policy).count is ReplayPolicy.count
         return self._lock.shared() if is_one else self._lock.alone()
+
+    def _open_content(self, opened: ExitStack) -> dict[str, Any]:
+        """The fields of a `Snapshot`, to be read until `opened` is closed."""
+        return {
+            "storage": opened.enter_context(self.storage.reading_state()),
+            "num_evicted": dict(self.storage.num_evicted),
+            "policy": type(self.policy).__name__,
+            "policy_state": self.policy.state_dict(),
+        }
+
+    def _load(self, snapshot: Snapshot) -> None:
+        self.storage.load_state_dict(snapshot.storage)
+        self.storage.num_evicted = dict(snapshot.num_evicted)
 
     def _is_saving(self) -> bool:
         return self._num_saving > 0
@@ -467,3 +483,18 @@ class ReplayBuffer:
                 # The lock is held, but other work than the buffer's may go on.
                 await asyncio.sleep(0)
         return handed_out
+
+
+# In threads, where Arrow is loaded, too: its first import takes longer than the event loop may stand still.
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    from forebay.replay.format.snapshot import Snapshot, write_snapshot
+
+    write_snapshot(path, Snapshot(**content))
+
+
+def _read(path: Path, policy: str) -> Snapshot:
+    from forebay.replay.format.snapshot import read_snapshot
+
+    return read_snapshot(path, policy=policy)

@@ -1,46 +1,46 @@
-"""The two usual buffers as settings of a run file: in order of arrival, or most stale first."""
+"""A buffer as settings: the ``[replay]`` table of a run file, and the two usual buffers."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import ClassVar
+
+from pydantic import BaseModel, Field
 
 from forebay.config import StrictModel
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.policies import FIFOReplayPolicy, StalenessReplayPolicy
+from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy, StalenessReplayPolicy
 from forebay.replay.stores.contract import StorageBackend
 
 
-class SyncReplayBufferConfig(StrictModel):
-    """A buffer that hands groups out in order of arrival.
+class BufferConfig(BaseModel):
+    """The settings of a buffer; the two presets differ in the policy that they build.
 
-    >>> buffer = SyncReplayBufferConfig(limit=10_000).build()
+    >>> SyncReplayBufferConfig(limit=10_000).build().limit
+    10000
     """
 
+    # As a `StrictModel`, without being one more ancestor of the presets.
+    model_config = StrictModel.model_config
+
+    policy: ClassVar[type[ReplayPolicy]] = FIFOReplayPolicy
+
     limit: int | None = Field(default=None, ge=1)
-    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
+    """Live groups at most; the groups that arrived first are evicted and counted. None: no limit."""
     keep_consumed: bool = False
     """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
 
     def build(self, storage_backend: StorageBackend | None = None) -> ReplayBuffer:
         """The buffer; in memory unless there is a store."""
         return ReplayBuffer(
-            FIFOReplayPolicy(), storage_backend, limit=self.limit, keep_consumed=self.keep_consumed
+            self.policy(), storage_backend, limit=self.limit, keep_consumed=self.keep_consumed
         )
 
 
-class AsyncReplayBufferConfig(StrictModel):
-    """A buffer that hands out the most stale groups first; an asynchronous run's ``[replay]``.
+class SyncReplayBufferConfig(BufferConfig):
+    """A buffer that hands groups out in order of arrival."""
 
-    >>> buffer = AsyncReplayBufferConfig().build()
-    """
 
-    limit: int | None = Field(default=None, ge=1)
-    """Live groups at most; what arrived first is evicted and counted. None: no limit."""
-    keep_consumed: bool = False
-    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+class AsyncReplayBufferConfig(BufferConfig):
+    """A buffer that hands out the most stale groups first, so that none expires unused."""
 
-    def build(self, storage_backend: StorageBackend | None = None) -> ReplayBuffer:
-        """The buffer; in memory unless there is a store."""
-        return ReplayBuffer(
-            StalenessReplayPolicy(), storage_backend, limit=self.limit, keep_consumed=self.keep_consumed
-        )
+    policy = StalenessReplayPolicy

@@ -12,24 +12,25 @@ the buffer.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from forebay.replay.archiving import taking
 from forebay.replay.query import QueryLike
+from forebay.replay.stores.archiving import taking
 from forebay.replay.stores.contract import ARRIVAL, STALEST, StorageBackend, StorageItem
 
 
-class ReplayPolicy(ABC):
-    """Chooses what is taken. Subclasses write `get`; it removes what it returns through the store's `take`.
+class ReplayPolicy:
+    """Chooses which groups are taken: the first in its `order`, or what `get` of a subclass removes.
 
     >>> class NewestFirst(ReplayPolicy):
-    ...     async def get(self, count, query, storage_backend):
-    ...         return await take_ranked(count, query, storage_backend, order="-timestamp_id")
+    ...     order = "-timestamp_id"
     """
+
+    order: ClassVar[str] = ARRIVAL
+    """As `StorageBackend.get` takes it."""
 
     async def put(self, item: StorageItem, storage_backend: StorageBackend) -> None:
         """Store `item`; an empty group is ignored."""
@@ -59,9 +60,12 @@ class ReplayPolicy(ABC):
             aged = {"aged_at": aged_at} if storage_backend.is_shared else {}
             await storage_backend.put_many(items, receipt=receipt, **aged)
 
-    @abstractmethod
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
-        """Remove and return up to `count` groups that match, best first; fewer only if there are fewer."""
+        """Remove and return up to `count` groups that match, best first; fewer only if there are fewer.
+
+        An override removes what it returns through the store's `take`, `take_first` or `take_drawn`.
+        """
+        return await take_ranked(count, query, storage_backend, order=self.order)
 
     async def count(self, query: QueryLike, storage_backend: StorageBackend) -> int:
         """How many groups match."""
@@ -95,25 +99,13 @@ async def take_ranked(
 
 
 class FIFOReplayPolicy(ReplayPolicy):
-    """In order of arrival.
-
-    >>> groups = await FIFOReplayPolicy().get(8, {"status": "completed"}, store)
-    """
-
-    async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
-        """See `ReplayPolicy.get`."""
-        return await take_ranked(count, query, storage_backend, order=ARRIVAL)
+    """In order of arrival."""
 
 
 class StalenessReplayPolicy(ReplayPolicy):
-    """Most stale first, ties in order of arrival, so that nothing expires unused.
+    """Most stale first, ties in order of arrival, so that nothing expires unused."""
 
-    >>> groups = await StalenessReplayPolicy().get(8, {"status": "completed"}, store)
-    """
-
-    async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
-        """See `ReplayPolicy.get`."""
-        return await take_ranked(count, query, storage_backend, order=STALEST)
+    order = STALEST
 
 
 class PrioritizedReplayPolicy(ReplayPolicy):
@@ -131,7 +123,7 @@ class PrioritizedReplayPolicy(ReplayPolicy):
         self._random = np.random.Generator(np.random.PCG64(seed))
 
     async def get(self, count: int, query: QueryLike, storage_backend: StorageBackend) -> list[Any]:
-        """See `ReplayPolicy.get`."""
+        """Draw up to `count` groups that match."""
         taken = await storage_backend.take_drawn(count, query, self._random.random)
         return [item.item for item in taken]
 
@@ -140,7 +132,7 @@ class PrioritizedReplayPolicy(ReplayPolicy):
         return {"random": self._random.bit_generator.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `ReplayPolicy.load_state_dict`."""
+        """Take over the state of the random numbers; ValueError if it is damaged."""
         fresh = np.random.PCG64()
         try:
             fresh.state = state["random"]

@@ -40,7 +40,8 @@ import math
 import numbers
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -348,6 +349,14 @@ class StorageBackend(ABC):
         ``{"version", "items": [StorageItem, ...], "next_uid", "next_timestamp_id", "train_steps"}``; the
         items may be the store's own and must not be changed. Cheap: no payload is copied.
         """
+
+    @contextmanager
+    def reading_state(self) -> Iterator[dict[str, Any]]:
+        """`state_dict` for the time of a block, in which the items are walked once.
+
+        A store on disk reads its payloads meanwhile, as of the moment at which the block began.
+        """
+        yield self.state_dict()
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from forebay.aio.time_limits import start_thread
 from forebay.config import StrictModel, import_object, parse_config
 from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
-from forebay.sandbox.processes import until_exit
+from forebay.sandbox.runner import until_exit
 from forebay.types import Message, RolloutState, SampleParams, Status
 from forebay.watching.activity import TOOL, Activities
 

@@ -6,9 +6,9 @@
     LANDLOCK    launcher: limits, no capabilities, Landlock, seccomp                            -> program
     LIMITS      launcher: limits                                                                -> program
 
-Each in a chain becomes the next program (only ``bwrap`` stays, to wait). What comes right before the last one
-writes `STARTED` to the chain's standard error, and then gives the program one of its own: whether the sandbox
-stood is said where the program cannot write. This module builds command lines, `forebay.sandbox.runner` runs
+Each in a chain becomes the next program (only ``bwrap`` stays, to wait). The one before the last writes
+`STARTED` to the chain's standard error, and then gives the program one of its own: the program cannot write
+where it is said that the sandbox stood. This module builds command lines, `forebay.sandbox.runner` runs
 them.
 """
 
@@ -32,7 +32,7 @@ STARTED = launcher.STARTED
 BOX = "/box"
 """The program's folder under `Isolation.BUBBLEWRAP`."""
 
-# Root's programs run as users that nobody else is (systemd's ranges end below): the kernel does not count the
+# Root's programs run as users that do not exist (systemd's ranges end below): the kernel does not count the
 # processes of root, and counts those of any other user together.
 _FIRST_FREE_UID, _NUM_FREE_UIDS = 0x70000000, 1 << 24
 # `ulimit -n`: besides files it bounds what may be kept in memory files, each of them Limits.file_bytes.
@@ -41,7 +41,7 @@ _MAX_OPEN_FILES = 64
 _OVERHEAD_BYTES = 16 << 20
 _SYSTEM_PATHS = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
-    # What the loader, Debian's alternatives and the clock need of /etc; the rest of it stays hidden.
+    # The loader, Debian's alternatives and the clock need these of /etc; the rest of it stays hidden.
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
 )
 # The shell knows descriptors of one digit only; the program's standard error may have a higher one.
@@ -67,9 +67,10 @@ CONFINED = (Isolation.BUBBLEWRAP, Isolation.LANDLOCK)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What one program may use.
+    """The time, memory and files that one program may use.
 
-    >>> Limits(wall_s=5.0, memory_bytes=256 << 20)
+    >>> Limits(wall_s=5.0, file_bytes=1 << 20).folder_bytes
+    4194304
 
     Raises:
         ValueError: a limit is not positive.
@@ -83,7 +84,7 @@ class Limits:
     """Address space of each process; where there are control groups, also the memory of all together (beside
     `folder_bytes` and the outputs). numpy alone takes some hundred MiB."""
     output_bytes: int = 1 << 20
-    """What is kept of each of the two outputs."""
+    """The part of each of the two outputs that is kept."""
     file_bytes: int = 16 << 20
     """The largest file, outputs included."""
     processes: int = 32
@@ -159,7 +160,7 @@ def bubblewrap_command(
         _change_of_user() if os.geteuid() == 0 else (["--unshare-user", "--disable-userns"], [])
     )
     return [
-        # The signal comes when whoever started the sandbox ends, even by SIGKILL.
+        # The signal comes when the process that started the sandbox ends, even by SIGKILL.
         *_found("setpriv", "--pdeathsig", "KILL", "--"),
         *_found("bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
         *("--unshare-cgroup-try", "--die-with-parent", *privileges, "--add-seccomp-fd", str(system_calls)),

@@ -6,15 +6,15 @@
                                   -> seccomp (system calls) -> STARTED on standard error -> exec PROGRAM,
                                   whose standard error is another one
 
-Run as a script by an interpreter without packages, so it imports the standard library only. What holds:
+Run as a script by an interpreter without packages, so it imports the standard library only. It holds that:
 
 * Files: the `readable` ones can be read, those in `folder` changed, nothing else opened (Landlock). Owners,
   modes, times and attributes cannot be changed (seccomp; Landlock does not cover them).
 * Network: no socket can be made but a pair within the process.
 * Processes: none can be started (threads can), no signal reaches another process, none can be traced.
 
-What does not: the folder is on a real disk, and holds as many files as fit in the time. The kernel's attack
-surface is larger than with namespaces and bubblewrap.
+It does not bound the folder, which is on a real disk and holds as many files as fit in the time; and the
+kernel's attack surface is larger than with namespaces and bubblewrap.
 """
 
 from __future__ import annotations
@@ -60,17 +60,8 @@ _DENIED_TO_ALL = (
     *("add_key", "request_key", "keyctl"),
     # The rest is for administrators, or a large part of the kernel that programs do without.
     *("mount", "umount", "umount2", "mount_setattr", "move_mount", "open_tree", "open_tree_attr", "fsopen"),
-    *(
-        "fsmount",
-        "fsconfig",
-        "fspick",
-        "chroot",
-        "pivot_root",
-        "quotactl",
-        "quotactl_fd",
-        "swapon",
-        "swapoff",
-    ),
+    *("fsmount", "fsconfig", "fspick", "chroot", "pivot_root", "quotactl", "quotactl_fd"),
+    *("swapon", "swapoff"),
     *("open_by_handle_at", "name_to_handle_at", "fanotify_init", "bpf", "perf_event_open", "userfaultfd"),
     *("acct", "reboot", "syslog", "kexec_load", "kexec_file_load", "sethostname", "setdomainname"),
     *("init_module", "finit_module", "delete_module", "settimeofday", "clock_settime", "adjtimex"),
@@ -131,7 +122,7 @@ def main(orders: dict[str, Any], program: Sequence[str]) -> None:
     try:
         os.execvp(program[0], list(program))
     except OSError as error:
-        # What a shell says and returns.
+        # As a shell says and returns it.
         os.write(2, f"{program[0]}: {error.strerror}\n".encode())
         os._exit(127)
 
@@ -160,7 +151,7 @@ def _count_tasks(uid: int) -> int:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Let the program have no capability, whoever runs it."""
+    """Let the program have no capability, also if root runs it."""
     if os.geteuid() != 0:
         return
     _prctl(libc, _PR_SET_SECUREBITS, _SECBIT_NOROOT_AND_LOCKED)
@@ -201,7 +192,7 @@ def _allow(libc: ctypes.CDLL, rules: int, paths: Iterable[str], access: int) -> 
 
 
 class _Filter:
-    """A seccomp filter in the making. What has no rule is allowed; another architecture's calls kill."""
+    """A seccomp filter in the making. Calls without a rule are allowed; another architecture's calls kill."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library

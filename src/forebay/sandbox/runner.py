@@ -1,6 +1,6 @@
 """Runs programs in the strongest isolation that the machine offers, and ends everything they started.
 
-It is not a virtual machine: the kernel is shared, and who finds a hole in it gets out.
+It is not a virtual machine: the kernel is shared, and a program that finds a hole in it gets out.
 
 ::
 
@@ -20,17 +20,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from forebay.aio.cancellation import finish
 from forebay.aio.time_limits import not_counted
-from forebay.sandbox.control_group import ControlGroup, ControlGroups, find_control_groups
+from forebay.sandbox.control_group import ControlGroups, find_control_groups
 from forebay.sandbox.isolation import (
     BOX,
     CONFINED,
@@ -43,51 +47,14 @@ from forebay.sandbox.isolation import (
     readable_paths,
     system_call_filter,
 )
-from forebay.sandbox.processes import Text, in_memory, temporary_folder, until_end
 
 logger = logging.getLogger(__name__)
 
-_REASONS = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file_size"}
-
-
-class SandboxError(RuntimeError):
-    """The sandbox itself failed; nothing is known about the program."""
-
-
-class SandboxUnavailableError(SandboxError):
-    """This machine offers no level of isolation that is allowed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SandboxResult:
-    """How a program ended and what it wrote."""
-
-    stdout: str
-    """Its first ``output_bytes``, as UTF-8, what is not UTF-8 replaced."""
-    stderr: str
-    """Its last ``output_bytes``: what went wrong is said at the end."""
-    returncode: int
-    """128 + n for a program that signal n ended."""
-    reason: str
-    """``exit``, ``time`` (wall_s), ``cpu``, ``memory`` (of all together), ``file_size`` or ``signal``."""
-    truncated: bool
-    """Whether it wrote more than is kept."""
-    wall_s: float
-    isolation: Isolation
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether time, of either kind, ended it."""
-        return self.reason in ("time", "cpu")
-
-    @property
-    def ok(self) -> bool:
-        """Whether it ended by itself, with code 0."""
-        return self.reason == "exit" and self.returncode == 0
+Text = str | bytes
 
 
 class Sandbox:
-    """Runs programs that nobody has read.
+    """Runs programs that no person has read.
 
     Invariants: a program starts in an empty folder of its own, without the caller's environment; at most
     `max_concurrent` run at once; when `run` returns or is cancelled, the program and all that it started
@@ -206,7 +173,9 @@ class Sandbox:
         try:
             with contextlib.ExitStack() as stack:
                 streams = [stack.enter_context(in_memory(content)) for content in (stdin, "", "", "")]
-                group = self._enter_group(level, stack)
+                group = None
+                if level is Isolation.BUBBLEWRAP and self._groups is not None:
+                    group = stack.enter_context(self._groups.lend())
                 process = self._start(level, command, files, streams, group, stack)
                 clock = asyncio.get_running_loop().time
                 start_s = clock()
@@ -217,12 +186,6 @@ class Sandbox:
                 return result
         finally:
             self._slots.release()
-
-    def _enter_group(self, level: Isolation, stack: contextlib.ExitStack) -> ControlGroup | None:
-        """A control group for one program, until `stack` ends; None where there are none."""
-        if level is not Isolation.BUBBLEWRAP or self._groups is None:
-            return None
-        return stack.enter_context(self._groups.lend())
 
     def _start(
         self,
@@ -292,6 +255,45 @@ class Sandbox:
         )
 
 
+class SandboxError(RuntimeError):
+    """The sandbox itself failed; nothing is known about the program."""
+
+
+class SandboxUnavailableError(SandboxError):
+    """This machine offers no level of isolation that is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxResult:
+    """How a program ended and what it wrote."""
+
+    stdout: str
+    """Its first ``output_bytes``, as UTF-8, what is not UTF-8 replaced."""
+    stderr: str
+    """Its last ``output_bytes``: what went wrong is said at the end."""
+    returncode: int
+    """128 + n for a program that signal n ended."""
+    reason: str
+    """``exit``, ``time`` (wall_s), ``cpu``, ``memory`` (of all together), ``file_size`` or ``signal``."""
+    truncated: bool
+    """Whether it wrote more than is kept."""
+    wall_s: float
+    isolation: Isolation
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether time, of either kind, ended it."""
+        return self.reason in ("time", "cpu")
+
+    @property
+    def ok(self) -> bool:
+        """Whether it ended by itself, with code 0."""
+        return self.reason == "exit" and self.returncode == 0
+
+
+_REASONS = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file_size"}
+
+
 def _as_levels(levels: Sequence[Isolation | str]) -> tuple[Isolation, ...]:
     try:
         found = () if isinstance(levels, str) else tuple(map(Isolation, levels))
@@ -310,3 +312,91 @@ def _as_limits(limits: Limits | Mapping[str, float] | None) -> Limits:
     if unknown := set(limits or {}) - set(known):
         raise ValueError(f"limits: unknown {sorted(unknown)}; known: {', '.join(known)}")
     return Limits(**(limits or {}))  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def in_memory(content: Text) -> Iterator[int]:
+    """A descriptor of a file in memory that holds `content`, at its beginning."""
+    descriptor = os.memfd_create("sandbox")
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(_as_bytes(content))
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        # Two processes that write must not overwrite each other.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def temporary_folder(files: Mapping[str, Text]) -> Iterator[str]:
+    """A temporary folder with `files`."""
+    folder = tempfile.mkdtemp(prefix="forebay_sandbox_")
+    try:
+        for name, content in files.items():
+            Path(folder, name).write_bytes(_as_bytes(content))
+        yield folder
+    finally:
+        try:
+            shutil.rmtree(folder)
+        except (OSError, RecursionError) as error:
+            logger.warning("a program's folder could not be removed: %s (%s)", folder, error)
+
+
+def _as_bytes(content: Text) -> bytes:
+    # JSON can hold halves of surrogate pairs, and models write JSON: the program gets what is no UTF-8 then.
+    return content.encode(errors="surrogatepass") if isinstance(content, str) else content
+
+
+async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bool) -> bool:
+    """Wait for the end of `process` and of all that it started; True if `wall_s` ran out."""
+    overran = False
+    try:
+        try:
+            async with asyncio.timeout(wall_s):
+                await until_exit(process.pid)
+        except TimeoutError:
+            overran = True
+    finally:
+        await finish(_end(process, tree))
+    return overran
+
+
+async def _end(process: subprocess.Popen[bytes], tree: bool) -> None:
+    # Not reaped yet, so the number cannot be anybody else's.
+    _kill(process.pid, tree=tree)
+    await until_exit(process.pid)
+    process.wait()
+
+
+async def until_exit(pid: int) -> None:
+    """Wait for the end of a child that is not reaped before; woken by the kernel."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+    descriptor = os.pidfd_open(pid)
+    # May be called again before it is removed.
+    loop.add_reader(descriptor, lambda: None if ended.done() else ended.set_result(None))
+    try:
+        await ended
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _kill(pid: int, *, tree: bool) -> None:
+    """Kill the process group of `pid`; for a `tree` in a namespace, its first process, and so all of them.
+
+    bwrap itself then ends when the kernel has ended the namespace: afterwards nothing is left.
+    """
+    children: list[int] = []
+    if tree:
+        # Gone if it ended just now.
+        with contextlib.suppress(OSError):
+            children = list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    if not children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)

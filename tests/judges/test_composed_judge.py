@@ -209,17 +209,7 @@ async def test_parts_and_other_numbers_are_means_in_the_metrics_of_each_task():
         name: [await judge.judge([RolloutState([], task_name=name, status=Status.COMPLETED)])]
         for name in ("a", "b")
     }
-    results = {
-        name: TaskResult.build(
-            groups=part,
-            leftovers={},
-            status=ProduceBatchStatus.NORMAL,
-            pause_time_s=0.0,
-            produced=(1, 1),
-            raw_rewards=(1.0, 1),
-        )
-        for name, part in groups.items()
-    }
+    results = {name: TaskResult(rollout_states=part) for name, part in groups.items()}
     values = summarize(results, {}, ProduceBatchStatus.NORMAL, 0.0).metrics()
     values |= Evaluator().evaluate([*groups["a"], *groups["b"]])
     found = {name: value for name, value in values.items() if "judge/" in name}

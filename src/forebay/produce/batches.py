@@ -303,17 +303,20 @@ class Batches:
         if progress is not None:
             await self._drop_terminal()
         results = {
-            name: TaskResult.build(
-                groups=groups_by_task.get(name, []),
+            name: TaskResult(
+                rollout_states=groups_by_task.get(name, []),
                 leftovers=leftovers[name],
                 status=statuses.get(name, ProduceBatchStatus.NORMAL),
-                pause_time_s=pauses_s.get(name, 0.0),
-                produced=progress.consume_produced(name) if progress else (0, 0),
-                raw_rewards=progress.consume_raw_rewards(name) if progress else (0.0, 0),
+                group_gen_pause_time_s=pauses_s.get(name, 0.0),
             )
             for name in self._runners
         }
-        produce_time_s = progress.consume_produce_time() if progress else 0.0
+        produce_time_s = 0.0
+        if progress is not None:
+            produce_time_s = progress.consume_produce_time()
+            for name, result in results.items():
+                result.produced_samples, result.produced_tokens = progress.consume_produced(name)
+                result.raw_rewards_sum, result.raw_rewards_count = progress.consume_raw_rewards(name)
         return summarize(results, sizes, worst_status(statuses.values()), produce_time_s)
 
     async def _drop_terminal(self) -> None:

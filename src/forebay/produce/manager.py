@@ -23,6 +23,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from urllib.parse import quote
@@ -99,7 +100,7 @@ class AgentLoopManager:
             self._runners,
             self.progress,
             allocate=self._split,
-            make_context=self._background_context,
+            make_context=self._context,
             controller=rollout_controller,
         )
         ledger = Ledger() if ledger is None else ledger
@@ -187,7 +188,12 @@ class AgentLoopManager:
         """Continue, produce every task at once, pause. Engines are paused also when a task raises."""
         update_event = asyncio.Event()
         contexts = {
-            name: self._context(self._runners[name], size, train_step, model_step, progress, update_event)
+            name: replace(
+                self._context(self._runners[name], size, train_step),
+                update_event=update_event,
+                model_step=model_step,
+                progress=progress,
+            )
             for name, size in sizes.items()
             if size > 0
         }
@@ -319,21 +325,8 @@ class AgentLoopManager:
 
     # -- Both
 
-    def _background_context(self, runner: TaskRunner, size: int, train_step: int) -> ProduceContext:
-        producer = self._background
-        return self._context(
-            runner, size, train_step, producer.model_step, self.progress, producer.update_event
-        )
-
-    def _context(
-        self,
-        runner: TaskRunner,
-        size: int,
-        train_step: int,
-        model_step: int,
-        progress: ProduceProgress,
-        update_event: asyncio.Event,
-    ) -> ProduceContext:
+    def _context(self, runner: TaskRunner, size: int, train_step: int) -> ProduceContext:
+        """The context of the background producer for one task."""
         strategy = runner.produce_strategy
         return ProduceContext(
             agent_loop=runner.agent_loop,
@@ -342,9 +335,9 @@ class AgentLoopManager:
             task_batch_size=size,
             task_name=runner.task_name,
             train_step=train_step,
-            update_event=update_event,
-            model_step=model_step,
-            progress=progress,
+            update_event=self._background.update_event,
+            model_step=self._background.model_step,
+            progress=self.progress,
             is_valid_sample_fn=strategy.is_valid_sample_fn,
             stale_threshold=strategy.stale_threshold,
             ledger=self.ledger,

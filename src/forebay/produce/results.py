@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ class TaskResult:
     leftovers: dict[Status, int] = field(default_factory=dict)
     """Groups that stayed behind when the batch was taken, by status."""
     group_gen_times_s: list[float] = field(default_factory=list)
+    """Seconds to generate and judge each of the groups that were timed."""
     group_gen_pause_time_s: float = 0.0
     produced_samples: int = 0
     """Rollouts generated, those that were rejected or failed among them."""
@@ -35,30 +36,10 @@ class TaskResult:
     """Over all completed rollouts, before filtering."""
     raw_rewards_count: int = 0
 
-    @classmethod
-    def build(
-        cls,
-        *,
-        groups: list[list[RolloutState]],
-        leftovers: Mapping[Status, int],
-        status: ProduceBatchStatus,
-        pause_time_s: float,
-        produced: tuple[int, int],
-        raw_rewards: tuple[float, int],
-    ) -> TaskResult:
-        """Read the timing off the groups and unpack the progress windows."""
-        times = [g[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for g in groups]
-        return cls(
-            rollout_states=groups,
-            status=status,
-            leftovers=dict(leftovers),
-            group_gen_times_s=[time for time in times if time is not None],
-            group_gen_pause_time_s=pause_time_s,
-            produced_samples=produced[0],
-            produced_tokens=produced[1],
-            raw_rewards_sum=raw_rewards[0],
-            raw_rewards_count=raw_rewards[1],
-        )
+    def __post_init__(self) -> None:
+        if not self.group_gen_times_s:
+            times = (group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for group in self.rollout_states)
+            self.group_gen_times_s = [time for time in times if time is not None]
 
     @property
     def group_gen_count(self) -> int:
@@ -127,7 +108,6 @@ def summarize(
         rollout_states=[group for part in parts for group in part.rollout_states],
         status=status,
         leftovers={s: sum(part.leftovers.get(s, 0) for part in parts) for s in LEFTOVER_STATUSES},
-        group_gen_times_s=[time for part in parts for time in part.group_gen_times_s],
         group_gen_pause_time_s=sum(part.group_gen_pause_time_s for part in parts),
         produced_samples=sum(part.produced_samples for part in parts),
         produced_tokens=sum(part.produced_tokens for part in parts),

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from forebay.aio.cancellation import finish
 from forebay.aio.time_limits import not_counted
-from forebay.sandbox.control_group import ControlGroups, find_control_groups
+from forebay.sandbox.control_group import ControlGroup, ControlGroups, find_control_groups
 from forebay.sandbox.isolation import (
     BOX,
     CONFINED,

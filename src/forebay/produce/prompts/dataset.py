@@ -211,7 +211,7 @@ def known_characters(prompt: Prompt, tokenizer: Any) -> Iterator[None]:
 
 
 def texts_of(prompt: Prompt) -> Iterator[str]:
-    """What a model may have to read or to write for `prompt`: messages, answer and demonstration."""
+    """Texts that a model may have to read or to write for `prompt`: messages, answer and demonstration."""
     shown = prompt.extra.get("demonstration")
     for message in [*prompt.message, *(shown if isinstance(shown, list) else ())]:
         content = message.get("content") if isinstance(message, dict) else None
@@ -229,7 +229,7 @@ def _knows(tokenizer: Any, character: str) -> bool:
 
 
 def last_user_text(message: Sequence[Message]) -> str:
-    """What the user said last; else what was said last."""
+    """The text of the last message of the user; without one, of the last message."""
     contents = [turn.get("content") for turn in message if turn.get("role") == "user"]
     content = contents[-1] if contents else (message[-1].get("content") if message else "")
     if isinstance(content, list):
@@ -264,8 +264,9 @@ def _make_prompt(row: Any, config: DataConfig, place: str) -> Prompt:
         reward_model=reward_model or None,
         data_source=rest.pop("data_source", None)
         or (config.source if isinstance(config.source, str) else None),
-        tools=_read_tools(rest.pop("tools", None), place),
-        tool_choice=_read_tool_choice(rest.pop("tool_choice", None), place),
+        # Arrow would pad tool schemas that differ with nulls, so both columns may also hold JSON text.
+        tools=_read_json(rest, "tools", (list,), "a list of tool schemas", place),
+        tool_choice=_read_json(rest, "tool_choice", (str, dict), "a text or an object", place),
         extra=rest,
         place=place,
     )
@@ -297,26 +298,17 @@ def _make_message(value: Any, config: DataConfig, place: str) -> list[Message]:
     return message
 
 
-def _read_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
-    """Tool schemas, as a list or, because Arrow would pad differing schemas with nulls, as its JSON text."""
-    if isinstance(value, str):
+def _read_json(rest: dict[str, Any], column: str, kinds: tuple[type, ...], wanted: str, place: str) -> Any:
+    """The value of a column of one of these `kinds`; its JSON text will do."""
+    value = rest.pop(column, None)
+    # A text that may stand for itself is JSON only if it is an object.
+    if isinstance(value, str) and (str not in kinds or value.lstrip().startswith("{")):
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise ConfigError(f"{place}: column 'tools' is not valid JSON: {error}") from None
-    if value is not None and not isinstance(value, list):
-        raise ConfigError(f"{place}: column 'tools' must hold a list of tool schemas, got {value!r}")
-    return value or None
-
-
-def _read_tool_choice(value: Any, place: str) -> str | dict[str, Any] | None:
-    if isinstance(value, str) and value.lstrip().startswith("{"):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{place}: column 'tool_choice' is not valid JSON: {error}") from None
-    if value is not None and not isinstance(value, str | dict):
-        raise ConfigError(f"{place}: column 'tool_choice' must hold a text or an object, got {value!r}")
+            raise ConfigError(f"{place}: column {column!r} is not valid JSON: {error}") from None
+    if value is not None and not isinstance(value, kinds):
+        raise ConfigError(f"{place}: column {column!r} must hold {wanted}, got {value!r}")
     return value or None
 
 

@@ -22,7 +22,7 @@ MAX_PROBLEMS = 100_000
 
 
 class AdditionArguments(StrictModel, strict=True):
-    """What a run file may say of the data source ``addition``."""
+    """The arguments of the data source ``addition`` in a run file."""
 
     digits: int = Field(default=2, ge=1, le=9)
     """Of each of the two numbers."""
@@ -31,7 +31,7 @@ class AdditionArguments(StrictModel, strict=True):
 
 
 class SortingArguments(StrictModel, strict=True):
-    """What a run file may say of the data source ``sorting``."""
+    """The arguments of the data source ``sorting`` in a run file."""
 
     length: int = Field(default=8, ge=1, le=12)
     """Letters of a problem."""

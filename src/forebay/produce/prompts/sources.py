@@ -22,10 +22,11 @@ import inspect
 import io
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ SOURCE_ARGUMENTS: dict[str, type[StrictModel]] = {
     "addition": demo_tasks.AdditionArguments,
     "sorting": demo_tasks.SortingArguments,
 }
-"""What the ``arguments`` of each may be."""
+"""The ``arguments`` of each, by its name."""
 REASONING_GYM = "reasoning_gym"
 FILE_TYPES = (".jsonl", ".parquet", ".csv")
 _OTHER_FILE_TYPES = (".json", ".tsv", ".txt", ".xlsx", ".xls", ".arrow", ".gz", ".zip", ".ndjson", ".yaml")
@@ -134,18 +135,19 @@ def _open_files(patterns: Sequence[str], arguments: Mapping[str, Any]) -> Rows:
     if arguments:
         raise ConfigError(f"data files {list(patterns)} take no arguments, got {sorted(arguments)}")
     paths = [path for pattern in patterns for path in _expand(pattern)]
-    suffixes = {path.suffix for path in paths}
-    if suffixes == {".jsonl"}:
-        return _read_jsonl(paths)
-    if suffixes == {".csv"}:
-        return _read_csv(paths)
-    if suffixes == {".parquet"}:
-        return _read_parquet(paths)
     if not paths:
         raise ConfigError("the list of data files is empty")
-    raise ConfigError(
-        f"data files must all be {' or all '.join(FILE_TYPES)}, got {[str(path) for path in paths]}"
-    )
+    readers: dict[str, Callable[[Sequence[Path]], Rows]] = {
+        ".jsonl": partial(_read_lines, _parse_jsonl),
+        ".parquet": _read_parquet,
+        ".csv": partial(_read_lines, _parse_csv),
+    }
+    suffixes = {path.suffix for path in paths}
+    if len(suffixes) > 1 or not suffixes <= set(readers):
+        raise ConfigError(
+            f"data files must all be {' or all '.join(readers)}, got {[str(path) for path in paths]}"
+        )
+    return readers[suffixes.pop()](paths)
 
 
 def _expand(pattern: str) -> list[Path]:
@@ -163,47 +165,55 @@ def _expand(pattern: str) -> list[Path]:
     raise ConfigError(f"no data file at {pattern!r}{hint}")
 
 
-def _read_jsonl(paths: Sequence[Path]) -> Rows:
+def _read_lines(parse: Callable[[Path], Iterator[tuple[int, dict[str, Any]]]], paths: Sequence[Path]) -> Rows:
+    """All rows of text files at once, each with the number of its line."""
     rows: list[dict[str, Any]] = []
     places: list[tuple[Path, int]] = []
     for path in paths:
-        # Bytes, split at newlines only: str.splitlines would also cut a row at U+2028 inside a string.
-        for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
-            if line.strip():
-                rows.append(_parse_line(line, f"{path}, line {number}"))
-                places.append((path, number))
-    return Rows(rows, lambda index: f"{places[index][0]}, line {places[index][1]}", in_memory=True)
+        for number, row in parse(path):
+            rows.append(row)
+            places.append((path, number))
+    return Rows(rows, lambda index: "{}, line {}".format(*places[index]), in_memory=True)
 
 
-def _read_csv(paths: Sequence[Path]) -> Rows:
+def _parse_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # Bytes, split at newlines only: str.splitlines would also cut a row at U+2028 inside a string.
+    for number, line in enumerate(_read_bytes(path).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}, line {number} is not valid JSON: {error}") from None
+        if not isinstance(row, dict):
+            kind = type(row).__name__
+            raise ConfigError(
+                f"{path}, line {number} holds a {kind}; each line must be an object with columns"
+            )
+        yield number, row
+
+
+def _parse_csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Every value is text, as it stands: a number read as a number would lose its zeros."""
-    rows: list[dict[str, Any]] = []
-    places: list[str] = []
-    for path in paths:
-        try:
-            # "utf-8-sig": spreadsheets put a mark before the first column's name.
-            text = _read_bytes(path).decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): save it as CSV UTF-8") from None
-        reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-        try:
-            columns = next(reader, [])
-            for row in reader:
-                if row:
-                    places.append(f"{path}, line {reader.line_num}")
-                    rows.append(_named_cells(columns, row, places[-1]))
-        except csv.Error as error:
-            raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from None
-    return Rows(rows, places.__getitem__, in_memory=True)
-
-
-def _named_cells(columns: Sequence[str], row: Sequence[str], place: str) -> dict[str, Any]:
-    if len(row) != len(columns) or len(set(columns)) < len(columns):
-        raise ConfigError(
-            f"{place} has {len(row)} values for the {len(columns)} columns {', '.join(columns)} of the first "
-            f"line; put a value with commas in quotes, and give every column a name of its own"
-        )
-    return dict(zip(columns, row, strict=True))
+    try:
+        # "utf-8-sig": spreadsheets put a mark before the first column's name.
+        text = _read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error.reason}): save it as CSV UTF-8") from None
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        columns = next(reader, [])
+        # An empty line is no row.
+        for row in filter(None, reader):
+            if len(row) != len(columns) or len(set(columns)) < len(columns):
+                raise ConfigError(
+                    f"{path}, line {reader.line_num} has {len(row)} values for the {len(columns)} columns "
+                    f"{', '.join(columns)} of the first line; put a value with commas in quotes, and give "
+                    f"every column a name of its own"
+                )
+            yield reader.line_num, dict(zip(columns, row, strict=True))
+    except csv.Error as error:
+        raise ConfigError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from None
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -211,16 +221,6 @@ def _read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
-
-
-def _parse_line(line: bytes, place: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{place} is not valid JSON: {error}") from None
-    if not isinstance(row, dict):
-        raise ConfigError(f"{place} holds a {type(row).__name__}; each line must be an object with columns")
-    return row
 
 
 def _read_parquet(paths: Sequence[Path]) -> Rows:

@@ -51,8 +51,6 @@ def named() -> list[tuple[str, Any, type[StrictModel], tuple[str, ...]]]:
         (name, makers[name], model, given)
         for makers, models, given in tables
         for name, model in models.items()
-        # The LLM judge's constructor takes the fields of its model, which checks them.
-        if name != "llm"
     ]
 
 

@@ -7,21 +7,11 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal, InvalidOperation
+from typing import Any
 
-from forebay.config import StrictModel
+from forebay.config import StrictModel, parse_config
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.types import RolloutState
-
-
-class ExactMatchArguments(StrictModel, strict=True):
-    """What a run file may say of the judge ``exact_match``."""
-
-    extract: str | None = None
-    """``last_number``, ``answer_tag`` or a regular expression with one group, whose last match is the answer;
-    None takes the whole response."""
-    partial_credit: bool = False
-    """Score the share of places at which answer and truth have the same character; the verdict then also says
-    whether it is ``exact`` (1.0 or 0.0)."""
 
 
 class ExactMatchJudge(Judge):
@@ -36,21 +26,25 @@ class ExactMatchJudge(Judge):
     1.0
 
     Args:
-        extract, partial_credit: see `ExactMatchArguments`.
         timeout_s: unused here; every judge takes it.
+        arguments: those of `Arguments`, by name.
     """
 
-    def __init__(
-        self,
-        *,
-        extract: str | None = None,
-        partial_credit: bool = False,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-    ) -> None:
+    class Arguments(StrictModel, strict=True):
+        """The arguments of the judge ``exact_match`` in a run file."""
+
+        extract: str | None = None
+        """``last_number``, ``answer_tag`` or a regular expression with one group, whose last match is the
+        answer; None takes the whole response."""
+        partial_credit: bool = False
+        """Score the share of places at which answer and truth have the same character; the verdict then also
+        says whether it is ``exact`` (1.0 or 0.0)."""
+
+    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
         super().__init__(timeout_s=timeout_s)
+        self._arguments = parse_config(self.Arguments, arguments, source="judge 'exact_match'")
+        extract = self._arguments.extract
         self._pattern = None if extract is None else compile_pattern(extract)
-        self._by_value = extract == "last_number"
-        self._partial_credit = partial_credit
 
     async def score(self, state: RolloutState) -> float | dict[str, float]:
         """1.0 or 0.0, or the share of right places."""
@@ -59,14 +53,15 @@ class ExactMatchJudge(Judge):
             state.response.strip() if self._pattern is None else find_answer(self._pattern, state.response)
         )
         exact = float(answer is not None and self._equal(answer, truth))
-        if not self._partial_credit:
+        if not self._arguments.partial_credit:
             return exact
         return {"score": exact or _share_of_places(answer or "", truth), "exact": exact}
 
     def _equal(self, answer: str, truth: str) -> bool:
         if answer == truth:
             return True
-        return self._by_value and _number(answer) is not None and _number(answer) == _number(truth)
+        by_value = self._arguments.extract == "last_number"
+        return by_value and _number(answer) is not None and _number(answer) == _number(truth)
 
 
 def _number(text: str) -> Decimal | None:

@@ -94,7 +94,7 @@ class Judge(ABC):
 
     @property
     def name(self) -> str:
-        """What error messages call this judge."""
+        """The name of this judge in error messages."""
         return type(self).__name__
 
     @abstractmethod

@@ -10,17 +10,11 @@ from pydantic import Field, model_validator
 
 from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError, StrictModel, check_arguments, look_up, parse_config
-from forebay.judges.answers import ExactMatchArguments, ExactMatchJudge
+from forebay.judges.answers import ExactMatchJudge
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
-from forebay.judges.chat import LLMArguments
-from forebay.judges.code import CodeArguments, CodeJudge
+from forebay.judges.code import CodeJudge
 from forebay.judges.composed import ComposedJudge, FunctionJudge, Part, ShuffledJudge
-from forebay.judges.libraries import (
-    MathVerifyArguments,
-    MathVerifyJudge,
-    ReasoningGymArguments,
-    ReasoningGymJudge,
-)
+from forebay.judges.libraries import MathVerifyJudge, ReasoningGymJudge
 from forebay.judges.llm import LLMJudge
 
 
@@ -42,7 +36,7 @@ class PartConfig(StrictModel):
 
 
 class ComposedArguments(StrictModel, strict=True):
-    """What a run file may say of the judge ``composed``."""
+    """The arguments of the judge ``composed`` in a run file."""
 
     parts: list[PartConfig] = Field(min_length=1)
     """The judges whose weighted scores are added up."""
@@ -92,17 +86,12 @@ JUDGES: dict[str, Callable[..., Judge]] = {
     "math_verify": MathVerifyJudge,
     "reasoning_gym": ReasoningGymJudge,
 }
-"""What a run file may name; besides, ``package.module:Name`` of a function or a `Judge` class."""
+"""The names of judges in a run file; besides, ``package.module:Name`` of a function or a `Judge` class."""
 
 JUDGE_ARGUMENTS: dict[str, type[StrictModel]] = {
-    "code": CodeArguments,
-    "composed": ComposedArguments,
-    "llm": LLMArguments,
-    "exact_match": ExactMatchArguments,
-    "math_verify": MathVerifyArguments,
-    "reasoning_gym": ReasoningGymArguments,
+    name: getattr(judge, "Arguments", ComposedArguments) for name, judge in JUDGES.items()
 }
-"""What the ``arguments`` of each may be."""
+"""The ``arguments`` of each, by its name."""
 
 
 class JudgeConfig(StrictModel):
@@ -151,10 +140,8 @@ def build_judge(config: JudgeConfig | None) -> Judge:
 
 def _construct(config: JudgeConfig, factory: Callable[..., Judge]) -> Judge:
     arguments = {"timeout_s": config.timeout_s, **config.arguments}
-    if (model := JUDGE_ARGUMENTS.get(config.name)) is not None:
-        check_arguments("judge", config.name, model, config.arguments)
-    else:
-        check_arguments("judge", config.name, factory, arguments)
+    model = JUDGE_ARGUMENTS.get(config.name)
+    check_arguments("judge", config.name, model or factory, config.arguments if model else arguments)
     try:
         return factory(**arguments)
     except ConfigError:

@@ -6,7 +6,7 @@
                                     '-- code tests: one run of program and tests together
     wrong, crashing, too slow, too big --> the test is failed        sandbox failed --> rollout FAILED
 
-What is expected of an input never enters the sandbox. Code tests (``assert f(2) == 4``) run in the program's
+The expected outputs never enter the sandbox. Code tests (``assert f(2) == 4``) run in the program's
 own process: that they passed is said in words which the program cannot guess and does not get to see by
 ordinary means, so leaving early gains nothing; a program made to search its own process could forge them.
 """
@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import Field
 
-from forebay.config import StrictModel
+from forebay.config import StrictModel, parse_config
 from forebay.judges.answers import compile_pattern, find_answer
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge, JudgeError, TransientJudgeError
 from forebay.sandbox import (
     CONFINED,
-    Isolation,
     Limits,
     Sandbox,
     SandboxError,
@@ -56,25 +54,6 @@ for number, test in enumerate(job["tests"]):
 """
 
 
-class CodeArguments(StrictModel, strict=True):
-    """What a run file may say of the judge ``code``."""
-
-    extract: str | None = "code_block"
-    """``code_block`` or a regular expression with one group, whose last match is the program; where nothing
-    matches, and with None, the whole response is."""
-    partial_credit: bool = False
-    """Score the share of passed tests. Without it the first failed test is the last."""
-    limits: Limits | None = None
-    """Of each run of the program."""
-    levels: Sequence[str] = tuple(level.value for level in CONFINED)
-    """Isolation that may be used, the best first: ``bubblewrap``, ``landlock``, and ``limits`` for programs
-    that you trust."""
-    readable: Sequence[str] = ()
-    """Further files and folders that programs may read."""
-    max_concurrent: int | None = Field(default=None, ge=1)
-    """Programs that run at once; None: one for each CPU."""
-
-
 class CodeJudge(Judge):
     """Score 1.0 if the response's Python program passes all tests of its prompt, else 0.0.
 
@@ -87,27 +66,41 @@ class CodeJudge(Judge):
     With `partial_credit`, a program that passes one of two tests gets ``{"score": 0.5, "passed": 0.5}``.
 
     Args:
-        extract, partial_credit, limits, levels, readable, max_concurrent: see `CodeArguments`.
         timeout_s: for all tests of one program; those that it does not get to are failed.
+        arguments: those of `Arguments`, by name.
     """
 
-    def __init__(
-        self,
-        *,
-        extract: str | None = "code_block",
-        partial_credit: bool = False,
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        limits: Limits | Mapping[str, float] | None = None,
-        levels: Sequence[Isolation | str] = CONFINED,
-        readable: Iterable[str | Path] = (),
-        max_concurrent: int | None = None,
-    ) -> None:
-        # The time for a rollout is what its programs run; a wait for a free slot would count too.
+    class Arguments(StrictModel, strict=True):
+        """The arguments of the judge ``code`` in a run file."""
+
+        extract: str | None = "code_block"
+        """``code_block`` or a regular expression with one group, whose last match is the program; where
+        nothing matches, and with None, the whole response is."""
+        partial_credit: bool = False
+        """Score the share of passed tests. Without it the first failed test is the last."""
+        limits: Limits | None = None
+        """Of each run of the program."""
+        levels: Sequence[str] = tuple(level.value for level in CONFINED)
+        """Isolation that may be used, the best first: ``bubblewrap``, ``landlock``, and ``limits`` for
+        programs that you trust."""
+        readable: Sequence[str] = ()
+        """Further files and folders that programs may read."""
+        max_concurrent: int | None = Field(default=None, ge=1)
+        """Programs that run at once; None: one for each CPU."""
+
+    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
+        # The time for a rollout is the run time of its programs; a wait for a free slot would count too.
         super().__init__(timeout_s=None)
-        self._pattern = None if extract is None else compile_pattern(extract)
-        self._partial_credit = partial_credit
+        settings = parse_config(self.Arguments, arguments, source="judge 'code'")
+        self._pattern = None if settings.extract is None else compile_pattern(settings.extract)
+        self._partial_credit = settings.partial_credit
         self._program_s = float("inf") if timeout_s is None else timeout_s
-        self._sandbox = Sandbox(limits, levels=levels, readable=readable, max_concurrent=max_concurrent)
+        self._sandbox = Sandbox(
+            settings.limits,
+            levels=settings.levels,
+            readable=settings.readable,
+            max_concurrent=settings.max_concurrent,
+        )
 
     async def score(self, state: RolloutState) -> dict[str, float]:
         """1.0 or 0.0, or the share of passed tests."""

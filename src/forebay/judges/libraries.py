@@ -14,19 +14,12 @@ from typing import Any
 
 from pydantic import Field
 
-from forebay.config import StrictModel
+from forebay.config import StrictModel, parse_config
 from forebay.extras import require_library
 from forebay.judges.answers import compile_pattern, find_answer, ground_truth
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.processes import JudgeProcesses
 from forebay.types import RolloutState
-
-
-class MathVerifyArguments(StrictModel, strict=True):
-    """What a run file may say of the judge ``math_verify``."""
-
-    num_processes: int = Field(default=2, ge=1)
-    """How many answers are judged at once, each in a process."""
 
 
 class MathVerifyJudge(Judge):
@@ -41,13 +34,18 @@ class MathVerifyJudge(Judge):
         ConfigError: math-verify is not installed.
     """
 
-    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, num_processes: int = 2) -> None:
+    class Arguments(StrictModel, strict=True):
+        """The arguments of the judge ``math_verify`` in a run file."""
+
+        num_processes: int = Field(default=2, ge=1)
+        """How many answers are judged at once, each in a process."""
+
+    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
         # The child keeps the time; here a wait for a free child would count too.
         super().__init__(timeout_s=None)
+        settings = parse_config(self.Arguments, arguments, source="judge 'math_verify'")
         require_library("math_verify", "judge 'math_verify'")
-        self._processes = JudgeProcesses(
-            "forebay.judges.libraries:make_math_scorer", timeout_s=timeout_s, num_processes=num_processes
-        )
+        self._processes = JudgeProcesses(f"{__name__}:make_math_scorer", timeout_s, settings.num_processes)
 
     async def score(self, state: RolloutState) -> float:
         """1.0 or 0.0."""
@@ -56,16 +54,6 @@ class MathVerifyJudge(Judge):
     def close(self) -> None:
         """End the child processes."""
         self._processes.close()
-
-
-class ReasoningGymArguments(StrictModel, strict=True):
-    """What a run file may say of the judge ``reasoning_gym``."""
-
-    extract: str = "answer_tag"
-    """``answer_tag``, ``last_number`` or a regular expression with one group, whose last match is the
-    answer."""
-    num_processes: int = Field(default=2, ge=1)
-    """How many answers are judged at once, each in a process."""
 
 
 class ReasoningGymJudge(Judge):
@@ -77,27 +65,29 @@ class ReasoningGymJudge(Judge):
     The problem ``Solve for e: 56 - 98*e = -1218`` and the response ``... <answer>13</answer>`` give 1.0.
 
     Args:
-        extract, num_processes: see `ReasoningGymArguments`.
         timeout_s: for one answer.
+        arguments: those of `Arguments`, by name.
 
     Raises:
         ConfigError: reasoning-gym is not installed.
     """
 
-    def __init__(
-        self,
-        *,
-        extract: str = "answer_tag",
-        timeout_s: float | None = DEFAULT_TIMEOUT_S,
-        num_processes: int = 2,
-    ) -> None:
-        # The child keeps the time; here a wait for a free child would count too.
+    class Arguments(StrictModel, strict=True):
+        """The arguments of the judge ``reasoning_gym`` in a run file."""
+
+        extract: str = "answer_tag"
+        """``answer_tag``, ``last_number`` or a regular expression with one group, whose last match is the
+        answer."""
+        num_processes: int = Field(default=2, ge=1)
+        """How many answers are judged at once, each in a process."""
+
+    def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
+        # As above, the child keeps the time.
         super().__init__(timeout_s=None)
+        settings = parse_config(self.Arguments, arguments, source="judge 'reasoning_gym'")
         require_library("reasoning_gym", "judge 'reasoning_gym'")
-        self._pattern = compile_pattern(extract)
-        self._processes = JudgeProcesses(
-            "forebay.judges.libraries:make_gym_scorer", timeout_s=timeout_s, num_processes=num_processes
-        )
+        self._pattern = compile_pattern(settings.extract)
+        self._processes = JudgeProcesses(f"{__name__}:make_gym_scorer", timeout_s, settings.num_processes)
 
     async def score(self, state: RolloutState) -> float:
         """The generator's score."""

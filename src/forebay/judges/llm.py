@@ -6,8 +6,8 @@
                                      ^                       | unreadable: asked again, up to max_retries
                                      '-----------------------'
 
-What is judged is part of the prompt, so a response may try to instruct its judge; policies find such ways
-when they pay. Keep the question strict, and look at the rollouts that score best.
+The response is part of the prompt, so it may try to instruct its judge; policies find such ways when they
+pay. Keep the question strict, and look at the rollouts that score best.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from forebay.config import import_object
+from forebay.config import import_object, parse_config
 from forebay.extras import require_library
 from forebay.judges.answers import compile_pattern
 from forebay.judges.base import (
@@ -87,8 +87,10 @@ class LLMJudge(Judge):
         ValueError: an argument does not fit.
     """
 
+    Arguments = LLMArguments
+
     def __init__(self, *, timeout_s: float | None = DEFAULT_TIMEOUT_S, **arguments: Any) -> None:
-        settings = LLMArguments(**arguments)
+        settings = parse_config(self.Arguments, arguments, source="judge 'llm'")
         # The client keeps the time of each request; here waits for a turn and between tries would count too.
         super().__init__(timeout_s=None, max_retries=settings.max_retries)
         self.needs_whole_group = settings.group

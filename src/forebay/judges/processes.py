@@ -62,13 +62,13 @@ class JudgeProcesses:
         num_processes: how many calls run at once.
     """
 
-    def __init__(self, factory: str, *, timeout_s: float | None, num_processes: int = 2) -> None:
+    def __init__(self, factory: str, timeout_s: float | None, num_processes: int = 2) -> None:
         self._children = _Children(factory, timeout_s)
         self._executor = ThreadPoolExecutor(num_processes, thread_name_prefix="judge")
         self._finalizer = weakref.finalize(self, _close, self._executor, self._children)
 
     async def run(self, *arguments: Any) -> Any:
-        """What the scoring function returns for these JSON values.
+        """The answer of the scoring function to these JSON values.
 
         Raises:
             JudgeProcessError: it raised, took too long or ended its process; the message says which.

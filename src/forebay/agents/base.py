@@ -25,16 +25,28 @@ import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from forebay.agents.interruption import is_cancelled
+from forebay.config import StrictModel, parse_config
 from forebay.judges.base import Judge
 from forebay.renamed import old_keywords
 from forebay.tracebacks import raised_at
-from forebay.types import TRAJECTORY_OF_KEY, RolloutState, Status, note_place, reset_rollout_response
+from forebay.types import (
+    TRAJECTORY_OF_KEY,
+    RolloutState,
+    SampleParams,
+    Status,
+    note_place,
+    reset_rollout_response,
+)
 from forebay.watching.activity import GENERATE, JUDGE, Activities
 
 logger = logging.getLogger(__name__)
+
+
+class NoArguments(StrictModel, strict=True):
+    """An agent that has only the task's settings."""
 
 
 @old_keywords(judger="judge")
@@ -53,22 +65,51 @@ class AgentLoop(ABC):
     Stages are marked here, so that displays and stall reports see what a subclass does without its help. One
     that waits for tools may say so: ``with self.activities.span("tool", state.rollout_id): ...``.
 
+    Keywords of its own, which a run file gives as the agent's ``arguments``, are fields of a model
+    ``Arguments`` in the class, whose values are then in ``self.arguments``; or those of its own constructor.
+
     Args:
         rollout_controller: makes the tokens.
         judge: gives the rewards; None leaves them out.
+        tokenizer: of the model.
+        sample_params: for rollouts that bring none; None: the defaults.
         activities: where to note what is being done; may also be assigned later. None: nobody looks.
+        arguments: those of ``Arguments``, by name.
+
+    Raises:
+        ConfigError: an argument is unknown or does not fit.
     """
+
+    Arguments: ClassVar[type[StrictModel] | None] = NoArguments
+    """The model of the keywords of its own; None: those of the constructor that the class defines."""
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if "__init__" in vars(cls) and "Arguments" not in vars(cls):
+            cls.Arguments = None
 
     def __init__(
         self,
         rollout_controller: Generator,
         judge: Judge | None = None,
+        tokenizer: Any = None,
         *,
+        sample_params: SampleParams | None = None,
         activities: Activities | None = None,
+        **arguments: Any,
     ) -> None:
         self.rollout_controller = rollout_controller
         self.judge = judge
+        self.tokenizer = tokenizer
+        self.sample_params = SampleParams() if sample_params is None else sample_params
         self.activities = Activities() if activities is None else activities
+        self.arguments: Any = parse_config(
+            self.Arguments or NoArguments, arguments, source=type(self).__name__
+        )
+        self.set_up()
+
+    def set_up(self) -> None:  # noqa: B027 (most need nothing)
+        """Make the parts that need the arguments; the last thing that the constructor does."""
 
     @classmethod
     def prompt_tools(cls, arguments: Mapping[str, Any]) -> list[dict[str, Any]] | None:
@@ -94,6 +135,7 @@ class AgentLoop(ABC):
         from its tokens if `enable_partial_rollout`, else it starts over from its prompt. Further
         trajectories follow the one that they were made with.
         """
+        self.go_on()
         attempts = await asyncio.gather(
             *(self._run_one(attempt, enable_partial_rollout) for attempt in split_attempts(states))
         )
@@ -108,6 +150,9 @@ class AgentLoop(ABC):
         for attempt in attempts:
             _share_verdict(attempt)
         return [state for attempt in attempts for state in attempt]
+
+    def go_on(self) -> None:  # noqa: B027
+        """End a pause: a group begins."""
 
     async def pause(self) -> None:
         """Ask for what is running to end as ABORTED."""

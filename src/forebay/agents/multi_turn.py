@@ -29,18 +29,16 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from forebay.agents.base import AgentLoop, Generator
-from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer, PromptRenderer
+from forebay.agents.base import AgentLoop
+from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
 from forebay.agents.chat.trajectory import cut_unanswered
 from forebay.agents.environments.build import build_environment, check_environment, environment_class
 from forebay.agents.environments.contract import Environment, Memory
 from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
 from forebay.agents.interruption import Interrupted, Interruptible
-from forebay.config import StrictModel, parse_config
-from forebay.judges.base import Judge
-from forebay.renamed import old_keywords
-from forebay.types import Message, RolloutState, SampleParams, Status
-from forebay.watching.activity import TOOL, Activities
+from forebay.config import StrictModel
+from forebay.types import Message, RolloutState, Status
+from forebay.watching.activity import TOOL
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,6 @@ ENVIRONMENT_TIMEOUT_S = 60.0
 """Longer than a game or a look-up takes, short enough to notice an environment that hangs."""
 
 
-@old_keywords(judger="judge")
 class MultiTurnAgentLoop(AgentLoop):
     """Lets the model and an environment take turns.
 
@@ -64,16 +61,12 @@ class MultiTurnAgentLoop(AgentLoop):
     (3, {'score': 1.0})
 
     Args:
-        rollout_controller: makes the tokens.
-        judge: gives the rewards.
-        tokenizer: with a chat template that renders the environment's replies.
-        sample_params: for rollouts that bring none.
-        activities: where to note what is being done; None: nobody looks.
-        arguments: those of `Arguments`, by name; `environment` may also be an `Environment`.
+        arguments: those of `Arguments`, by name; `environment` may also be an `Environment`. The others are
+            of every `AgentLoop`.
 
     Raises:
         ConfigError: an argument does not fit.
-        ValueError: the chat template cannot render the replies.
+        ValueError: the chat template cannot render the environment's replies.
     """
 
     class Arguments(StrictModel, strict=True):
@@ -93,23 +86,13 @@ class MultiTurnAgentLoop(AgentLoop):
         """Seconds for one reply, without what it waits for a sandbox, after which the rollout is FAILED;
         None: no limit. To resume a rollout may take as long as its replies together."""
 
-    def __init__(
-        self,
-        rollout_controller: Generator,
-        judge: Judge | None,
-        tokenizer: ChatTokenizer,
-        *,
-        sample_params: SampleParams,
-        activities: Activities | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(rollout_controller, judge, activities=activities)
-        self.tokenizer = tokenizer
-        self.sample_params = sample_params
-        self.arguments = parse_config(self.Arguments, arguments, source="multi_turn")
+    arguments: Arguments
+
+    def set_up(self) -> None:
+        """Make the environment."""
         self.environment = build_environment(self.arguments.environment)
-        self._prompts = PromptRenderer(tokenizer)
-        self._increments = IncrementRenderer(tokenizer, roles=self.environment.roles)
+        self._prompts = PromptRenderer(self.tokenizer)
+        self._increments = IncrementRenderer(self.tokenizer, roles=self.environment.roles)
         self._calls = Interruptible()
 
     @classmethod
@@ -120,15 +103,8 @@ class MultiTurnAgentLoop(AgentLoop):
         tools = getattr(source, "prompt_tools", None)
         return None if tools is None else list(tools)
 
-    async def generate_group(
-        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
-    ) -> list[RolloutState]:
-        """As `AgentLoop.generate_group`; a group that begins ends the pause."""
-        self.go_on()
-        return await super().generate_group(states, enable_partial_rollout=enable_partial_rollout)
-
     def go_on(self) -> None:
-        """End the pause."""
+        """Let the environment be called again."""
         self._calls.allow()
 
     async def pause(self) -> None:

@@ -26,19 +26,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from forebay.agents.base import AgentLoop, Generator
+from forebay.agents.base import AgentLoop
 from forebay.agents.chat.endpoint import MODEL, ChatEndpoint
-from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
+from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import RECORD_KEY, REQUESTS_KEY
 from forebay.aio.time_limits import start_thread
-from forebay.config import StrictModel, import_object, parse_config
-from forebay.judges.base import Judge
-from forebay.renamed import old_keywords
+from forebay.config import StrictModel, import_object
 from forebay.sandbox.runner import until_exit
-from forebay.types import Message, RolloutState, SampleParams, Status
-from forebay.watching.activity import TOOL, Activities
+from forebay.types import Message, RolloutState, Status
+from forebay.watching.activity import TOOL
 
 PROGRAM_TIMEOUT_S = 600.0
 """Long for an episode, short enough to notice a program that hangs."""
@@ -52,7 +50,6 @@ def _check_program(program: Any) -> Any:
     return program
 
 
-@old_keywords(judger="judge")
 class ProgramAgentLoop(AgentLoop):
     """Runs an agent program against the policy and records what it makes of it.
 
@@ -63,15 +60,12 @@ class ProgramAgentLoop(AgentLoop):
     >>> loop = ProgramAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=2048),
     ...                         program="my_agent:solve")                           # doctest: +SKIP
 
+    Without a judge, the program's result is the reward: a number, or a mapping with ``score``. Programs
+    cannot change the sampling parameters. `name` is what messages call the program.
+
     Args:
-        rollout_controller: makes the tokens.
-        judge: gives the rewards; None: what the program returns (a number, or a mapping with ``score``).
-        tokenizer: with a chat template.
-        sample_params: for rollouts that bring none; programs cannot change them.
-        name: of the program, for messages; None: its own.
-        activities: where to note what is being done; None: nobody looks.
-        arguments: those of `Arguments`, by name; `program` may also be a function of a
-            `ProgramSession`, and `parser` a function (see `forebay.agents.chat.tool_calls`).
+        arguments: those of `Arguments`, by name; `program` may also be a function of a `ProgramSession`, and
+            `parser` a function (see `forebay.agents.chat.tool_calls`). The others are of every `AgentLoop`.
 
     Raises:
         ConfigError: an argument does not fit, or the endpoint may not listen there.
@@ -102,25 +96,16 @@ class ProgramAgentLoop(AgentLoop):
         allow_remote: bool = False
         """Let `host` be an address that other machines reach."""
 
-    def __init__(
-        self,
-        rollout_controller: Generator,
-        judge: Judge | None,
-        tokenizer: ChatTokenizer,
-        *,
-        sample_params: SampleParams,
-        name: str | None = None,
-        activities: Activities | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(rollout_controller, judge, activities=activities)
-        self.tokenizer, self.sample_params = tokenizer, sample_params
-        self.arguments = own = parse_config(self.Arguments, arguments, source="program")
+    arguments: Arguments
+
+    def set_up(self) -> None:
+        """Get ready to serve the program, and to read what the model writes."""
+        own = self.arguments
+        self.name = f"program {getattr(own.program, '__name__', own.program)}"
         self._program = _as_function(own.program)
-        self._name = name or f"program {getattr(own.program, '__name__', own.program)}"
         self._endpoint = ChatEndpoint(host=own.host, port=own.port, allow_remote=own.allow_remote)
-        self._increments = IncrementRenderer(tokenizer)
-        self._reader = choose_reader(tokenizer, own.parser)
+        self._increments = IncrementRenderer(self.tokenizer)
+        self._reader = choose_reader(self.tokenizer, own.parser)
         self._sessions: set[ChatSession] = set()
 
     async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
@@ -173,7 +158,7 @@ class ProgramAgentLoop(AgentLoop):
         with self.activities.span(
             TOOL, state.rollout_id, task=state.task_name, group=state.group_id
         ) as activity:
-            activity.note = self._name
+            activity.note = self.name
             program = asyncio.create_task(_awaited(self._program(given)))
             ended = asyncio.create_task(session.ended.wait())
             try:
@@ -181,7 +166,7 @@ class ProgramAgentLoop(AgentLoop):
                     await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
             except TimeoutError:
                 raise TimeoutError(
-                    f"{self._name} took longer than {self.arguments.timeout_s:g} s, after "
+                    f"{self.name} took longer than {self.arguments.timeout_s:g} s, after "
                     f"{session.num_requests} requests"
                 ) from None
             finally:
@@ -194,7 +179,7 @@ class ProgramAgentLoop(AgentLoop):
         if (error := program.exception()) is not None:
             if session.is_exhausted:
                 return None
-            raise RuntimeError(f"{self._name}: {type(error).__name__}: {error}") from error
+            raise RuntimeError(f"{self.name}: {type(error).__name__}: {error}") from error
         return program.result()
 
     def _finish(self, session: ChatSession, result: Any) -> list[RolloutState]:
@@ -206,10 +191,10 @@ class ProgramAgentLoop(AgentLoop):
         try:
             trajectories = session.finished()
         except RuntimeError as error:
-            raise RuntimeError(f"{self._name}: {error}") from None
+            raise RuntimeError(f"{self.name}: {error}") from None
         if not len(first.response_ids):
             raise RuntimeError(
-                f"{self._name} ended without one answer of the model, after {session.num_requests} requests"
+                f"{self.name} ended without one answer of the model, after {session.num_requests} requests"
             )
         for state in trajectories:
             state.status = Status.COMPLETED
@@ -224,7 +209,7 @@ class ProgramAgentLoop(AgentLoop):
             reward["score"] = float(reward["score"])
         except (KeyError, TypeError, ValueError):
             raise ValueError(
-                f"{self._name} must return a number, or a mapping with a number as score; it "
+                f"{self.name} must return a number, or a mapping with a number as score; it "
                 f"returned {result!r}"[:_TAIL_CHARACTERS]
             ) from None
         return reward

@@ -10,16 +10,11 @@ It does not sample tokens (the rollout controller does) and does not judge (the 
 
 from __future__ import annotations
 
-from forebay.agents.base import AgentLoop, Generator
-from forebay.agents.chat.rendering import ChatTokenizer, PromptRenderer
-from forebay.config import StrictModel
-from forebay.judges.base import Judge
-from forebay.renamed import old_keywords
-from forebay.types import RolloutState, SampleParams
-from forebay.watching.activity import Activities
+from forebay.agents.base import AgentLoop
+from forebay.agents.chat.rendering import PromptRenderer
+from forebay.types import RolloutState
 
 
-@old_keywords(judger="judge")
 class SingleTurnAgentLoop(AgentLoop):
     """Renders the prompt, has one response generated, and decodes it.
 
@@ -31,30 +26,13 @@ class SingleTurnAgentLoop(AgentLoop):
     >>> group[0].response, group[0].reward
     ('46', {'score': 1.0})
 
-    Args:
-        rollout_controller: makes the tokens.
-        judge: gives the rewards; None leaves them out.
-        tokenizer: with a chat template.
-        sample_params: for rollouts that bring none.
-        activities: where to note what is being done; None: nobody looks.
+    Raises:
+        ValueError: the tokenizer has no chat template.
     """
 
-    class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``single_turn`` agent: nothing, it has only the task's settings."""
-
-    def __init__(
-        self,
-        rollout_controller: Generator,
-        judge: Judge | None,
-        tokenizer: ChatTokenizer,
-        *,
-        sample_params: SampleParams,
-        activities: Activities | None = None,
-    ) -> None:
-        super().__init__(rollout_controller, judge, activities=activities)
-        self.tokenizer = tokenizer
-        self.sample_params = sample_params
-        self._prompts = PromptRenderer(tokenizer)
+    def set_up(self) -> None:
+        """Check that the tokenizer has a chat template."""
+        self._prompts = PromptRenderer(self.tokenizer)
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Generate, or continue, one rollout in place."""

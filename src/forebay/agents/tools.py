@@ -21,20 +21,17 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from forebay.agents.base import AgentLoop, Generator
-from forebay.agents.chat.rendering import NO_TOOLS, ChatTokenizer
+from forebay.agents.base import AgentLoop
+from forebay.agents.chat.rendering import NO_TOOLS
 from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser
 from forebay.agents.environments.contract import Environment, Memory, Reply
 from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.aio.time_limits import time_limit
-from forebay.config import StrictModel, parse_config
-from forebay.judges.base import Judge
-from forebay.renamed import old_keywords
+from forebay.config import StrictModel
 from forebay.tools import Tool, ToolError, build_tool, check_tool, schema_of
 from forebay.tools.contract import Schema
-from forebay.types import Message, RolloutState, SampleParams
-from forebay.watching.activity import Activities
+from forebay.types import Message, RolloutState
 
 TOOL_TIMEOUT_S = 10.0
 """For one call: a program, a look-up; a model that computes for longer should learn to compute less."""
@@ -191,7 +188,6 @@ class ToolEnvironment(Environment):
         return text if left <= 0 else f"{text[:end]}... ({left} characters left out)"
 
 
-@old_keywords(judger="judge")
 class ToolAgentLoop(AgentLoop):
     """Lets the model call tools until it answers.
 
@@ -203,14 +199,8 @@ class ToolAgentLoop(AgentLoop):
     >>> loop = ToolAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=256),
     ...                      tools=["calculator", {"name": "search", "arguments": {"corpus": "docs"}}])
 
-    Args:
-        rollout_controller: makes the tokens.
-        judge: gives the rewards; it reads the last turn as the response.
-        tokenizer: with a chat template that knows tools, or with `parser` and `result_role` set.
-        sample_params: for rollouts that bring none.
-        activities: where to note what is being done; None: nobody looks.
-        arguments: those of `Arguments`, by name; `tools` may also hold functions and `Tool` objects, and
-            `parser` be a function (see `forebay.agents.chat.tool_calls`).
+    Args: arguments: those of `Arguments`, by name; `tools` may also hold functions and `Tool` objects, and
+    `parser` be a function (see `forebay.agents.chat.tool_calls`). The others are of every `AgentLoop`.
 
     Raises:
         ConfigError: an argument does not fit; a tool is unknown or does not take its arguments.
@@ -243,25 +233,18 @@ class ToolAgentLoop(AgentLoop):
         result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
         """Text of those messages, for example ``Result: {result}``."""
 
-    def __init__(
-        self,
-        rollout_controller: Generator,
-        judge: Judge | None,
-        tokenizer: ChatTokenizer,
-        *,
-        sample_params: SampleParams,
-        activities: Activities | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(rollout_controller, judge, activities=activities)
-        own = parse_config(self.Arguments, arguments, source="tools")
+    arguments: Arguments
+
+    def set_up(self) -> None:
+        """Make the tools, and the loop that takes turns with them."""
+        own = self.arguments
         self.turns = MultiTurnAgentLoop(
-            rollout_controller,
-            judge,
-            tokenizer,
-            sample_params=sample_params,
+            self.rollout_controller,
+            self.judge,
+            self.tokenizer,
+            sample_params=self.sample_params,
             activities=self.activities,
-            environment=ToolEnvironment(own, choose_parser(own.parser, tokenizer)),
+            environment=ToolEnvironment(own, choose_parser(own.parser, self.tokenizer)),
             max_turns=own.max_turns,
             max_turn_tokens=own.max_turn_tokens,
             max_context=own.max_context,
@@ -279,12 +262,9 @@ class ToolAgentLoop(AgentLoop):
         self.turns.activities = self.activities
         return await self.turns.generate_sample(state)
 
-    async def generate_group(
-        self, states: list[RolloutState], *, enable_partial_rollout: bool = False
-    ) -> list[RolloutState]:
-        """As `AgentLoop.generate_group`; a group that begins ends the pause."""
+    def go_on(self) -> None:
+        """Let tools be called again."""
         self.turns.go_on()
-        return await super().generate_group(states, enable_partial_rollout=enable_partial_rollout)
 
     async def pause(self) -> None:
         """End turns and tool calls; their rollouts end as ABORTED."""

@@ -22,15 +22,11 @@ from typing import Any
 
 from pydantic import Field
 
-from forebay.agents.base import AgentLoop, Generator
-from forebay.agents.chat.rendering import ChatTokenizer
+from forebay.agents.base import AgentLoop
 from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
 from forebay.aio.time_limits import start_thread
-from forebay.config import ConfigError, StrictModel, parse_config
-from forebay.judges.base import Judge
-from forebay.renamed import old_keywords
-from forebay.types import Message, RolloutState, SampleParams
-from forebay.watching.activity import Activities
+from forebay.config import ConfigError, StrictModel
+from forebay.types import Message, RolloutState
 
 TASK_KEY = "verifiers_task"
 """Key in ``reward_model``: the number of the task in its taskset."""
@@ -39,7 +35,6 @@ TASK_KEY = "verifiers_task"
 Row = dict[str, Any]
 
 
-@old_keywords(judger="judge")
 class VerifiersAgentLoop(AgentLoop):
     """Plays episodes of a `verifiers` environment.
 
@@ -50,13 +45,10 @@ class VerifiersAgentLoop(AgentLoop):
     >>> loop = VerifiersAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=2048),
     ...                           env={"taskset": {"id": "reverse-text"}})          # doctest: +SKIP
 
+    The judge is asked only where the episode gave no reward.
+
     Args:
-        rollout_controller: makes the tokens.
-        judge: asked only where the episode gave no reward.
-        tokenizer: with a chat template.
-        sample_params: for rollouts that bring none.
-        activities: where to note what is being done; None: nobody looks.
-        arguments: those of `Arguments`, by name.
+        arguments: those of `Arguments`, by name. The others are of every `AgentLoop`.
 
     Raises:
         ConfigError: an argument does not fit; the library is missing or refuses `env`.
@@ -73,34 +65,26 @@ class VerifiersAgentLoop(AgentLoop):
         """Tokens of one trajectory, prompt and all; None: what the engine allows, in a run at most
         ``train.token_budget``."""
 
-    def __init__(
-        self,
-        rollout_controller: Generator,
-        judge: Judge | None,
-        tokenizer: ChatTokenizer,
-        *,
-        sample_params: SampleParams,
-        activities: Activities | None = None,
-        **arguments: Any,
-    ) -> None:
-        super().__init__(rollout_controller, judge, activities=activities)
-        own = parse_config(self.Arguments, arguments, source="verifiers")
-        self._env = dict(own.env)
+    arguments: Arguments
+
+    def set_up(self) -> None:
+        """Open the environment for its tasks; it is served once the first episode begins."""
+        own = self.arguments
         self._tasks = _Tasks(open_environment(own.env).taskset)
         self._server: _Server | None = None
         self._opening = asyncio.Lock()
         self._programs = ProgramAgentLoop(
-            rollout_controller,
+            self.rollout_controller,
             # Its judge would keep the episode's reward from being used.
             None,
-            tokenizer,
-            sample_params=sample_params,
-            name=f"environment {own.env['taskset']['id']}",
+            self.tokenizer,
+            sample_params=self.sample_params,
             activities=self.activities,
             program=self._play,
             timeout_s=own.timeout_s,
             max_context=own.max_context,
         )
+        self._programs.name = f"environment {own.env['taskset']['id']}"
 
     async def generate_sample(self, state: RolloutState) -> list[RolloutState]:
         """Play one episode."""
@@ -125,7 +109,7 @@ class VerifiersAgentLoop(AgentLoop):
         async with self._opening:
             if self._server is None or self._server.is_worn:
                 # It imports packages and reads data.
-                env = await asyncio.wrap_future(start_thread(open_environment, self._env))
+                env = await asyncio.wrap_future(start_thread(open_environment, self.arguments.env))
                 server = _Server(env)
                 await server.opened.enter_async_context(server.env.serving())
                 self._server = server

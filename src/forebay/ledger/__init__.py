@@ -2,7 +2,7 @@
 
 from forebay.ledger.accounts import Balance, Ledger
 from forebay.ledger.bias import AGED, Comparison, Summary, compare_dropped, length_bias
-from forebay.ledger.lives import GroupId, GroupLife
+from forebay.ledger.histories import GroupId, GroupLife
 
 __all__ = [
     "AGED",

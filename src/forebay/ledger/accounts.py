@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forebay.ledger.journal import RESTARTED, Journal, read_events
-from forebay.ledger.lives import (
+from forebay.ledger.histories import (
     ADMITTED,
     DROPPED,
     EVENTS,
@@ -39,8 +38,9 @@ from forebay.ledger.lives import (
     TRAINED,
     GroupId,
     GroupLife,
-    Lives,
+    Histories,
 )
+from forebay.ledger.journal import RESTARTED, Journal, read_events
 
 STATE_VERSION = 1
 PLACE_VERSION = 2
@@ -105,7 +105,7 @@ class Ledger:
         self._num_events = 0
         self.lost_events = 0
         """Events that are missing in the file that the ledger was read from."""
-        self._tasks: dict[str, Lives] = {}
+        self._tasks: dict[str, Histories] = {}
         self._repeated: Counter[str] = Counter()
 
     @classmethod
@@ -206,11 +206,9 @@ class Ledger:
         """What is known of one group; None if it has no event."""
         return self._tasks[task_name].life(group_id, task_name) if task_name in self._tasks else None
 
-    def lives(self, task_name: str | None = None) -> Iterator[Lives]:
-        """The columns of one task, or of each."""
-        for name, lives in self._tasks.items():
-            if task_name is None or name == task_name:
-                yield lives
+    def histories(self, task_name: str | None = None) -> Iterator[Histories]:
+        """The groups of one task, or of each."""
+        return (groups for name, groups in self._tasks.items() if task_name in (None, name))
 
     @property
     def task_names(self) -> list[str]:
@@ -219,7 +217,7 @@ class Ledger:
 
     def count_live(self) -> dict[str, int]:
         """The groups of each task that are neither trained nor dropped, by the ledger's own account."""
-        return {name: lives.counts[LIVE] + lives.counts[ADMITTED] for name, lives in self._tasks.items()}
+        return {name: groups.counts[LIVE] + groups.counts[ADMITTED] for name, groups in self._tasks.items()}
 
     def balance(self, live: Mapping[str, int]) -> Balance:
         """Hold the books against `live`: the groups of each task that exist, as counted elsewhere.
@@ -230,17 +228,9 @@ class Ledger:
         dropped: Counter[str] = Counter()
         for part in tasks.values():
             dropped.update(part.dropped)
-        return Balance(
-            generated=sum(part.generated for part in tasks.values()),
-            trained=sum(part.trained for part in tasks.values()),
-            dropped=dict(dropped),
-            live=sum(part.live for part in tasks.values()),
-            repeated=sum(part.repeated for part in tasks.values()),
-            retried=sum(part.retried for part in tasks.values()),
-            lost_events=self.lost_events,
-            left=sum(part.left for part in tasks.values()),
-            by_task=tasks,
-        )
+        counted = ("generated", "trained", "live", "repeated", "retried", "left")
+        sums = {name: sum(getattr(part, name) for part in tasks.values()) for name in counted}
+        return Balance(**sums, dropped=dict(dropped), lost_events=self.lost_events, by_task=tasks)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
         """What `restore` needs in a checkpoint in `folder`, as JSON values.
@@ -307,7 +297,7 @@ class Ledger:
             "version": STATE_VERSION,
             "num_events": self._num_events,
             "lost_events": self.lost_events,
-            "tasks": {task: lives.state_dict() for task, lives in self._tasks.items()},
+            "tasks": {task: groups.state_dict() for task, groups in self._tasks.items()},
             "repeated": dict(self._repeated),
         }
 
@@ -322,7 +312,7 @@ class Ledger:
             raise ValueError(f"a ledger's state has version {STATE_VERSION}, got {version!r}")
         try:
             read = Ledger()
-            read._tasks = {task: Lives.from_state(lives) for task, lives in state["tasks"].items()}
+            read._tasks = {task: Histories.from_state(groups) for task, groups in state["tasks"].items()}
             read._repeated, read._num_events = Counter(state["repeated"]), int(state["num_events"])
             # Version 0.1 wrote no number of losses.
             read.lost_events = int(state.get("lost_events", 0))
@@ -344,19 +334,9 @@ class Ledger:
         return self._tasks[task_name].place_of(group_id) if task_name in self._tasks else None
 
     def _enter(self, event: Mapping[str, Any]) -> None:
-        lives = self._tasks.get(event["task"])
-        if lives is None:
-            lives = self._tasks[event["task"]] = Lives()
-        self._repeated[event["task"]] += lives.enter(
-            event["group"],
-            event["event"],
-            time_s=event["time_s"],
-            reason=event.get("reason"),
-            train_step=event.get("train_step"),
-            num_tokens=event.get("num_tokens"),
-            latency_s=event.get("latency_s"),
-            score=event.get("score"),
-        )
+        if (groups := self._tasks.get(event["task"])) is None:
+            groups = self._tasks[event["task"]] = Histories()
+        self._repeated[event["task"]] += groups.enter(event)
 
     def _enter_read(self, event: Mapping[str, Any]) -> None:
         """Enter a line of a file, which may say anything."""
@@ -367,20 +347,16 @@ class Ledger:
         self._enter(event)
 
     def _task_balance(self, task_name: str, live: int) -> Balance:
-        lives = self._tasks.get(task_name, Lives())
-        prefix = f"{DROPPED}:"
+        groups = self._tasks.get(task_name, Histories())
+        places = {place.partition(":"): number for place, number in groups.counts.items()}
         return Balance(
-            generated=len(lives),
-            trained=lives.counts[TRAINED],
-            dropped={
-                place.removeprefix(prefix): num
-                for place, num in lives.counts.items()
-                if place.startswith(prefix)
-            },
+            generated=len(groups),
+            trained=groups.counts[TRAINED],
+            dropped={reason: number for (place, _, reason), number in places.items() if place == DROPPED},
             live=live,
             repeated=self._repeated[task_name],
-            retried=lives.num_retries,
-            left=lives.num_left,
+            retried=groups.num_retries,
+            left=groups.num_left,
         )
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forebay.ledger.accounts import Ledger
-from forebay.ledger.lives import DROPPED, TRAINED
+from forebay.ledger.histories import DROPPED, TRAINED
 
 QUANTITIES = ("num_tokens", "latency_s", "score")
 AGED = ("expired", "evicted")
@@ -120,9 +120,9 @@ def length_bias(ledger: Ledger, task_name: str) -> float | None:
 def _values(ledger: Ledger, task_name: str | None, place: str, quantity: str) -> NDArray[np.floating]:
     """The known values of the groups at `place`."""
     parts = [np.empty(0)]
-    for lives in ledger.lives(task_name):
-        values = lives.column(quantity).astype(np.float64)
+    for groups in ledger.histories(task_name):
+        values = groups.column(quantity).astype(np.float64)
         # Tokens are counted in integers, where -1 stands for "not known".
         known = values >= 0 if quantity == "num_tokens" else ~np.isnan(values)
-        parts.append(values[known & lives.is_at(place)])
+        parts.append(values[known & groups.is_at(place)])
     return np.concatenate(parts)

@@ -1,0 +1,242 @@
+"""The groups of one task, in columns: where each is now, since when, and what is known of it.
+
+::
+
+    admitted --> live <--------- retried (taken up again), requeued (brought back)
+                  |---> trained (train step)
+                  '---> dropped (reason)
+
+A rollout that leaves its group does not move the group: those that left are counted beside the place. A
+group costs about 100 bytes beside its name, so that a million of them fit. This module keeps no file and no
+balance.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+GroupId = str | int
+
+ADMITTED = "admitted"
+PRODUCED = "produced"
+RETRIED = "retried"
+REQUEUED = "requeued"
+TRAINED = "trained"
+DROPPED = "dropped"
+LEFT = "left"
+LIVE = "live"
+
+EVENTS = (ADMITTED, PRODUCED, RETRIED, REQUEUED, LEFT, TRAINED, DROPPED)
+
+_PLACES = (ADMITTED, LIVE, TRAINED)
+"""The places with a code of their own; a group dropped for the i-th reason has the code 3 + i."""
+
+_COLUMNS: Mapping[str, tuple[str, float]] = {
+    "place": ("H", 0),
+    "train_step": ("i", -1),
+    "num_retries": ("H", 0),
+    "num_left": ("H", 0),
+    "first_s": ("d", math.nan),
+    "last_s": ("d", math.nan),
+    "num_tokens": ("i", -1),
+    "latency_s": ("f", math.nan),
+    "score": ("f", math.nan),
+}
+"""Type code and the value that stands for "not known"."""
+
+MAX_COUNT = 2**31 - 1
+"""What the columns of train steps and tokens hold."""
+_MAX_SMALL = 2**16 - 1
+"""What the columns of retries and of rollouts that left can count; more than that shows this number."""
+
+
+class Histories:
+    """The groups of one task.
+
+    Invariant: `counts` holds, for every place, the number of groups that are there.
+
+    >>> histories = Histories()
+    >>> histories.enter({"group": "g1", "event": "dropped", "reason": "filtered", "time_s": 0.0})
+    False
+    >>> histories.counts
+    Counter({'dropped:filtered': 1})
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[GroupId, int] = {}
+        self._reasons: list[str] = []
+        # Not one table of numpy's: a number of an array is read and set in half the time.
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, (code, _) in _COLUMNS.items()}
+        self.counts: Counter[str] = Counter()
+        self.num_retries = 0
+        self.num_left = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def place_of(self, group_id: GroupId) -> str | None:
+        """``admitted``, ``live``, ``trained``, ``dropped:<reason>``; None for a group without events."""
+        row = self._rows.get(group_id)
+        return None if row is None else self._name(self._columns["place"][row])
+
+    def enter(self, event: Mapping[str, Any]) -> bool:
+        """Enter one event, as a line of the ledger's file.
+
+        Returns:
+            Whether it came again after a training that was not taken back.
+        """
+        before = self.place_of(event["group"])
+        row = self._rows.setdefault(event["group"], len(self._rows))
+        columns = self._columns
+        if before is None:
+            for column, (_, unknown) in _COLUMNS.items():
+                columns[column].append(unknown)
+            columns["first_s"][row] = event["time_s"]
+        columns["last_s"][row] = event["time_s"]
+        name = event["event"]
+        if name == RETRIED:
+            self.num_retries += 1
+            columns["num_retries"][row] = min(columns["num_retries"][row] + 1, _MAX_SMALL)
+        if name == LEFT:
+            self.num_left += 1
+            columns["num_left"][row] = min(columns["num_left"][row] + 1, _MAX_SMALL)
+        for counted in ("train_step", "num_tokens"):
+            if (number := event.get(counted)) is not None:
+                columns[counted][row] = number
+        if (latency_s := event.get("latency_s")) is not None:
+            so_far = columns["latency_s"][row]
+            columns["latency_s"][row] = latency_s if math.isnan(so_far) else so_far + latency_s
+        if (score := event.get("score")) is not None and math.isnan(columns["score"][row]):
+            columns["score"][row] = score
+        after = _place_after(name, event.get("reason"), before)
+        self.counts[after] += 1
+        if before is not None:
+            self.counts[before] -= 1
+            if not self.counts[before]:
+                del self.counts[before]
+        columns["place"][row] = self._code(after)
+        return before == TRAINED and name in (PRODUCED, TRAINED)
+
+    def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
+        """Everything about one group; None if it has no events."""
+        row = self._rows.get(group_id)
+        if row is None:
+            return None
+        known: dict[str, Any] = {name: column[row] for name, column in self._columns.items()}
+        place, _, reason = self._name(known.pop("place")).partition(":")
+        for name in ("train_step", "num_tokens", "latency_s", "score"):
+            if known[name] == -1 or math.isnan(known[name]):
+                known[name] = None
+        return GroupLife(group_id, task_name, place, reason or None, **known)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """One column, in the order of first events; do not keep it over the next event."""
+        return np.array(self._columns[name])
+
+    def is_at(self, place: str) -> NDArray[np.bool_]:
+        """For each group, whether it is ``trained``, ``dropped`` (for any reason), ``dropped:<reason>``."""
+        names = map(self._name, range(len(_PLACES) + len(self._reasons)))
+        codes = [code for code, name in enumerate(names) if place in (name, name.partition(":")[0])]
+        return np.isin(self.column("place"), codes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON values; the columns as base64 of little-endian arrays."""
+        little = {name: self.column(name).astype(_little(name)) for name in _COLUMNS}
+        columns = {
+            name: base64.b64encode(column.tobytes()).decode("ascii") for name, column in little.items()
+        }
+        return {"groups": list(self._rows), "reasons": list(self._reasons), "columns": columns}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Histories:
+        """What `state_dict` described.
+
+        Raises:
+            ValueError: a column does not have one entry per group.
+        """
+        histories = cls()
+        histories._rows = {group_id: row for row, group_id in enumerate(state["groups"])}
+        histories._reasons = list(state["reasons"])
+        # Version 0.1 did not count rollouts that left: none could.
+        stored = {"num_left": base64.b64encode(bytes(2 * len(histories))), **state["columns"]}
+        for name in _COLUMNS:
+            column = np.frombuffer(base64.b64decode(stored[name]), _little(name))
+            if (found := len(column)) != len(histories):
+                raise ValueError(f"the ledger's state holds {len(histories)} groups but {found} of {name}")
+            histories._columns[name].extend(column.tolist())
+        codes, counts = np.unique(histories.column("place"), return_counts=True)
+        places = [histories._name(code) for code in codes.tolist()]
+        histories.counts = Counter(dict(zip(places, counts.tolist(), strict=True)))
+        histories.num_retries = int(histories.column("num_retries").sum())
+        histories.num_left = int(histories.column("num_left").sum())
+        return histories
+
+    def _name(self, code: int) -> str:
+        named = len(_PLACES)
+        return _PLACES[code] if code < named else f"{DROPPED}:{self._reasons[code - named]}"
+
+    def _code(self, place: str) -> int:
+        if place in _PLACES:
+            return _PLACES.index(place)
+        reason = place.removeprefix(f"{DROPPED}:")
+        if reason not in self._reasons:
+            self._reasons.append(reason)
+        return len(_PLACES) + self._reasons.index(reason)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLife:
+    """What the ledger knows of one group.
+
+    >>> ledger.life("g1", "math").train_step
+    7
+    """
+
+    group_id: GroupId
+    task_name: str
+    place: str
+    """``admitted`` (never produced yet), ``live``, ``trained`` or ``dropped``."""
+    reason: str | None
+    """Why it was dropped."""
+    train_step: int | None
+    """The train step that consumed it last."""
+    num_retries: int
+    """How often it was taken up again to be generated anew or continued."""
+    num_left: int
+    """Rollouts that failed and left the group, which went on without them."""
+    first_s: float
+    """Time of its first event, seconds since the epoch."""
+    last_s: float
+    """Time of its last event."""
+    num_tokens: int | None
+    """Response tokens of all its rollouts, as last produced."""
+    latency_s: float | None
+    """Seconds of generation, all tries together."""
+    score: float | None
+    """Mean score of its rollouts the first time they had one."""
+
+
+def _place_after(event: str, reason: str | None, before: str | None) -> str:
+    if event == DROPPED:
+        return f"{DROPPED}:{reason}"
+    if event == TRAINED:
+        return TRAINED
+    if event in (ADMITTED, RETRIED, LEFT):
+        # Being taken up, or going on with fewer rollouts, changes nothing for a group that has a place: its
+        # outcome is told later.
+        return before or (ADMITTED if event == ADMITTED else LIVE)
+    return LIVE
+
+
+def _little(name: str) -> np.dtype[Any]:
+    """The type of a column in a state: of the same bytes on every machine."""
+    return np.dtype(_COLUMNS[name][0]).newbyteorder("<")

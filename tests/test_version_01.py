@@ -6,6 +6,7 @@ second checkpoint.
 """
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -94,6 +95,23 @@ def test_a_run_is_looked_into_as_it_is(copy):
     folder = copy("run")
     assert "balanced: every group is in exactly one place" in run("buffer", "inspect", folder).output
     assert "step_000001" in run("ledger", folder).output
+
+
+def test_a_run_is_refused_in_one_sentence_and_goes_on_when_it_is_converted(copy):
+    pytest.importorskip("torch")
+    folder = copy("run")
+    expected = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    refused = run("train", "--resume", folder, exit_code=2).stderr
+    assert "forebay migrate RUN_FOLDER" in " ".join(refused.split())
+    assert "checksums written for step_000001, model" in run("migrate", folder).output
+    assert "nothing to convert" in run("migrate", folder).output
+    run("train", "--resume", folder)
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [step["train_step"] for step in found] == [1, 2]
+    # The weights, the optimizer, the random numbers and the prompts are those of version 0.1.
+    for name in ("reward", "response_tokens", "train/loss", "train/grad_norm"):
+        assert found[1][name] == pytest.approx(expected[1][name], rel=1e-5), name
+    assert (folder / "checkpoints" / "step_000002").is_dir()
 
 
 def test_what_is_neither_is_one_message(tmp_path):

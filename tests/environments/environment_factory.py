@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from forebay.environments.actions import head_for
-from forebay.environments.config import FragmentRunConfig, PolicyConfig
+from forebay.environments.config import EnvironmentConfig, FragmentRunConfig, PolicyConfig
 from forebay.environments.policy import Policy
-from forebay.environments.workers.stepper import Stepper
-from forebay.environments.workers.vector import EnvironmentConfig, make_vector, spaces
+from forebay.environments.workers.stepper import Stepper, make_vector, spaces
 
 
 class Counting(gymnasium.Env):

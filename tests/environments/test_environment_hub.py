@@ -10,15 +10,14 @@ import pytest
 from environment_factory import pid_of, small_run
 
 from forebay.environments.launch import build_trainer
-from forebay.environments.workers import sockets
+from forebay.environments.workers import worker
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import Orders, Report, WorkerDied, WorkerSpec
-from forebay.environments.workers.processes import ProcessWorkers
-from forebay.environments.workers.sockets import SocketLink
-from forebay.environments.workers.worker_pool import Crew
+from forebay.environments.workers.worker import HubLink
+from forebay.environments.workers.worker_pool import ProcessWorkers, WorkerPool
 from forebay.fragments import RateLimit, ReplayBufferActor
 from forebay.io.address import Address, dial
-from forebay.io.channel import Channel, framed
+from forebay.io.channel import Channel
 from forebay.io.messages import Alive, Call, Note, encode_value
 
 
@@ -122,10 +121,11 @@ async def test_a_socket_carries_reports_and_orders_and_tells_of_the_end(buffer):
         return link.report(report(version=-1))
 
     async with hub.listening():
-        link = SocketLink(hub.address)
+        link = HubLink(hub.address, "w")
         assert await asyncio.to_thread(ask, link) == Orders(False, 3, weights)
-    with link, pytest.raises(EOFError, match="the trainer is gone"):
+    with pytest.raises(EOFError, match="the trainer is gone"):
         await asyncio.to_thread(ask, link)
+    link.close()
 
 
 async def test_a_hub_is_reachable_however_long_the_path_for_temporary_files(tmp_path, monkeypatch):
@@ -144,21 +144,26 @@ def test_a_worker_gives_up_a_trainer_that_is_frozen(tmp_path):
     with socket.socket(socket.AF_UNIX) as frozen:
         frozen.bind(str(tmp_path / "hub"))
         frozen.listen()
-        with (
-            SocketLink(str(tmp_path / "hub"), limit_s=0.05) as link,
-            pytest.raises(EOFError, match=r"the trainer is gone: it has been silent for 0\.05 s"),
-        ):
+        link = HubLink(str(tmp_path / "hub"), "w", limit_s=0.05)
+        with pytest.raises(EOFError, match=r"the trainer is gone: it has been silent for 0\.05 s"):
             link.report(report(version=-1))
+        link.close()
 
 
 async def test_a_worker_that_waits_hears_that_its_trainer_lives(buffer):
     hub = Hub(buffer, "run", limit_s=0.04)
     async with hub.listening():
-        channel = Channel(await dial(Address(Path(hub.address))))
-        channel.post(Note(encode_value("w")))
-        channel.post(Call(1, "report", encode_value(report(version=-1))))
-        assert [await channel.receive() for _ in range(2)] == [(Alive(), [])] * 2
+        channel = await connect(hub)
+        await channel.send(Call(1, "report", encode_value(report(version=-1))))
+        messages = [(await channel.receive())[0] for _ in range(2)]
+        assert [type(message) for message in messages] == [Alive, Alive]
         channel.close()
+
+
+async def connect(hub):
+    channel = Channel(await dial(Address(Path(hub.address))))
+    await channel.send(Note(encode_value("w")))
+    return channel
 
 
 async def forever():
@@ -178,18 +183,17 @@ async def test_a_worker_without_a_sign_of_life_is_lost(monkeypatch, end):
         living = asyncio.ensure_future(hub.while_heard("w", forever()))
         reason = r"no sign of life for 0\.04 s"
         if end == "hanging environment":
-            monkeypatch.setattr(sockets, "WORK_LIMIT_S", 0.0)
-            with SocketLink(hub.address, "w", limit_s=0.04):
-                await asyncio.wait([living])
+            monkeypatch.setattr(worker, "WORK_LIMIT_S", 0.0)
+            link = HubLink(hub.address, "w", limit_s=0.04)
+            await asyncio.wait([living])
+            link.close()
         else:
-            _, writer = await asyncio.open_unix_connection(hub.address)
-            writer.write(b"".join(framed(Note(encode_value("w")))))
+            channel = await connect(hub)
             if end == "close":
-                writer.close()
+                channel.end()
                 reason = r"closed its connection and did not end within 0\.04 s"
             await asyncio.wait([living])
-            writer.close()
-            await writer.wait_closed()
+            channel.close()
         with pytest.raises(WorkerDied, match=reason):
             await living
 
@@ -222,17 +226,17 @@ async def test_a_frozen_worker_is_replaced_and_counted(tmp_path):
             limit_s=2.0,
         )
 
-    crew = Crew(hub, mode, make_spec=make_spec, seed=0)
+    pool = WorkerPool(hub, mode, make_spec=make_spec, seed=0)
     await hub.publish(0, build_trainer(config).policy.weights())
     async with hub.listening(), asyncio.TaskGroup() as tasks:
-        keeping = tasks.create_task(crew.keep(0))
+        keeping = tasks.create_task(pool.keep(0))
         batch = await buffer.fetch_fragments(1)
         frozen = mode.uuid
         os.kill(pid_of(frozen), signal.SIGSTOP)
         while mode.uuid == frozen or not hub.num_fragments(mode.uuid):
             await buffer.release(batch.lease)
             batch = await buffer.fetch_fragments(1)
-        assert crew.num_restarts >= 1
+        assert pool.num_restarts >= 1
         with pytest.raises(AssertionError, match="no process"):
             pid_of(frozen)
         hub.stop()

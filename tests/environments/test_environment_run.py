@@ -16,10 +16,16 @@ from forebay.cli import app
 from forebay.config import ConfigError
 from forebay.environments import WorkerError
 from forebay.environments import run as run_module
-from forebay.environments.folder import load_checkpoint, newest_checkpoint, saved_config
+from forebay.environments.config import FragmentRunConfig
 from forebay.environments.launch import launch
-from forebay.environments.workers.processes import ProcessWorkers
+from forebay.environments.run import load_checkpoint
+from forebay.environments.workers.worker_pool import ProcessWorkers
 from forebay.metrics import read_jsonl
+from forebay.runs.folder import list_checkpoints, saved_as
+
+
+def resumed(config, changes):
+    return saved_as(FragmentRunConfig, config.folder, changes)
 
 
 def rows_of(config):
@@ -30,16 +36,12 @@ def rows_of(config):
 def _undrawn(request, monkeypatch):
     """Pictures take five times as long as the rest of a small run; a test that looks at them is `drawn`."""
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr("forebay.environments.launch.draw", rows_of_run)
+        monkeypatch.setattr("forebay.environments.launch.draw", lambda *_: None)
 
 
 @pytest.fixture
 def drawn():
     return None
-
-
-def rows_of_run(run):
-    return rows_of(run.config)
 
 
 async def test_a_run_learns(tmp_path, drawn):
@@ -67,10 +69,10 @@ async def test_a_run_learns(tmp_path, drawn):
 async def test_a_resumed_run_goes_on(tmp_path):
     config = small_run(tmp_path, policy={"memory": "gru"}, checkpoint_every=2)
     await launch(config)
-    first = load_checkpoint(newest_checkpoint(config.folder))
-    longer = saved_config(config.folder, ["steps=5"])
+    first = load_checkpoint(list_checkpoints(config.folder)[-1])
+    longer = resumed(config, ["steps=5"])
     await launch(longer, resume=config.folder)
-    last = load_checkpoint(newest_checkpoint(config.folder))
+    last = load_checkpoint(list_checkpoints(config.folder)[-1])
     assert [row["train_step"] for row in rows_of(config)] == [0, 1, 2, 3, 4, 5]
     assert last.counts["step"] == 5
     assert last.counts["num_steps"] > first.counts["num_steps"]
@@ -88,7 +90,7 @@ async def test_a_resumed_run_goes_on(tmp_path):
 async def test_fragments_of_another_shape_are_left_behind(tmp_path, changes, capsys):
     config = small_run(tmp_path, steps=1, eval_episodes=1)
     await launch(config)
-    await launch(saved_config(config.folder, ["steps=3", changes]), resume=config.folder)
+    await launch(resumed(config, ["steps=3", changes]), resume=config.folder)
     assert "of another stream of steps" in capsys.readouterr().out
     assert rows_of(config)[-1]["train_step"] == 3
 
@@ -96,12 +98,12 @@ async def test_fragments_of_another_shape_are_left_behind(tmp_path, changes, cap
 async def test_a_damaged_checkpoint_is_one_sentence_that_offers_the_one_before(tmp_path):
     config = small_run(tmp_path, steps=2, checkpoint_every=1, eval_episodes=1)
     await launch(config)
-    newest = newest_checkpoint(config.folder)
+    newest = list_checkpoints(config.folder)[-1]
     for file in [path for path in sorted(newest.rglob("*")) if path.is_file()]:
         before = file.read_bytes()
         file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]) if before else b"x")
         with pytest.raises(ConfigError) as caught:
-            await launch(saved_config(config.folder, ["steps=3"]), resume=config.folder)
+            await launch(resumed(config, ["steps=3"]), resume=config.folder)
         assert repr(str(file)) in str(caught.value)
         assert "step_000001 is whole" in str(caught.value)
         file.write_bytes(before)
@@ -195,7 +197,7 @@ async def test_a_run_that_is_stopped_saves_first(tmp_path):
     interrupting = asyncio.ensure_future(interrupt())
     assert await launch(config)
     await interrupting
-    assert load_checkpoint(newest_checkpoint(config.folder)).counts["step"] >= 2
+    assert load_checkpoint(list_checkpoints(config.folder)[-1]).counts["step"] >= 2
 
 
 RECIPE = """
@@ -256,7 +258,7 @@ async def test_a_checkpoint_of_another_policy_is_refused(tmp_path):
     await launch(config)
     before = (config.folder / "run.toml").read_text()
     with pytest.raises(ConfigError, match=r"keep \[policy\]"):
-        await launch(saved_config(config.folder, ["policy.hidden_size=8"]), resume=config.folder)
+        await launch(resumed(config, ["policy.hidden_size=8"]), resume=config.folder)
     assert (config.folder / "run.toml").read_text() == before
 
 

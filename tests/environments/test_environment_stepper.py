@@ -5,7 +5,7 @@ import pytest
 import torch
 from environment_factory import COUNTING, make_stepper
 
-from forebay.environments.batch import StepBatch
+from forebay.environments.ppo import StepBatch
 from forebay.fragments import FragmentStore
 
 

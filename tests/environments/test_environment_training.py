@@ -9,12 +9,10 @@ from hypothesis import strategies as st
 
 from forebay.config import ConfigError
 from forebay.environments.actions import Categorical, Gaussian, head_for
-from forebay.environments.batch import StepBatch
-from forebay.environments.config import PolicyConfig, PPOConfig
-from forebay.environments.normalization import Moments, rescale_values
+from forebay.environments.config import EnvironmentConfig, PolicyConfig, PPOConfig
 from forebay.environments.policy import Policy
-from forebay.environments.ppo import PPOTrainer
-from forebay.environments.workers.vector import EnvironmentConfig, spaces
+from forebay.environments.ppo import Moments, PPOTrainer, StepBatch
+from forebay.environments.workers.stepper import spaces
 from forebay.fragments import FragmentStore
 
 
@@ -85,7 +83,7 @@ def test_rescaling_changes_the_scale_and_not_the_values(seed, step):
     policy = Policy(4, Categorical(2), PolicyConfig(hidden_size=8))
     features = torch.randn(20, 4)
     before = policy.values(features).detach()
-    rescale_values(policy, 50 + 10 * torch.randn(100), step)
+    policy.rescale_values(50 + 10 * torch.randn(100), step)
     torch.testing.assert_close(policy.values(features).detach(), before, rtol=1e-4, atol=1e-3)
     if step == 0:
         assert policy.value_mean == pytest.approx(50, abs=5)

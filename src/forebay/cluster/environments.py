@@ -2,7 +2,7 @@
 
 ::
 
-    run --> actor on this machine: `work_alone` --Unix socket--> hub        as in a process of its own
+    run --> actor on this machine: `run_worker` --Unix socket--> hub        as in a process of its own
      '-- waits for its end; Ray tells of its death
 
 Payloads go through files of one machine (`FragmentStore`), so the actors are bound to the trainer's node. Ray
@@ -14,21 +14,19 @@ from __future__ import annotations
 from typing import Any
 
 from forebay.cluster.library import Given, connect, on_this_node, why
-from forebay.environments.workers.messages import Answering, WorkerDied, WorkerSpec
+from forebay.environments.workers.hub import Hub
+from forebay.environments.workers.messages import WorkerDied, WorkerSpec
 
 
 class _Actor:
     def work(self, address: str, encoded: str) -> None:
-        from forebay.environments.workers.sockets import SocketLink
-        from forebay.environments.workers.worker import work_alone
+        from forebay.environments.workers.worker import run_worker
 
-        spec = WorkerSpec.model_validate_json(encoded)
-        with SocketLink(address, spec.worker_uuid, limit_s=spec.limit_s) as link:
-            work_alone(spec, link)
+        run_worker(address, encoded)
 
 
 class RayWorkers:
-    """See `WorkerMode`; joins the Ray of ``RAY_ADDRESS``, or starts one that ends with the program.
+    """Joins the Ray of ``RAY_ADDRESS``, or starts one that ends with the program.
 
     >>> await RayWorkers().run(spec, hub)
     """
@@ -37,14 +35,11 @@ class RayWorkers:
         """Raises ConfigError if Ray is not installed, or cannot be joined."""
         self._ray = connect(Given.find(None), num_cpus=1).ray
 
-    async def run(self, spec: WorkerSpec, hub: Answering) -> None:
-        """See `WorkerMode`."""
-        await hub.while_heard(spec.worker_uuid, self._run(spec, hub.address))
-
-    async def _run(self, spec: WorkerSpec, address: str) -> None:
+    async def run(self, spec: WorkerSpec, hub: Hub) -> None:
+        """Run one worker in an actor of its own; see `WorkerMode.run`."""
         actor = self._start()
         try:
-            await actor.work.remote(address, spec.model_dump_json())
+            await actor.work.remote(hub.address, spec.model_dump_json())
         except self._ray.exceptions.RayError as error:
             raise WorkerDied(why(error)) from error
         finally:

@@ -2,12 +2,14 @@
 
 from typing import TYPE_CHECKING, Any
 
+from forebay.environments.advantages import vtrace
+from forebay.environments.config import FragmentRunConfig
+from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
+from forebay.environments.workers.worker_pool import WorkerMode
+
 if TYPE_CHECKING:
-    from forebay.environments.advantages import vtrace
-    from forebay.environments.config import FragmentRunConfig
     from forebay.environments.policy import Policy
     from forebay.environments.ppo import PPOTrainer
-    from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerMode, WorkerSpec
 
 __all__ = [
     "FragmentRunConfig",
@@ -20,25 +22,14 @@ __all__ = [
     "vtrace",
 ]
 
-# torch is loaded only where a policy is used.
-_LAZY = {
-    "FragmentRunConfig": "config",
-    "PPOTrainer": "ppo",
-    "Policy": "policy",
-    "WorkerDied": "workers.messages",
-    "WorkerError": "workers.messages",
-    "WorkerMode": "workers.messages",
-    "WorkerSpec": "workers.messages",
-    "vtrace": "advantages",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
+    # These load torch.
+    if name in ("PPOTrainer", "Policy"):
         from importlib import import_module
 
         from forebay.extras import needed_by
 
         with needed_by(f"forebay.environments.{name}"):
-            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+            return getattr(import_module(f"{__name__}.{'policy' if name == 'Policy' else 'ppo'}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,7 +11,7 @@ Nothing here has weights. Shapes: any leading axes ..., P parameters, A numbers 
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,35 +19,6 @@ import torch
 from forebay.config import ConfigError
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
-
-
-class ActionHead(Protocol):
-    """A family of distributions over actions."""
-
-    num_params: int
-    """P, those included that do not depend on the observation."""
-    num_free: int
-    """How many of them, the last ones, do not depend on the observation."""
-
-    def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """One action for each row of ``params [..., P]``."""
-        ...
-
-    def mode(self, params: torch.Tensor) -> torch.Tensor:
-        """The likeliest action."""
-        ...
-
-    def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """[...] of `action`."""
-        ...
-
-    def entropy(self, params: torch.Tensor) -> torch.Tensor:
-        """[...] in nats."""
-        ...
-
-    def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The actions as the environment takes them."""
-        ...
 
 
 class Categorical:
@@ -59,6 +30,7 @@ class Categorical:
     """
 
     num_free = 0
+    """Parameters, the last ones, that do not depend on the observation."""
 
     def __init__(self, num_actions: int, start: int = 0) -> None:
         """Environments count actions from `start`; here they are counted from 0."""
@@ -66,25 +38,25 @@ class Categorical:
         self._start = start
 
     def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """See `ActionHead`: the largest of logits + Gumbel noise."""
+        """One action for each row of ``params [..., P]``: the largest of logits + Gumbel noise."""
         noise = torch.empty_like(params).exponential_(generator=generator)
         return (params - noise.log()).argmax(-1)
 
     def mode(self, params: torch.Tensor) -> torch.Tensor:
-        """See `ActionHead`."""
+        """The likeliest action."""
         return params.argmax(-1)
 
     def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """See `ActionHead`."""
+        """[...] of `action`."""
         return params.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
 
     def entropy(self, params: torch.Tensor) -> torch.Tensor:
-        """See `ActionHead`."""
+        """[...] in nats."""
         logprobs = params.log_softmax(-1)
         return -(logprobs.exp() * logprobs).sum(-1)
 
     def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """See `ActionHead`."""
+        """The actions as the environment takes them."""
         return action + self._start
 
 
@@ -108,27 +80,31 @@ class Gaussian:
         self.num_params, self.num_free = 2 * len(low), len(low)
 
     def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """See `ActionHead`."""
+        """One action for each row of ``params [..., P]``."""
         mean, log_std = params.chunk(2, -1)
         return mean + log_std.exp() * torch.empty_like(mean).normal_(generator=generator)
 
     def mode(self, params: torch.Tensor) -> torch.Tensor:
-        """See `ActionHead`."""
+        """The likeliest action."""
         return params.chunk(2, -1)[0]
 
     def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """See `ActionHead`."""
+        """[...] of `action`."""
         mean, log_std = params.chunk(2, -1)
         return (-0.5 * ((action - mean) / log_std.exp()) ** 2 - log_std - _HALF_LOG_2PI).sum(-1)
 
     def entropy(self, params: torch.Tensor) -> torch.Tensor:
-        """See `ActionHead`."""
+        """[...] in nats."""
         return (params.chunk(2, -1)[1] + 0.5 + _HALF_LOG_2PI).sum(-1)
 
     def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """See `ActionHead`."""
+        """The actions as the environment takes them."""
         clipped = np.clip(self._middle + self._half * action, self._low, self._high)
         return np.asarray(clipped, self._low.dtype)
+
+
+ActionHead: TypeAlias = Categorical | Gaussian
+"""A family of distributions over actions; `num_params` is P."""
 
 
 def head_for(action_space: Any) -> ActionHead:

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
+from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError
-from forebay.environments.workers.vector import EnvironmentConfig
 from forebay.fragments import RateLimit
+
+MODES = {
+    "processes": "forebay.environments.workers.worker_pool:ProcessWorkers",
+    "threads": "forebay.environments.workers.worker_pool:ThreadWorkers",
+    "ray": "forebay.cluster.environments:RayWorkers",
+}
+"""The ways to run workers, by the name in a recipe."""
+
+
+class EnvironmentConfig(BaseModel, extra="forbid", frozen=True):
+    """A recipe's ``[environment]`` table: the task, and how many work on it.
+
+    >>> EnvironmentConfig(id="CartPole-v1").num_envs
+    8
+    """
+
+    id: str
+    """Of a registered gymnasium environment; ``my_module:MyEnv-v0`` imports the module first."""
+    arguments: Annotated[dict[str, Any], ArgumentPaths] = {}
+    """Further keyword arguments of ``gymnasium.make``."""
+    num_envs: int = Field(default=8, ge=1)
+    """Environments that each worker steps together."""
+    workers: int = Field(default=2, ge=1)
+    """Processes, threads or actors that act at the same time."""
+    mode: str = "processes"
+    """``processes``, ``threads``, ``ray``, or ``package.module:Class``."""
 
 
 class FragmentsConfig(BaseModel, extra="forbid", frozen=True):

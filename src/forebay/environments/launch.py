@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 
 from forebay.config import ConfigError, look_up
 from forebay.environments import evaluation
 from forebay.environments.actions import head_for
-from forebay.environments.config import FragmentRunConfig
-from forebay.environments.display import EVAL_RETURN, FragmentDisplay
-from forebay.environments.folder import Checkpoint, buffer_folder, load_checkpoint, newest_checkpoint
+from forebay.environments.config import MODES, FragmentRunConfig
 from forebay.environments.policy import Policy
 from forebay.environments.ppo import PPOTrainer
-from forebay.environments.run import FragmentRun, draw, train, working
-from forebay.environments.workers.hub import Hub
-from forebay.environments.workers.messages import WorkerMode, WorkerSpec
-from forebay.environments.workers.vector import MODES, spaces
-from forebay.environments.workers.worker_pool import Crew
-from forebay.fragments import FragmentStore, ReplayBufferActor
-from forebay.metrics import STEP_S, MetricsConfig
-from forebay.runs.folder import RUN_FILE, disk_errors_of_run, finished_line, occupied, prepare, write_run_file
+from forebay.environments.run import Checkpoint, FragmentRun, load_checkpoint
+from forebay.environments.show import CURVES, EVAL_RETURN, FragmentDisplay, frame_strip
+from forebay.environments.workers.stepper import spaces
+from forebay.environments.workers.worker_pool import WorkerMode
+from forebay.metrics import STEP_S, read_jsonl
+from forebay.runs.folder import (
+    RUN_FILE,
+    disk_errors_of_run,
+    finished_line,
+    list_checkpoints,
+    occupied,
+    prepare,
+    write_run_file,
+)
+from forebay.runs.show.pictures import Rows, learning_curve
 from forebay.runs.surroundings import logs_shown, stopped_by_signals
 from forebay.tracebacks import first_error
 
@@ -41,46 +46,75 @@ async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overw
         FloatingPointError: the training broke down.
     """
     with disk_errors_of_run(config.folder), occupied(config.folder):
-        return await _launch(config, resume, overwrite=overwrite)
+        trainer, mode = build_trainer(config), build_mode(config)
+        saved = None if resume is None else _load_newest(config.folder, trainer)
+        if saved is not None and trainer.step >= config.steps:
+            with FragmentDisplay() as display:
+                display.message(finished_line(config.folder, trainer.step))
+            return False
+        if saved is None:
+            prepare(config, overwrite=overwrite)
+        else:
+            # Only now: overrides that do not fit must not spoil the recipe.
+            write_run_file(config, config.folder)
+        with FragmentDisplay() as display, logs_shown(display):
+            return await _run(config, trainer, mode, display, saved)
 
 
-async def _launch(config: FragmentRunConfig, resume: Path | None, *, overwrite: bool) -> bool:
-    trainer, mode = build_trainer(config), build_mode(config)
-    saved = None if resume is None else _load(newest_checkpoint(config.folder), trainer)
-    if saved is not None and trainer.step >= config.steps:
-        with FragmentDisplay() as display:
-            display.message(finished_line(config.folder, trainer.step))
-        return False
-    if saved is None:
-        prepare(config, overwrite=overwrite)
-    else:
-        # Only now: overrides that do not fit must not spoil the recipe.
-        write_run_file(config, config.folder)
+async def _run(
+    config: FragmentRunConfig,
+    trainer: PPOTrainer,
+    mode: WorkerMode,
+    display: FragmentDisplay,
+    saved: Checkpoint | None,
+) -> bool:
     # Fragments of another shape, or from elsewhere, cannot be trained together with new ones.
     fits = saved is not None and saved.counts["stream"] == config.stream
-    with (
-        buffer_folder(config.folder, saved.fragments if saved is not None and fits else None) as path,
-        FragmentDisplay() as display,
-        logs_shown(display),
-    ):
-        run = _build(config, trainer, mode, saved, {"path": str(path)}, display)
-        display.start(config.name, _facts(run), step=trainer.step, total=config.steps)
+    with _buffer_folder(config.folder, saved.fragments if saved is not None and fits else None) as path:
+        run = FragmentRun(config, trainer, mode, display, path, saved)
+        display.start(config.name, run.facts(), step=trainer.step, total=config.steps)
         if saved is not None and not fits:
             display.warning("the fragments of the checkpoint are of another stream of steps and stay behind")
         try:
             with stopped_by_signals(run.stop, display, config.folder):
-                async with working(run):
-                    await train(run)
+                async with run.working():
+                    await run.train()
         except BaseExceptionGroup as group:
             raise first_error(group) from None
         finally:
-            await run.buffer.close()
-            run.metrics.close()
-        rows = await asyncio.to_thread(draw, run)
+            await run.close()
+        rows = read_jsonl(config.folder / "metrics.jsonl")
         trained = [row for row in rows if STEP_S in row]
         tried = [row for row in rows if EVAL_RETURN in row]
-        display.end(trained, tried, _totals(run), config.folder)
+        await asyncio.to_thread(draw, run, trained, tried)
+        display.end(trained, tried, run.totals(), config.folder)
     return run.stop.is_set()
+
+
+@contextlib.contextmanager
+def _buffer_folder(folder: Path, fragments: Path | None) -> Iterator[Path]:
+    """The place of the buffer inside the block: empty, or a copy of the one in `fragments`."""
+    for left_over in folder.glob("buffer-*"):
+        shutil.rmtree(left_over)
+    # A name of its own: workers of a killed run may still hold the files of theirs.
+    live = folder / f"buffer-{uuid.uuid4().hex[:8]}"
+    if fragments is not None:
+        shutil.copytree(fragments, live)
+    try:
+        yield live
+    finally:
+        shutil.rmtree(live, ignore_errors=True)
+
+
+def draw(run: FragmentRun, trained: Rows, tried: Rows) -> None:
+    """Write the pictures of the run, as far as its libraries are there."""
+    folder = run.config.folder
+    try:
+        learning_curve(trained, tried, folder / "learning_curve.png", CURVES)
+        if frames := evaluation.watch(run.config, run.trainer.policy):
+            frame_strip(frames, folder / "episode.png")
+    except (ImportError, ConfigError) as error:
+        run.display.warning(f"pictures are missing: {error}")
 
 
 def try_parts(config: FragmentRunConfig, say: Callable[[str], None]) -> None:
@@ -107,7 +141,7 @@ async def evaluate(config: FragmentRunConfig) -> dict[str, float]:
         ConfigError: there is none.
     """
     trainer = build_trainer(config)
-    _load(newest_checkpoint(config.folder), trainer)
+    _load_newest(config.folder, trainer)
     return {"step": trainer.step} | await asyncio.to_thread(evaluation.measure, config, trainer.policy)
 
 
@@ -126,7 +160,7 @@ def build_trainer(config: FragmentRunConfig) -> PPOTrainer:
 
 
 def build_mode(config: FragmentRunConfig) -> WorkerMode:
-    """What runs the workers.
+    """The way to run workers.
 
     Raises:
         ConfigError: there is none of that name, or it needs what is not installed.
@@ -140,82 +174,15 @@ def build_mode(config: FragmentRunConfig) -> WorkerMode:
     return mode
 
 
-def _load(path: Path, trainer: PPOTrainer) -> Checkpoint:
+def _load_newest(folder: Path, trainer: PPOTrainer) -> Checkpoint:
+    """The newest checkpoint of the run in `folder`, from which `trainer` goes on."""
+    checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        raise ConfigError(f"nothing to go on from in {str(folder)!r}: it has no complete checkpoint")
+    path = checkpoints[-1]
     saved = load_checkpoint(path)
     try:
         trainer.load(saved.counts["step"], saved.arrays)
     except ValueError as error:
         raise ConfigError(f"{str(path)!r}: {error}") from error
     return saved
-
-
-def _build(
-    config: FragmentRunConfig,
-    trainer: PPOTrainer,
-    mode: WorkerMode,
-    saved: Checkpoint | None,
-    database: dict[str, Any],
-    display: FragmentDisplay,
-) -> FragmentRun:
-    counts = {} if saved is None else saved.counts
-    session_id = counts.get("session_id", f"{config.name}-{uuid.uuid4().hex[:8]}")
-    num_resumes = counts.get("num_resumes", -1) + 1
-    buffer = ReplayBufferActor(database_config=database, **config.buffer_settings())
-    hub = Hub(buffer, session_id)
-
-    def make_spec(worker_uuid: str, seed: int) -> WorkerSpec:
-        return WorkerSpec(
-            worker_uuid=worker_uuid,
-            environment=config.environment,
-            policy=config.policy.model_dump(),
-            length=config.fragments.length,
-            database_config=database,
-            session_id=session_id,
-            seed=seed,
-        )
-
-    # A resumed run must not see the episodes of its first hour again.
-    crew = Crew(hub, mode, make_spec=make_spec, seed=_seed(config.seed, num_resumes))
-    if saved is not None:
-        hub.load(counts)
-        crew.num_restarts = counts["num_restarts"]
-    resume_step = None if saved is None else trainer.step
-    return FragmentRun(
-        config=config,
-        trainer=trainer,
-        buffer=buffer,
-        store=FragmentStore(**database),
-        hub=hub,
-        crew=crew,
-        metrics=MetricsConfig().build(config.folder, resume_step=resume_step, report=display.warning),
-        display=display,
-        session_id=session_id,
-        num_resumes=num_resumes,
-    )
-
-
-def _seed(*parts: int) -> int:
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])
-
-
-def _facts(run: FragmentRun) -> dict[str, object]:
-    config = run.config
-    env, fragments = config.environment, config.fragments
-    return {
-        "environment": f"{env.id}, {env.workers} {env.mode} x {env.num_envs} environments",
-        "policy": f"{config.policy.hidden_size} units, memory {config.policy.memory}",
-        "batch": f"{config.batch_size} chunks x {fragments.fragments_per_chunk} fragments x "
-        f"{fragments.length} steps x {env.num_envs} = {config.steps_per_batch} steps",
-        "training": f"PPO, lr {config.train.lr:g}, {config.train.epochs} epochs",
-        "folder": config.folder,
-    }
-
-
-def _totals(run: FragmentRun) -> dict[str, object]:
-    facts: dict[str, object] = {
-        "environment steps": f"{run.hub.num_steps:,} in {run.hub.num_episodes:,} episodes",
-        "evaluations": f"mean return of {run.config.eval_episodes} episodes with the likeliest actions",
-    }
-    if run.crew.num_restarts:
-        facts["restarts"] = f"{run.crew.num_restarts} workers died and were started again"
-    return facts

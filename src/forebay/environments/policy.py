@@ -25,6 +25,11 @@ from forebay.environments.config import PolicyConfig
 State = tuple[torch.Tensor, ...]
 """[B, H] each: none without memory, one of a GRU, two (output and cell) of an LSTM."""
 
+MIN_STD = 1e-2
+"""A number that hardly ever changes is not blown up to noise."""
+MIN_VALUE_STEP = 0.05
+"""The least weight of a new batch in the scale of values: it follows a policy that improves within 20
+batches."""
 MAX_OBSERVATION = 10.0
 """Standard deviations: a rare outlier must not drive tanh units into saturation for good."""
 
@@ -114,6 +119,25 @@ class Policy(nn.Module):
         """`params` of what follows from the observations, and the state after them."""
         features, state = self.features(obs_SBD, first_SB, state)
         return self.params(features), state
+
+    @torch.no_grad()
+    def rescale_values(self, targets_N: torch.Tensor, step: int) -> None:
+        """Follow the scale of `targets_N` without changing what the critic says.
+
+        PopArt (van Hasselt et al., 2016, arXiv 1602.07714): the last layer is changed against the scale.
+        `step` counts batches from 0; the first one sets the scale alone.
+        """
+        weight = max(1.0 / (step + 1), MIN_VALUE_STEP)
+        old_mean, old_std = self.value_mean.item(), self.value_std.item()
+        mean = (1 - weight) * old_mean + weight * targets_N.mean().item()
+        second = (1 - weight) * (old_mean**2 + old_std**2) + weight * targets_N.square().mean().item()
+        std = max(math.sqrt(max(0.0, second - mean**2)), MIN_STD)
+        last = self.critic[-1]
+        assert isinstance(last, nn.Linear)
+        last.weight.mul_(old_std / std)
+        last.bias.copy_((last.bias * old_std + old_mean - mean) / std)
+        self.value_mean.fill_(mean)
+        self.value_std.fill_(std)
 
     def weights(self) -> bytes:
         """Everything, as float32."""

@@ -11,26 +11,31 @@ Three policies take part, as in decoupled PPO (Hilton et al., 2022, arXiv 2110.0
 clip keeps pi near old; the ratio old / mu, cut off at 1, weighs each step for its lag. Without lag it is 1,
 and this is plain PPO (Schulman et al., 2017, arXiv 1707.06347).
 
-Shapes: S steps, B streams, N what is left of S x B in one mini-batch.
+A batch of C chunks of K consecutive fragments, each of T steps of E environments, is B = C * E streams of
+S = K * T steps: the borders of fragments disappear inside a chunk. A stream begins with the state that the
+first fragment of its chunk began with, and ends with the observation that the last one would go on with. N is
+the part of S x B in one mini-batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from forebay.environments.advantages import MAX_RATIO, Targets, vtrace
-from forebay.environments.batch import StepBatch
 from forebay.environments.config import PPOConfig
-from forebay.environments.normalization import Moments, rescale_values
-from forebay.environments.policy import Policy
+from forebay.environments.policy import MIN_STD, Policy
+from forebay.fragments import SampleFragment
+
+Array = np.ndarray[Any, Any]
 
 VALUE_COEF = 0.5
-"""Of the squared error of normalized values, whose scale is fixed, so nobody needs to tune it."""
+"""Of the squared error of normalized values, whose scale is fixed, so it needs no tuning."""
 MAX_GRAD_NORM = 0.5
 """The usual bound for PPO: advantages are normalized, so it does not depend on the task."""
 ADAM_EPSILON = 1e-5
@@ -62,7 +67,7 @@ class PPOTrainer:
         """One train step; its metrics."""
         old_SB, targets, metrics = self._look(batch)
         live_SB = torch.from_numpy(batch.live_SB)
-        rescale_values(self.policy, torch.from_numpy(targets.values_SB)[live_SB], self.step)
+        self.policy.rescale_values(torch.from_numpy(targets.values_SB)[live_SB], self.step)
         self._set_lr()
         self._optimize(batch, old_SB, targets, metrics)
         self._follow_observations(batch.obs_SBD[:-1][live_SB].double().numpy())
@@ -178,14 +183,14 @@ class PPOTrainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._config.lr * share
 
-    def _follow_observations(self, obs_ND: np.ndarray[Any, Any]) -> None:
+    def _follow_observations(self, obs_ND: Array) -> None:
         self._observations.add(obs_ND)
         self.policy.obs_mean.copy_(torch.from_numpy(self._observations.mean))
         self.policy.obs_std.copy_(torch.from_numpy(self._observations.std))
 
     # Checkpoints.
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def arrays(self) -> dict[str, Array]:
         """Everything that changes with training but `step`, for `load`."""
         arrays = {f"policy/{name}": tensor.numpy() for name, tensor in self.policy.state_dict().items()}
         for number, state in self._optimizer.state_dict()["state"].items():
@@ -194,7 +199,7 @@ class PPOTrainer:
         arrays["generator"] = self._generator.get_state().numpy()
         return arrays
 
-    def load(self, step: int, arrays: Mapping[str, np.ndarray[Any, Any]]) -> None:
+    def load(self, step: int, arrays: Mapping[str, Array]) -> None:
         """Go on from what `arrays` gave after `step` updates.
 
         Raises:
@@ -221,3 +226,100 @@ class PPOTrainer:
         self._observations.load(groups["observations"])
         self._generator.set_state(torch.from_numpy(arrays["generator"]))
         self.step = step
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBatch:
+    """B streams of S consecutive steps; D numbers in an observation, H units of memory.
+
+    >>> batch = StepBatch.from_fragments(store.stack(fetched.fragment_ids), fragments_per_chunk=2)
+    >>> batch.obs_SBD.shape[:2] == batch.reward_SB.shape
+    True
+    """
+
+    obs_SBD: torch.Tensor
+    """[S + 1, B, D]: the last row is what would come next."""
+    first_SB: torch.Tensor
+    """[S + 1, B] bool."""
+    state: tuple[torch.Tensor, ...]
+    """[B, H] each, before step 0."""
+    action_SB: torch.Tensor
+    """[S, B] int64, or [S, B, A] float."""
+    logprobs_SB: torch.Tensor
+    """[S, B] of the actions, under the weights that chose them."""
+    versions_SB: Array
+    reward_SB: Array
+    done_SB: Array
+    terminated_SB: Array
+    live_SB: Array
+    """False: the step only reset the environment, and its action had no effect."""
+
+    @staticmethod
+    def from_fragments(stacked: SampleFragment, fragments_per_chunk: int) -> StepBatch:
+        """`stacked` is what `FragmentStore.stack` gives for a batch: whole chunks, each in order."""
+
+        def stream(array: Array) -> Array:
+            num, steps, envs, *rest = array.shape
+            chunks = array.reshape(num // fragments_per_chunk, fragments_per_chunk * steps, envs, *rest)
+            swapped = np.swapaxes(chunks, 0, 1)
+            return np.ascontiguousarray(swapped).reshape(chunks.shape[1], -1, *rest)
+
+        def columns(array: Array, which: int) -> Array:
+            of_one = array[which::fragments_per_chunk]
+            return of_one.reshape(-1, *of_one.shape[2:])
+
+        live_SB = stream(stacked.extras["live"])
+        next_BD = columns(stacked.next_obs, fragments_per_chunk - 1)
+        versions = np.broadcast_to(stacked.model_versions[..., None], stacked.reward.shape)
+        return StepBatch(
+            obs_SBD=torch.from_numpy(np.concatenate([stream(stacked.obs), next_BD[None]])),
+            # After a step that reset, an episode begins.
+            first_SB=torch.from_numpy(np.concatenate([stream(stacked.first), ~live_SB[-1:]])),
+            state=tuple(torch.from_numpy(columns(part, 0)) for part in stacked.in_state),
+            action_SB=torch.from_numpy(stream(stacked.action)),
+            logprobs_SB=torch.from_numpy(stream(stacked.logprobs)),
+            versions_SB=stream(versions),
+            reward_SB=stream(stacked.reward),
+            done_SB=stream(stacked.next_done),
+            terminated_SB=stream(stacked.extras["terminated"]),
+            live_SB=live_SB,
+        )
+
+
+class Moments:
+    """Mean and variance of all rows seen, added batch by batch (Chan et al., 1979).
+
+    >>> moments = Moments(1)
+    >>> moments.add(np.array([[1.0], [3.0]]))
+    >>> moments.mean.tolist(), moments.std.tolist()
+    ([2.0], [1.0])
+    """
+
+    def __init__(self, size: int) -> None:
+        self.count = 0.0
+        self.mean = np.zeros(size)
+        self._squares = np.zeros(size)
+
+    @property
+    def std(self) -> Array:
+        """Standard deviations, those of numbers that hardly change aside: they are 1."""
+        std = np.sqrt(self._squares / max(1.0, self.count))
+        return np.where(std < MIN_STD, 1.0, std)
+
+    def add(self, rows_ND: Array) -> None:
+        """Count these too."""
+        count = self.count + len(rows_ND)
+        mean, difference = rows_ND.mean(0), rows_ND.mean(0) - self.mean
+        squares = ((rows_ND - mean) ** 2).sum(0)
+        self._squares += squares + difference**2 * self.count * len(rows_ND) / count
+        self.mean = self.mean + difference * len(rows_ND) / count
+        self.count = count
+
+    def arrays(self) -> dict[str, Array]:
+        """What `load` takes."""
+        return {"count": np.array(self.count), "mean": self.mean, "squares": self._squares}
+
+    def load(self, arrays: dict[str, Array]) -> None:
+        """Go on from there."""
+        self.count = float(arrays["count"])
+        self.mean, self._squares = arrays["mean"].copy(), arrays["squares"].copy()

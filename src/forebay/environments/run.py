@@ -1,212 +1,290 @@
-"""A run in environments: everything that is built, and the loop around it.
+"""A run in environments: its components, the loop around them, and its checkpoints.
 
 ::
 
-    crew of workers --fragments--> buffer --batches, leased--> PPOTrainer
+    pool of workers --fragments--> buffer --batches, leased--> PPOTrainer
           ^                                                        |
           '-------- hub <-- weights of step + 1 <------------------'
                      '----> buffer.update_model_version(step + 1)
 
+    runs/NAME/  run.toml            the resolved recipe
+                metrics.jsonl       every number of every step
+                checkpoints/step_N  complete or absent, with checksums of all
+                  arrays.npz        policy, optimizer, scales of observations, random numbers
+                  run.json          counts, recent episodes, session
+                  fragments/        a copy of the buffer
+                buffer-*/           the buffer while the run goes on; made anew from a checkpoint
+                learning_curve.png  episode.png
+
 The event loop belongs to the buffer, the hub and the workers' connections; reading a batch, training,
-evaluating and drawing happen in a thread, one after the other.
+evaluating and drawing happen in a thread, one after the other. Nothing that is loaded is unpickled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.config import ConfigError
 from forebay.environments import evaluation
-from forebay.environments.batch import StepBatch
 from forebay.environments.config import FragmentRunConfig
-from forebay.environments.display import RETURN, STEPS_PER_S, FragmentDisplay
-from forebay.environments.folder import save_checkpoint
-from forebay.environments.pictures import frame_strip, learning_curve
-from forebay.environments.ppo import PPOTrainer
+from forebay.environments.ppo import PPOTrainer, StepBatch
+from forebay.environments.show import RETURN, STEPS_PER_S, FragmentDisplay
 from forebay.environments.workers.hub import Hub
-from forebay.environments.workers.messages import WorkerError
-from forebay.environments.workers.worker_pool import Crew
+from forebay.environments.workers.messages import WorkerError, WorkerSpec
+from forebay.environments.workers.worker_pool import WorkerMode, WorkerPool
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
-from forebay.metrics import STEP_S, MetricsLogger, PhaseTimer, read_jsonl
+from forebay.io.durable import write_json
+from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer
+from forebay.runs.folder import check_checkpoint, checkpoint_path, prune_checkpoints, publish, unfinished
 
 STALL_S = 900.0
 """Without a batch for so long, workers hang: no environment takes a quarter of an hour for a few steps."""
 STOP_GRACE_S = 30.0
 """For workers to finish the fragment they are at; then they are ended."""
+NUM_CHECKPOINTS = 2
+"""Kept: the newest, and the one before in case the newest turns out to be of a policy gone bad."""
 _BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "waiting_additions")
 
 
-@dataclass(kw_only=True)
+class Checkpoint(NamedTuple):
+    """What a checkpoint holds."""
+
+    arrays: dict[str, np.ndarray[Any, Any]]
+    counts: dict[str, Any]
+    fragments: Path
+    """The copy of the buffer."""
+
+
 class FragmentRun:
-    """What a run consists of; `forebay.environments.launch` builds it.
+    """Everything that a run consists of, and its loop.
 
-    >>> run = FragmentRun(config=config, trainer=trainer, buffer=buffer, ...)
-    >>> await train(run)
+    >>> run = FragmentRun(config, trainer, ThreadWorkers(), display, Path("runs/mine/buffer"))
+    >>> async with run.working():
+    ...     await run.train()
+    >>> await run.close()
     """
 
-    config: FragmentRunConfig
-    trainer: PPOTrainer
-    buffer: ReplayBufferActor
-    store: FragmentStore
-    hub: Hub
-    crew: Crew
-    metrics: MetricsLogger
-    display: FragmentDisplay
-    session_id: str
-    num_resumes: int
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set: save after this step and end."""
+    def __init__(
+        self,
+        config: FragmentRunConfig,
+        trainer: PPOTrainer,
+        mode: WorkerMode,
+        display: FragmentDisplay,
+        buffer_folder: Path,
+        saved: Checkpoint | None = None,
+    ) -> None:
+        """`saved` is the checkpoint that `trainer` was loaded from; the buffer goes on from its folder."""
+        counts = {} if saved is None else saved.counts
+        self.config, self.trainer, self.display = config, trainer, display
+        self.stop = asyncio.Event()
+        """Set: save after this step and end."""
+        self._session_id = counts.get("session_id", f"{config.name}-{uuid.uuid4().hex[:8]}")
+        self._num_resumes = counts.get("num_resumes", -1) + 1
+        self._database: dict[str, Any] = {"path": str(buffer_folder)}
+        self._buffer = ReplayBufferActor(database_config=self._database, **config.buffer_settings())
+        self._store = FragmentStore(**self._database)
+        self.hub = Hub(self._buffer, self._session_id)
+        # A resumed run must not see the episodes of its first hour again.
+        seed = int(np.random.SeedSequence((config.seed, self._num_resumes)).generate_state(1)[0])
+        self.pool = WorkerPool(self.hub, mode, make_spec=self._make_spec, seed=seed)
+        if saved is not None:
+            self.hub.load(counts)
+            self.pool.num_restarts = counts["num_restarts"]
+        resume_step = None if saved is None else trainer.step
+        self._metrics = MetricsConfig().build(config.folder, resume_step=resume_step, report=display.warning)
 
+    def _make_spec(self, worker_uuid: str, seed: int) -> WorkerSpec:
+        return WorkerSpec(
+            worker_uuid=worker_uuid,
+            environment=self.config.environment,
+            policy=self.config.policy,
+            length=self.config.fragments.length,
+            database_config=self._database,
+            session_id=self._session_id,
+            seed=seed,
+        )
 
-async def train(run: FragmentRun) -> None:
-    """Train until the last step, or until `run.stop`; then save and evaluate.
+    async def train(self) -> None:
+        """Train until the last step, or until `stop` is set; then save and evaluate.
 
-    consumes: batches of chunks / waits for: the next batch / woken by: the buffer, `run.stop` / produces:
-    weights of the next version, checkpoints, metrics
+        consumes: batches of chunks / waits for: the next batch / woken by: the buffer, `stop` / produces:
+        weights of the next version, checkpoints, metrics
 
-    Raises:
-        WorkerError: no batch arrives.
-        FloatingPointError: a gradient is not finite.
-    """
-    total, every = run.config.steps, run.config.checkpoint_every
-    await run.hub.publish(run.trainer.step, run.trainer.policy.weights())
-    if run.trainer.step == 0:
-        await _evaluate(run)
-    while run.trainer.step < total and not run.stop.is_set():
-        if not await _step(run):
-            break
-        due = every > 0 and run.trainer.step % every == 0
-        if due and run.trainer.step < total and not run.stop.is_set():
-            await _evaluate(run)
-            await _save(run)
-    if not run.stop.is_set():
-        await _evaluate(run)
-    await _save(run)
+        Raises:
+            WorkerError: no batch arrives.
+            FloatingPointError: a gradient is not finite.
+        """
+        total, every = self.config.steps, self.config.checkpoint_every
+        await self.hub.publish(self.trainer.step, self.trainer.policy.weights())
+        if self.trainer.step == 0:
+            await self._evaluate()
+        while self.trainer.step < total and not self.stop.is_set():
+            if not await self._step():
+                break
+            due = every > 0 and self.trainer.step % every == 0
+            if due and self.trainer.step < total and not self.stop.is_set():
+                await self._evaluate()
+                await self._save()
+        if not self.stop.is_set():
+            await self._evaluate()
+        await self._save()
 
-
-async def _step(run: FragmentRun) -> bool:
-    """One train step; False: the run was stopped while it waited."""
-    begun_s, timer = time.perf_counter(), PhaseTimer()
-    with timer.phase("wait"):
-        run.display.phase("waiting for workers")
-        fetched = await _fetch(run)
-    if fetched is None:
-        return False
-    run.display.phase("training")
-    with timer.phase("train"):
-        batch = await asyncio.to_thread(_read, run, fetched)
-        assert fetched.lease is not None
-        await run.buffer.release(fetched.lease)
-        metrics = await asyncio.to_thread(run.trainer.update, batch)
-        await run.hub.publish(run.trainer.step, run.trainer.policy.weights())
-    seconds = time.perf_counter() - begun_s
-    metrics |= {
-        STEP_S: seconds,
-        STEPS_PER_S: run.config.steps_per_batch / seconds,
-        **{f"time/{name}_s": phase.wall_s for name, phase in timer.consume().items()},
-        **_account(run, await run.buffer.metrics()),
-    }
-    run.metrics.log(run.trainer.step, metrics)
-    run.display.step(run.trainer.step, run.config.steps, metrics)
-    return True
-
-
-def _read(run: FragmentRun, fetched: FragmentBatch) -> StepBatch:
-    stacked = run.store.stack(fetched.fragment_ids)
-    return StepBatch.from_fragments(stacked, run.config.fragments.fragments_per_chunk)
-
-
-async def _fetch(run: FragmentRun) -> FragmentBatch | None:
-    """The next batch; None: the run is to stop."""
-    fetching = asyncio.ensure_future(
-        run.buffer.fetch_fragments(run.config.fragments_per_batch, timeout_s=STALL_S)
-    )
-    stopping = asyncio.ensure_future(run.stop.wait())
-    try:
-        await asyncio.wait([fetching, stopping], return_when=asyncio.FIRST_COMPLETED)
-        return fetching.result() if fetching.done() else None
-    except TimeoutError:
-        raise WorkerError(f"no batch arrived within {STALL_S:g} s: the environments seem to hang") from None
-    finally:
-        for task in (fetching, stopping):
-            task.cancel()
-        await asyncio.wait([fetching, stopping])
-
-
-def _account(run: FragmentRun, buffer: Mapping[str, float]) -> dict[str, float]:
-    """What happened so far."""
-    recent = run.hub.recent
-    numbers: dict[str, float] = {
-        "env_steps": run.hub.num_steps,
-        "episodes": run.hub.num_episodes,
-        "worker_restarts": run.crew.num_restarts,
-        **{f"buffer/{name}": buffer[name] for name in _BUFFER_METRICS},
-        **{f"buffer/{name}": value for name, value in buffer.items() if name.startswith("dropped/")},
-    }
-    if recent:
-        numbers |= {
-            RETURN: float(np.mean([reward for reward, _ in recent])),
-            "episode_steps": float(np.mean([steps for _, steps in recent])),
+    async def _step(self) -> bool:
+        """One train step; False: the run was stopped while it waited."""
+        begun_s, timer = time.perf_counter(), PhaseTimer()
+        with timer.phase("wait"):
+            self.display.phase("waiting for workers")
+            fetched = await self._fetch()
+        if fetched is None:
+            return False
+        self.display.phase("training")
+        with timer.phase("train"):
+            batch = await asyncio.to_thread(self._read, fetched)
+            assert fetched.lease is not None
+            await self._buffer.release(fetched.lease)
+            metrics = await asyncio.to_thread(self.trainer.update, batch)
+            await self.hub.publish(self.trainer.step, self.trainer.policy.weights())
+        seconds = time.perf_counter() - begun_s
+        metrics |= {
+            STEP_S: seconds,
+            STEPS_PER_S: self.config.steps_per_batch / seconds,
+            **{f"time/{name}_s": phase.wall_s for name, phase in timer.consume().items()},
+            **await self._account(),
         }
-    return numbers
+        self._metrics.log(self.trainer.step, metrics)
+        self.display.step(self.trainer.step, self.config.steps, metrics)
+        return True
+
+    def _read(self, fetched: FragmentBatch) -> StepBatch:
+        stacked = self._store.stack(fetched.fragment_ids)
+        return StepBatch.from_fragments(stacked, self.config.fragments.fragments_per_chunk)
+
+    async def _fetch(self) -> FragmentBatch | None:
+        """The next batch; None: the run is to stop."""
+        fetching = asyncio.ensure_future(
+            self._buffer.fetch_fragments(self.config.fragments_per_batch, timeout_s=STALL_S)
+        )
+        stopping = asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait([fetching, stopping], return_when=asyncio.FIRST_COMPLETED)
+            return fetching.result() if fetching.done() else None
+        except TimeoutError:
+            raise WorkerError(
+                f"no batch arrived within {STALL_S:g} s: the environments seem to hang"
+            ) from None
+        finally:
+            for task in (fetching, stopping):
+                task.cancel()
+            await asyncio.wait([fetching, stopping])
+
+    async def _account(self) -> dict[str, float]:
+        """Counts of what happened so far."""
+        buffer, recent = await self._buffer.metrics(), self.hub.recent
+        numbers: dict[str, float] = {
+            "env_steps": self.hub.num_steps,
+            "episodes": self.hub.num_episodes,
+            "worker_restarts": self.pool.num_restarts,
+            **{
+                f"buffer/{name}": value
+                for name, value in buffer.items()
+                if name in _BUFFER_METRICS or name.startswith("dropped/")
+            },
+        }
+        if recent:
+            numbers[RETURN], numbers["episode_steps"] = np.mean(recent, axis=0).tolist()
+        return numbers
+
+    async def _evaluate(self) -> None:
+        self.display.phase("evaluating")
+        metrics = await asyncio.to_thread(evaluation.measure, self.config, self.trainer.policy)
+        self._metrics.log(self.trainer.step, metrics)
+        self.display.evaluation(f"step {self.trainer.step}", metrics)
+
+    async def _save(self) -> None:
+        """Write the checkpoint of this step, unless it is there; delete those before the last ones."""
+        self.display.phase("saving")
+        counts = {
+            "step": self.trainer.step,
+            "session_id": self._session_id,
+            "num_resumes": self._num_resumes,
+            "num_restarts": self.pool.num_restarts,
+            "stream": self.config.stream,
+            **self.hub.counts(),
+        }
+        final = checkpoint_path(self.config.folder, self.trainer.step)
+        if not final.exists():
+            with unfinished(final) as temporary:
+                np.savez(temporary / "arrays.npz", **self.trainer.arrays())  # type: ignore[arg-type]
+                write_json(temporary / "run.json", counts)
+                await self._buffer.save(str(temporary / "fragments"))
+                # In a thread: workers are answered meanwhile.
+                await asyncio.to_thread(publish, temporary, final)
+        prune_checkpoints(self.config.folder, NUM_CHECKPOINTS)
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[None]:
+        """Keep the workers alive inside the block; at its end they are told to stop, and have ended.
+
+        Raises:
+            WorkerError: a worker cannot be kept alive; the block is cancelled.
+        """
+        async with self.hub.listening(), asyncio.TaskGroup() as tasks:
+            pool = tasks.create_task(self.pool.keep_all(self.config.environment.workers))
+            try:
+                yield
+            except BaseException:
+                pool.cancel()
+                raise
+            self.hub.stop()
+            # Workers that wait for their turn are told now; the others when they report.
+            await self._buffer.close()
+            await asyncio.wait([pool], timeout=STOP_GRACE_S)
+            pool.cancel()
+
+    async def close(self) -> None:
+        """Close the buffer and the metrics."""
+        await self._buffer.close()
+        self._metrics.close()
+
+    def facts(self) -> dict[str, object]:
+        """Lines for the beginning: what runs."""
+        config = self.config
+        env, fragments = config.environment, config.fragments
+        return {
+            "environment": f"{env.id}, {env.workers} {env.mode} x {env.num_envs} environments",
+            "policy": f"{config.policy.hidden_size} units, memory {config.policy.memory}",
+            "batch": f"{config.batch_size} chunks x {fragments.fragments_per_chunk} fragments x "
+            f"{fragments.length} steps x {env.num_envs} = {config.steps_per_batch} steps",
+            "training": f"PPO, lr {config.train.lr:g}, {config.train.epochs} epochs",
+            "folder": config.folder,
+        }
+
+    def totals(self) -> dict[str, object]:
+        """Lines for the end: what was done."""
+        facts: dict[str, object] = {
+            "environment steps": f"{self.hub.num_steps:,} in {self.hub.num_episodes:,} episodes",
+            "evaluations": f"mean return of {self.config.eval_episodes} episodes with the likeliest actions",
+        }
+        if self.pool.num_restarts:
+            facts["restarts"] = f"{self.pool.num_restarts} workers died and were started again"
+        return facts
 
 
-async def _evaluate(run: FragmentRun) -> None:
-    run.display.phase("evaluating")
-    metrics = await asyncio.to_thread(evaluation.measure, run.config, run.trainer.policy)
-    run.metrics.log(run.trainer.step, metrics)
-    run.display.evaluation(f"step {run.trainer.step}", metrics)
-
-
-async def _save(run: FragmentRun) -> None:
-    run.display.phase("saving")
-    counts = {
-        "step": run.trainer.step,
-        "session_id": run.session_id,
-        "num_resumes": run.num_resumes,
-        "num_restarts": run.crew.num_restarts,
-        "stream": run.config.stream,
-        **run.hub.counts(),
-    }
-    arrays = run.trainer.arrays()
-    await save_checkpoint(run.config.folder, run.trainer.step, arrays, counts, run.buffer.save)
-
-
-def draw(run: FragmentRun) -> list[dict[str, float | None]]:
-    """Write the pictures of the run, as far as its libraries are there; all its rows of metrics."""
-    config = run.config
-    rows = read_jsonl(config.folder / "metrics.jsonl")
-    try:
-        learning_curve(rows, config.folder / "learning_curve.png", config.environment.id)
-        if frames := evaluation.watch(config, run.trainer.policy):
-            frame_strip(frames, config.folder / "episode.png")
-    except (ImportError, ConfigError) as error:
-        run.display.warning(f"pictures are missing: {error}")
-    return rows
-
-
-@contextlib.asynccontextmanager
-async def working(run: FragmentRun) -> AsyncIterator[None]:
-    """Keep the workers alive inside the block; at its end they are told to stop, and have ended.
+def load_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint of a run in environments at `path`.
 
     Raises:
-        WorkerError: a worker cannot be kept alive; the block is cancelled.
+        ConfigError: it is damaged.
     """
-    async with run.hub.listening(), asyncio.TaskGroup() as tasks:
-        crew = tasks.create_task(run.crew.keep_all(run.config.environment.workers))
-        try:
-            yield
-        except BaseException:
-            crew.cancel()
-            raise
-        run.hub.stop()
-        # Whoever waits for its turn is told now; the others when they report.
-        await run.buffer.close()
-        await asyncio.wait([crew], timeout=STOP_GRACE_S)
-        crew.cancel()
+    check_checkpoint(path)
+    counts = json.loads((path / "run.json").read_text(encoding="utf-8"))
+    with np.load(path / "arrays.npz", allow_pickle=False) as arrays:
+        return Checkpoint(dict(arrays), counts, path / "fragments")

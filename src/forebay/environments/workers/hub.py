@@ -1,13 +1,12 @@
-"""Where all workers report to, on the trainer's event loop: the only one who talks to the buffer for them.
+"""The place where all workers report, on the trainer's event loop; it alone talks to the buffer for them.
 
 ::
 
-    thread   --answer---------------------------------+
-    process  --socket--> one task a connection --answer+--> buffer.add_fragment --> newest weights
-    Ray actor -socket-'                                        (waits its turn)
+    worker --Unix socket--> one session a worker --answer--> buffer.add_fragment --> newest weights
+                                                             (waits its turn)
 
-It also knows what workers saw: episodes that ended, steps taken, who is alive. A worker at the socket that
-connects too late, or then gives no sign of life, is reported to whoever runs it (`while_heard`).
+It also counts what workers saw: episodes that ended, steps taken. A worker that connects too late, or gives
+no sign of life, or closes its connection without ending, is reported to the caller of `while_heard`.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ import shutil
 import socket
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from forebay.environments.workers.messages import Orders, Report, WorkerDied
+from forebay.environments.workers.messages import Episode, Orders, Report, WorkerDied
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
 from forebay.io.address import Address, listen
 from forebay.io.channel import Channel
 from forebay.io.heartbeat import SILENCE_LIMIT_S
-from forebay.io.messages import Call, Message, Note
+from forebay.io.messages import Call, FrameError, Message, Note
 from forebay.io.session import Acceptor, Result, Session
 
 MAX_FOLDER_BYTES = 80
@@ -39,6 +39,13 @@ START_LIMIT_S = 300.0
 """For a worker to connect: many that start together on a few cores load their libraries for minutes."""
 NUM_RECENT = 100
 """Episodes behind the mean return of a step: what CartPole is judged by."""
+
+
+@dataclass
+class _Watch:
+    limit: asyncio.Timeout
+    reason: str
+    """What the worker did not do when the limit is over."""
 
 
 class Hub:
@@ -65,19 +72,19 @@ class Hub:
         self.num_steps = 0
         """Environment steps so far."""
         self.num_episodes = 0
-        self.recent: deque[tuple[float, int]] = deque(maxlen=NUM_RECENT)
-        """Sum of rewards and number of steps of the episodes that ended last."""
+        self.recent: deque[Episode] = deque(maxlen=NUM_RECENT)
+        """The episodes that ended last."""
         self.stopping = False
         self.address = ""
-        self._buffer, self._session_id = buffer, session_id
+        """Path of the Unix socket, while `listening`."""
+        self.limit_s = limit_s
+        self._buffer, self._session_id, self._start_limit_s = buffer, session_id, start_limit_s
         self._version, self._weights = -1, b""
         self._ready = asyncio.Event()
         self._taking: dict[str, asyncio.Task[None]] = {}
         self._forgotten: set[str] = set()
-        self._known: dict[str, int] = {}
-        self._limit_s, self._start_limit_s = limit_s, start_limit_s
-        self._lost: dict[str, asyncio.Future[str]] = {}
-        self._due: dict[str, asyncio.TimerHandle] = {}
+        self._num_fragments: dict[str, int] = {}
+        self._watched: dict[str, _Watch] = {}
 
     async def publish(self, version: int, weights: bytes) -> None:
         """These are the newest weights: every worker gets them with its next answer."""
@@ -92,7 +99,7 @@ class Hub:
 
     def num_fragments(self, worker_uuid: str) -> int:
         """How many of this worker the buffer has taken."""
-        return self._known.get(worker_uuid, 0)
+        return self._num_fragments.get(worker_uuid, 0)
 
     def counts(self) -> dict[str, Any]:
         """Plain values for `load`."""
@@ -105,7 +112,7 @@ class Hub:
     def load(self, counts: Mapping[str, Any]) -> None:
         """Go on counting from what `counts` gave."""
         self.num_steps, self.num_episodes = counts["num_steps"], counts["num_episodes"]
-        self.recent.extend((reward, steps) for reward, steps in counts["recent"])
+        self.recent.extend(Episode(*each) for each in counts["recent"])
 
     async def forget(self, worker_uuid: str) -> None:
         """The worker is dead: take back what waits in line for it, and let its partial chunk go."""
@@ -115,7 +122,7 @@ class Hub:
         if taking is not None:
             taking.cancel()
             await asyncio.wait([taking])
-        self._known.pop(worker_uuid, None)
+        self._num_fragments.pop(worker_uuid, None)
         with contextlib.suppress(BufferClosed):
             await self._buffer.remove_worker(worker_uuid)
 
@@ -139,109 +146,95 @@ class Hub:
         return Orders(self.stopping, self._version, newer)
 
     async def _take(self, report: Report) -> None:
+        worker_uuid = report.worker_uuid
         try:
             if report.fragment_id is not None:
-                await self._announce(report, report.fragment_id)
+                metadata = FragmentMetadata(
+                    worker_uuid, report.fid_in_worker, report.oldest_version, self._session_id
+                )
+                await self._buffer.add_fragment(report.fragment_id, metadata)
+                self._num_fragments[worker_uuid] = self.num_fragments(worker_uuid) + 1
+                self.num_steps += report.num_steps
+                self.num_episodes += len(report.episodes)
+                self.recent.extend(report.episodes)
+            # Before the worker acts, not after: one that had to wait acts with the newest weights.
             await self._buffer.wait_for_room()
         except BufferClosed:
             self.stop()
         finally:
-            self._taking.pop(report.worker_uuid, None)
+            self._taking.pop(worker_uuid, None)
 
-    async def _announce(self, report: Report, fragment_id: str) -> None:
-        metadata = FragmentMetadata(
-            report.worker_uuid, report.fid_in_worker, report.oldest_version, self._session_id
-        )
-        await self._buffer.add_fragment(fragment_id, metadata)
-        self._known[report.worker_uuid] = self.num_fragments(report.worker_uuid) + 1
-        self.num_steps += report.num_steps
-        self.num_episodes += len(report.episodes)
-        self.recent.extend(report.episodes)
+    async def while_heard(self, worker_uuid: str, life: Awaitable[None]) -> None:
+        """Run `life`, of a worker that connects here; cancel it once the worker gives no sign of life.
 
-    async def while_heard(self, worker_uuid: str, life: Coroutine[Any, Any, None]) -> None:
-        """See `Answering`.
-
-        consumes: nothing / waits for: the end of `life`, or that the worker is lost / woken by: it, `_serve`,
-        the clock / produces: nothing
+        Raises:
+            WorkerDied: the worker is frozen, or hangs before its connection or after it.
         """
-        lost = self._lost[worker_uuid] = asyncio.get_running_loop().create_future()
-        self._expect(worker_uuid, self._start_limit_s, "did not connect to its trainer")
-        living = asyncio.ensure_future(life)
+        limit_s = self._start_limit_s
         try:
-            await asyncio.wait([living, lost], return_when=asyncio.FIRST_COMPLETED)
-            if not living.done():
-                raise WorkerDied(lost.result())
+            async with asyncio.timeout(limit_s) as limit:
+                watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
+                self._watched[worker_uuid] = watch
+                await life
+        except TimeoutError:
+            # Otherwise it is an error of `life`.
+            if not limit.expired():
+                raise
+            raise WorkerDied(f"it {watch.reason}: it hangs or was stopped") from None
         finally:
-            self._due.pop(worker_uuid).cancel()
-            del self._lost[worker_uuid]
-            living.cancel()
-            await asyncio.gather(living, return_exceptions=True)
-        living.result()
+            self._watched.pop(worker_uuid, None)
 
-    def _expect(self, worker_uuid: str, limit_s: float, otherwise: str) -> None:
-        """Let the worker be lost unless it comes to something else within `limit_s`."""
-        if worker_uuid in self._lost:
-            if worker_uuid in self._due:
-                self._due[worker_uuid].cancel()
-            reason = f"it {otherwise} within {limit_s:g} s: it hangs or was stopped"
-            self._due[worker_uuid] = asyncio.get_running_loop().call_later(
-                limit_s, self._lose, worker_uuid, reason
-            )
-
-    def _lose(self, worker_uuid: str, reason: str) -> None:
-        lost = self._lost.get(worker_uuid)
-        if lost is not None and not lost.done():
-            lost.set_result(reason)
+    def expect(self, worker_uuid: str, within_s: float | None, otherwise: str = "") -> None:
+        """Give the worker up unless it comes to something else within `within_s`; None: as it likes."""
+        watch = self._watched.get(worker_uuid)
+        if watch is not None and not watch.limit.expired():
+            watch.reason = otherwise
+            watch.limit.reschedule(None if within_s is None else asyncio.get_running_loop().time() + within_s)
 
     @contextlib.asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Be reachable at `address` for workers in other processes of this machine."""
+        """Be reachable at `address` for workers of this machine."""
         # Not under the run's folder: the path of a Unix socket is at most 107 bytes long.
         is_short = len(os.fsencode(tempfile.gettempdir())) < MAX_FOLDER_BYTES
-        folder = Path(tempfile.mkdtemp(prefix="forebay-", dir=None if is_short else "/tmp"))
-        path = folder / "hub"
-        self.address = str(path)
+        path = Path(tempfile.mkdtemp(prefix="forebay-", dir=None if is_short else "/tmp")) / "hub"
         listener, _ = await listen(Address(path))
         acceptor = Acceptor(listener, self._serve, path)
+        self.address = str(path)
         try:
             yield
         finally:
             await acceptor.close()
-            shutil.rmtree(folder)
+            shutil.rmtree(path.parent)
 
     async def _serve(self, sock: socket.socket) -> None:
-        """One connection.
-
-        consumes: reports / waits for: the next one / woken by: the socket / produces: tasks that answer;
-        ends with the connection
-        """
         session = _WorkerSession(Channel(sock), self)
+        within_s, otherwise = self.limit_s, f"closed its connection and did not end within {self.limit_s:g} s"
         try:
             await session.run()
-        except TimeoutError as silence:
-            self._lose(session.worker_uuid, f"{silence}: it hangs or was stopped")
-        finally:
-            # The worker is gone: whoever started it sees it end, with its last words.
-            self._expect(session.worker_uuid, self._limit_s, "closed its connection and did not end")
+        except TimeoutError:
+            within_s, otherwise = 0.0, f"gave no sign of life for {self.limit_s:g} s"
+        except (OSError, FrameError):
+            # The worker is gone: `while_heard` sees it end, with its last words.
+            pass
+        self.expect(session.worker_uuid, within_s, otherwise)
 
 
 class _WorkerSession(Session):
-    """A worker process at the socket: it says its uuid, then reports."""
+    """The connection of one worker."""
 
     def __init__(self, channel: Channel, hub: Hub) -> None:
-        super().__init__(channel, limit_s=hub._limit_s)
+        super().__init__(channel, limit_s=hub.limit_s)
         self.worker_uuid = ""
         self._hub = hub
 
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         if isinstance(message, Note):
             self.worker_uuid = msgspec.msgpack.decode(message.value, type=str)
-            if self.worker_uuid in self._hub._due:
-                self._hub._due[self.worker_uuid].cancel()
+            self._hub.expect(self.worker_uuid, None)
         else:
             super().dispatch(message, buffers)
 
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
         orders = await self._hub.answer(msgspec.msgpack.decode(call.arguments, type=Report))
-        # The weights go beside the answer, so they are not copied and may be of any size.
-        return Orders(orders.stop, orders.version, b""), [orders.weights] if orders.weights else ()
+        # The weights go beside the answer: they are not copied, and may be of any size.
+        return (orders.stop, orders.version), (orders.weights,) if orders.weights else ()

@@ -1,35 +1,43 @@
-"""Acts in environments and cuts what happens into fragments.
+"""Acts in environments that are stepped together, and cuts what happens into fragments.
 
 ::
+
+    gymnasium.make(id, **arguments) --> FlattenObservation --> SyncVectorEnv of num_envs, NEXT_STEP autoreset
 
     weights, version --load--> policy --action--> vector of environments --observation, reward, done--.
                                   ^                                                                   |
                                   '-------------------------------------------------------------------'
     make_fragment: T of these steps --> SampleFragment     take_episodes: those that ended since
 
-It knows nothing of buffers and other processes. Shapes: T steps, E environments, D numbers in an observation,
-A numbers in a continuous action, H units of memory.
+    step t      acts, the episode ends          reward, terminated or truncated
+    step t + 1  resets: its action is ignored   its observation is the *last* one of the old episode
+    step t + 2  acts                            its observation is the first one of the new episode
+
+The step that resets costs one step an episode. In return every observation is in the stream, the last of an
+episode too: its value goes on where an episode was only truncated, without a second array that comes and
+goes. Shapes: T steps, E environments, D numbers in an observation, A numbers in a continuous action, H units
+of memory.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any
 
 import numpy as np
 import torch
 
+from forebay.config import ConfigError
+from forebay.environments.config import EnvironmentConfig
 from forebay.environments.policy import Policy, State
+from forebay.environments.workers.messages import Episode
+from forebay.extras import needed_by
 from forebay.fragments import SampleFragment
 
 Array = np.ndarray[Any, Any]
-
-
-class Episode(NamedTuple):
-    """One that ended."""
-
-    reward: float
-    """The sum of its rewards, not discounted."""
-    num_steps: int
+_EPISODE = "forebay_episode"
+"""Where gymnasium puts the statistics of an episode that ended; "episode" may be the environment's own."""
 
 
 class Stepper:
@@ -45,7 +53,7 @@ class Stepper:
     """
 
     def __init__(self, envs: Any, policy: Policy, *, length: int, worker_uuid: str, seed: int) -> None:
-        """`envs` resets in a step of its own (`forebay.environments.workers.vector`); it is reset here."""
+        """`envs` is from `make_vector`; it is reset here."""
         self.version = -1
         """Of the weights that act."""
         self._envs, self._policy, self._length = envs, policy, length
@@ -55,8 +63,6 @@ class Stepper:
         self._state: State = policy.initial_state(envs.num_envs)
         self._first_E = np.ones(envs.num_envs, np.bool_)
         self._resets_E = np.zeros(envs.num_envs, np.bool_)
-        self._rewards_E = np.zeros(envs.num_envs, np.float64)
-        self._lengths_E = np.zeros(envs.num_envs, np.int64)
         self._episodes: list[Episode] = []
 
     def load(self, version: int, weights: bytes) -> None:
@@ -94,12 +100,12 @@ class Stepper:
     def _step(self) -> dict[str, Array]:
         obs_ED, first_E, live_E = self._obs_ED, self._first_E, ~self._resets_E
         action, logprob_E = self._act(obs_ED, first_E)
-        self._obs_ED, reward_E, terminated_E, truncated_E, _ = self._envs.step(
+        self._obs_ED, reward_E, terminated_E, truncated_E, info = self._envs.step(
             self._policy.head.to_env(action)
         )
         done_E = terminated_E | truncated_E
         self._first_E, self._resets_E = ~live_E, done_E
-        self._count(reward_E, live_E, done_E)
+        self._episodes += ended_episodes(info).values()
         return {
             "obs": obs_ED,
             "action": action,
@@ -119,9 +125,71 @@ class Stepper:
         action = policy.head.sample(params[0], self._generator)
         return action.numpy(), policy.head.log_prob(params[0], action).numpy()
 
-    def _count(self, reward_E: Array, live_E: Array, done_E: Array) -> None:
-        self._rewards_E += reward_E
-        self._lengths_E += live_E
-        for index in np.flatnonzero(done_E):
-            self._episodes.append(Episode(float(self._rewards_E[index]), int(self._lengths_E[index])))
-            self._rewards_E[index], self._lengths_E[index] = 0.0, 0
+
+def ended_episodes(info: Mapping[str, Any]) -> dict[int, Episode]:
+    """The episodes that ended with the step of a `make_vector` that gave `info`, by environment."""
+    if _EPISODE not in info:
+        return {}
+    rewards_E, lengths_E = info[_EPISODE]["r"], info[_EPISODE]["l"]
+    return {
+        index: Episode(float(rewards_E[index]), int(lengths_E[index]))
+        for index in np.flatnonzero(info[f"_{_EPISODE}"]).tolist()
+    }
+
+
+def import_gymnasium() -> Any:
+    """The module gymnasium.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    with needed_by("a run in environments"):
+        return import_module("gymnasium")
+
+
+def make_env(config: EnvironmentConfig, render_mode: str | None = None) -> Any:
+    """One environment with flat observations.
+
+    Raises:
+        ConfigError: there is none of that id, or it does not take these arguments.
+    """
+    gymnasium = import_gymnasium()
+    try:
+        env = gymnasium.make(config.id, render_mode=render_mode, disable_env_checker=True, **config.arguments)
+    except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"environment.id = {config.id!r} with arguments = {config.arguments}: {error}"
+        ) from error
+    return gymnasium.wrappers.FlattenObservation(env)
+
+
+def make_vector(config: EnvironmentConfig, num_envs: int) -> Any:
+    """`num_envs` of them, stepped together as the module says; `ended_episodes` reads their statistics.
+
+    Raises:
+        ConfigError: as `make_env`.
+    """
+    vector, wrappers = import_gymnasium().vector, import_module("gymnasium.wrappers.vector")
+    envs = vector.SyncVectorEnv(
+        [lambda: make_env(config)] * num_envs, autoreset_mode=vector.AutoresetMode.NEXT_STEP
+    )
+    return wrappers.RecordEpisodeStatistics(envs, stats_key=_EPISODE)
+
+
+def spaces(config: EnvironmentConfig) -> tuple[int, Any]:
+    """Numbers in an observation, and the action space.
+
+    Raises:
+        ConfigError: as `make_env`, or observations have no fixed size.
+    """
+    env = make_env(config)
+    try:
+        shape: Sequence[int] | None = env.observation_space.shape
+        if shape is None or len(shape) != 1:
+            raise ConfigError(
+                f"environment.id = {config.id!r} has observations of no fixed size: "
+                f"{env.unwrapped.observation_space}; wrap it so that they are arrays"
+            )
+        return shape[0], env.action_space
+    finally:
+        env.close()

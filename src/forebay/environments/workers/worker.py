@@ -2,26 +2,54 @@
 
 ::
 
-    consumes: weights, by version          waits for: the hub's answer
-    woken by: that answer                  produces: fragments in the store, one report each
+    consumes: weights, by version          waits for: the hub's answer, or signs of life of the hub
+    woken by: that answer                  produces: fragments in the store, one report each; signs of life
 
 The same function in a thread, a process or a Ray actor; it ends when the hub says so, or is gone.
 """
 
 from __future__ import annotations
 
+import sys
+import time
+
+import msgspec
 import torch
 
 from forebay.environments.actions import head_for
-from forebay.environments.config import PolicyConfig
 from forebay.environments.policy import Policy
-from forebay.environments.workers.messages import Link, Report, WorkerSpec
-from forebay.environments.workers.stepper import Stepper
-from forebay.environments.workers.vector import make_vector
+from forebay.environments.workers.messages import Orders, Report, WorkerSpec
+from forebay.environments.workers.stepper import Stepper, make_vector
 from forebay.fragments import FragmentStore
+from forebay.io.address import dial_blocking
+from forebay.io.channel import BlockingChannel
+from forebay.io.heartbeat import BEATS, SILENCE_LIMIT_S
+from forebay.io.messages import Alive, Answer, Call, Failure, Note, encode_value, error_of
+
+WORK_LIMIT_S = 900.0
+"""Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
 
 
-def work(spec: WorkerSpec, link: Link) -> None:
+def run_worker(address: str, encoded_spec: str) -> None:
+    """The whole life of a worker, which ends quietly when the trainer is gone.
+
+    Raises:
+        ConfigError: the environment cannot be made.
+    """
+    spec = WorkerSpec.model_validate_json(encoded_spec)
+    # With more threads, small matrix products wait for each other.
+    torch.set_num_threads(1)
+    try:
+        link = HubLink(address, spec.worker_uuid, limit_s=spec.limit_s)
+        try:
+            work(spec, link)
+        finally:
+            link.close()
+    except EOFError:
+        return
+
+
+def work(spec: WorkerSpec, link: HubLink) -> None:
     """Work until told to stop.
 
     Raises:
@@ -32,36 +60,76 @@ def work(spec: WorkerSpec, link: Link) -> None:
     envs = make_vector(spec.environment, spec.environment.num_envs)
     try:
         obs_size = envs.single_observation_space.shape[0]
-        policy = Policy(
-            obs_size, head_for(envs.single_action_space), PolicyConfig.model_validate(spec.policy)
-        )
+        policy = Policy(obs_size, head_for(envs.single_action_space), spec.policy)
         stepper = Stepper(envs, policy, length=spec.length, worker_uuid=spec.worker_uuid, seed=spec.seed)
         orders = link.report(Report(spec.worker_uuid, stepper.version))
         while not orders.stop:
             if orders.weights:
                 stepper.load(orders.version, orders.weights)
-            orders = link.report(_fragment_report(stepper, store))
+            fragment = stepper.make_fragment()
+            report = Report(
+                spec.worker_uuid,
+                stepper.version,
+                store.add_fragment(fragment),
+                fragment.fid_in_worker,
+                int(fragment.model_versions.min()),
+                int(fragment.extras["live"].sum()),
+                stepper.take_episodes(),
+            )
+            orders = link.report(report)
     finally:
         envs.close()
 
 
-def _fragment_report(stepper: Stepper, store: FragmentStore) -> Report:
-    fragment = stepper.make_fragment()
-    return Report(
-        fragment.worker_uuid,
-        stepper.version,
-        store.add_fragment(fragment),
-        fragment.fid_in_worker,
-        int(fragment.model_versions.min()),
-        int(fragment.extras["live"].sum()),
-        [(episode.reward, episode.num_steps) for episode in stepper.take_episodes()],
-    )
+class HubLink:
+    """A worker's connection to the hub's Unix socket, without an event loop.
+
+    >>> link = HubLink(address, "worker-0")
+    >>> orders = link.report(Report("worker-0", version=-1))
+    """
+
+    def __init__(self, address: str, worker_uuid: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
+        """A hub that is silent for `limit_s` is gone."""
+        self._limit_s = limit_s
+        self._working_since: float | None = time.monotonic()
+        sock = dial_blocking(address, limit_s)
+        # Weights may be of any size.
+        self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
+        self._channel.send(Note(encode_value(worker_uuid)))
+        self._channel.beat(Alive(), limit_s / BEATS, self._is_alive)
+
+    def _is_alive(self) -> bool:
+        since = self._working_since
+        return since is None or time.monotonic() - since < WORK_LIMIT_S
+
+    def report(self, report: Report) -> Orders:
+        """Send the report and wait for the answer, however long the buffer keeps writers waiting.
+
+        Raises:
+            EOFError: the trainer is gone.
+        """
+        self._working_since = None
+        try:
+            self._channel.send(Call(0, "report", encode_value(report)))
+            while isinstance((received := self._channel.receive())[0], Alive):
+                pass
+        except TimeoutError:
+            raise EOFError(f"the trainer is gone: it has been silent for {self._limit_s:g} s") from None
+        except (ConnectionError, EOFError) as error:
+            raise EOFError(f"the trainer is gone: {error}") from error
+        finally:
+            self._working_since = time.monotonic()
+        message, weights = received
+        if isinstance(message, Failure):
+            raise error_of(message)
+        assert isinstance(message, Answer)
+        stop, version = msgspec.msgpack.decode(message.value, type=tuple[bool, int])
+        return Orders(stop, version, weights[0].tobytes() if weights else b"")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
 
 
-def work_alone(spec: WorkerSpec, link: Link) -> None:
-    """`work` in a process of its own, which is over quietly when the trainer is gone."""
-    torch.set_num_threads(1)
-    try:
-        work(spec, link)
-    except EOFError:
-        return
+if __name__ == "__main__":
+    run_worker(*sys.argv[1:])

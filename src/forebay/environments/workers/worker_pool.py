@@ -1,40 +1,73 @@
-"""Keeps the workers of a run alive.
+"""Runs the workers of a run, as processes or threads, and starts those again that die.
 
 ::
 
     keep(number): run one life --ended by order--> done
                        ^   '--died--> hub.forget --> counted --> the next life, with a seed of its own
                        '---------------------------------------'
-                       died MAX_STILLBIRTHS times in a row without a fragment: WorkerError
+                       died MAX_EARLY_DEATHS times in a row without a fragment: WorkerError
+
+A mode says how one life is started, and how it is known to have ended. In every mode the worker connects to
+the hub's Unix socket, and ends by itself when its trainer is gone, however it went.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
+import os
+import sys
+import threading
 import uuid
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
+from forebay.aio.cancellation import outlast
 from forebay.environments.workers.hub import Hub
-from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerMode, WorkerSpec
+from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
 
 logger = logging.getLogger(__name__)
 
-MAX_STILLBIRTHS = 3
+MAX_EARLY_DEATHS = 3
 """One may be bad luck, such as a machine without memory for a moment; three in a row have a reason."""
+NUM_LAST_BYTES = 8192
+"""Of a process's output: a traceback is in it."""
+PROCESS_ENVIRONMENT = {
+    # One thread a process: with more, small matrix products wait for each other.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Environments that draw with pygame need no screen, and its greeting is no news.
+    "SDL_VIDEODRIVER": "dummy",
+    "PYGAME_HIDE_SUPPORT_PROMPT": "1",
+}
+"""Of worker processes, beside the trainer's own, which has precedence."""
 
 
-class Crew:
+class WorkerMode(Protocol):
+    """Runs workers in a certain way."""
+
+    async def run(self, spec: WorkerSpec, hub: Hub) -> None:
+        """Run one worker, which reports to `hub.address`, until it is told to stop.
+
+        A cancelled call ends it at once.
+
+        Raises:
+            WorkerDied: it ended in another way.
+        """
+        ...
+
+
+class WorkerPool:
     """Runs `count` workers until the hub tells them to stop.
 
     Invariants: at any time each of them lives, is being started again, or has been told to stop.
 
-    >>> crew = Crew(hub, ProcessWorkers(), make_spec=make_spec, seed=0)
-    >>> async with asyncio.TaskGroup() as tasks:
-    ...     tasks.create_task(crew.keep(0))
+    >>> pool = WorkerPool(hub, ProcessWorkers(), make_spec=make_spec, seed=0)
+    >>> await pool.keep_all(2)
     """
 
     def __init__(
@@ -45,6 +78,12 @@ class Crew:
         """Workers that died and were started again."""
         self._hub, self._mode, self._make_spec, self._seed = hub, mode, make_spec, seed
 
+    async def keep_all(self, count: int) -> None:
+        """Keep workers 0 to `count` - 1 alive."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(count):
+                tasks.create_task(self.keep(number))
+
     async def keep(self, number: int) -> None:
         """Keep worker `number` alive.
 
@@ -53,24 +92,23 @@ class Crew:
         Raises:
             WorkerError: it dies again and again before its first fragment.
         """
-        stillbirths = 0
+        early_deaths = 0
         for life in itertools.count():
             worker_uuid = f"worker-{number}-{life}-{uuid.uuid4().hex[:8]}"
             seeds = np.random.SeedSequence([self._seed, number, life])
+            spec = self._make_spec(worker_uuid, int(seeds.generate_state(1)[0]))
+            reason = "it ended by itself"
             try:
-                await self._mode.run(self._make_spec(worker_uuid, int(seeds.generate_state(1)[0])), self._hub)
+                await self._hub.while_heard(worker_uuid, self._mode.run(spec, self._hub))
             except WorkerDied as died:
                 reason = str(died)
-            else:
-                reason = "it ended by itself"
             if self._hub.stopping:
                 return
-            born = self._hub.num_fragments(worker_uuid) > 0
+            early_deaths = 0 if self._hub.num_fragments(worker_uuid) else early_deaths + 1
             await self._hub.forget(worker_uuid)
-            stillbirths = 0 if born else stillbirths + 1
-            if stillbirths == MAX_STILLBIRTHS:
+            if early_deaths == MAX_EARLY_DEATHS:
                 raise WorkerError(
-                    f"worker {number} died {MAX_STILLBIRTHS} times without a fragment, the last time of "
+                    f"worker {number} died {MAX_EARLY_DEATHS} times without a fragment, the last time of "
                     f"{reason}"
                 )
             self.num_restarts += 1
@@ -79,8 +117,73 @@ class Crew:
             summary = ": ".join(dict.fromkeys([lines[0], lines[-1]]))
             logger.warning("worker %d died (%s) and is started again", number, summary)
 
-    async def keep_all(self, count: int) -> None:
-        """Keep workers 0 to `count` - 1 alive."""
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(count):
-                tasks.create_task(self.keep(number))
+
+class ProcessWorkers:
+    """Workers as processes of their own, each with an interpreter and a core to itself.
+
+    >>> await ProcessWorkers().run(spec, hub)
+    """
+
+    async def run(self, spec: WorkerSpec, hub: Hub) -> None:
+        """Start an interpreter and wait for its end; its last output is in the error."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "forebay.environments.workers.worker"),
+            *(hub.address, spec.model_dump_json()),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env=PROCESS_ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            # A Ctrl-C in the terminal is for the trainer alone, which finishes its step with their help.
+            start_new_session=True,
+        )
+        output = b""
+        try:
+            assert process.stdout is not None
+            while part := await process.stdout.read(NUM_LAST_BYTES):
+                output = (output + part)[-NUM_LAST_BYTES:]
+            code = await process.wait()
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await outlast(asyncio.ensure_future(process.wait()))
+        if code != 0:
+            what = f"signal {-code}" if code < 0 else f"exit status {code}"
+            raise WorkerDied(f"{what}\n{output.decode(errors='replace').rstrip()}")
+
+
+class ThreadWorkers:
+    """Workers as threads of the trainer's process: quick to start, but they share one interpreter with it.
+
+    A thread cannot be ended from outside: one whose run is cancelled ends by itself, with its next report.
+
+    >>> await ThreadWorkers().run(spec, hub)
+    """
+
+    async def run(self, spec: WorkerSpec, hub: Hub) -> None:
+        """Start a thread and wait for its end."""
+        # Here, because it loads torch.
+        from forebay.environments.workers.worker import run_worker
+
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Exception | None] = loop.create_future()
+
+        def tell(error: Exception | None) -> None:
+            if not ended.done():
+                ended.set_result(error)
+
+        def target() -> None:
+            error = None
+            try:
+                run_worker(hub.address, spec.model_dump_json())
+            # Whatever the environment raises, it is this worker's end only.
+            except Exception as raised:
+                error = raised
+            # The loop may be closed by now.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(tell, error)
+
+        # A daemon: an environment that hangs must not keep the program from ending.
+        threading.Thread(target=target, name=spec.worker_uuid, daemon=True).start()
+        if (error := await ended) is not None:
+            raise WorkerDied(f"{type(error).__name__}: {error}") from error

@@ -42,6 +42,24 @@ class Curve(NamedTuple):
     values: Floats
 
 
+class Curves(NamedTuple):
+    """What a learning curve shows, by metric."""
+
+    main: tuple[str, str, str]
+    """Metric, label and unit."""
+    evaluation: tuple[str, str]
+    """Metric and label."""
+    others: tuple[tuple[str, str, str], tuple[str, str, str]]
+    """Metric, title and unit."""
+
+
+LANGUAGE_MODEL = Curves(
+    main=(REWARD, "reward", "mean reward"),
+    evaluation=(EVAL_SCORE, "held-out score"),
+    others=((RESPONSE_TOKENS, "response length", "tokens"), (TOKENS_PER_S, "throughput", "tokens/s")),
+)
+
+
 def read_curve(rows: Rows, name: str) -> Curve:
     """The finite values of `name` by train step."""
     pairs = [(row["train_step"], value) for row in rows if (value := row.get(name)) is not None]
@@ -63,29 +81,28 @@ def _window(curve: Curve) -> int:
     return 2 * int(len(curve.values) * _SMOOTHING_SHARE / 2) + 1
 
 
-def learning_curve(history: Rows, evaluations: Rows, path: Path) -> None:
+def learning_curve(history: Rows, evaluations: Rows, path: Path, curves: Curves = LANGUAGE_MODEL) -> None:
     """Write a PNG: reward and held-out score above; length, speed and time by phase below."""
     # A figure without pyplot: no global state, no window system (a PNG is drawn by Agg), any thread.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     grid = figure.add_gridspec(2, 3, height_ratios=[1.8, 1], width_ratios=[1, 1, 1.25])
-    _draw_reward(figure.add_subplot(grid[0, :]), history, evaluations)
-    _draw_line(
-        figure.add_subplot(grid[1, 0]), read_curve(history, RESPONSE_TOKENS), "response length", "tokens"
-    )
-    _draw_line(figure.add_subplot(grid[1, 1]), read_curve(history, TOKENS_PER_S), "throughput", "tokens/s")
+    _draw_main(figure.add_subplot(grid[0, :]), history, evaluations, curves)
+    for column, (name, title, unit) in enumerate(curves.others):
+        _draw_line(figure.add_subplot(grid[1, column]), read_curve(history, name), title, unit)
     _draw_phases(figure.add_subplot(grid[1, 2]), history)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
 
 
-def _draw_reward(axes: Any, history: Rows, evaluations: Rows) -> None:
-    _draw_line(axes, read_curve(history, REWARD), "learning curve", "mean reward", label="reward")
-    scores = read_curve(evaluations, EVAL_SCORE)
+def _draw_main(axes: Any, history: Rows, evaluations: Rows, curves: Curves) -> None:
+    name, label, unit = curves.main
+    _draw_line(axes, read_curve(history, name), "learning curve", unit, label=label)
+    scores = read_curve(evaluations, curves.evaluation[0])
     if len(scores.values):
         low, high = axes.get_ylim()
-        axes.plot(*scores, "D--", color=ORANGE, markersize=6, linewidth=1, label="held-out score")
+        axes.plot(*scores, "D--", color=ORANGE, markersize=6, linewidth=1, label=curves.evaluation[1])
         for index in {0, len(scores.values) - 1}:
             at = (scores.steps[index], scores.values[index])
             style = {"ha": "center", "fontsize": 9, "color": ORANGE}

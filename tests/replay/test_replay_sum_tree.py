@@ -2,22 +2,14 @@
 
 import random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.replay.stores import sum_tree
 from forebay.replay.stores.sum_tree import SumTree
 
 PRIORITIES = st.sampled_from([0.0, 0.0, 0.25, 1.0, 2.5, 1000.0])
 """Multiples of a quarter, whose sums are exact."""
 FRACTIONS = st.sampled_from([0.0, 0.25, 0.5, 1 - 2**-53]) | st.floats(0, 1, exclude_max=True)
-
-
-@pytest.fixture(autouse=True)
-def small_blocks(monkeypatch):
-    """Blocks that split and empty all the time."""
-    monkeypatch.setattr(sum_tree, "BLOCK_ROWS", 4)
 
 
 def draw_from(rows, fraction):

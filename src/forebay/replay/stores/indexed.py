@@ -2,23 +2,19 @@
 
 ::
 
-    task -> status -> cell --- by_step  {oldest model step: rows in arrival order}   labeled rows
-                           |-- by_given {staleness: rows in arrival order}           rows without a label
-                           '-- loose    {staleness: rows in arrival order}           labeled rows, while the
-                                                                   task has no train step yet
+    task -> status -> cell -> (oldest model step, staleness as given, train step that consumed) -> bucket
+                                                                        bucket: rows in arrival order
 
-Consumed rows have a bucket for each train step. All rows of one bucket have the same task, status, staleness
-and train step, so a query is first simplified with these four known: buckets that cannot match are skipped,
-buckets that wholly match are counted by their length and walked without looking at a row, and only what is
-left of the query is checked row by row. Age needs no upkeep: a train step moves the staleness of all labeled
-buckets of its task at once, and "most stale first" is a merge of buckets, so labeled rows (whose staleness
-moves) and others (whose staleness stands) are ranked together exactly. Cost: `count` by task and status is
-O(1), `put` and `take` O(log n) at worst, `get` with a limit reads about as many rows as it returns. Orders by
-priority sort what matches.
+All rows of a bucket have the same task, status, staleness and train step, so a query is first simplified with
+these known: buckets that cannot match are skipped, buckets that wholly match are counted by their length and
+walked without looking at a row, and only the rest of the query is checked row by row. Age needs no upkeep: a
+train step moves the staleness of all labeled buckets of its task at once, and "most stale first" is a merge
+of buckets. Cost: `count` by task and status is O(1), `put` and `take` O(log n), `get` with a limit reads
+about as many rows as it returns. Rows that come back to an older place (restored, or with a changed status)
+are sorted in at the next read of their bucket. Orders by priority sort the matching rows.
 
-Draws by priority from one task and status use a sum tree of that cell, made at the first draw and kept from
-then on: who never draws pays nothing, who does pays O(log n) for each draw, put and take. Other queries read
-the rows they match.
+Priority draws from one task and status keep a sum tree of that cell, built on the first draw. Callers that
+never draw pay nothing; draws, puts and takes then cost O(log n). Other queries read the rows they match.
 """
 
 from __future__ import annotations
@@ -38,113 +34,6 @@ from forebay.replay.stores.sum_tree import SumTree
 
 if TYPE_CHECKING:
     from pandas import DataFrame
-
-MAX_RUNS = 8
-"""A bucket with more runs merges the shortest: reads stay cheap, and a row moves O(log n) times."""
-
-_Key = tuple[int, int | None]
-"""Staleness or oldest model step, and the train step that consumed the rows."""
-
-Part = tuple[int, "_Bucket", Query | bool]
-"""``(staleness, bucket, what is left of the query for its rows)``."""
-
-
-class _Bucket:
-    """Rows of the same task, status, staleness and train step, as ascending runs ``{timestamp_id: uid}``.
-
-    Rows nearly always arrive in order and make one run. One that comes back (restored, or with a changed
-    status) may be older than the last; it starts or joins another run instead of moving the rest.
-    """
-
-    __slots__ = ("runs",)
-
-    def __init__(self) -> None:
-        # OrderedDict: taking from the front of a large plain dict gets slower with each row taken.
-        self.runs: list[OrderedDict[int, int]] = []
-
-    def add(self, row: StorageItem) -> None:
-        for run in self.runs:
-            if next(reversed(run)) < row.timestamp_id:
-                run[row.timestamp_id] = row.uid
-                return
-        self.runs.append(OrderedDict(((row.timestamp_id, row.uid),)))
-        if len(self.runs) > MAX_RUNS:
-            self.runs.sort(key=len, reverse=True)
-            merged = [*self.runs.pop().items(), *self.runs.pop().items()]
-            # Each is at least twice as long as the next one: else rows in random order, as draws by priority
-            # consume them, would move the same long run again and again.
-            while self.runs and 2 * len(merged) >= len(self.runs[-1]):
-                merged += self.runs.pop().items()
-            self.runs.append(OrderedDict(sorted(merged)))
-
-    def discard(self, row: StorageItem) -> None:
-        for run in self.runs:
-            if run.pop(row.timestamp_id, None) is not None:
-                if not run:
-                    self.runs.remove(run)
-                return
-
-    def __len__(self) -> int:
-        return sum(map(len, self.runs))
-
-
-class _Cell:
-    """The rows of one task and status, in buckets of one staleness each."""
-
-    __slots__ = ("by_given", "by_step", "loose", "priorities", "size")
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.by_step: dict[_Key, _Bucket] = {}
-        self.by_given: dict[_Key, _Bucket] = {}
-        self.loose: dict[_Key, _Bucket] = {}
-        self.priorities: SumTree | None = None
-
-    def add(self, row: StorageItem, train_step: int | None) -> None:
-        self.size += 1
-        for buckets, key in self._places(row, has_train_step=train_step is not None):
-            if (bucket := buckets.get(key)) is None:
-                bucket = buckets[key] = _Bucket()
-            bucket.add(row)
-        if self.priorities is not None:
-            self.priorities.add(row.timestamp_id, row.uid, row.priority)
-
-    def remove(self, row: StorageItem, train_step: int | None) -> None:
-        self.size -= 1
-        for buckets, key in self._places(row, has_train_step=train_step is not None):
-            buckets[key].discard(row)
-            if not buckets[key].runs:
-                del buckets[key]
-        if self.priorities is not None:
-            self.priorities.discard(row.timestamp_id)
-
-    def buckets(self, train_step: int | None) -> Iterator[tuple[dict[str, Any], _Bucket]]:
-        """Each bucket that ranks rows at `train_step`, with the field values that all its rows share."""
-        for (staleness, consumed), bucket in self.by_given.items():
-            yield {"staleness": staleness, "oldest_model_step": None, "train_step": consumed}, bucket
-        if train_step is None:
-            for (staleness, consumed), bucket in self.loose.items():
-                yield {"staleness": staleness, "train_step": consumed}, bucket
-        else:
-            for (step, consumed), bucket in self.by_step.items():
-                staleness = train_step - 1 - step
-                yield {"staleness": staleness, "oldest_model_step": step, "train_step": consumed}, bucket
-
-    def uids(self) -> Iterator[int]:
-        """The uids of all rows, in no order."""
-        for bucket in (*self.by_given.values(), *self.by_step.values()):
-            for run in bucket.runs:
-                yield from run.values()
-
-    def _places(
-        self, row: StorageItem, *, has_train_step: bool
-    ) -> Iterator[tuple[dict[_Key, _Bucket], _Key]]:
-        if row.oldest_model_step is None:
-            yield self.by_given, (row.staleness, row.train_step)
-            return
-        yield self.by_step, (row.oldest_model_step, row.train_step)
-        if not has_train_step:
-            yield self.loose, (row.staleness, row.train_step)
 
 
 class IndexedStorage(StorageBackend):
@@ -188,7 +77,7 @@ class IndexedStorage(StorageBackend):
             if rest is True:
                 count += cell.size
                 continue
-            for part in self._parts_of(cell, train_step, rest):
+            for part in self._matching_buckets(cell, train_step, rest):
                 _, bucket, left = part
                 count += len(bucket) if left is True else sum(1 for _ in self._merge_parts([part]))
         return count
@@ -260,9 +149,6 @@ class IndexedStorage(StorageBackend):
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         """See `StorageBackend.set_train_step`."""
-        if task_name not in self._book.train_steps:
-            for cell in self._cells.get(task_name, {}).values():
-                cell.loose = {}
         self._book.set_train_step(task_name, train_step)
 
     async def let_train_steps_fall(self) -> None:
@@ -301,13 +187,12 @@ class IndexedStorage(StorageBackend):
         status = plain_value(row.status)
         if (cell := cells.get(status)) is None:
             cell = cells[status] = _Cell()
-        cell.add(row, self._book.train_steps.get(row.task_name))
+        cell.add(row)
 
     def _remove(self, row: StorageItem) -> None:
         del self._rows[row.uid]
         self._num_archived -= row.is_archived
-        cell = self._cells[row.task_name][plain_value(row.status)]
-        cell.remove(row, self._book.train_steps.get(row.task_name))
+        self._cells[row.task_name][plain_value(row.status)].remove(row)
 
     def _priorities(self, query: Query) -> SumTree:
         """The priorities of the rows that match; drawing from it must be followed by taking the rows."""
@@ -340,7 +225,7 @@ class IndexedStorage(StorageBackend):
                 if rest is not False:
                     yield cell, self._book.train_steps.get(task), rest  # type: ignore[arg-type]
 
-    def _parts_of(self, cell: _Cell, train_step: int | None, query: Query | bool) -> Iterator[Part]:
+    def _matching_buckets(self, cell: _Cell, train_step: int | None, query: Query | bool) -> Iterator[_Part]:
         for known, bucket in cell.buckets(train_step):
             rest = query if isinstance(query, bool) else simplify(query, known)
             if rest is not False:
@@ -353,7 +238,7 @@ class IndexedStorage(StorageBackend):
             if field == "staleness":
                 return iter(sorted(found, key=self._book.staleness, reverse=descending))
             return iter(sorted(found, key=lambda row: getattr(row, field), reverse=descending))
-        parts = [part for cell in self._cells_for(query) for part in self._parts_of(*cell)]
+        parts = [part for cell in self._cells_for(query) for part in self._matching_buckets(*cell)]
         if field == "timestamp_id":
             return self._merge_parts(parts, descending)
         if field == "staleness":
@@ -366,20 +251,95 @@ class IndexedStorage(StorageBackend):
         rows = (self._rows[uid] for uid in uids if uid in self._rows)
         return (row for row in rows if matches(query, self._book.present(row, rows_only=True)))
 
-    def _merge_parts(self, parts: Iterable[Part], descending: bool = False) -> Iterator[StorageItem]:
-        streams = [self._stream(run, rest, descending) for _, bucket, rest in parts for run in bucket.runs]
+    def _merge_parts(self, parts: Iterable[_Part], descending: bool = False) -> Iterator[StorageItem]:
+        streams = [self._iter_bucket(bucket, rest, descending) for _, bucket, rest in parts]
         merged = streams[0] if len(streams) == 1 else heapq.merge(*streams, reverse=descending)
         return (self._rows[uid] for _, uid in merged)
 
-    def _stream(
-        self, run: OrderedDict[int, int], rest: Query | bool, descending: bool
+    def _iter_bucket(
+        self, bucket: _Bucket, rest: Query | bool, descending: bool
     ) -> Iterator[tuple[int, int]]:
-        """``(timestamp_id, uid)`` of the rows of one run that fulfil what is left of the query."""
-        entries = iter(reversed(run.items()) if descending else run.items())
+        """``(timestamp_id, uid)`` of the rows of a bucket that fulfill the rest of the query."""
+        entries = iter(reversed(bucket.rows.items()) if descending else bucket.rows.items())
         if isinstance(rest, bool):
             return entries
         # The rest names no staleness (the bucket settled that), so the stored row will do.
         return (entry for entry in entries if matches(rest, self._rows[entry[1]]))
+
+
+class _Bucket:
+    """Rows of the same task, status, staleness and train step, as ``{timestamp_id: uid}`` in that order."""
+
+    __slots__ = ("_is_sorted", "_rows")
+
+    def __init__(self) -> None:
+        # OrderedDict: taking from the front of a large plain dict gets slower with each row taken.
+        self._rows: OrderedDict[int, int] = OrderedDict()
+        self._is_sorted = True
+
+    def add(self, row: StorageItem) -> None:
+        if self._rows and next(reversed(self._rows)) > row.timestamp_id:
+            self._is_sorted = False
+        self._rows[row.timestamp_id] = row.uid
+
+    def discard(self, row: StorageItem) -> None:
+        del self._rows[row.timestamp_id]
+
+    @property
+    def rows(self) -> OrderedDict[int, int]:
+        """In order of arrival."""
+        if not self._is_sorted:
+            # Once for many rows: they come back in batches, and draws consume them in any order.
+            self._rows, self._is_sorted = OrderedDict(sorted(self._rows.items())), True
+        return self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
+class _Cell:
+    """The rows of one task and status, in buckets of one staleness each."""
+
+    __slots__ = ("_buckets", "priorities", "size")
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._buckets: dict[tuple[int | None, int, int | None], _Bucket] = {}
+        self.priorities: SumTree | None = None
+
+    def add(self, row: StorageItem) -> None:
+        self.size += 1
+        key = (row.oldest_model_step, row.staleness, row.train_step)
+        if (bucket := self._buckets.get(key)) is None:
+            bucket = self._buckets[key] = _Bucket()
+        bucket.add(row)
+        if self.priorities is not None:
+            self.priorities.add(row.timestamp_id, row.uid, row.priority)
+
+    def remove(self, row: StorageItem) -> None:
+        self.size -= 1
+        key = (row.oldest_model_step, row.staleness, row.train_step)
+        self._buckets[key].discard(row)
+        if not len(self._buckets[key]):
+            del self._buckets[key]
+        if self.priorities is not None:
+            self.priorities.discard(row.timestamp_id)
+
+    def buckets(self, train_step: int | None) -> Iterator[tuple[dict[str, Any], _Bucket]]:
+        """Each bucket with the field values that all its rows share at `train_step`."""
+        for (step, given, consumed), bucket in self._buckets.items():
+            is_given = step is None or train_step is None
+            staleness = given if is_given else train_step - 1 - step  # type: ignore[operator]
+            yield {"staleness": staleness, "oldest_model_step": step, "train_step": consumed}, bucket
+
+    def uids(self) -> Iterator[int]:
+        """The uids of all rows, in no order."""
+        for bucket in self._buckets.values():
+            yield from bucket.rows.values()
+
+
+_Part = tuple[int, _Bucket, Query | bool]
+"""``(staleness, bucket, rest of the query for its rows)``."""
 
 
 PandasStorage = IndexedStorage

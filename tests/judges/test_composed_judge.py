@@ -210,7 +210,7 @@ async def test_parts_and_other_numbers_are_means_in_the_metrics_of_each_task():
         for name in ("a", "b")
     }
     results = {name: TaskResult(rollout_states=part) for name, part in groups.items()}
-    values = summarize(results, {}, ProduceBatchStatus.NORMAL, 0.0).metrics()
+    values = summarize(results, {}, ProduceBatchStatus.NORMAL).metrics()
     values |= Evaluator().evaluate([*groups["a"], *groups["b"]])
     found = {name: value for name, value in values.items() if "judge/" in name}
     assert found == {

@@ -93,6 +93,7 @@ class BackgroundProducer:
         self.mode = Mode.PRODUCING
         self.failure: BaseException | None = None
         """The error that ended `run`."""
+        self._pauses_s = dict.fromkeys(runners, 0.0)
         self._ended: asyncio.Future[None] | None = None
         """Done when `run` has ended; None before its first call."""
 
@@ -227,8 +228,8 @@ class BackgroundProducer:
             progress.advance_future_step()
         return status
 
-    async def pause(self) -> dict[str, float]:
-        """Stop, and have everything in flight stored; the seconds it took each task.
+    async def pause(self) -> float:
+        """Stop, and have everything in flight stored; the seconds it took, summed over the tasks.
 
         Raises:
             StallError: a strategy or the controller does not answer; what was in flight is stored.
@@ -247,7 +248,14 @@ class BackgroundProducer:
         if isinstance(self.failure, ConnectionLost):
             # Groups that could not be stored are missing: the rest must not be saved as if it were all.
             raise ConnectionLost(str(self.failure)) from self.failure
-        return seconds
+        for name, pause_s in seconds.items():
+            self._pauses_s[name] += pause_s
+        return sum(seconds.values())
+
+    def consume_pauses(self) -> dict[str, float]:
+        """Seconds of each task's pauses since the last call."""
+        pauses_s, self._pauses_s = self._pauses_s, dict.fromkeys(self._runners, 0.0)
+        return pauses_s
 
     async def _end_of_round(self) -> None:
         while self.is_in_round:

@@ -22,8 +22,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from forebay.aio.cancellation import finish
 from forebay.ledger import Ledger
@@ -45,7 +45,6 @@ from forebay.types import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 GroupsByTask = dict[str, list[list[RolloutState]]]
 
 START_GRACE_S = 10.0
@@ -90,6 +89,8 @@ class Batches:
         self._producer = producer
         self._progress = progress
         self._num_hungry = dict.fromkeys(runners, 0)
+        self._consumed: dict[int, dict[str, int]] = {}
+        """Groups of each task in the latest batch of the separate run, by its train step."""
         self._on_evict = replay_buffer.on_evict
         replay_buffer.on_evict = self._enter_eviction
 
@@ -211,8 +212,83 @@ class Batches:
             f"{producer.status.name}, running: {producer.is_running}"
         )
 
-    async def take(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
-        """The batch of `train_step`, entered as trained; None, and nothing is taken, if it is not whole."""
+    async def take(
+        self,
+        sizes: dict[str, int],
+        train_step: int,
+        progress: ProduceProgress,
+        statuses: Mapping[str, ProduceBatchStatus] | None = None,
+        pauses_s: Mapping[str, float] | None = None,
+    ) -> ProduceBatchResult | None:
+        """The batch of `train_step`, entered as trained; None, and nothing is taken, if it is not whole.
+
+        A colocated step brings its own `progress`, the statuses of its tasks and the seconds of their pauses.
+        Cancelled, the call has taken nothing.
+        """
+        task = asyncio.create_task(self._take(sizes, train_step, progress, statuses or {}, pauses_s))
+        try:
+            return await finish(task)
+        except asyncio.CancelledError:
+            if not task.cancelled() and task.exception() is None and (result := task.result()) is not None:
+                await finish(self.give_back(result.rollout_states, train_step))
+            raise
+
+    async def _take(
+        self,
+        sizes: dict[str, int],
+        train_step: int,
+        progress: ProduceProgress,
+        statuses: Mapping[str, ProduceBatchStatus],
+        pauses_s: Mapping[str, float] | None,
+    ) -> ProduceBatchResult | None:
+        groups_by_task = await self._take_whole(sizes, train_step)
+        if groups_by_task is None:
+            return None
+        self._count_shares(sizes, train_step)
+        is_separate = progress is self._progress
+        if is_separate:
+            # Before anything is awaited: the producer must not take consumed groups for missing ones.
+            counts = {name: len(groups) for name, groups in groups_by_task.items()}
+            progress.mark_consumed(counts)
+            progress.finish_consume(train_step)
+            self._consumed = {train_step: counts}
+        leftovers = await self._count_leftovers()
+        await self._drop_terminal()
+        results = {
+            name: TaskResult(
+                rollout_states=groups_by_task.get(name, []),
+                leftovers=leftovers[name],
+                status=statuses.get(name, ProduceBatchStatus.NORMAL),
+            )
+            for name in self._runners
+        }
+        for name, result in results.items():
+            result.produced_samples, result.produced_tokens = progress.consume_produced(name)
+            result.raw_rewards_sum, result.raw_rewards_count = progress.consume_raw_rewards(name)
+        batch = self._sum_up(results, sizes, pauses_s)
+        batch.produce_time_s = progress.consume_produce_time()
+        if is_separate:
+            # Now rather than with the next call: groups that expire are replaced while the trainer trains.
+            await self.age(train_step + 1)
+            self._producer.reconsider()
+        return batch
+
+    async def report_expired(self, sizes: dict[str, int]) -> ProduceBatchResult:
+        """A result without groups, because only newer weights can help; the windows stay for the next one."""
+        status, leftovers = ProduceBatchStatus.EXPIRED_BATCH, await self._count_leftovers()
+        results = {name: TaskResult(status=status, leftovers=cells) for name, cells in leftovers.items()}
+        return self._sum_up(results, sizes, None)
+
+    def _sum_up(
+        self, results: dict[str, TaskResult], sizes: dict[str, int], pauses_s: Mapping[str, float] | None
+    ) -> ProduceBatchResult:
+        pauses_s = self._producer.consume_pauses() if pauses_s is None else pauses_s
+        for name, result in results.items():
+            result.group_gen_pause_time_s = pauses_s.get(name, 0.0)
+        return summarize(results, sizes, worst_status(result.status for result in results.values()))
+
+    async def _take_whole(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
+        """The groups of a batch, entered as trained; None if it is not whole."""
         if not await self._buffer.is_ready(sizes):
             return None
         groups_by_task, counts = await self._buffer.take_batch(dict(sizes), train_step=train_step)
@@ -226,7 +302,7 @@ class Batches:
             await self.age(train_step)
             return None
         if await self._drop_untrainable(groups_by_task, train_step):
-            return await self.take(sizes, train_step)
+            return await self._take_whole(sizes, train_step)
         for name, groups in groups_by_task.items():
             for group in groups:
                 self.ledger.record(name_group(group), name, "trained", train_step=train_step)
@@ -277,47 +353,16 @@ class Batches:
         strategy = self._runners[task_name].produce_strategy
         return strategy.leftover_threshold or strategy.stale_threshold or _NEVER_STALE
 
-    async def give_back(
-        self, groups_by_task: Mapping[str, Sequence[Sequence[RolloutState]]], train_step: int
-    ) -> None:
+    async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
         """Undo `take`: the groups are live again, as they were."""
         await self._buffer.restore(train_step - 1)
-        for name, groups in groups_by_task.items():
-            for group in groups:
-                self.ledger.record(name_group(group), name, "requeued")
-
-    async def report(
-        self,
-        sizes: dict[str, int],
-        groups_by_task: GroupsByTask,
-        statuses: Mapping[str, ProduceBatchStatus],
-        pauses_s: Mapping[str, float],
-        progress: ProduceProgress | None,
-    ) -> ProduceBatchResult:
-        """The result of a call; of a batch, reads and resets the windows of `progress`.
-
-        Then groups that will never be trained or retried leave the buffer. Without `progress`, nothing was
-        taken: the windows and those groups are for the next batch.
-        """
-        leftovers = await self._count_leftovers()
-        if progress is not None:
-            await self._drop_terminal()
-        results = {
-            name: TaskResult(
-                rollout_states=groups_by_task.get(name, []),
-                leftovers=leftovers[name],
-                status=statuses.get(name, ProduceBatchStatus.NORMAL),
-                group_gen_pause_time_s=pauses_s.get(name, 0.0),
-            )
-            for name in self._runners
-        }
-        produce_time_s = 0.0
-        if progress is not None:
-            produce_time_s = progress.consume_produce_time()
-            for name, result in results.items():
-                result.produced_samples, result.produced_tokens = progress.consume_produced(name)
-                result.raw_rewards_sum, result.raw_rewards_count = progress.consume_raw_rewards(name)
-        return summarize(results, sizes, worst_status(statuses.values()), produce_time_s)
+        for group in groups:
+            task_name = group[0].task_name
+            assert task_name is not None, f"group {group[0].group_id!r} names no task"
+            self.ledger.record(name_group(group), task_name, "requeued")
+        if (counts := self._consumed.pop(train_step, None)) is not None:
+            self._progress.mark_consumed({name: -count for name, count in counts.items()})
+            self._progress.begin_consume(train_step)
 
     async def _drop_terminal(self) -> None:
         # One question for all: there is seldom anything.
@@ -341,7 +386,7 @@ class Batches:
             for name, runner in self._runners.items()
         }
 
-    def count_shares(self, sizes: Mapping[str, int], train_step: int) -> None:
+    def _count_shares(self, sizes: Mapping[str, int], train_step: int) -> None:
         """Note how the batch of `train_step` is shared; warn of a task that has had nothing for long."""
         for name, runner in self._runners.items():
             is_hungry = runner.weight > 0 and sizes[name] == 0
@@ -385,14 +430,3 @@ def _warn_of_held_up(
             f"the batch of train step {train_step} has waited {waited_s:.0f} s for {', '.join(lacking)} "
             f"while others are ready: {counts}"
         )
-
-
-async def whole_or_undone(work: Coroutine[Any, Any, T], undo: Callable[[T], Awaitable[None]]) -> T:
-    """The result of `work`. If the caller is cancelled meanwhile: let it end, undo it, and only then end."""
-    task = asyncio.create_task(work)
-    try:
-        return await finish(task)
-    except asyncio.CancelledError:
-        if not task.cancelled() and task.exception() is None:
-            await finish(undo(task.result()))
-        raise

@@ -24,14 +24,13 @@ import json
 import logging
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
 from forebay.io.durable import check, seal, write_json
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode
-from forebay.produce.batches import Batches, whole_or_undone
+from forebay.produce.batches import Batches
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import ProduceBatchResult
 from forebay.produce.strategies.base import ProduceBatchStatus
@@ -105,9 +104,6 @@ class AgentLoopManager:
         )
         ledger = Ledger() if ledger is None else ledger
         self._batches = Batches(self._runners, replay_buffer, ledger, self._background, self.progress, rules)
-        self._pause_times_s = dict.fromkeys(names, 0.0)
-        self._taken: dict[int, dict[str, int]] = {}
-        """Groups of each task that `get_batch` took last, by its train step."""
 
     @property
     def ledger(self) -> Ledger:
@@ -164,7 +160,6 @@ class AgentLoopManager:
         clock, batches = asyncio.get_running_loop().time, self._batches
         started_s = clock()
         sizes = self._split(batch_size, train_step)
-        batches.count_shares(sizes, train_step)
         progress = ProduceProgress.build_local(self.task_names, sizes, train_step)
         # Leftovers may have grown too old: they would be counted now and expire when they are taken.
         await batches.age(train_step)
@@ -174,8 +169,7 @@ class AgentLoopManager:
             await batches.age(train_step)
             progress.add_produce_time(clock() - started_s)
             started_s = clock()
-            taking = self._take_colocated(sizes, train_step, statuses, pauses_s, progress)
-            result = await whole_or_undone(taking, partial(self._undo, train_step))
+            result = await batches.take(sizes, train_step, progress, statuses, pauses_s)
             if result is not None:
                 return result
             if batches.num_untrainable == num_untrainable:
@@ -205,19 +199,6 @@ class AgentLoopManager:
             update_event.set()
             pauses_s = await pause_tasks(self._runners, contexts, self.rollout_controller)
         return statuses, pauses_s
-
-    async def _take_colocated(
-        self,
-        sizes: dict[str, int],
-        train_step: int,
-        statuses: Mapping[str, ProduceBatchStatus],
-        pauses_s: Mapping[str, float],
-        progress: ProduceProgress,
-    ) -> ProduceBatchResult | None:
-        groups_by_task = await self._batches.take(sizes, train_step)
-        if groups_by_task is None:
-            return None
-        return await self._batches.report(sizes, groups_by_task, statuses, pauses_s, progress)
 
     # -- Separate
 
@@ -254,9 +235,8 @@ class AgentLoopManager:
                 async with self._watched():
                     is_ready = await self._batches.wait_for(sizes, train_step)
             if not is_ready:
-                statuses = dict.fromkeys(sizes, ProduceBatchStatus.EXPIRED_BATCH)
-                return await self._batches.report(sizes, {}, statuses, self._consume_pauses(), None)
-            result = await whole_or_undone(self._take(sizes, train_step), partial(self._undo, train_step))
+                return await self._batches.report_expired(sizes)
+            result = await self._batches.take(sizes, train_step, self.progress)
             if result is not None:
                 return result
 
@@ -267,10 +247,7 @@ class AgentLoopManager:
         again to wait for what was in flight.
         """
         # Not watched for a stall: a pause has its own time-out, and must work after one.
-        seconds = await self._background.pause()
-        for name, second in seconds.items():
-            self._pause_times_s[name] += second
-        return sum(seconds.values())
+        return await self._background.pause()
 
     async def continue_produce(self, model_step: int) -> None:
         """Go on with the weights of `model_step`.
@@ -289,39 +266,7 @@ class AgentLoopManager:
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
         """Undo `get_batch` or `produce_batch` of `train_step`: its groups are live again."""
-        groups_by_task: dict[str, list[Sequence[RolloutState]]] = {}
-        for group in groups:
-            task_name = group[0].task_name
-            assert task_name is not None, f"group {group[0].group_id!r} names no task"
-            groups_by_task.setdefault(task_name, []).append(group)
-        await self._batches.give_back(groups_by_task, train_step)
-        taken = self._taken.pop(train_step, None)
-        if taken is not None:
-            self.progress.mark_consumed({name: -count for name, count in taken.items()})
-            self.progress.begin_consume(train_step)
-
-    async def _take(self, sizes: dict[str, int], train_step: int) -> ProduceBatchResult | None:
-        groups_by_task = await self._batches.take(sizes, train_step)
-        if groups_by_task is None:
-            return None
-        progress, counts = self.progress, {name: len(groups) for name, groups in groups_by_task.items()}
-        progress.mark_consumed(counts)
-        progress.finish_consume(train_step)
-        self._taken = {train_step: counts}
-        self._batches.count_shares(sizes, train_step)
-        result = await self._batches.report(sizes, groups_by_task, {}, self._consume_pauses(), progress)
-        # Now rather than with the next call: what expires can be replaced while the trainer trains.
-        await self._batches.age(train_step + 1)
-        self._background.reconsider()
-        return result
-
-    async def _undo(self, train_step: int, result: ProduceBatchResult | None) -> None:
-        if result is not None:
-            await self.give_back(result.rollout_states, train_step)
-
-    def _consume_pauses(self) -> dict[str, float]:
-        pauses_s, self._pause_times_s = self._pause_times_s, dict.fromkeys(self._runners, 0.0)
-        return pauses_s
+        await self._batches.give_back(groups, train_step)
 
     # -- Both
 

@@ -1,7 +1,7 @@
 """How far production and consumption have come: one live object shared by producer and consumer.
 
-All counts are absolute, per task, since the start of the run. What the consumer has taken stays counted in
-``consumed_samples``, so the producer never mistakes a consumed group for a missing one::
+All counts are absolute, per task, since the start of the run. Groups that the consumer has taken stay counted
+in ``consumed_samples``, so the producer never mistakes a consumed group for a missing one::
 
     available = consumed_samples + COMPLETED groups in the buffer        (compare with target_samples)
 
@@ -87,7 +87,7 @@ class ProduceProgress:
         self.next_consumer_step = train_step
 
     def finish_consume(self, train_step: int) -> None:
-        """The consumer has the batch of `train_step`; what is stored from now on is for later steps."""
+        """The consumer has the batch of `train_step`; groups stored from now on are for later steps."""
         self.next_consumer_step = train_step + 1
 
     def mark_consumed(self, consumed_counts: Mapping[str, int]) -> None:

@@ -100,7 +100,6 @@ def summarize(
     results: dict[str, TaskResult],
     task_batch_sizes: dict[str, int],
     status: ProduceBatchStatus,
-    produce_time_s: float,
 ) -> ProduceBatchResult:
     """Sum the tasks' results; groups stay in task order."""
     parts: Sequence[TaskResult] = list(results.values())
@@ -115,7 +114,6 @@ def summarize(
         raw_rewards_count=sum(part.raw_rewards_count for part in parts),
         task_batch_sizes=task_batch_sizes,
         task_results=results,
-        produce_time_s=produce_time_s,
     )
 
 

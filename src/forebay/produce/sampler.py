@@ -1,4 +1,4 @@
-"""The sampler: which group is generated next, from the replay buffer or from the prompt dataset.
+"""The sampler: it chooses the group that is generated next, from the replay buffer or the prompt dataset.
 
 It generates nothing and stores nothing; it only hands out groups and remembers its place.
 
@@ -127,8 +127,8 @@ class Sampler:
 
     async def _take(self, status: Status) -> list[RolloutState] | None:
         """A group with that status from the buffer, if there is one."""
-        # One asks at a time: many groups are started together, between two changes of the buffer, and to find
-        # nothing is not cheap. Who had to wait then knows the answer, and those groups go on together.
+        # One asks at a time: many groups are started together, between two changes of the buffer, and finding
+        # nothing is not cheap. Those that had to wait then know the answer, and go on together.
         async with self._asking:
             version: int | None = getattr(self.replay_buffer, "version", None)
             if version is not None and self._empty_at.get(status) == version:

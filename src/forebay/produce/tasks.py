@@ -27,7 +27,7 @@ _NUM_NAMED = 8
 
 @dataclass(kw_only=True)
 class TaskRunner:
-    """One task: where its prompts come from, who rolls them out, and by which strategy."""
+    """One task: the source of its prompts, the agent that rolls them out, and the strategy."""
 
     task_name: str
     agent_loop: GroupGenerator

@@ -227,7 +227,7 @@ class AsyncProduceStrategy(ProduceStrategy):
                 self.num_expired += 1
 
     def _prepare(self, group: Group) -> None:
-        """What becomes of a group that did not complete, before it is stored."""
+        """Count a group that did not complete, and let it start over or be retried, before it is stored."""
         status = get_group_status(group)
         # A pause aborts by request; only unasked aborts say that something is wrong.
         if status is not Status.ABORTED or not self._ctx.should_abort():
@@ -238,7 +238,7 @@ class AsyncProduceStrategy(ProduceStrategy):
             self._start_over(group)
 
     def _start_over(self, group: Group) -> None:
-        """Wipe what was aborted: it will not be continued, and must not grow old meanwhile."""
+        """Wipe aborted rollouts: they will not be continued, and must not grow old meanwhile."""
         aborted = [state for state in group if state.status is Status.ABORTED]
         for state in aborted:
             reset_rollout_response(state)
@@ -250,7 +250,7 @@ class AsyncProduceStrategy(ProduceStrategy):
                 state.status = Status.MAX_TRIES
 
     def _retry(self, group: Group) -> None:
-        """Let what failed be generated again, if the budget allows it; completed rollouts are kept."""
+        """Let failed rollouts be generated again, if the budget allows it; completed ones are kept."""
         tries = max(state.extra_fields.get(NUM_FAILURES_KEY, 0) for state in group)
         if tries >= self.config.max_retries:
             return

@@ -264,7 +264,7 @@ class SyncProduceStrategy(ProduceStrategy):
 
 
 def _forget_aborted(group: Group) -> None:
-    """Wipe what was aborted: it will start over, and must not grow old meanwhile."""
+    """Wipe aborted rollouts: they will start over, and must not grow old meanwhile."""
     for state in group:
         if state.status is Status.ABORTED:
             reset_rollout_response(state)

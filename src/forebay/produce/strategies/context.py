@@ -53,7 +53,7 @@ GroupCallback = Callable[[str, Sequence[RolloutState]], None]
 
 
 class GroupGenerator(Protocol):
-    """What a context needs of an agent loop."""
+    """The part of an agent loop that a context calls."""
 
     async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
         """Generate and judge one group."""
@@ -65,7 +65,7 @@ class GroupGenerator(Protocol):
 
 
 class GroupSampler(Protocol):
-    """What production needs of a sampler."""
+    """The part of a sampler that production calls."""
 
     async def sample(self, task_name: str, group_status: Status | list[Status] | None = None) -> Group:
         """A group of the listed statuses from the buffer, else the next prompt."""
@@ -81,7 +81,7 @@ class GroupSampler(Protocol):
 
 
 class Generation(Protocol):
-    """What production needs of a rollout controller."""
+    """The part of a rollout controller that production calls."""
 
     async def pause_generation(self) -> None:
         """End what is running as aborted."""
@@ -131,7 +131,7 @@ class ProduceContext:
     on_group: GroupCallback | None = None
     activities: Activities = field(default_factory=Activities)
     rules: GroupRules | None = None
-    """What a run asks of its groups; None: they are stored as they are."""
+    """The demands of a run on its groups; None: they are stored as they are."""
 
     @property
     def consumer_step(self) -> int:

@@ -1,4 +1,4 @@
-"""What a generated group must be before it is stored, and what becomes of members that failed.
+"""The form that a generated group must have before it is stored, and the fate of members that failed.
 
 ::
 

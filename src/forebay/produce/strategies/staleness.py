@@ -1,4 +1,4 @@
-"""What to do about rollouts that are, or will be, too old when they are trained on: rules, by name or object.
+"""Rules about rollouts that are, or will be, too old when they are trained on, by name or as objects.
 
 One definition for all of them: a token made by the weights after train step ``m`` and trained at step ``i``
 is ``i - m - 1`` stale, a rollout as stale as its oldest generated token, a group as its stalest rollout; time
@@ -41,7 +41,7 @@ def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What a rule decides on: the groups of one task, counted since the start of the run."""
+    """The groups of one task, counted since the start of the run, on which a rule decides."""
 
     target: int
     """Groups that should be available: consumed ones and COMPLETED ones in the buffer together."""
@@ -50,8 +50,8 @@ class Outlook:
     over_sample: int
     """Groups that the configuration wants in flight beyond the target; 0 in a tail batch."""
     fresh_limit: int
-    """The groups that the consumer will have taken by the last train step for which what is started now is
-    not too stale: whatever exceeds them waits until it is."""
+    """The groups that the consumer will have taken by the last train step for which a group started now is
+    not too stale; more groups than these would wait until they are."""
     num_expired: int
     """Groups that expired since the start, as far as this producer has seen."""
 
@@ -91,7 +91,7 @@ class AdmitRule(StalenessRule):
     """
 
     def limit(self, outlook: Outlook) -> int:
-        """See `StalenessRule.limit`."""
+        """The target and the over-sampling, cut to the groups that will be fresh enough."""
         return min(outlook.target + outlook.over_sample, outlook.fresh_limit)
 
 

@@ -1,9 +1,9 @@
 """Scoring functions in child processes that end themselves when they take too long.
 
-For libraries that compute with text that a model wrote. A response such as ``9^{9^9}`` sends a big-number routine
-off for hours without ever letting another thread run: in the trainer's own process that would freeze the
-whole run. Some scorers also ``eval`` the response. A child process keeps its hangs, its memory and its exits
-to itself. It is not a sandbox: the child may read files and use the network.
+For libraries that compute with text that a model wrote. A response such as ``9^{9^9}`` sends a big-number
+routine off for hours without ever letting another thread run: in the trainer's own process that would freeze
+the whole run. Some scorers also ``eval`` the response. A child process keeps its hangs, its memory and its
+exits to itself. It is not a sandbox: the child may read files and use the network.
 
 ::
 

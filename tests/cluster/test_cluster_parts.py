@@ -16,11 +16,11 @@ from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_e
 from forebay.cluster.library import Given, why
 from forebay.cluster.placement import plan_parts
 from forebay.cluster.ranks import _interface_of
-from forebay.cluster.restarts import Restarts
-from forebay.cluster.supervisor import NotBuilt
+from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
-from forebay.cluster.weights import to_plain, to_tensors
 from forebay.config import ConfigError
+from forebay.engines.process.host import NotBuilt
+from forebay.engines.weights.layout import to_plain, to_tensors
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.launch import _lost_part
@@ -229,10 +229,18 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
 
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_without_a_trainer_every_other_part_keeps_its_room(num_engines, num_workers, shares_gpu):
-    plan = plan_parts(
-        num_engines, num_workers, cpus=1, gpus_per_engine=1, gpus_per_trainer=1, shares_gpu=shares_gpu
+    plan, less = (
+        plan_parts(
+            num_engines,
+            num_workers,
+            cpus=1,
+            gpus_per_engine=1,
+            gpus_per_trainer=1,
+            shares_gpu=shares_gpu,
+            num_ranks=num_ranks,
+        )
+        for num_ranks in (1, 0)
     )
-    less = plan.without_trainer()
     for before, after in zip(plan.engines + plan.workers, less.engines + less.workers, strict=True):
         assert less.bundles[after.bundle] == plan.bundles[before.bundle]
     assert plan.num_cpus - less.num_cpus == (0 if shares_gpu else 1)

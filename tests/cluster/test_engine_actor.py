@@ -10,10 +10,10 @@ import pytest
 from test_ray_run import run_config
 
 from forebay.cluster.engine_actor import EngineActor, EngineSpec, _build, engine_on
-from forebay.cluster.supervisor import NotBuilt
-from forebay.cluster.weights import to_plain
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
+from forebay.engines.process.host import NotBuilt
+from forebay.engines.weights.layout import to_plain
 from forebay.models import load_model, resolve_model
 from forebay.types import SampleParams
 
@@ -51,6 +51,7 @@ def spec_of(config, **changes):
         **{
             "config": config,
             "model_folder": resolve_model(config.model, seed=config.seed),
+            "name": "engine 0",
             "number": 0,
             "search_path": tuple(sys.path),
             "device": "cpu",

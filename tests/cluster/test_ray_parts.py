@@ -14,20 +14,19 @@ from replay_factory import make_group
 from test_engine_actor import ask, frail_config, spec_of
 from test_ray_run import run_config
 
-from forebay.cluster import workers
+from forebay.cluster import supervisor
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
 from forebay.cluster.calls import ActorLost
 from forebay.cluster.engine_actor import EngineActor
 from forebay.cluster.engines import PlacedEngine, RayEngine
 from forebay.cluster.library import Given
-from forebay.cluster.restarts import Restarts
-from forebay.cluster.startup import all_started
-from forebay.cluster.supervisor import NotBuilt
-from forebay.cluster.weights import Published
+from forebay.cluster.supervisor import Restarts, all_started
+from forebay.cluster.trainer import Published
 from forebay.cluster.workers import PlacedWorker
 from forebay.config import ConfigError
 from forebay.engines import ScriptedEngine
 from forebay.engines.pool import EnginePool
+from forebay.engines.process.host import NotBuilt
 from forebay.models import resolve_model
 from forebay.runs.placement import make_cluster
 from forebay.types import RolloutState, SampleParams
@@ -40,7 +39,7 @@ async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_pat
     config, restarts = frail_config(tmp_path), Restarts()
     actor = ray.remote(EngineActor).options(max_restarts=-1, max_concurrency=100, num_cpus=0.1).remote()
     spec = spec_of(config)
-    placed = PlacedEngine(spec, actor, await actor.start.remote(spec), on_restart=restarts.note)
+    placed = PlacedEngine(spec, actor, await actor.start.remote(spec), 100, restarts.note)
     weights = ray.put([])
     await placed.load_weights(Published(weights, 1), 1)
     pool = EnginePool([RayEngine(actor, 100, caller="worker 0")])
@@ -117,9 +116,9 @@ async def test_what_is_gone_for_good_is_replaced_when_the_run_goes_back(ray, tmp
 
 
 async def lost_for_good(engine):
-    engine.supervisor.watch()
-    while engine.supervisor.gone is None:
-        await asyncio.wait_for(engine.supervisor._news.wait(), 60)
+    engine.watch()
+    while engine.gone is None:
+        await asyncio.wait_for(engine._changed.wait(), 60)
 
 
 async def place_worker(ray, tmp_path, *, blocks):
@@ -153,32 +152,32 @@ async def place_worker(ray, tmp_path, *, blocks):
     spec = SimpleNamespace(name="worker 0", marker=str(marker))
     pid = await actor.start.remote(spec)
     worker = PlacedWorker(spec, actor, pid, on_restart=lambda *what: told.append(what))
-    worker.supervisor.watch()
+    worker.watch()
     await asyncio.sleep(0)
     return worker, told
 
 
 async def test_a_worker_that_does_not_answer_is_ended_and_started_again(ray, tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "TELL_LIMIT_S", 0.5)
+    monkeypatch.setattr(supervisor, "TELL_LIMIT_S", 0.5)
     worker, told = await place_worker(ray, tmp_path, blocks=True)
-    pid, group = worker.supervisor.pid, asyncio.ensure_future(worker.generate(SimpleNamespace(number=0)))
+    pid, group = worker.pid, asyncio.ensure_future(worker.generate(SimpleNamespace(number=0)))
     await worker.pause()
     with pytest.raises(ActorLost):
         await group
-    await asyncio.wait_for(worker.supervisor.until_up(), 60)
-    assert worker.supervisor.pid != pid
+    await asyncio.wait_for(worker.until_up(), 60)
+    assert worker.pid != pid
     assert told == [("worker 0", "worker 0 was asked to pause: no answer within 0.5 s")]
-    await worker.supervisor.stop()
+    await worker.stop()
     ray.kill(worker.actor)
 
 
 async def test_a_process_that_was_only_out_of_reach_is_no_restart(ray, tmp_path):
     worker, told = await place_worker(ray, tmp_path, blocks=False)
-    worker.supervisor.suspect(worker.supervisor.incarnation, NotBuilt("it said so"))
-    assert not worker.supervisor.is_up
-    await asyncio.wait_for(worker.supervisor.until_up(), 60)
+    worker.suspect(worker.incarnation, NotBuilt("it said so"))
+    assert not worker.is_up
+    await asyncio.wait_for(worker.until_up(), 60)
     assert told == []
-    await worker.supervisor.stop()
+    await worker.stop()
     ray.kill(worker.actor)
 
 

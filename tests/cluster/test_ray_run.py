@@ -172,7 +172,7 @@ def test_a_run_survives_the_end_of_each_of_its_parts(ray, tmp_path, monkeypatch)
 
     async def probed(self, engine, number):
         if next(num_probes) == 2:
-            os.kill(engine.supervisor.pid, signal.SIGKILL)
+            os.kill(engine.pid, signal.SIGKILL)
         return await probe(self, engine, number)
 
     def reported(run, train_step, batch, metrics):

@@ -7,11 +7,10 @@ import pytest
 
 from forebay.aio import virtual_time
 from forebay.cluster import supervisor as supervising
-from forebay.cluster.engine_actor import EngineFacts
 from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.supervisor import MAX_FAILED_STARTS, Supervisor
-from forebay.cluster.weights import Published
-from forebay.cluster.workers import ClusterController, Workers, _first_up
+from forebay.cluster.supervisor import MAX_FAILED_STARTS, Part
+from forebay.cluster.trainer import Published
+from forebay.cluster.workers import ClusterController, Workers
 from forebay.engines import EngineHealth, EngineLost
 from forebay.produce.tasks import continue_generation, pause_generation
 from forebay.runs.placement import PartLost
@@ -60,10 +59,16 @@ def kill(monkeypatch):
     monkeypatch.setattr(supervising, "import_ray", lambda: ray)
 
 
+class Watched(Part):
+    def __init__(self, actor, set_up, **told):
+        super().__init__(SimpleNamespace(name="engine 0"), actor, actor.pid, **told)
+        self._set_up = set_up
+
+
 def watched(actor, set_up, **told):
-    supervisor = Supervisor("engine 0", actor, set_up, pid=actor.pid, **told)
-    supervisor.watch()
-    return supervisor
+    part = Watched(actor, set_up, **told)
+    part.watch()
+    return part
 
 
 def test_a_part_that_cannot_work_in_its_new_process_gets_another_one():
@@ -75,13 +80,13 @@ def test_a_part_that_cannot_work_in_its_new_process_gets_another_one():
                 raise EngineLost("the server does not start")
             return actor.pid
 
-        supervisor = watched(actor, set_up, on_restart=lambda *what: told.append(what))
+        part = watched(actor, set_up, on_restart=lambda *what: told.append(what))
         await asyncio.sleep(1)
         actor.kill(no_restart=False)
         await asyncio.sleep(1)
-        assert (supervisor.is_up, supervisor.pid, supervisor.incarnation) == (True, 4, 1)
+        assert (part.is_up, part.pid, part.incarnation) == (True, 4, 1)
         assert [part for part, _ in told] == ["engine 0"]
-        await supervisor.stop()
+        await part.stop()
 
     virtual_time.run(main())
 
@@ -98,13 +103,13 @@ def test_starts_that_end_with_the_process_are_counted(num_failed):
                 raise exceptions.ActorDiedError()
             return actor.pid
 
-        supervisor = watched(actor, set_up)
+        part = watched(actor, set_up)
         await asyncio.sleep(1)
         actor.kill(no_restart=False)
         await asyncio.sleep(1)
         assert starts == list(range(2, 2 + MAX_FAILED_STARTS))
-        assert supervisor.is_up == (supervisor.gone is None) == (num_failed < MAX_FAILED_STARTS)
-        await supervisor.stop()
+        assert part.is_up == (part.gone is None) == (num_failed < MAX_FAILED_STARTS)
+        await part.stop()
 
     virtual_time.run(main())
 
@@ -116,11 +121,11 @@ def test_a_process_that_ray_makes_no_more_is_not_set_up():
         async def set_up():
             raise AssertionError("there is nobody")
 
-        supervisor = watched(actor, set_up)
+        part = watched(actor, set_up)
         await asyncio.sleep(1)
         actor.kill()
         await asyncio.sleep(1)
-        assert "did not come back" in str(supervisor.gone)
+        assert "did not come back" in str(part.gone)
 
     virtual_time.run(main())
 
@@ -141,24 +146,24 @@ def test_a_frozen_process_is_killed_and_replaced():
             kill(**how)
 
         actor.kill = kill_and_thaw
-        supervisor = watched(actor, set_up, on_restart=lambda *what: told.append(what))
+        part = watched(actor, set_up, on_restart=lambda *what: told.append(what))
         await asyncio.sleep(3600)
         assert not told
         actor.__ray_ready__ = Method(lambda: frozen)
         await asyncio.sleep(supervising.LOOK_EVERY_S + supervising.SILENCE_LIMIT_S + 1)
         assert told == [("engine 0", "engine 0 was asked for a sign of life: no answer within 120 s")]
-        assert (supervisor.is_up, supervisor.pid) == (True, 2)
-        await supervisor.stop()
+        assert (part.is_up, part.pid) == (True, 2)
+        await part.stop()
 
     virtual_time.run(main())
 
 
-async def until_up(supervisor):
+async def until_up(part):
     # It has not noticed yet.
-    assert supervisor.is_up
-    while supervisor.is_up:
+    assert part.is_up
+    while part.is_up:
         await asyncio.sleep(0)
-    await supervisor.until_up()
+    await part.until_up()
 
 
 def test_a_part_that_can_work_nowhere_is_given_up():
@@ -168,15 +173,15 @@ def test_a_part_that_can_work_nowhere_is_given_up():
         async def set_up():
             raise EngineLost("the server does not start")
 
-        supervisor = watched(actor, set_up)
+        part = watched(actor, set_up)
         await asyncio.sleep(1)
         actor.kill(no_restart=False)
         with pytest.raises(PartLost, match="did not come back: the server does not start"):
-            await until_up(supervisor)
+            await until_up(part)
         assert actor.is_dead
         # The first end, one for each start but the last, and the last.
         assert actor.pid == 1 + 1 + MAX_FAILED_STARTS
-        await supervisor.stop()
+        await part.stop()
 
     virtual_time.run(main())
 
@@ -191,39 +196,49 @@ def test_a_part_that_is_gone_is_not_up_whatever_it_was_gone_for():
         def full(part, reason):
             raise OSError("no space left")
 
-        supervisor = watched(actor, set_up, on_restart=full)
+        part = watched(actor, set_up, on_restart=full)
         await asyncio.sleep(1)
         actor.kill(no_restart=False)
         await asyncio.sleep(1)
-        assert (supervisor.is_up, "no space left" in str(supervisor.gone)) == (False, True)
+        assert (part.is_up, "no space left" in str(part.gone)) == (False, True)
 
     virtual_time.run(main())
 
 
 class Reviving:
-    """A supervisor whose part comes back after `up_after_s`, or is given up after `gone_after_s`."""
+    """A worker that comes back after `up_after_s`, or is given up after `gone_after_s`."""
 
     def __init__(self, name, *, up_after_s=None, gone_after_s=None):
-        self.gone = None
+        self.gone, self.is_up, self.num_in_flight = None, False, 0
         self._name = name
         self._up_after_s, self._gone_after_s = up_after_s, gone_after_s
+        self._timer = None
 
-    async def until_up(self):
-        await asyncio.sleep(self._up_after_s or self._gone_after_s)
+    def watch(self):
+        if self._timer is None:
+            after_s = self._up_after_s or self._gone_after_s
+            self._timer = asyncio.get_running_loop().call_later(after_s, self._change)
+
+    def _change(self):
         if self._up_after_s is None:
             self.gone = PartLost(f"{self._name} is lost")
-            raise self.gone
+        else:
+            self.is_up = True
+        self.on_change()
 
 
 def test_a_worker_that_is_given_up_is_no_loss_while_another_comes_back():
     async def main():
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        await _first_up([Reviving("worker 0", gone_after_s=1), Reviving("worker 1", up_after_s=5)])
-        # The other began anew to wait, which is this fake's way.
-        assert loop.time() - started_s == 6
+        returning = Reviving("worker 1", up_after_s=5)
+        workers = Workers([Reviving("worker 0", gone_after_s=1), returning])
+        assert await workers._least_busy() is returning
+        assert loop.time() - started_s == 5
+        gone = Workers([Reviving("worker 0", gone_after_s=1), Reviving("worker 1", gone_after_s=5)])
         with pytest.raises(PartLost, match="worker 0 is lost"):
-            await _first_up([Reviving("worker 0", gone_after_s=1), Reviving("worker 1", gone_after_s=5)])
+            await gone._least_busy()
+        assert loop.time() - started_s == 10
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     virtual_time.run(main())
@@ -246,7 +261,7 @@ class EngineProcess(Actor):
         )
 
     async def _start(self, spec):
-        return EngineFacts(self.pid, 100)
+        return self.pid
 
     async def _answer(self, name):
         self.calls.append((self.pid, name))
@@ -260,7 +275,7 @@ class EngineProcess(Actor):
 
 
 def placed(number, **options):
-    return PlacedEngine(SimpleNamespace(number=number), EngineProcess(**options), EngineFacts(1, 100))
+    return PlacedEngine(SimpleNamespace(name=f"engine {number}"), EngineProcess(**options), 1, 100)
 
 
 @pytest.mark.parametrize("hangs", ["pause", "resume", "load_weights"])
@@ -272,13 +287,13 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
         await pause_generation(controller)
         await continue_generation(controller)
         await asyncio.sleep(1)
-        assert [engine.supervisor.pid for engine in engines] == [2, 1]
+        assert [engine.pid for engine in engines] == [2, 1]
         assert controller.engines_up == dict(enumerate(engines))
         # It was told all that is wanted of it.
         last = {name for pid, name in engines[0].actor.calls if pid == 2}
         assert last >= {"load_weights", "resume"}
         for engine in engines:
-            await engine.supervisor.stop()
+            await engine.stop()
 
     virtual_time.run(main())
 
@@ -287,9 +302,9 @@ def test_what_is_told_of_an_engine_that_does_not_serve():
     async def main():
         engines = [placed(0), placed(1), placed(2, hangs="health")]
         controller = ClusterController(engines, Workers([]))
-        engines[0].supervisor.is_up = False
+        engines[0].is_up = False
         assert (await engines[0].health()).detail == "starting again"
-        engines[0].supervisor.gone = PartLost("engine 0 is lost")
+        engines[0].gone = PartLost("engine 0 is lost")
         assert list(controller.engines_up) == [1, 2]
         with pytest.raises(EngineLost):
             await engines[2].health()

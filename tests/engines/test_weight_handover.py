@@ -73,7 +73,7 @@ async def test_all_engines_get_the_weights_of_each_step(hand_over: Any) -> None:
         hand_over.join()
     for step in range(3):
         weights = some_weights(step)
-        await asyncio.gather(*(hand_over.load(engine, weights, step) for engine in engines))
+        await asyncio.gather(*(hand_over.load(engine.send_weights, weights, step) for engine in engines))
         assert [engine.model_step for engine in engines] == [step, step]
         assert all(same(engine, weights) for engine in engines)
     assert [engine.num_messages for engine in engines] == [3, 3]
@@ -90,13 +90,15 @@ async def test_adapters_are_handed_over_with_their_config_and_leave_the_weights(
     for _ in engines:
         hand_over.join()
     weights = some_weights(0)
-    await asyncio.gather(*(hand_over.load(engine, weights, 0) for engine in engines))
+    await asyncio.gather(*(hand_over.load(engine.send_weights, weights, 0) for engine in engines))
     for step in (1, 2):
         adapters, config = some_weights(step)[:2], {"r": 4, "target_modules": ["a", "b"], "bias": None}
-        await asyncio.gather(*(hand_over.load(engine, adapters, step, adapters=config) for engine in engines))
+        await asyncio.gather(
+            *(hand_over.load(engine.send_weights, adapters, step, adapters=config) for engine in engines)
+        )
         assert [engine.model_step for engine in engines] == [step, step]
         assert all(has_adapters(engine, adapters, config) and same(engine, weights) for engine in engines)
-    await asyncio.gather(*(hand_over.load(engine, weights, 3) for engine in engines))
+    await asyncio.gather(*(hand_over.load(engine.send_weights, weights, 3) for engine in engines))
     assert [engine.adapters for engine in engines] == [None, None]
 
 
@@ -104,20 +106,20 @@ async def test_an_engine_that_begins_anew_gets_the_last_adapters_on_the_last_who
     hand_over = SharedMemoryHandOver()
     weights, first, second = some_weights(0), some_weights(1)[:2], some_weights(2)[:2]
     engine, begun_anew, on_its_own = Engine(), Engine(), Engine()
-    await hand_over.load(engine, first, 1, adapters={"r": 1})
+    await hand_over.load(engine.send_weights, first, 1, adapters={"r": 1})
     # No whole weights were given: its own are the ones that the adapters are for.
-    await hand_over.again(on_its_own)
+    await hand_over.again(on_its_own.send_weights)
     assert (on_its_own.num_messages, on_its_own.weights) == (1, {})
     assert has_adapters(on_its_own, first, {"r": 1})
-    await hand_over.load(engine, weights, 0)
-    await hand_over.load(engine, second, 2, adapters={"r": 2})
-    await hand_over.again(begun_anew)
+    await hand_over.load(engine.send_weights, weights, 0)
+    await hand_over.load(engine.send_weights, second, 2, adapters={"r": 2})
+    await hand_over.again(begun_anew.send_weights)
     assert same(begun_anew, weights)
     assert has_adapters(begun_anew, second, {"r": 2})
     assert begun_anew.model_step == 2
     # Whole weights end the adapters before them.
-    await hand_over.load(engine, some_weights(3), 3)
-    await hand_over.again(begun_anew)
+    await hand_over.load(engine.send_weights, some_weights(3), 3)
+    await hand_over.again(begun_anew.send_weights)
     assert (begun_anew.model_step, begun_anew.adapters) == (3, None)
     hand_over.close()
 
@@ -126,11 +128,11 @@ async def test_refused_adapters_are_not_given_to_an_engine_that_begins_anew() ->
     hand_over = SharedMemoryHandOver()
     refusing, begun_anew = Engine(), Engine()
     weights = some_weights(0)
-    await hand_over.load(refusing, weights, 4)
+    await hand_over.load(refusing.send_weights, weights, 4)
     refusing.refuses = True
     with pytest.raises(AdaptersRefusedError):
-        await hand_over.load(refusing, some_weights(1)[:2], 5, adapters={"r": 1})
-    await hand_over.again(begun_anew)
+        await hand_over.load(refusing.send_weights, some_weights(1)[:2], 5, adapters={"r": 1})
+    await hand_over.again(begun_anew.send_weights)
     assert same(begun_anew, weights)
     assert (begun_anew.model_step, begun_anew.adapters) == (4, None)
     hand_over.close()
@@ -140,12 +142,12 @@ async def test_an_engine_that_begins_anew_and_refuses_what_others_have_is_lost()
     hand_over = SharedMemoryHandOver()
     engine, differs, begun_anew = Engine(), Engine(), Engine()
     adapters = some_weights(1)[:2]
-    await hand_over.load(engine, adapters, 1, adapters={"r": 1})
+    await hand_over.load(engine.send_weights, adapters, 1, adapters={"r": 1})
     differs.refuses = True
     with pytest.raises(EngineLost, match="adapters of step 1: of another kind"):
-        await hand_over.again(differs)
+        await hand_over.again(differs.send_weights)
     # They are kept for those that can use them.
-    await hand_over.again(begun_anew)
+    await hand_over.again(begun_anew.send_weights)
     assert has_adapters(begun_anew, adapters, {"r": 1})
     hand_over.close()
 
@@ -156,12 +158,12 @@ async def test_a_lost_engine_does_not_cost_the_others_theirs() -> None:
     engines[0].lost = True
     weights = some_weights(0)
     results = await asyncio.gather(
-        *(hand_over.load(engine, weights, 0) for engine in engines), return_exceptions=True
+        *(hand_over.load(engine.send_weights, weights, 0) for engine in engines), return_exceptions=True
     )
     assert isinstance(results[0], EngineLost)
     assert same(engines[1], weights)
     engines[0].lost = False
-    await hand_over.again(engines[0])
+    await hand_over.again(engines[0].send_weights)
     assert same(engines[0], weights)
     hand_over.close()
 
@@ -174,7 +176,7 @@ async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_writte
     slow, other = Engine(), Engine()
     slow.hold = asyncio.Event()
     first = some_weights(0)
-    reading = asyncio.create_task(hand_over.load(slow, first, 0))
+    reading = asyncio.create_task(hand_over.load(slow.send_weights, first, 0))
     while slow.num_messages == 0:
         await asyncio.sleep(0)
     handling = asyncio.create_task(slow.inbox.handle(slow.latest))
@@ -183,14 +185,14 @@ async def test_an_engine_that_hangs_holds_nobody_up_and_its_memory_is_not_writte
         await asyncio.wait([reading])
     for step in (1, 2):
         weights = some_weights(step)
-        await hand_over.load(other, weights, step)
+        await hand_over.load(other.send_weights, weights, step)
         assert same(other, weights)
     slow.hold.set()
     await asyncio.gather(reading, return_exceptions=True)
     # It still had what was announced to it, if its sender is there; never a part of what came later.
     await handling
     assert same(slow, first)
-    await hand_over.load(slow, weights, 2)
+    await hand_over.load(slow.send_weights, weights, 2)
     assert same(slow, weights)
     hand_over.close()
 
@@ -200,14 +202,14 @@ async def test_hand_overs_that_nobody_waits_for_do_not_mix() -> None:
     hand_over = SharedMemoryHandOver()
     engines = [Engine() for _ in range(3)]
     given = [some_weights(step) for step in range(3)]
-    loads = [asyncio.create_task(hand_over.load(engines[i], given[i], i)) for i in range(3)]
+    loads = [asyncio.create_task(hand_over.load(engines[i].send_weights, given[i], i)) for i in range(3)]
     await asyncio.sleep(0)
     loads[0].cancel()
     await asyncio.sleep(0)
     loads[1].cancel()
     await asyncio.gather(*loads, return_exceptions=True)
     assert same(engines[2], given[2])
-    await asyncio.gather(*(hand_over.load(engine, given[2], 2) for engine in engines))
+    await asyncio.gather(*(hand_over.load(engine.send_weights, given[2], 2) for engine in engines))
     assert all(same(engine, given[2]) for engine in engines)
     hand_over.close()
 
@@ -218,13 +220,13 @@ async def test_one_engine_that_leaves_takes_no_memory_from_the_others() -> None:
     for _ in (stays, leaves):
         hand_over.join()
     first, second = some_weights(0), some_weights(1)
-    await asyncio.gather(*(hand_over.load(engine, first, 0) for engine in (stays, leaves)))
+    await asyncio.gather(*(hand_over.load(engine.send_weights, first, 0) for engine in (stays, leaves)))
     hand_over.leave()
-    await hand_over.again(stays)
+    await hand_over.again(stays.send_weights)
     assert same(stays, first)
     # The descriptor of memory that was given back has a number that new memory gets: it is no other's.
     hand_over.close()
-    await hand_over.load(stays, second, 1)
+    await hand_over.load(stays.send_weights, second, 1)
     assert same(stays, second)
     hand_over.leave()
 
@@ -233,6 +235,6 @@ async def test_the_memory_goes_with_the_hand_over() -> None:
     hand_over = SharedMemoryHandOver()
     engine = Engine()
     before = set(os.listdir("/proc/self/fd"))
-    await hand_over.load(engine, some_weights(0), 0)
+    await hand_over.load(engine.send_weights, some_weights(0), 0)
     hand_over.close()
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 
 from forebay.aio.batching import settle
 from forebay.cluster.library import import_ray, why
-from forebay.cluster.supervisor import NotBuilt
+from forebay.engines.process.host import NotBuilt
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

@@ -14,33 +14,24 @@ It wraps whatever the run file's ``[engine]`` names; several engines of one fact
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from forebay.cluster.calls import ItemFailed, as_they_end
-from forebay.cluster.library import find_modules_in
-from forebay.cluster.supervisor import NotBuilt
-from forebay.cluster.weights import PlainWeight, to_tensors
+from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.config import Component, ConfigError
-from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import EnginePool
-from forebay.runs.config import RunConfig
+from forebay.engines.process.host import EngineHost
+from forebay.engines.weights.layout import PlainWeight, to_tensors
 
-logger = logging.getLogger(__name__)
 
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec(PartSpec):
+    """All that an engine's process is told."""
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine's process is told."""
-
-    config: RunConfig
-    model_folder: Path
     number: int
-    search_path: tuple[str, ...]
-    """Where the run's own process finds its modules."""
     device: str
     """``cuda`` where the cluster gave it one."""
     serves_at_once: bool
@@ -49,51 +40,44 @@ class EngineSpec:
     """Give the device's memory to the trainer while paused."""
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """What an engine's process tells."""
-
-    pid: int
-    max_context_tokens: int
-
-
-class EngineActor:
-    """The engines of one process; see `forebay.engines.base` for what its methods do.
+class EngineActor(EngineHost):
+    """The host of a run's engines on a cluster; see `forebay.engines.base` for the meaning of its methods.
 
     Invariant: nothing is generated before weights were loaded into this process.
 
     >>> actor = ray.remote(EngineActor).remote()
-    >>> facts = ray.get(actor.start.remote(spec))
+    >>> pid = ray.get(actor.start.remote(spec))
     """
 
     def __init__(self) -> None:
-        self._sleeps = False
-        self._built: EnginePool | None = None
+        super().__init__()
         self._building = asyncio.Lock()
         self._serving = asyncio.Event()
         self._lost_because = ""
         self._is_lost = asyncio.Event()
-        self._asleep = False
-        self._at_work: dict[str, set[str]] = {}
-        """The ids of running requests, by caller."""
+        self._sleeps = self._asleep = False
 
-    async def start(self, spec: EngineSpec) -> EngineFacts:
-        """Build the engines, if this process has not yet.
+    async def start(self, spec: EngineSpec) -> int:
+        """Build the engines, if this process has not yet; the id of the process.
 
         Raises:
             ConfigError: they cannot run the model.
         """
         async with self._building:
-            if self._built is None:
+            if self._pool is None:
                 find_modules_in(spec.search_path)
-                self._built = await asyncio.to_thread(_build, spec)
+                self._pool = EnginePool(await asyncio.to_thread(_build, spec))
                 self._sleeps = spec.sleeps
                 if spec.serves_at_once:
                     self._serving.set()
-        return EngineFacts(os.getpid(), self._pool.max_context_tokens)
+        return os.getpid()
+
+    async def max_context_tokens(self) -> int:
+        """The most tokens, prompt and response together, one request may reach."""
+        return self.pool.max_context_tokens
 
     async def live(self) -> None:
-        """Never returns: whoever waits for it learns of this process's end."""
+        """Never returns: a caller that waits for it learns of this process's end."""
         await asyncio.Event().wait()
 
     async def failure(self) -> str:
@@ -109,40 +93,23 @@ class EngineActor:
         self, requests: Sequence[GenerateRequest], caller: str
     ) -> AsyncIterator[list[tuple[int, Completion | ValueError | ItemFailed]]]:
         """The completions of `requests` as they end; a `ValueError` for one that can never run."""
-        calls = [self._generate(request, caller) for request in requests]
-        async for results in as_they_end(calls):
+        async for results in as_they_end([self._generate(request, caller) for request in requests]):
             yield results
 
     async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
-        if self._built is None or not self._serving.is_set():
+        if not self._serving.is_set():
             return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
-        at_work = self._at_work.setdefault(caller, set())
-        at_work.add(request.request_id)
         try:
-            return await self._pool.generate(request)
+            return await self.complete(request, caller)
         except ValueError as error:
             return error
         except EngineLost as error:
             self._lose(error)
             return Completion(finish_reason="error", error_msg=str(error), lost=True)
-        finally:
-            at_work.discard(request.request_id)
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; at an engine that is lost they have ended."""
-        engines = self._pool.engines
-        ended = await asyncio.gather(*(e.abort(request_ids) for e in engines), return_exceptions=True)
-        for error in filter(None, ended):
-            logger.debug("an engine was asked to abort: %s", error)
-
-    async def forget(self, caller: str) -> None:
-        """End the requests of a caller whose process has ended."""
-        if (request_ids := list(self._at_work.pop(caller, ()))) and self._built is not None:
-            await self.abort(request_ids)
 
     async def pause(self) -> None:
         """End every request and take no new one; asleep, the weights leave the device."""
-        await self._pool.pause()
+        await self.pool.pause()
         if self._sleeps and not self._asleep:
             self._asleep = True
             await self._each("sleep")
@@ -152,7 +119,7 @@ class EngineActor:
         if self._asleep:
             await self._each("wake")
             self._asleep = False
-        await self._pool.resume()
+        await self.pool.resume()
 
     async def load_weights(self, weights: Sequence[PlainWeight], model_step: int) -> None:
         """Take over these weights, and serve.
@@ -161,55 +128,38 @@ class EngineActor:
             EngineLost: no engine is left.
         """
         try:
-            await self._pool.load_weights(to_tensors(weights), model_step)
+            await self.pool.load_weights(to_tensors(weights), model_step)
         except EngineLost as error:
             self._lose(error)
             raise
         self._serving.set()
 
-    async def num_made(self, caller: str) -> dict[str, int]:
+    async def made_for(self, caller: str) -> dict[str, int]:
         """How many tokens each running request of `caller` has by now."""
-        return {name: self._pool.num_made(name) for name in self._at_work.get(caller, ())}
+        return self.num_made(caller)
 
     async def health(self) -> EngineHealth:
         """All engines of this process together."""
-        parts = await self._pool.health()
-        return EngineHealth(
-            ok=self._serving.is_set() and all(part.ok for part in parts),
-            num_running=sum(part.num_running for part in parts),
-            num_waiting=sum(part.num_waiting for part in parts),
-            model_step=min(part.model_step for part in parts),
-            detail="; ".join(part.detail for part in parts if part.detail),
-        )
+        health = await self.pool.health()
+        return replace(health, ok=health.ok and self._serving.is_set())
 
     async def close(self) -> None:
         """Free the engines, and end what they started."""
-        if self._built is not None:
-            await self._built.close()
-
-    @property
-    def _pool(self) -> EnginePool:
-        """The engines.
-
-        Raises:
-            NotBuilt: this process was started in place of one that has ended.
-        """
-        if self._built is None:
-            raise NotBuilt("the engine has not been built in this process")
-        return self._built
+        if self._pool is not None:
+            await self._pool.close()
 
     def _lose(self, error: EngineLost) -> None:
-        """Serve no more: who waits for this engine waits for another process."""
+        """Serve no more: callers that wait for this engine wait for another process."""
         self._serving.clear()
         self._lost_because = str(error)
         self._is_lost.set()
 
     async def _each(self, method: str) -> None:
-        for engine in self._pool.engines:
+        for engine in self.pool.engines:
             await getattr(engine, method)()
 
 
-def _build(spec: EngineSpec) -> EnginePool:
+def _build(spec: EngineSpec) -> list[Engine]:
     import torch
 
     from forebay.models import load_tokenizer
@@ -230,7 +180,7 @@ def _build(spec: EngineSpec) -> EnginePool:
                 f"sleep and wake ({type(built).__name__}); use engine 'transformers', give it a GPU of its "
                 f"own with produce.mode = 'separate', or shares with gpus_per_engine and gpus_per_trainer"
             )
-    return EnginePool(engines)
+    return engines
 
 
 def engine_on(device: str, engine: Component) -> Component:

@@ -16,10 +16,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from forebay.config import ConfigError
 from forebay.extras import needed_by
+from forebay.runs.config import RunConfig
 
 NAMESPACE = "forebay"
 """Of every named actor. Without one each program has its own, and finds no other's actors by name."""
@@ -36,6 +38,17 @@ def import_ray() -> Any:
     """
     with needed_by("cluster 'ray'"):
         return import_module("ray")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSpec:
+    """All that the process of one part is told when it is started."""
+
+    name: str
+    config: RunConfig
+    model_folder: Path
+    search_path: tuple[str, ...]
+    """Where the run's own process finds its modules."""
 
 
 @dataclass(frozen=True)

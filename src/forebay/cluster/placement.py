@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -37,28 +37,17 @@ class Plan:
     ({'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5})
     """
 
-    bundles: tuple[Bundle, ...]
-    trainer: Room
-    ranks: tuple[Room, ...]
+    bundles: tuple[Bundle, ...] = ()
+    trainer: Room | None = None
+    ranks: tuple[Room, ...] = ()
     """Of the trainer, if it has several; then it has no GPU itself."""
-    engines: tuple[Room, ...]
-    workers: tuple[Room, ...]
+    engines: tuple[Room, ...] = ()
+    workers: tuple[Room, ...] = ()
 
     @property
     def num_cpus(self) -> float:
         """Logical CPUs in all."""
         return sum(bundle["CPU"] for bundle in self.bundles)
-
-    def without_trainer(self) -> Plan:
-        """The same, for a run that only generates."""
-        if any(room.bundle == self.trainer.bundle for room in self.engines):
-            return self
-        num_less = 1 + len(self.ranks)
-
-        def moved(rooms: tuple[Room, ...]) -> tuple[Room, ...]:
-            return tuple(replace(room, bundle=room.bundle - num_less) for room in rooms)
-
-        return Plan(self.bundles[num_less:], self.trainer, (), moved(self.engines), moved(self.workers))
 
 
 def plan_parts(
@@ -73,7 +62,9 @@ def plan_parts(
 ) -> Plan:
     """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU.
 
-    A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and one without.
+    A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and one without. A run
+    that only generates has no rank and no trainer; its first engine has as much of a GPU as it would have
+    beside one.
     """
     bundles: list[Bundle] = []
 
@@ -81,14 +72,15 @@ def plan_parts(
         bundles.append({"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus})
         return Room(len(bundles) - 1, cpus, gpus)
 
-    trainer = room(gpus_per_trainer if num_ranks == 1 else 0)
-    ranks = [room(gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
-    engines = []
+    trainer, ranks, engines = None, [], []
     if shares_gpu:
         # Half each: Ray counts shares of a device, and knows nothing of its memory.
-        bundles[0]["CPU"] = 2 * cpus
+        bundles.append({"CPU": 2 * cpus, "GPU": gpus_per_trainer})
         trainer = Room(0, cpus, gpus_per_trainer / 2)
-        engines.append(Room(0, cpus, gpus_per_trainer / 2))
+        engines.append(trainer)
+    elif num_ranks:
+        trainer = room(gpus_per_trainer if num_ranks == 1 else 0)
+        ranks = [room(gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
     engines += [room(gpus_per_engine) for _ in range(num_engines - len(engines))]
     workers = [room(0) for _ in range(num_workers)]
     return Plan(tuple(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))

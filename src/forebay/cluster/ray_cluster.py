@@ -26,13 +26,12 @@ from typing import Any
 
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
-from forebay.cluster.engines import PlacedEngine, none_is_left
-from forebay.cluster.library import Connection, Given, connect, import_ray, why
+from forebay.cluster.engines import PlacedEngine
+from forebay.cluster.library import Connection, Given, PartSpec, connect, import_ray, why
 from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.ranks import RankActor
-from forebay.cluster.restarts import Listener, Restarts
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
-from forebay.cluster.startup import all_started
+from forebay.cluster.supervisor import Listener, Part, Restarts, all_started, none_is_left
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError, parse_config
@@ -78,26 +77,17 @@ class RayCluster:
         import_ray()
         settings = parse_config(RayArguments, arguments, source="cluster 'ray'")
         settings.check(config)
-        shares_gpu = (
+        self.max_restarts = settings.max_restarts
+        self._config = config.model_copy(update={"output": config.output.resolve()})
+        self._settings = settings
+        self._given = Given.find(settings.address)
+        self._sleeps = (
             config.produce.mode == "colocated"
             and settings.gpus_per_trainer == settings.gpus_per_engine == 1
             and config.train.ranks == 1
         )
-        self.max_restarts = settings.max_restarts
-        self._config = config.model_copy(update={"output": config.output.resolve()})
-        self._given = Given.find(settings.address)
-        self._placement_timeout_s = settings.placement_timeout_s
-        joins = self._given is not None
-        self._plan = plan_parts(
-            settings.num_engines,
-            settings.num_workers,
-            cpus=settings.cpus if settings.cpus is not None else 1.0 if joins else 0.25,
-            gpus_per_engine=settings.gpus_per_engine,
-            gpus_per_trainer=settings.gpus_per_trainer,
-            shares_gpu=shares_gpu,
-            num_ranks=config.train.ranks,
-        )
-        self._sleeps = shares_gpu
+        """Whether the first engine shares the trainer's GPU, and gives it back while it is paused."""
+        self._plan = Plan()
         self._trains = True
         self._buffer: ReplayBuffer | None = None
         self._restarts = Restarts()
@@ -136,24 +126,33 @@ class RayCluster:
         """
         self._trains = trains
         if self._reservation is None:
-            await self._reserve(self._plan if trains else self._plan.without_trainer())
+            await self._reserve()
         await self._close_buffer()
 
-    async def _reserve(self, plan: Plan) -> None:
-        num_cpus = max(math.ceil(plan.num_cpus), os.cpu_count() or 1)
+    async def _reserve(self) -> None:
+        settings, joins = self._settings, self._given is not None
+        self._plan = plan_parts(
+            settings.num_engines,
+            settings.num_workers,
+            cpus=settings.cpus or (1.0 if joins else 0.25),
+            gpus_per_engine=settings.gpus_per_engine,
+            gpus_per_trainer=settings.gpus_per_trainer,
+            shares_gpu=self._sleeps,
+            num_ranks=self._config.train.ranks if self._trains else 0,
+        )
+        num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
         self._connection = connect(self._given, num_cpus=num_cpus)
         try:
             self._reservation = await asyncio.to_thread(
                 Reservation.make,
                 self._connection.ray,
-                plan.bundles,
-                timeout_s=self._placement_timeout_s,
-                may_grow=self._given is not None,
+                self._plan.bundles,
+                timeout_s=settings.placement_timeout_s,
+                may_grow=joins,
             )
         except BaseException:
             self._end()
             raise
-        self._plan = plan
 
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays.
@@ -169,8 +168,10 @@ class RayCluster:
             self._start_all(model_folder)
             return
         try:
-            self._replace_gone_engines()
-            self._replace_gone_workers()
+            self._replace_gone(self._engines, EngineActor, self._plan.engines)
+            following = self._have_workers_follow()
+            self._replace_gone(self._workers.all, RolloutWorker, self._plan.workers)
+            all_started(following)
             if self._trains:
                 self._replace_lost_trainer(model_folder)
         except ConfigError as error:
@@ -178,121 +179,96 @@ class RayCluster:
             raise PartLost(f"a part did not come back: {error}") from error
 
     def _start_all(self, model_folder: Path) -> None:
-        trainer = self._create_trainer(model_folder) if self._trains else None
-        engines = self._create_engines(self._plan.engines, model_folder, serve_at_once=not self._trains)
-        workers = [self._actor(RolloutWorker, room) for room in self._plan.workers]
-        for worker in workers:
-            worker.prepare.remote(model_folder)
-        also = {} if trainer is None else {"trainer": trainer}
-        self._engines = self._started_engines(engines, also)
-        context = min(engine.max_context_tokens for engine in self._engines)
-        specs = [
+        trainer = {"trainer": self._create_trainer(model_folder)} if self._trains else {}
+        common = self._common(model_folder)
+        engines = [
+            EngineSpec(
+                **common,
+                name=f"engine {number}",
+                number=number,
+                device=_device(room),
+                serves_at_once=not self._trains,
+                # The first is the one that shares.
+                sleeps=self._sleeps and number == 0,
+            )
+            for number, room in enumerate(self._plan.engines)
+        ]
+        actors = [self._actor(EngineActor, room) for room in self._plan.engines]
+        worker_actors = [self._actor(RolloutWorker, room) for room in self._plan.workers]
+        for actor in worker_actors:
+            # Meanwhile: the engines take longer.
+            actor.prepare.remote(model_folder)
+        pids = self._started(engines, actors, trainer)
+        context = min(import_ray().get([actor.max_context_tokens.remote() for actor in actors]))
+        self._engines = [
+            PlacedEngine(spec, actor, pid, context, self._restarts.note)
+            for spec, actor, pid in zip(engines, actors, pids, strict=True)
+        ]
+        workers = [
             WorkerSpec(
-                config=self._config,
-                model_folder=model_folder,
+                **common,
                 name=f"worker {number}",
-                search_path=tuple(sys.path),
                 engines=self._handles(number),
                 max_context_tokens=context,
             )
-            for number in range(len(workers))
+            for number in range(len(worker_actors))
         ]
-        self._workers.all = self._started_workers(list(zip(specs, workers, strict=True)))
-        if trainer is not None:
-            self._trainer = RayTrainer(self._trainer_actor, all_started(also)["trainer"])
-
-    def _started_engines(
-        self, placed: Sequence[tuple[EngineSpec, Any]], also: Mapping[str, Any] | None = None
-    ) -> list[PlacedEngine]:
-        facts = self._started({f"engine {pair[0].number}": pair for pair in placed}, also)
-        return [
-            PlacedEngine(spec, actor, facts[f"engine {spec.number}"], on_restart=self._restarts.note)
-            for spec, actor in placed
+        pids = self._started(workers, worker_actors)
+        self._workers.all = [
+            PlacedWorker(spec, actor, pid, on_end=self._forget, on_restart=self._restarts.note)
+            for spec, actor, pid in zip(workers, worker_actors, pids, strict=True)
         ]
-
-    def _started_workers(self, placed: Sequence[tuple[WorkerSpec, Any]]) -> list[PlacedWorker]:
-        pids = self._started({pair[0].name: pair for pair in placed})
-        return [self._placed(spec, actor, pids[spec.name]) for spec, actor in placed]
+        if self._trains:
+            self._trainer = RayTrainer(self._trainer_actor, all_started(trainer)["trainer"])
 
     def _started(
-        self, placed: Mapping[str, tuple[Any, Any]], also: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        """What new actors say to their specs, by name; all are ended if one cannot be built.
+        self, specs: Sequence[PartSpec], actors: Sequence[Any], also: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """The processes of new actors once they are built; all are ended if one cannot be.
 
         `also` has references that are waited for with them, so that the first failure of all shows at once.
         """
-        starting = {name: actor.start.remote(spec) for name, (spec, actor) in placed.items()}
+        starting = {spec.name: actor.start.remote(spec) for spec, actor in zip(specs, actors, strict=True)}
         try:
-            return all_started({**starting, **(also or {})})
+            pids = all_started({**starting, **(also or {})})
         except ConfigError:
-            for _, actor in placed.values():
+            for actor in actors:
                 self._kill(actor)
             raise
+        return [pids[spec.name] for spec in specs]
 
     def _handles(self, number: int) -> tuple[Any, ...]:
         """The engines as worker `number` has them: each worker begins with another one."""
         first = number % len(self._engines)
         return tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
 
-    def _replace_gone_engines(self) -> None:
-        gone = [engine for engine in self._engines if engine.supervisor.gone is not None]
-        for engine in gone:
-            self._kill(engine.actor)
-        rooms = [self._plan.engines[engine.spec.number] for engine in gone]
-        placed = [
-            (engine.spec, self._actor(EngineActor, room)) for engine, room in zip(gone, rooms, strict=True)
-        ]
-        for engine in self._started_engines(placed):
-            number = engine.spec.number
-            self._restarts.note(f"engine {number}", str(self._engines[number].supervisor.gone))
-            self._engines[number] = engine
+    def _replace_gone(self, parts: Sequence[Part], kind: type[Any], rooms: Sequence[Room]) -> None:
+        gone = [(part, room) for part, room in zip(parts, rooms, strict=True) if part.gone is not None]
+        for part, _ in gone:
+            self._kill(part.actor)
+        actors = [self._actor(kind, room) for _, room in gone]
+        pids = self._started([part.spec for part, _ in gone], actors)
+        for (part, _), actor, pid in zip(gone, actors, pids, strict=True):
+            self._restarts.note(part.name, str(part.gone))
+            part.begin(actor, pid)
 
-    def _replace_gone_workers(self) -> None:
-        """Also have the others use the engines of now."""
-        workers, following = self._workers.all, {}
-        placed = []
-        for number, worker in enumerate(workers):
+    def _have_workers_follow(self) -> dict[str, Any]:
+        """Have all workers use the engines of now; the answers, by name."""
+        following = {}
+        for number, worker in enumerate(self._workers.all):
             before, worker.spec = worker.spec, replace(worker.spec, engines=self._handles(number))
-            if worker.supervisor.gone is not None:
-                self._kill(worker.actor)
-                placed.append((worker.spec, self._actor(RolloutWorker, self._plan.workers[number])))
-            elif worker.spec != before:
-                # Whenever its process is there: it may just be starting again, which its supervisor sees to.
+            if worker.gone is None and worker.spec != before:
+                # Whenever its process is there: it may just be starting again, which the part itself sees to.
                 again = worker.actor.start.options(max_task_retries=-1)
-                following[worker.spec.name] = again.remote(worker.spec)
-        replacements = {worker.spec.name: worker for worker in self._started_workers(placed)}
-        # At once: they have the room of those that they replace, whatever becomes of the others.
-        for number, worker in enumerate(workers):
-            if worker.spec.name in replacements:
-                self._restarts.note(worker.spec.name, str(worker.supervisor.gone))
-                workers[number] = replacements[worker.spec.name]
-                workers[number].take_over(worker)
-        all_started(following)
+                following[worker.name] = again.remote(worker.spec)
+        return following
 
-    def _create_engines(
-        self, rooms: Sequence[Room], model_folder: Path, *, serve_at_once: bool
-    ) -> list[tuple[EngineSpec, Any]]:
-        specs = [
-            EngineSpec(
-                config=self._config,
-                model_folder=model_folder,
-                number=number,
-                search_path=tuple(sys.path),
-                device=_device(room),
-                serves_at_once=serve_at_once,
-                # The first is the one that shares.
-                sleeps=self._sleeps and number == 0,
-            )
-            for number, room in enumerate(rooms)
-        ]
-        return [(spec, self._actor(EngineActor, room)) for spec, room in zip(specs, rooms, strict=True)]
+    def _forget(self, worker_name: str) -> None:
+        for engine in self._engines:
+            engine.forget(worker_name)
 
-    def _placed(self, spec: WorkerSpec, actor: Any, pid: int) -> PlacedWorker:
-        def forget() -> None:
-            for engine in self._engines:
-                engine.forget(spec.name)
-
-        return PlacedWorker(spec, actor, pid, on_end=forget, on_restart=self._restarts.note)
+    def _common(self, model_folder: Path) -> dict[str, Any]:
+        return {"config": self._config, "model_folder": model_folder, "search_path": tuple(sys.path)}
 
     def _actor(self, kind: type[Any], room: Room, *, restarts: bool = True) -> Any:
         assert self._reservation is not None
@@ -308,12 +284,12 @@ class RayCluster:
 
     def _create_trainer(self, model_folder: Path) -> Any:
         room, rank_rooms = self._plan.trainer, self._plan.ranks
+        assert room is not None, "planned without a trainer"
         self._ranks = [self._actor(RankActor, rank_room, restarts=False) for rank_room in rank_rooms]
         self._trainer_actor = self._actor(TrainerActor, room, restarts=False)
         spec = TrainerSpec(
-            config=self._config,
-            model_folder=model_folder,
-            search_path=tuple(sys.path),
+            **self._common(model_folder),
+            name="trainer",
             device=_device(rank_rooms[0] if rank_rooms else room),
             ranks=tuple(self._ranks),
         )
@@ -380,14 +356,13 @@ class RayCluster:
         """Why nothing can be generated any more until `start` replaces what is gone; empty if it can."""
         if not self._engines:
             return ""
-        return str(none_is_left(self._engines) or self._workers.none_is_left() or "")
+        return str(none_is_left(self._engines) or none_is_left(self._workers.all) or "")
 
     def pids(self) -> dict[str, int]:
         """The process of every part, by its name."""
         return {
             **(self._trainer.pids if self._trainer is not None else {}),
-            **{engine.supervisor.name: engine.supervisor.pid for engine in self._engines},
-            **{worker.supervisor.name: worker.supervisor.pid for worker in self._workers.all},
+            **{part.name: part.pid for part in (*self._engines, *self._workers.all)},
         }
 
     async def close(self) -> None:

@@ -22,10 +22,9 @@ from typing import Any
 from forebay.agents import AgentLoop
 from forebay.cluster.calls import ItemFailed, as_they_end
 from forebay.cluster.engines import RayEngine
-from forebay.cluster.library import find_modules_in
-from forebay.cluster.supervisor import NotBuilt
+from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.engines import RolloutController
-from forebay.runs.config import RunConfig
+from forebay.engines.process.host import NotBuilt
 from forebay.runs.task_loops import build_task_loop
 from forebay.types import RolloutState
 from forebay.watching.activity import Activities
@@ -34,15 +33,10 @@ LoopName = tuple[str, bool]
 """Task name, and whether it is for held-out prompts."""
 
 
-@dataclass(frozen=True)
-class WorkerSpec:
-    """What a worker's process is told."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec(PartSpec):
+    """All that a worker's process is told."""
 
-    config: RunConfig
-    model_folder: Path
-    name: str
-    search_path: tuple[str, ...]
-    """Where the run's own process finds its modules."""
     engines: tuple[Any, ...]
     """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
     max_context_tokens: int
@@ -157,18 +151,13 @@ class RolloutWorker:
             yield results
 
     async def _generate(self, job: Job) -> list[RolloutState]:
-        work = asyncio.ensure_future(
-            self._loops[job.loop].generate_group(
+        task = asyncio.current_task()
+        assert task is not None
+        self._jobs[job.number] = task
+        try:
+            return await self._loops[job.loop].generate_group(
                 job.states, enable_partial_rollout=job.enable_partial_rollout
             )
-        )
-        self._jobs[job.number] = work
-        try:
-            return await work
-        except asyncio.CancelledError:
-            # Nobody waits for it any more; if it was this call that was cancelled, the work ends too.
-            work.cancel()
-            raise
         finally:
             del self._jobs[job.number]
 

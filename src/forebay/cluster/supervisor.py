@@ -1,15 +1,15 @@
-"""Keeps one actor going: Ray starts its process again, and this sets it up again and counts.
+"""Keeps the parts of a run going: Ray starts a process again, and this sets it up again and counts.
 
 ::
 
-    up --process ends--> Ray starts it again --> set_up() --> up, one more restart
+    up --process ends--> Ray starts it again --> set up --> up, one more restart
         '-it lives, but cannot work, or gives |
           no sign of life: killed             | it does not come, or raises
                                               v
                                             gone: everybody who needs it gets a PartLost
 
     consumes: ends of the process    waits for: `live`, a call that does not end as long as the process lives
-    woken by: Ray, or by who got no answer    produces: a process that is set up, and a count
+    woken by: Ray, or by a call that got no answer    produces: a process that is set up, and a count
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from forebay.cluster.library import import_ray, why
+from forebay.cluster.library import cause_of, import_ray, why
+from forebay.config import ConfigError
 from forebay.engines import EngineLost
+from forebay.engines.process.host import NotBuilt
 from forebay.runs.placement import PartLost
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -43,53 +47,68 @@ SILENCE_LIMIT_S = 120.0
 MAX_FAILED_STARTS = 5
 """Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""
 
+Listener = Callable[[str, str], None]
+"""Takes the name of a part, and why it was started again."""
 
-class NotBuilt(RuntimeError):
-    """The actor's process is a new one, which nobody has set up yet."""
 
+class Part:
+    """One actor that the run's own process keeps going, and tells what is wanted of it.
 
-class Supervisor:
-    """Watches one actor, which has the methods `live` and those that `set_up` calls.
+    Invariants: while `is_up`, the process is set up and does what was wanted last; a process that ended is
+    counted once, one that could only not be reached never; `gone` is final.
 
-    Invariants: while `is_up`, the process is set up; a process that ended is counted once, one that could
-    only not be reached never; `gone` is final.
-
-    >>> supervisor = Supervisor("engine 0", actor, set_up, pid=facts.pid)
-    >>> supervisor.watch()                                     # in the event loop, once it was set up
-    >>> await supervisor.until_up()
+    >>> part = PlacedWorker(spec, actor, pid)
+    >>> part.watch()                                           # in the event loop
+    >>> await part.until_up()
     """
 
     def __init__(
-        self,
-        name: str,
-        actor: Any,
-        set_up: Callable[[], Awaitable[int]],
-        *,
-        pid: int,
-        on_end: Callable[[], None] = lambda: None,
-        on_restart: Callable[[str, str], None] = lambda part, reason: None,
-        failure: Callable[[], Awaitable[str]] | None = None,
+        self, spec: Any, actor: Any, pid: int, on_restart: Listener = lambda part, reason: None
     ) -> None:
-        """`set_up` gives the id of the process, `on_end` is told before it that the last one has ended.
-
-        `on_restart` is told of each new process that is set up: the name, and why. `failure` gives the reason
-        why a process that lives cannot do its work any more, if it comes to that: it is ended then.
-        """
-        self.name = name
-        self.actor = actor
-        self.pid = pid
-        self.is_up = True
+        """`actor` was started with `spec`; `on_restart` is told of each new process that is set up."""
+        self.spec = spec
+        """May be replaced: the next process that is set up follows it."""
+        self.name = spec.name
+        self.is_paused = False
         self.incarnation = 0
         """Grows each time it is set up again."""
-        self.gone: PartLost | None = None
-        self._set_up = set_up
-        self._on_end, self._on_restart = on_end, on_restart
-        self._failure = failure
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when it is up again, or gone."""
+        self._on_restart = on_restart
         self._task: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._suspicion = asyncio.Event()
         self._suspected_because = ""
         self._has_to_end = False
+        self.begin(actor, pid)
+
+    def begin(self, actor: Any, pid: int) -> None:
+        """Use this actor, which was started with `spec`: the first one, or another in place of a gone one."""
+        self.actor = actor
+        self.pid = pid
+        self.is_up = True
+        self.gone: PartLost | None = None
+        self._task = None
+
+    async def _start(self) -> int:
+        """Have the process build what `spec` says, unless it has; its id."""
+        pid: int = await self.actor.start.remote(self.spec)
+        return pid
+
+    async def _bring_up_to_date(self) -> None:
+        """Tell a process that was started anything else that is wanted of it."""
+
+    def _wanted(self) -> tuple[Any, ...]:
+        """All that a process is told: where it changes meanwhile, the process is told again."""
+        return self.spec, self.is_paused
+
+    def _note_end(self) -> None:
+        """The last process has ended."""
+
+    async def _failure(self) -> str:
+        """Return why, once a process that lives cannot do its work any more: it is ended then."""
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets that event")
 
     def watch(self) -> None:
         """Begin; a second call does nothing."""
@@ -97,10 +116,43 @@ class Supervisor:
             self._task = asyncio.create_task(self._run(), name=f"watch {self.name}")
 
     async def stop(self) -> None:
-        """Watch no more; what ends from now on is nobody's business."""
+        """Watch no more: an end from now on is wanted."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Watch no more, and free what the process holds; the process itself stays."""
+        await self.stop()
+        if self.is_up:
+            await self.actor.close.remote()
+
+    async def pause(self) -> None:
+        """Have what is running end as aborted; a process that is started again learns of it then."""
+        self.is_paused = True
+        await self.tell("pause")
+
+    async def resume(self) -> None:
+        """Go on; a process that is started again learns of it then."""
+        self.is_paused = False
+        await self.tell("resume")
+
+    async def tell(self, method: str, *arguments: Any, limit_s: float | None = None) -> None:
+        """Call a method without a result, within `TELL_LIMIT_S`; a part that is not up is not called.
+
+        One that does not answer in time, perhaps because a judge blocks it, is ended and set up again.
+        """
+        self.watch()
+        if not self.is_up:
+            return
+        incarnation, what = self.incarnation, f"{self.name} was asked to {method}"
+        try:
+            call = getattr(self.actor, method).remote(*arguments)
+            await answered(call, what, TELL_LIMIT_S if limit_s is None else limit_s)
+        except (EngineLost, StallError) as error:
+            self.suspect(incarnation, error, has_to_end=True)
+        except (import_ray().exceptions.RayActorError, NotBuilt) as error:
+            self.suspect(incarnation, error)
 
     def suspect(self, incarnation: int, error: Exception, *, has_to_end: bool = False) -> None:
         """That process did not answer, because of `error`: it is not up until it is known to be.
@@ -121,37 +173,38 @@ class Supervisor:
         while not self.is_up:
             if self.gone is not None:
                 raise self.gone
-            await self._news.wait()
+            await self._changed.wait()
 
     async def _run(self) -> None:
         while self.gone is None:
             cause = await self._end_of_process()
             self.is_up = False
-            self._on_end()
+            self._note_end()
             logger.warning("%s ended (%s); it is started again", self.name, cause)
             try:
                 pid = await answered(self._revive(), f"{self.name} was started again", START_LIMIT_S)
                 self._came_back(pid, cause)
-            # Whatever went wrong, nobody may wait for it any longer; the error is told to those who do.
+            # Any error: a part that nobody sets up again must be gone, or its callers wait for ever.
             except Exception as error:
                 self.is_up = False
                 self.gone = PartLost(f"{self.name} is lost ({cause}) and did not come back: {why(error)}")
                 logger.error("%s", self.gone)
-                # So that who waits for it elsewhere learns of it too.
+                # So that callers in other processes learn of it too.
                 import_ray().kill(self.actor)
             self._suspicion.clear()
-            self._wake()
+            self._changed.set()
+            self._changed = asyncio.Event()
+            self.on_change()
 
     async def _end_of_process(self) -> str:
         """Return why, once it has ended, or is suspected to have."""
         living = asyncio.ensure_future(_until_it_ends(self.actor))
-        waiting: list[asyncio.Future[Any]] = [
+        waiting = [
             living,
             asyncio.ensure_future(self._suspicion.wait()),
             asyncio.ensure_future(self._note_silence()),
+            asyncio.ensure_future(self._note_failure()),
         ]
-        if self._failure is not None:
-            waiting.append(asyncio.ensure_future(self._note_failure(self._failure)))
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             if living.done():
@@ -174,16 +227,15 @@ class Supervisor:
             try:
                 await answered(self.actor.__ray_ready__.remote(), what, SILENCE_LIMIT_S)
             except StallError as error:
-                self.suspect(incarnation, error, has_to_end=True)
-                return
+                return self.suspect(incarnation, error, has_to_end=True)
             except import_ray().exceptions.RayError:
-                # It has ended, or is out of reach: who waits for `live` learns what is true.
+                # It has ended, or is out of reach: the call of `live` finds out which.
                 continue
 
-    async def _note_failure(self, failure: Callable[[], Awaitable[str]]) -> None:
+    async def _note_failure(self) -> None:
         incarnation = self.incarnation
         try:
-            self.suspect(incarnation, RuntimeError(await failure()), has_to_end=True)
+            self.suspect(incarnation, RuntimeError(await self._failure()), has_to_end=True)
         except import_ray().exceptions.RayError as error:
             self.suspect(incarnation, error)
 
@@ -203,6 +255,15 @@ class Supervisor:
                     await self._end_process()
         raise AssertionError("the last attempt returns or raises")
 
+    async def _set_up(self) -> int:
+        told = None
+        while told != (wanted := self._wanted()):
+            told = wanted
+            pid = await self._start()
+            await (self.actor.pause if self.is_paused else self.actor.resume).remote()
+            await self._bring_up_to_date()
+        return pid
+
     async def _end_process(self) -> None:
         """End the process and return once it has ended; Ray makes another one."""
         living = self.actor.live.remote()
@@ -221,10 +282,6 @@ class Supervisor:
         else:
             logger.warning("%s could not be reached for a while; it is the same process as before", self.name)
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
-
 
 async def _until_it_ends(actor: Any) -> str:
     try:
@@ -232,3 +289,86 @@ async def _until_it_ends(actor: Any) -> str:
     except import_ray().exceptions.RayError as error:
         return why(error)
     return "it was told to end"
+
+
+def none_is_left(parts: Sequence[Part]) -> PartLost | None:
+    """Why there is none of these parts any more; None: one is there, or coming back."""
+    gone = [part.gone for part in parts]
+    return None if None in gone else gone[0]
+
+
+class Restarts:
+    """The restarts of a cluster.
+
+    Invariants: each is counted once, and told once if anybody ever listens; in order. What a listener raises
+    is logged: books that cannot be written are no reason to give up a part that is back.
+
+    >>> restarts = Restarts()
+    >>> restarts.note("engine 0", "its process has ended")
+    >>> restarts.listener = print
+    engine 0 its process has ended
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        """By kind: "engine" for "engine 0"."""
+        self._listener: Listener | None = None
+        self._untold: list[tuple[str, str]] = []
+
+    @property
+    def listener(self) -> Listener | None:
+        """The function that is told; None while a run gives way to the next."""
+        return self._listener
+
+    @listener.setter
+    def listener(self, listener: Listener | None) -> None:
+        self._listener = listener
+        self._tell()
+
+    def note(self, part: str, reason: str) -> None:
+        """`part` is there again, after it was lost because of `reason`."""
+        self.counts[part.split()[0]] += 1
+        self._untold.append((part, reason))
+        self._tell()
+
+    def _tell(self) -> None:
+        while self._listener is not None and self._untold:
+            part, reason = self._untold.pop(0)
+            try:
+                self._listener(part, reason)
+            # Whatever it is: see the class.
+            except Exception:
+                logger.exception("the restart of %s (%s) could not be noted", part, reason)
+
+
+def all_started(starting: Mapping[str, Any]) -> dict[str, Any]:
+    """What every part says once it is built, by name; `starting` has Ray's references.
+
+    Raises:
+        ConfigError: one of them cannot be built, at once; or some take too long.
+    """
+    ray = import_ray()
+    names = {ref: name for name, ref in starting.items()}
+    waiting, facts = list(names), {}
+    deadline_s = time.monotonic() + START_LIMIT_S
+    while waiting:
+        ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            late = ", ".join(names[ref] for ref in waiting)
+            raise ConfigError(f"cluster: {late} not there after {START_LIMIT_S:g} s")
+        for ref in ready:
+            facts[names[ref]] = _said(names[ref], ref)
+    return facts
+
+
+def _said(name: str, ref: Any) -> Any:
+    ray = import_ray()
+    try:
+        return ray.get(ref)
+    except ray.exceptions.RayTaskError as error:
+        cause = cause_of(error)
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        raise ConfigError(f"cluster: {name} cannot be built: {why(error)}") from error
+    except ray.exceptions.RayError as error:
+        raise ConfigError(f"cluster: {name} ended as it was started: {why(error)}") from error

@@ -16,11 +16,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from forebay.cluster.library import cause_of, find_modules_in, import_ray, why
-from forebay.cluster.weights import PlainWeight, Published, to_plain
-from forebay.runs.config import RunConfig
+from forebay.cluster.library import PartSpec, cause_of, find_modules_in, import_ray, why
+from forebay.engines.weights.layout import PlainWeight, to_plain
 from forebay.runs.placement import PartLost
 from forebay.train.parallel.ranks import EXPECTED, RankError
 from forebay.types import FloatArray, RolloutState
@@ -29,25 +28,26 @@ if TYPE_CHECKING:
     import torch
 
     from forebay.cluster.ranks import RayRanks
+    from forebay.cluster.workers import ClusterController
     from forebay.train.batch import TrainBatch
 
 
-class TakesPublished(Protocol):
-    """What `RayTrainer.sync_weights` gives weights to."""
+@dataclass(frozen=True, eq=False)
+class Published:
+    """Weights in the object store, after train step `model_step`.
 
-    async def update_weights(self, weights: Any, model_step: int) -> None:
-        """Have `weights`, which are `Published`, in use."""
-        ...
+    The object is a result of a call that the run's own process made, and so is that process's: it stays when
+    the trainer ends, and an engine that starts again gets it.
+    """
+
+    ref: Any
+    model_step: int
 
 
-@dataclass(frozen=True)
-class TrainerSpec:
-    """What a trainer's process is told."""
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec(PartSpec):
+    """All that a trainer's process is told."""
 
-    config: RunConfig
-    model_folder: Path
-    search_path: tuple[str, ...]
-    """Where the run's own process finds its modules."""
     device: str
     """``cuda`` where the cluster gave it, or its ranks, one each."""
     ranks: tuple[Any, ...]
@@ -94,25 +94,15 @@ class TrainerActor:
         metrics: dict[str, float] = self._trainer.fit(batch, stale_thresholds=stale_thresholds).metrics
         return metrics
 
-    def pack(self, batch: TrainBatch) -> TrainBatch:
-        """See `TrainController.pack`."""
-        packed: TrainBatch = self._trainer.pack(batch)
-        return packed
-
-    def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
-        """See `TrainController.compute_logprobs`."""
-        logprobs: FloatArray = self._trainer.compute_logprobs(batch)
-        return logprobs
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Any other method of the `TrainController`."""
+        return getattr(self._trainer, method)(*arguments)
 
     def weights(self) -> tuple[int, list[PlainWeight]]:
         """The step of the weights, and the weights: two results, of which the caller fetches the first."""
         receiver = _Receiver()
         asyncio.run(self._trainer.sync_weights(receiver))
         return receiver.model_step, receiver.weights
-
-    def save(self, path: Path) -> None:
-        """Write a checkpoint folder."""
-        self._trainer.save(path)
 
     def resume(self, path: Path) -> int:
         """Go on from a checkpoint; its train step."""
@@ -178,26 +168,26 @@ class RayTrainer:
         return batch
 
     def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
-        """See `TrainController.pack`.
+        """A packed batch, as of `TrainController.pack`.
 
         Raises:
             PartLost: the trainer's process has ended.
         """
         from forebay.train.batch import TrainBatch
 
-        packed: TrainBatch = self._call("pack", TrainBatch.from_groups(groups))
+        packed: TrainBatch = self._call("call", "pack", TrainBatch.from_groups(groups))
         return packed
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
-        """See `TrainController.compute_logprobs`.
+        """Of a packed batch's response tokens, by the current weights.
 
         Raises:
             PartLost: the trainer's process has ended.
         """
-        logprobs: FloatArray = self._call("compute_logprobs", batch)
+        logprobs: FloatArray = self._call("call", "compute_logprobs", batch)
         return logprobs
 
-    async def sync_weights(self, rollout_controller: TakesPublished) -> None:
+    async def sync_weights(self, rollout_controller: ClusterController) -> None:
         """Give the current weights to every engine.
 
         Raises:
@@ -217,7 +207,7 @@ class RayTrainer:
         Raises:
             PartLost: the trainer's process has ended.
         """
-        self._call("save", Path(path).resolve())
+        self._call("call", "save", Path(path).resolve())
 
     def resume(self, path: Path | str) -> None:
         """Go on from what `save` wrote.

@@ -16,20 +16,19 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed
-from forebay.cluster.engines import PlacedEngine, none_is_left
+from forebay.cluster.engines import PlacedEngine
 from forebay.cluster.library import import_ray
 from forebay.cluster.rollout_worker import Job, LoopName, Report, WorkerSpec
-from forebay.cluster.supervisor import TELL_LIMIT_S, NotBuilt, Supervisor
-from forebay.cluster.weights import Published
+from forebay.cluster.supervisor import Listener, Part, none_is_left
+from forebay.cluster.trainer import Published
 from forebay.engines import Engine, RolloutController
 from forebay.runs.placement import PartLost
 from forebay.types import RolloutState, Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, Activities, Activity
-from forebay.watching.stalls import StallError, answered
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class Paused(RuntimeError):
     """A group has no worker, and a pause does not wait for one."""
 
 
-class PlacedWorker:
+class PlacedWorker(Part):
     """One rollout worker elsewhere."""
 
     def __init__(
@@ -57,21 +56,23 @@ class PlacedWorker:
         actor: Any,
         pid: int,
         *,
-        on_end: Callable[[], None] = lambda: None,
-        on_restart: Callable[[str, str], None] = lambda part, reason: None,
+        on_end: Callable[[str], None] = lambda name: None,
+        on_restart: Listener = lambda part, reason: None,
     ) -> None:
-        """`on_end`, `on_restart`: see `Supervisor`."""
-        self.spec = spec
-        """May be replaced: the next process that is set up follows it."""
-        self.actor = actor
+        """`on_end` is told its name when its process has ended, before another is set up."""
+        super().__init__(spec, actor, pid, on_restart)
         self.num_in_flight = 0
+        self.num_tokens_made = 0
+        """Of all its processes, as of the last report; it never falls."""
+        self.num_retries = 0
+        """Of requests, because an engine was lost; likewise."""
+        self._on_end = on_end
+
+    def begin(self, actor: Any, pid: int) -> None:
+        """As `Part.begin`."""
+        super().begin(actor, pid)
         self.report = Report({}, 0)
-        self._before = Report({}, 0)
-        """What its earlier processes had done."""
-        self._is_paused = False
-        self.supervisor = Supervisor(
-            spec.name, actor, self._set_up, pid=pid, on_end=on_end, on_restart=on_restart
-        )
+        """Of its present process."""
         self._calls: BatchedCalls[Job, list[RolloutState]] = BatchedCalls(
             actor.generate.options(num_returns="streaming").remote
         )
@@ -83,12 +84,12 @@ class PlacedWorker:
             ActorLost: its process ended first.
             GroupFailed: the agent loop raised.
         """
-        incarnation = self.supervisor.incarnation
+        incarnation = self.incarnation
         self.num_in_flight += 1
         try:
             return await self._calls.ask(job)
         except ActorLost as error:
-            self.supervisor.suspect(incarnation, error)
+            self.suspect(incarnation, error)
             raise
         except ItemFailed as error:
             # Agent loops are user code: what they raise fails their group, as in one process.
@@ -99,66 +100,26 @@ class PlacedWorker:
         finally:
             self.num_in_flight -= 1
 
-    async def pause(self) -> None:
-        """Have what is running end as ABORTED; a process that is started again learns of it then."""
-        self._is_paused = True
-        await self.tell("pause")
-
-    async def resume(self) -> None:
-        """Go on; likewise."""
-        self._is_paused = False
-        await self.tell("resume")
-
-    async def tell(self, method: str) -> None:
-        """Call a method without a result; a worker that is not there has nothing to be told.
-
-        One that does not answer in time, perhaps because a judge blocks it, is ended: its groups are
-        generated again.
-        """
-        if not self.supervisor.is_up:
-            return
-        name, incarnation = self.supervisor.name, self.supervisor.incarnation
-        try:
-            await answered(
-                getattr(self.actor, method).remote(), f"{name} was asked to {method}", TELL_LIMIT_S
-            )
-        except StallError as error:
-            self.supervisor.suspect(incarnation, error, has_to_end=True)
-        except (import_ray().exceptions.RayActorError, NotBuilt) as error:
-            self.supervisor.suspect(incarnation, error)
-
     async def look(self) -> None:
         """Bring `report` up to date, as far as the worker answers."""
-        if self.supervisor.is_up:
-            try:
-                self.report = await self.actor.report.remote()
-            except import_ray().exceptions.RayError:
-                logger.debug("%s gave no report", self.supervisor.name)
+        if not self.is_up:
+            return
+        try:
+            report = await self.actor.report.remote()
+        except import_ray().exceptions.RayError:
+            logger.debug("%s gave no report", self.name)
+            return
+        self.num_tokens_made += report.num_tokens_made - self.report.num_tokens_made
+        self.num_retries += report.num_retries - self.report.num_retries
+        self.report = report
 
-    @property
-    def num_tokens_made(self) -> int:
-        """As of the last report; it never falls."""
-        return self._before.num_tokens_made + self.report.num_tokens_made
+    def _note_end(self) -> None:
+        self._on_end(self.name)
 
-    @property
-    def num_retries(self) -> int:
-        """Of requests, because an engine was lost; as of the last report."""
-        return self._before.num_retries + self.report.num_retries
-
-    def take_over(self, gone: PlacedWorker) -> None:
-        """Go on counting where the one that this replaces ended."""
-        self._before = Report({}, gone.num_tokens_made, gone.num_retries)
-
-    async def _set_up(self) -> int:
-        """A new process: built, with the engines of now, and paused or not."""
-        told = None
-        while told != (wanted := (self.spec, self._is_paused)):
-            told = wanted
-            pid: int = await self.actor.start.remote(self.spec)
-            if pid != self.supervisor.pid:
-                self._before = Report({}, self.num_tokens_made, self.num_retries)
-                self.report = Report({}, 0)
-            await (self.actor.pause if self._is_paused else self.actor.resume).remote()
+    async def _start(self) -> int:
+        pid = await super()._start()
+        if pid != self.pid:
+            self.report = Report({}, 0)
         return pid
 
 
@@ -181,7 +142,8 @@ class Workers:
         self._looked_s = float("-inf")
         self._last_tries = asyncio.Lock()
         self._is_paused = False
-        self._pause_began = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Set when a worker is up again or gone, and when a pause begins."""
 
     async def generate(
         self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
@@ -203,7 +165,7 @@ class Workers:
                 try:
                     return await worker.generate(job)
                 except ActorLost as error:
-                    lost.append(f"{worker.supervisor.name}: {error}")
+                    lost.append(f"{worker.name}: {error}")
             if len(lost) == MAX_LOST_WORKERS:
                 raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
             self.num_retries += 1
@@ -212,13 +174,12 @@ class Workers:
     async def pause(self) -> None:
         """Have what is running end as ABORTED, and what waits for a worker too."""
         self._is_paused = True
-        self._pause_began.set()
+        self._changed.set()
         await asyncio.gather(*(worker.pause() for worker in self.all))
 
     async def resume(self) -> None:
         """Go on."""
         self._is_paused = False
-        self._pause_began.clear()
         await asyncio.gather(*(worker.resume() for worker in self.all))
 
     def note_of(self, name: str) -> str:
@@ -236,30 +197,27 @@ class Workers:
         self._look()
         return sum(worker.num_retries for worker in self.all)
 
-    def none_is_left(self) -> PartLost | None:
-        """Why there is no worker any more; None: one is there, or coming back."""
-        gone = [worker.supervisor.gone for worker in self.all]
-        return None if None in gone else gone[0]
-
     async def close(self) -> None:
-        """Watch no more."""
+        """Watch no more, and free what the workers hold."""
         if self._looking is not None:
             self._looking.cancel()
             await asyncio.gather(self._looking, return_exceptions=True)
-        for worker in self.all:
-            await worker.supervisor.stop()
-        await asyncio.gather(*(worker.tell("close") for worker in self.all))
+        await asyncio.gather(*(worker.close() for worker in self.all), return_exceptions=True)
 
     async def _least_busy(self) -> PlacedWorker:
         while True:
             for worker in self.all:
-                worker.supervisor.watch()
-            up = [worker for worker in self.all if worker.supervisor.is_up]
-            if up:
+                worker.on_change = self._changed.set
+                worker.watch()
+            if up := [worker for worker in self.all if worker.is_up]:
                 return min(up, key=lambda worker: worker.num_in_flight)
             if self._is_paused:
                 raise Paused
-            await _first_of(self._pause_began.wait(), _first_up([worker.supervisor for worker in self.all]))
+            # One that is given up is no loss while another may come back.
+            if (lost := none_is_left(self.all)) is not None:
+                raise lost
+            self._changed.clear()
+            await self._changed.wait()
 
     def _look(self) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -269,34 +227,6 @@ class Workers:
 
     async def _look_at_all(self) -> None:
         await asyncio.gather(*(worker.look() for worker in self.all))
-
-
-async def _first_up(supervisors: Sequence[Supervisor]) -> None:
-    """Return once one is up.
-
-    Raises:
-        PartLost: all are gone.
-    """
-    while left := [supervisor for supervisor in supervisors if supervisor.gone is None]:
-        # One that is given up meanwhile is nobody's loss while another may come back.
-        with contextlib.suppress(PartLost):
-            return await _first_of(*(supervisor.until_up() for supervisor in left))
-    lost = supervisors[0].gone
-    assert lost is not None
-    raise lost
-
-
-async def _first_of(*awaitables: Awaitable[Any]) -> None:
-    """Return once one has ended, with its error if it has one; the others are cancelled."""
-    waiting = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 class RayAgentLoop:
@@ -375,7 +305,7 @@ class ClusterController(RolloutController):
     def engines_up(self) -> dict[int, Engine]:
         """Those that serve now, by their place in `engines`: none is starting again, or gone for good."""
         engines = enumerate(self.engines)
-        return {number: engine for number, engine in engines if engine.supervisor.is_up}  # type: ignore[attr-defined]
+        return {number: engine for number, engine in engines if engine.is_up}  # type: ignore[attr-defined]
 
     async def update_weights(self, weights: Any, model_step: int) -> None:
         """Have every engine use `weights`, which are `Published`; one that is starting again gets them then.

@@ -210,14 +210,7 @@ class RolloutController:
         Raises:
             StallError: an engine did not answer within a minute.
         """
-        parts = await self._pool.health()
-        return EngineHealth(
-            ok=all(part.ok for part in parts),
-            num_running=sum(part.num_running for part in parts),
-            num_waiting=sum(part.num_waiting for part in parts),
-            model_step=self.model_step,
-            detail="; ".join(f"engine {i}: {part.detail}" for i, part in enumerate(parts) if part.detail),
-        )
+        return await self._pool.health()
 
     def counts(self) -> dict[str, float]:
         """For a run's metrics: ``retries`` and ``engine_restarts`` so far, because engines were lost."""

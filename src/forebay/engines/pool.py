@@ -273,29 +273,29 @@ class EnginePool:
         )
         await self._until_one_is_up()
 
-    async def health(self) -> list[EngineHealth]:
-        """One entry per engine.
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with ``"abort"``; at an engine that is lost they have ended."""
+        aborting = (member.engine.abort(request_ids) for member in self._members)
+        for error in filter(None, await asyncio.gather(*aborting, return_exceptions=True)):
+            logger.debug("an engine was asked to abort: %s", error)
+
+    async def health(self) -> EngineHealth:
+        """All engines together: ok if all are, sums of requests, the oldest model step.
 
         Raises:
             StallError: an engine did not answer within a minute.
         """
-        known = {
-            member.number: health
-            for member, health in await self._ask_all("report its health", lambda m: m.engine.health())
-        }
-        return [
-            known.get(
-                member.number,
-                EngineHealth(
-                    ok=False,
-                    num_running=0,
-                    num_waiting=0,
-                    model_step=member.engine.model_step,
-                    detail=member.lost_because,
-                ),
-            )
-            for member in self._members
-        ]
+        answers = await self._ask_all("report its health", lambda member: member.engine.health())
+        parts = {member.number: health for member, health in answers}
+        details = {member.number: member.lost_because for member in self._members}
+        details |= {number: health.detail for number, health in parts.items()}
+        return EngineHealth(
+            ok=len(parts) == len(self._members) and all(part.ok for part in parts.values()),
+            num_running=sum(part.num_running for part in parts.values()),
+            num_waiting=sum(part.num_waiting for part in parts.values()),
+            model_step=self.model_step,
+            detail="; ".join(f"engine {number}: {detail}" for number, detail in details.items() if detail),
+        )
 
     async def close(self) -> None:
         """End everything and free the engines; one that does not answer is left as it is."""

@@ -214,7 +214,7 @@ class ProcessEngine:
         # The object names the hand-over, so a list must stay itself.
         given = weights if isinstance(weights, list) else list(weights)
         with self._noting_failure():
-            await self._hand_over.load(self, given, model_step)
+            await self._hand_over.load(self._send_weights, given, model_step)
 
     @property
     def takes_adapters(self) -> bool:
@@ -227,7 +227,7 @@ class ProcessEngine:
         """As `load_weights`, with adapters on the starting weights; see `TakesAdapters`."""
         given = adapters if isinstance(adapters, list) else list(adapters)
         with self._noting_failure():
-            await self._hand_over.load(self, given, model_step, adapters=config)
+            await self._hand_over.load(self._send_weights, given, model_step, adapters=config)
 
     @contextlib.contextmanager
     def _noting_failure(self) -> Iterator[None]:
@@ -242,7 +242,7 @@ class ProcessEngine:
             raise
         self._is_behind = False
 
-    async def send_weights(self, message: dict[str, Any]) -> None:
+    async def _send_weights(self, message: dict[str, Any]) -> None:
         """Tell the child where weights are; returns once it uses them."""
         await self._ask("load_weights", message)
         self._model_step = message["model_step"]
@@ -274,7 +274,7 @@ class ProcessEngine:
     async def _catch_up(self) -> None:
         try:
             async with asyncio.timeout(CATCH_UP_LIMIT_S):
-                await self._hand_over.again(self)
+                await self._hand_over.again(self._send_weights)
         except TimeoutError:
             self._lose(f"it did not take over its weights within {CATCH_UP_LIMIT_S:g} s")
             return await self._start()
@@ -286,7 +286,7 @@ class ProcessEngine:
         try:
             hello = await asyncio.to_thread(self._starting.wait_until_ready, self._start_limit_s)
             self._note_ready(hello)
-            await self._hand_over.again(self)
+            await self._hand_over.again(self._send_weights)
             self._is_behind = False
         except BaseException:
             # Cancelled, or without the weights of now: it must not be taken for one that serves.

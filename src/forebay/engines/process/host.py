@@ -1,11 +1,11 @@
-"""The child's side of a `ProcessEngine`: any engine, behind a socket.
+"""Engines of this process at work for callers in others: one host, whichever way calls travel.
 
 ::
 
-    frames --> one task a call --> engine --> answers, in the order in which they are ready
-               progress of what runs ------> twice a second, while something runs
+    caller --call--> EngineHost --> EnginePool --> engines
+                        '-- knows whose request each is, so that those of a caller that is gone end
 
-    consumes: frames    waits for: the next one    woken by: it, or the end of the parent, which ends the host
+    transports: frames on a socket (`SocketHost`); calls of an actor (`forebay.cluster.engine_actor`)
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ import msgspec
 import numpy as np
 
 from forebay.config import Component
-from forebay.engines.base import Engine, EngineSurroundings, GenerateRequest
+from forebay.engines.base import Completion, Engine, EngineSurroundings, GenerateRequest
 from forebay.engines.build import build_engines
+from forebay.engines.pool import EnginePool
 from forebay.io.framing import framed, read_frame
 from forebay.models import ModelConfig, load_tokenizer
 from forebay.models.starting_weights import AdaptersRefusedError
@@ -34,27 +36,80 @@ PROGRESS_EVERY_S = 0.5
 """Reports are for people and for noticing stalls, which take minutes."""
 
 
-class EngineHost:
-    """Answers calls for `engine`, one after the other or many at once.
+class NotBuilt(RuntimeError):
+    """The process is a new one, in which nothing has been built yet."""
 
-    >>> await EngineHost(engine, reader, writer).serve()                            # doctest: +SKIP
+
+class EngineHost:
+    """The engines of one process, and the requests that its callers have there.
+
+    Invariant: a request is known by its caller from its first moment to its end.
+
+    >>> host = EngineHost([engine])                                                 # doctest: +SKIP
+    >>> completion = await host.complete(request, "worker 0")                       # doctest: +SKIP
     """
 
-    def __init__(self, engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, engines: Sequence[Engine] | None = None) -> None:
+        self._pool = None if engines is None else EnginePool(engines)
+        self._at_work: dict[str, set[str]] = {}
+        """The ids of running requests, by caller."""
+
+    @property
+    def pool(self) -> EnginePool:
+        """The engines, as one.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        if self._pool is None:
+            raise NotBuilt("the engine has not been built in this process")
+        return self._pool
+
+    async def complete(self, request: GenerateRequest, caller: str) -> Completion:
+        """The completion of a request of `caller`; errors as of `EnginePool.generate`."""
+        at_work = self._at_work.setdefault(caller, set())
+        at_work.add(request.request_id)
+        try:
+            return await self.pool.generate(request)
+        finally:
+            at_work.discard(request.request_id)
+
+    def num_made(self, caller: str) -> dict[str, int]:
+        """How many tokens each running request of `caller` has by now."""
+        return {name: self.pool.num_made(name) for name in self._at_work.get(caller, ())}
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; at an engine that is lost they have ended."""
+        await self.pool.abort(request_ids)
+
+    async def forget(self, caller: str) -> None:
+        """End the requests of a caller whose process has ended."""
+        if request_ids := list(self._at_work.pop(caller, ())):
+            await self.abort(request_ids)
+
+
+class SocketHost:
+    """Answers calls that come as frames, one after the other or many at once.
+
+    consumes: frames    waits for: the next one    woken by: it, or the end of the parent, which ends the host
+
+    >>> await SocketHost(EngineHost([engine]), reader, writer).serve()              # doctest: +SKIP
+    """
+
+    def __init__(self, host: EngineHost, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from forebay.engines.weights.shared_memory import WeightInbox
 
-        self._engine, self._reader, self._writer = engine, reader, writer
-        self._inbox = WeightInbox(engine)
-        self._running: set[str] = set()
+        self._host, self._reader, self._writer = host, reader, writer
+        self._inbox = WeightInbox(host.pool)
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     async def serve(self) -> None:
         """Serve until the parent closes the connection or is gone."""
         hello = {
-            "max_context_tokens": self._engine.max_context_tokens,
-            "model_step": self._engine.model_step,
-            "takes_adapters": getattr(self._engine, "takes_adapters", False),
+            "max_context_tokens": self._host.pool.max_context_tokens,
+            "model_step": self._host.pool.model_step,
+            "takes_adapters": self._host.pool.takes_adapters,
         }
         self._write(hello)
         while (frame := await read_frame(self._reader)) is not None:
@@ -79,11 +134,11 @@ class EngineHost:
         if method == "load_weights":
             return await self._inbox.handle(argument)
         if method == "health":
-            return asdict(await self._engine.health())
+            return asdict(await self._host.pool.health())
         if method == "abort":
-            return await self._engine.abort(argument)
+            return await self._host.abort(argument)
         assert method in ("pause", "resume", "close"), method
-        return await getattr(self._engine, method)()
+        return await getattr(self._host.pool, method)()
 
     async def _generate(self, message: dict[str, Any]) -> dict[str, Any]:
         request = GenerateRequest(
@@ -93,13 +148,9 @@ class EngineHost:
                 "params": SampleParams(**message["params"]),
             }
         )
-        self._running.add(request.request_id)
         if self._timer is None:
             self._report_later()
-        try:
-            completion = await self._engine.generate(request)
-        finally:
-            self._running.discard(request.request_id)
+        completion = await self._host.complete(request, "parent")
         return {
             "response_ids": np.asarray(completion.response_ids, np.int32).tobytes(),
             "logprobs": np.asarray(completion.logprobs, np.float32).tobytes(),
@@ -113,7 +164,7 @@ class EngineHost:
 
     def _report(self) -> None:
         self._timer = None
-        made = {request_id: self._engine.num_made(request_id) for request_id in self._running}
+        made = self._host.num_made("parent")
         self._write((None, made, None))
         if made:
             self._report_later()
@@ -144,4 +195,4 @@ def main() -> None:
 
 async def _serve(engine: Engine, connection: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=connection)
-    await EngineHost(engine, reader, writer).serve()
+    await SocketHost(EngineHost([engine]), reader, writer).serve()

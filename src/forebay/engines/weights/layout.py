@@ -1,88 +1,92 @@
-"""Where each parameter lies in one stretch of bytes, and how both ends of a hand-over agree on it.
+"""Parameters as bytes: how both ends of a hand-over agree on what lies where.
 
 ::
 
-    weights --layout_of--> WeightLayout --write--> bytes --(shared memory)--> bytes --views--> weights
-                               |                                                            ^
-                               +--- as plain data, beside them: to_message, from_message ---+
+    lay_out(weights) --> layout, plain data --write--> one stretch of bytes (shared memory) --views--> weights
+    to_plain(weights) --> arrays over the same memory, with name, dtype and shape --to_tensors--> weights
 
-Every parameter starts at a multiple of 64 bytes, so that a view of it has the alignment of any dtype.
+Every parameter of a layout starts at a multiple of 64 bytes, so that a view of it has the alignment of any
+dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
 
 ALIGNMENT = 64
 """A cache line; any dtype's alignment divides it."""
 
+Layout = Sequence[tuple[str, str, Sequence[int], int, int]]
+"""Of each parameter: name, torch's name of the dtype, shape, first byte, byte after the last."""
 
-@dataclass(frozen=True)
-class WeightSpec:
-    """One parameter."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    """Its first byte."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Its size."""
-        return self.dtype.itemsize * int(torch.Size(self.shape).numel())
+PlainWeight = tuple[str, str, tuple[int, ...], NDArray[np.uint8]]
+"""Name, torch's name of the dtype, shape, bytes."""
 
 
-@dataclass(frozen=True)
-class WeightLayout:
-    """All parameters, in order.
+def lay_out(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, int]:
+    """Where each of these parameters is to lie, and how many bytes they take in all.
 
-    >>> layout = layout_of([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
-    >>> [(spec.name, spec.start) for spec in layout.specs], layout.num_bytes
-    ([('bias', 0), ('scale', 64)], 128)
+    >>> lay_out([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
+    ([('bias', 'float32', (3,), 0, 12), ('scale', 'float32', (2, 2), 64, 80)], 128)
     """
-
-    specs: tuple[WeightSpec, ...]
-    num_bytes: int
-
-    def view(self, data: torch.Tensor, spec: WeightSpec) -> torch.Tensor:
-        """The parameter inside `data` (uint8, `num_bytes`), without a copy."""
-        raw = data[spec.start : spec.start + spec.num_bytes]
-        return raw.view(spec.dtype).view(spec.shape)
-
-    def views(self, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters inside `data`, without a copy."""
-        return ((spec.name, self.view(data, spec)) for spec in self.specs)
-
-    def write(self, data: torch.Tensor, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy `weights`, from any device, to their places in `data`."""
-        with torch.no_grad():
-            for spec, (name, tensor) in zip(self.specs, weights, strict=True):
-                assert spec.name == name, f"{name} comes where {spec.name} was laid out"
-                self.view(data, spec).copy_(tensor)
-
-    def to_message(self) -> list[tuple[str, str, tuple[int, ...]]]:
-        """Plain data from which `from_message` makes the same layout."""
-        return [(spec.name, str(spec.dtype).removeprefix("torch."), spec.shape) for spec in self.specs]
+    layout, start = [], 0
+    for name, tensor in weights:
+        layout.append((name, _name_of(tensor), tuple(tensor.shape), start, start + tensor.nbytes))
+        start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return layout, start
 
 
-def layout_of(weights: Iterable[tuple[str, torch.Tensor]]) -> WeightLayout:
-    """The layout of these parameters."""
-    return _lay_out((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
+def views(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters inside `data` (uint8), without a copy."""
+    import torch
+
+    for name, dtype, shape, start, stop in layout:
+        yield name, data[start:stop].view(getattr(torch, dtype)).view(tuple(shape))
 
 
-def from_message(message: Iterable[tuple[str, str, Iterable[int]]]) -> WeightLayout:
-    """The layout that `WeightLayout.to_message` described."""
-    return _lay_out((name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in message)
+def write(layout: Layout, data: torch.Tensor, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy `weights`, from any device, to their places in `data`."""
+    for (name, place), (own_name, tensor) in zip(views(layout, data), weights, strict=True):
+        assert name == own_name, f"{own_name} comes where {name} was laid out"
+        place.copy_(tensor.detach())
 
 
-def _lay_out(parameters: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> WeightLayout:
-    specs, start = [], 0
-    for name, dtype, shape in parameters:
-        spec = WeightSpec(name, dtype, shape, start)
-        specs.append(spec)
-        start += -(-spec.num_bytes // ALIGNMENT) * ALIGNMENT
-    return WeightLayout(tuple(specs), start)
+def to_plain(weights: Iterable[tuple[str, torch.Tensor]]) -> list[PlainWeight]:
+    """The same as arrays over the same memory, as far as it is this machine's main memory."""
+    import torch
+
+    return [
+        (
+            name,
+            _name_of(tensor),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
+        )
+        for name, tensor in weights
+    ]
+
+
+def to_tensors(weights: Iterable[PlainWeight]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, over the memory of the arrays: not to be written to."""
+    import torch
+
+    for name, dtype, shape, data in weights:
+        with warnings.catch_warnings():
+            # That it must not be written to is known: an engine that takes weights over copies them.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            tensor = torch.from_numpy(data)
+        kind = getattr(torch, dtype)
+        # An empty array has no stride that another dtype could be seen with.
+        yield name, tensor.view(kind).reshape(shape) if data.size else torch.empty(shape, dtype=kind)
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

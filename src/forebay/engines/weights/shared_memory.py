@@ -23,24 +23,20 @@ import asyncio
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 
 from forebay.engines.base import Engine, EngineLost, TakesAdapters
-from forebay.engines.weights.layout import from_message, layout_of
+from forebay.engines.weights.layout import lay_out, views, write
 from forebay.models.starting_weights import AdaptersRefusedError
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
 
-class Member(Protocol):
-    """An engine elsewhere that takes part in hand-overs."""
-
-    async def send_weights(self, message: dict[str, Any]) -> None:
-        """Have the engine's `WeightInbox` handle `message`; returns once it has."""
-        ...
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+"""Has the `WeightInbox` of one engine handle a message; returns once it has."""
 
 
 class SharedMemoryHandOver:
@@ -72,22 +68,22 @@ class SharedMemoryHandOver:
             self.close()
 
     async def load(
-        self, member: Member, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
+        self, send: Send, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
     ) -> None:
-        """Return once `member` uses `weights`. Calls with the same object share one hand-over.
+        """Return once the engine behind `send` uses `weights`; calls with the same object share a hand-over.
 
-        With `adapters`, the config of LoRA adapters, `weights` are these, for the member's starting weights.
+        With `adapters`, the config of LoRA adapters, `weights` are these, for its starting weights.
         """
         written = self._latest(weights, model_step, adapters)
         try:
-            await self._give(member, written)
+            await self._give(send, written)
         except ValueError:
             if self._adapters is written:
                 # An engine that begins anew would refuse them too.
                 self._adapters = None
             raise
 
-    async def again(self, member: Member) -> None:
+    async def again(self, send: Send) -> None:
         """Give a member that began anew the weights of the last hand-over, if there was one.
 
         Where these were adapters, it gets the whole weights of an earlier hand-over before them.
@@ -96,24 +92,22 @@ class SharedMemoryHandOver:
             EngineLost: it refuses the adapters that it, or others, have taken before.
         """
         if (whole := self._whole) is not None:
-            await self._give(member, whole)
+            await self._give(send, whole)
         if (written := self._adapters) is not None:
             try:
-                await self._give(member, written)
+                await self._give(send, written)
             except AdaptersRefusedError as error:
                 # The others have them still, and the run does not hear of it: this one cannot take part.
                 raise EngineLost(
                     f"it cannot use the adapters of step {written.model_step}: {error}"
                 ) from error
 
-    async def _give(self, member: Member, written: _Written) -> None:
+    async def _give(self, send: Send, written: _Written) -> None:
         assert written.message is not None
         written.num_readers += 1
         message = await asyncio.shield(written.message)
         try:
-            await member.send_weights(
-                {**message, "model_step": written.model_step, "adapters": written.adapters}
-            )
+            await send({**message, "model_step": written.model_step, "adapters": written.adapters})
         except (EngineLost, ValueError):
             # It is gone, or has refused them: either way it does not read.
             written.num_readers -= 1
@@ -142,16 +136,12 @@ class SharedMemoryHandOver:
         return await asyncio.to_thread(self._fill, written, free)
 
     def _fill(self, written: _Written, free: _MemoryFile | None) -> dict[str, Any]:
-        layout = layout_of(written.weights)
-        if free is None or free.num_bytes != layout.num_bytes:
-            free = _MemoryFile(layout.num_bytes)
-        layout.write(free.data, written.weights)
+        layout, num_bytes = lay_out(written.weights)
+        if free is None or free.num_bytes != num_bytes:
+            free = _MemoryFile(num_bytes)
+        write(layout, free.data, written.weights)
         written.file = free
-        return {
-            "path": free.path,
-            "inode": free.inode,
-            "layout": layout.to_message(),
-        }
+        return {"path": free.path, "inode": free.inode, "num_bytes": num_bytes, "layout": layout}
 
     def close(self) -> None:
         """Let go of the memory; an engine that has mapped it may still read it."""
@@ -180,12 +170,11 @@ class WeightInbox:
             RuntimeError: the memory was given back meanwhile; the engine keeps what it has.
             ValueError: they are not those of the engine's model, or adapters that it refuses.
         """
-        layout = from_message(message["layout"])
         # One that the sender has given up may still be at it, and must not end after a later one.
         async with self._turn:
-            data = self._map(message["path"], message["inode"], layout.num_bytes)
-            weights, step, adapters = layout.views(data), message["model_step"], message["adapters"]
-            if adapters is None:
+            data = self._map(message["path"], message["inode"], message["num_bytes"])
+            weights, step = views(message["layout"], data), message["model_step"]
+            if (adapters := message["adapters"]) is None:
                 await self._engine.load_weights(weights, step)
             else:
                 await cast("TakesAdapters", self._engine).load_adapters(weights, step, config=adapters)

@@ -25,7 +25,8 @@ import torch
 
 from forebay.config import Component
 from forebay.engines import RolloutController, TransformersEngine
-from forebay.engines.process.engine import EngineRecipe, ProcessEngine
+from forebay.engines.process.engine import ProcessEngine
+from forebay.engines.process.host import EngineRecipe
 from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model
 from forebay.models.tiny import write_tiny

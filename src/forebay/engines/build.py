@@ -47,7 +47,8 @@ def _processes(
     **arguments: Any,
 ) -> list[Engine]:
     """`engines` processes on this machine, as `ProcessArguments`; their engines take the rest."""
-    from forebay.engines.process.engine import EngineRecipe, ProcessEngine
+    from forebay.engines.process.engine import ProcessEngine
+    from forebay.engines.process.host import EngineRecipe
     from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 
     recipe = EngineRecipe(

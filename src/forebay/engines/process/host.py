@@ -5,35 +5,38 @@
     caller --call--> EngineHost --> EnginePool --> engines
                         '-- knows whose request each is, so that those of a caller that is gone end
 
-    transports: frames on a socket (`SocketHost`); calls of an actor (`forebay.cluster.engine_actor`)
+    transports: a channel (`HostSession`, for `ProcessEngine`); an actor (`forebay.cluster.engine_actor`)
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from forebay.config import Component
+from forebay.config import Component, StrictModel
 from forebay.engines.base import Completion, Engine, EngineSurroundings, GenerateRequest
 from forebay.engines.build import build_engines
 from forebay.engines.pool import EnginePool
-from forebay.io.framing import framed, read_frame
-from forebay.models import ModelConfig, load_tokenizer
-from forebay.models.starting_weights import AdaptersRefusedError
-from forebay.types import SampleParams
+from forebay.io.channel import BlockingChannel, Channel
+from forebay.io.messages import Call, Note, encode_value
+from forebay.io.session import Result, Session
+from forebay.models import ModelConfig, Precision, load_tokenizer
+from forebay.types import IntArray, SampleParams
 
 PROGRESS_EVERY_S = 0.5
 """Reports are for people and for noticing stalls, which take minutes."""
+MAX_HEADER_BYTES = 64 << 20
+"""Where weights lie takes some 100 bytes for each parameter, and a model may have many thousands."""
+PARENT_LIMIT_S = 7 * 86_400.0
+"""Without a sign of life of the parent: it may be stopped and go on, and if it ends the socket says so."""
 
 
 class NotBuilt(RuntimeError):
@@ -88,76 +91,63 @@ class EngineHost:
             await self.abort(request_ids)
 
 
-class SocketHost:
-    """Answers calls that come as frames, one after the other or many at once.
+class EngineRecipe(StrictModel):
+    """All that a process needs to make its engine, as plain data: its command line has it as JSON."""
 
-    consumes: frames    waits for: the next one    woken by: it, or the end of the parent, which ends the host
+    model_folder: Path
+    model: ModelConfig
+    engine: Component
+    dtype: Precision = "float32"
+    """Of the weights that the engine holds."""
+    threads: int = 1
+    """For torch."""
 
-    >>> await SocketHost(EngineHost([engine]), reader, writer).serve()              # doctest: +SKIP
+
+class HostSession(Session):
+    """Answers the calls of the parent, which come over a socket, one after the other or many at once.
+
+    Beside them it says how many tokens running requests have, twice a second while something runs.
+
+    >>> await HostSession(EngineHost(engines), Channel(sock), silence_limit_s=120.0).run()  # doctest: +SKIP
     """
 
-    def __init__(self, host: EngineHost, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, host: EngineHost, channel: Channel, *, silence_limit_s: float) -> None:
+        """`silence_limit_s` is how long the parent waits for a sign of life."""
         from forebay.engines.weights.shared_memory import WeightInbox
 
-        self._host, self._reader, self._writer = host, reader, writer
+        super().__init__(channel, limit_s=PARENT_LIMIT_S, other_limit_s=silence_limit_s)
+        self._host = host
         self._inbox = WeightInbox(host.pool)
-        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
-    async def serve(self) -> None:
-        """Serve until the parent closes the connection or is gone."""
-        hello = {
-            "max_context_tokens": self._host.pool.max_context_tokens,
-            "model_step": self._host.pool.model_step,
-            "takes_adapters": self._host.pool.takes_adapters,
-        }
-        self._write(hello)
-        while (frame := await read_frame(self._reader)) is not None:
-            number, method, argument = msgspec.msgpack.decode(frame)
-            task = asyncio.create_task(self._answer(number, method, argument))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
+        """The result of a call of `ProcessEngine`."""
+        argument = msgspec.msgpack.decode(call.arguments)
+        match call.method:
+            case "generate":
+                assert buffers is not None
+                return await self._generate(argument, buffers[0].view(np.int32))
+            case "load_weights":
+                await self._inbox.handle(argument)
+                return None, ()
+            case "abort":
+                await self._host.abort(argument)
+                return None, ()
+        assert call.method in ("pause", "resume", "health", "close"), call.method
+        return await getattr(self._host.pool, call.method)(), ()
 
-    async def _answer(self, number: int, method: str, argument: Any) -> None:
-        try:
-            result, error = await self._call(method, argument), None
-        # It goes to whoever called.
-        except Exception as raised:
-            text = str(raised) if isinstance(raised, ValueError) else f"{type(raised).__name__}: {raised}"
-            is_plain = isinstance(raised, ValueError) and not isinstance(raised, AdaptersRefusedError)
-            result, error = None, ("ValueError" if is_plain else type(raised).__name__, text)
-        self._write((number, result, error))
-
-    async def _call(self, method: str, argument: Any) -> Any:
-        if method == "generate":
-            return await self._generate(argument)
-        if method == "load_weights":
-            return await self._inbox.handle(argument)
-        if method == "health":
-            return asdict(await self._host.pool.health())
-        if method == "abort":
-            return await self._host.abort(argument)
-        assert method in ("pause", "resume", "close"), method
-        return await getattr(self._host.pool, method)()
-
-    async def _generate(self, message: dict[str, Any]) -> dict[str, Any]:
-        request = GenerateRequest(
-            **{
-                **message,
-                "input_ids": np.frombuffer(message["input_ids"], np.int32),
-                "params": SampleParams(**message["params"]),
-            }
-        )
+    async def _generate(self, message: dict[str, Any], input_ids: IntArray) -> Result:
+        params = SampleParams(**message.pop("params"))
+        request = GenerateRequest(**message, input_ids=input_ids, params=params)
         if self._timer is None:
             self._report_later()
         completion = await self._host.complete(request, "parent")
-        return {
-            "response_ids": np.asarray(completion.response_ids, np.int32).tobytes(),
-            "logprobs": np.asarray(completion.logprobs, np.float32).tobytes(),
-            "model_steps": np.asarray(completion.model_steps, np.int32).tobytes(),
-            "finish_reason": completion.finish_reason,
-            "error_msg": completion.error_msg,
-        }
+        buffers = [
+            np.asarray(completion.response_ids, np.int32).tobytes(),
+            np.asarray(completion.logprobs, np.float32).tobytes(),
+            np.asarray(completion.model_steps, np.int32).tobytes(),
+        ]
+        return {"finish_reason": completion.finish_reason, "error_msg": completion.error_msg}, buffers
 
     def _report_later(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
@@ -165,34 +155,37 @@ class SocketHost:
     def _report(self) -> None:
         self._timer = None
         made = self._host.num_made("parent")
-        self._write((None, made, None))
+        self.channel.post(Note(encode_value(made)))
         if made:
             self._report_later()
 
-    def _write(self, message: Any) -> None:
-        self._writer.write(framed(msgspec.msgpack.encode(message)))
-
 
 def main() -> None:
-    """The child: ``python -c ... SOCKET RECIPE``."""
-    handle, recipe = int(sys.argv[1]), json.loads(sys.argv[2])
+    """The child: ``python -c ... SOCKET SILENCE_LIMIT_S RECIPE``."""
+    sock, silence_limit_s = socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2])
+    recipe = EngineRecipe.model_validate_json(sys.argv[3])
     import torch
 
-    torch.set_num_threads(recipe["threads"])
-    folder = Path(recipe["model_folder"])
+    torch.set_num_threads(recipe.threads)
     surroundings = EngineSurroundings(
-        model_folder=folder,
-        model=ModelConfig.model_validate(recipe["model"]),
-        dtype=recipe["dtype"],
-        tokenizer=load_tokenizer(folder),
-        scratch=folder,
+        model_folder=recipe.model_folder,
+        model=recipe.model,
+        dtype=recipe.dtype,
+        tokenizer=load_tokenizer(recipe.model_folder),
+        scratch=recipe.model_folder,
     )
-    (engine,) = build_engines(Component.model_validate(recipe["engine"]), surroundings)
-    asyncio.run(_serve(engine, socket.socket(fileno=handle)))
-    # Threads of the engine may be in a forward pass that nobody waits for.
-    os._exit(0)
+    host = EngineHost(build_engines(recipe.engine, surroundings))
+    facts = {
+        name: getattr(host.pool, name) for name in ("max_context_tokens", "model_step", "takes_adapters")
+    }
+    BlockingChannel(sock).send(Note(encode_value(facts)))
 
+    async def serve() -> None:
+        channel = Channel(sock, max_header_bytes=MAX_HEADER_BYTES)
+        await HostSession(host, channel, silence_limit_s=silence_limit_s).run()
 
-async def _serve(engine: Engine, connection: socket.socket) -> None:
-    reader, writer = await asyncio.open_connection(sock=connection)
-    await SocketHost(EngineHost([engine]), reader, writer).serve()
+    try:
+        asyncio.run(serve())
+    finally:
+        # Threads of the engine may be in a forward pass that nobody waits for.
+        os._exit(0)

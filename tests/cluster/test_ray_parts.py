@@ -19,9 +19,8 @@ from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
 from forebay.cluster.calls import ActorLost
 from forebay.cluster.engine_actor import EngineActor
 from forebay.cluster.engines import PlacedEngine, RayEngine
-from forebay.cluster.library import Given
+from forebay.cluster.library import Given, Published
 from forebay.cluster.supervisor import Restarts, all_started
-from forebay.cluster.trainer import Published
 from forebay.cluster.workers import PlacedWorker
 from forebay.config import ConfigError
 from forebay.engines import ScriptedEngine

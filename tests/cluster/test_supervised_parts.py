@@ -8,8 +8,8 @@ import pytest
 from forebay.aio import virtual_time
 from forebay.cluster import supervisor as supervising
 from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.supervisor import MAX_FAILED_STARTS, Part
-from forebay.cluster.trainer import Published
+from forebay.cluster.library import Published
+from forebay.cluster.supervisor import MAX_FAILED_STARTS, Supervised
 from forebay.cluster.workers import ClusterController, Workers
 from forebay.engines import EngineHealth, EngineLost
 from forebay.produce.tasks import continue_generation, pause_generation
@@ -59,7 +59,7 @@ def kill(monkeypatch):
     monkeypatch.setattr(supervising, "import_ray", lambda: ray)
 
 
-class Watched(Part):
+class Watched(Supervised):
     def __init__(self, actor, set_up, **told):
         super().__init__(SimpleNamespace(name="engine 0"), actor, actor.pid, **told)
         self._set_up = set_up

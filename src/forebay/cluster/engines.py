@@ -19,9 +19,8 @@ from typing import Any
 
 from forebay.cluster.calls import ActorLost, BatchedCalls
 from forebay.cluster.engine_actor import EngineSpec
-from forebay.cluster.library import import_ray, why
-from forebay.cluster.supervisor import START_LIMIT_S, Listener, Part
-from forebay.cluster.trainer import Published
+from forebay.cluster.library import Published, import_ray, why
+from forebay.cluster.supervisor import START_LIMIT_S, Listener, Supervised
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import LOAD_LIMIT_S, MAX_RETRIES
 from forebay.runs.placement import PartLost
@@ -123,7 +122,7 @@ class RayEngine:
     pause = resume = load_weights = close = _leave_alone
 
 
-class PlacedEngine(Part):
+class PlacedEngine(Supervised):
     """The run's own side of an engine elsewhere: says what the engine is to do, and keeps it up.
 
     Invariant: an engine that serves has the weights given last, and is paused if the last call was `pause`.
@@ -148,7 +147,7 @@ class PlacedEngine(Part):
         super().__init__(spec, actor, pid, on_restart)
 
     def begin(self, actor: Any, pid: int) -> None:
-        """As `Part.begin`."""
+        """As `Supervised.begin`."""
         super().begin(actor, pid)
         self._requests = RayEngine(actor, self.max_context_tokens, caller="the run")
 

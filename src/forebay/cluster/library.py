@@ -51,6 +51,18 @@ class PartSpec:
     """Where the run's own process finds its modules."""
 
 
+@dataclass(frozen=True, eq=False)
+class Published:
+    """Weights in the object store, after train step `model_step`.
+
+    The object is a result of a call that the run's own process made, and so is that process's: it stays when
+    the trainer ends, and an engine that starts again gets it.
+    """
+
+    ref: Any
+    model_step: int
+
+
 @dataclass(frozen=True)
 class Connection:
     """A Ray cluster that this process is on.

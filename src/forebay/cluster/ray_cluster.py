@@ -31,7 +31,7 @@ from forebay.cluster.library import Connection, Given, PartSpec, connect, import
 from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
-from forebay.cluster.supervisor import Listener, Part, Restarts, all_started, none_is_left
+from forebay.cluster.supervisor import Listener, Restarts, Supervised, all_started, none_is_left
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
 from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
 from forebay.config import ConfigError, parse_config
@@ -242,7 +242,7 @@ class RayCluster:
         first = number % len(self._engines)
         return tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
 
-    def _replace_gone(self, parts: Sequence[Part], kind: type[Any], rooms: Sequence[Room]) -> None:
+    def _replace_gone(self, parts: Sequence[Supervised], kind: type[Any], rooms: Sequence[Room]) -> None:
         gone = [(part, room) for part, room in zip(parts, rooms, strict=True) if part.gone is not None]
         for part, _ in gone:
             self._kill(part.actor)

@@ -51,7 +51,7 @@ Listener = Callable[[str, str], None]
 """Takes the name of a part, and why it was started again."""
 
 
-class Part:
+class Supervised:
     """One actor that the run's own process keeps going, and tells what is wanted of it.
 
     Invariants: while `is_up`, the process is set up and does what was wanted last; a process that ended is
@@ -291,7 +291,7 @@ async def _until_it_ends(actor: Any) -> str:
     return "it was told to end"
 
 
-def none_is_left(parts: Sequence[Part]) -> PartLost | None:
+def none_is_left(parts: Sequence[Supervised]) -> PartLost | None:
     """Why there is none of these parts any more; None: one is there, or coming back."""
     gone = [part.gone for part in parts]
     return None if None in gone else gone[0]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.cluster.library import PartSpec, cause_of, find_modules_in, import_ray, why
+from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
 from forebay.engines.weights.layout import PlainWeight, to_plain
 from forebay.runs.placement import PartLost
 from forebay.train.parallel.ranks import EXPECTED, RankError
@@ -30,18 +30,6 @@ if TYPE_CHECKING:
     from forebay.cluster.ranks import RayRanks
     from forebay.cluster.workers import ClusterController
     from forebay.train.batch import TrainBatch
-
-
-@dataclass(frozen=True, eq=False)
-class Published:
-    """Weights in the object store, after train step `model_step`.
-
-    The object is a result of a call that the run's own process made, and so is that process's: it stays when
-    the trainer ends, and an engine that starts again gets it.
-    """
-
-    ref: Any
-    model_step: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,9 @@ from typing import Any
 
 from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed
 from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.library import import_ray
+from forebay.cluster.library import Published, import_ray
 from forebay.cluster.rollout_worker import Job, LoopName, Report, WorkerSpec
-from forebay.cluster.supervisor import Listener, Part, none_is_left
-from forebay.cluster.trainer import Published
+from forebay.cluster.supervisor import Listener, Supervised, none_is_left
 from forebay.engines import Engine, RolloutController
 from forebay.runs.placement import PartLost
 from forebay.types import RolloutState, Status, reset_rollout_response
@@ -47,7 +46,7 @@ class Paused(RuntimeError):
     """A group has no worker, and a pause does not wait for one."""
 
 
-class PlacedWorker(Part):
+class PlacedWorker(Supervised):
     """One rollout worker elsewhere."""
 
     def __init__(
@@ -69,7 +68,7 @@ class PlacedWorker(Part):
         self._on_end = on_end
 
     def begin(self, actor: Any, pid: int) -> None:
-        """As `Part.begin`."""
+        """As `Supervised.begin`."""
         super().begin(actor, pid)
         self.report = Report({}, 0)
         """Of its present process."""

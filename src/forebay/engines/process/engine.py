@@ -55,7 +55,7 @@ _END_LIMIT_S = 10.0
 """For a child whose connection is over to be gone: its interpreter unloads what it had loaded."""
 _HANG_LIMIT_S = 2.0
 """The same for one that served, which then ends at once unless it hangs or is stopped."""
-_CHILD_CODE = "from forebay.engines.process.host import main; main()"
+_CHILD_CODE = "from forebay.engines.process.child import main; main()"
 _LOG_TAIL_BYTES = 2000
 _ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (ValueError, AdaptersRefusedError, BaseDiffersError)

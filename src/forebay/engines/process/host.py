@@ -11,9 +11,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,13 +19,12 @@ import msgspec
 import numpy as np
 
 from forebay.config import Component, StrictModel
-from forebay.engines.base import Completion, Engine, EngineSurroundings, GenerateRequest
-from forebay.engines.build import build_engines
+from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.engines.pool import EnginePool
-from forebay.io.channel import BlockingChannel, Channel
+from forebay.io.channel import Channel
 from forebay.io.messages import Call, Note, encode_value
 from forebay.io.session import Result, Session
-from forebay.models import ModelConfig, Precision, load_tokenizer
+from forebay.models import ModelConfig, Precision
 from forebay.types import IntArray, SampleParams
 
 PROGRESS_EVERY_S = 0.5
@@ -158,34 +154,3 @@ class HostSession(Session):
         self.channel.post(Note(encode_value(made)))
         if made:
             self._report_later()
-
-
-def main() -> None:
-    """The child: ``python -c ... SOCKET SILENCE_LIMIT_S RECIPE``."""
-    sock, silence_limit_s = socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2])
-    recipe = EngineRecipe.model_validate_json(sys.argv[3])
-    import torch
-
-    torch.set_num_threads(recipe.threads)
-    surroundings = EngineSurroundings(
-        model_folder=recipe.model_folder,
-        model=recipe.model,
-        dtype=recipe.dtype,
-        tokenizer=load_tokenizer(recipe.model_folder),
-        scratch=recipe.model_folder,
-    )
-    host = EngineHost(build_engines(recipe.engine, surroundings))
-    facts = {
-        name: getattr(host.pool, name) for name in ("max_context_tokens", "model_step", "takes_adapters")
-    }
-    BlockingChannel(sock).send(Note(encode_value(facts)))
-
-    async def serve() -> None:
-        channel = Channel(sock, max_header_bytes=MAX_HEADER_BYTES)
-        await HostSession(host, channel, silence_limit_s=silence_limit_s).run()
-
-    try:
-        asyncio.run(serve())
-    finally:
-        # Threads of the engine may be in a forward pass that nobody waits for.
-        os._exit(0)

@@ -1,0 +1,51 @@
+"""The program that a process engine runs in its child: builds the engine, says so, and answers calls.
+
+::
+
+    python -c "from forebay.engines.process.child import main; main()" SOCKET SILENCE_LIMIT_S RECIPE
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+
+from forebay.engines.base import EngineSurroundings
+from forebay.engines.build import build_engines
+from forebay.engines.process.host import MAX_HEADER_BYTES, EngineHost, EngineRecipe, HostSession
+from forebay.io.channel import BlockingChannel, Channel
+from forebay.io.messages import Note, encode_value
+from forebay.models import load_tokenizer
+
+
+def main() -> None:
+    """Serve the parent until the socket closes; the process ends with it."""
+    sock, silence_limit_s = socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2])
+    recipe = EngineRecipe.model_validate_json(sys.argv[3])
+    import torch
+
+    torch.set_num_threads(recipe.threads)
+    surroundings = EngineSurroundings(
+        model_folder=recipe.model_folder,
+        model=recipe.model,
+        dtype=recipe.dtype,
+        tokenizer=load_tokenizer(recipe.model_folder),
+        scratch=recipe.model_folder,
+    )
+    host = EngineHost(build_engines(recipe.engine, surroundings))
+    facts = {
+        name: getattr(host.pool, name) for name in ("max_context_tokens", "model_step", "takes_adapters")
+    }
+    BlockingChannel(sock).send(Note(encode_value(facts)))
+
+    async def serve() -> None:
+        channel = Channel(sock, max_header_bytes=MAX_HEADER_BYTES)
+        await HostSession(host, channel, silence_limit_s=silence_limit_s).run()
+
+    try:
+        asyncio.run(serve())
+    finally:
+        # Threads of the engine may be in a forward pass that nobody waits for.
+        os._exit(0)

@@ -1,6 +1,8 @@
 """Ray: the plain classes as actors, placed on a cluster and kept going."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forebay.extras import lazy_names
 
 if TYPE_CHECKING:
     from forebay.cluster.ray_cluster import RayCluster
@@ -8,9 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["RayCluster"]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "RayCluster":
-        from forebay.cluster.ray_cluster import RayCluster
-
-        return RayCluster
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {"ray_cluster": ["RayCluster"]},
+)

@@ -1,6 +1,6 @@
 """Inference engines and the rollout controller in front of them."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forebay.engines.base import (
     Completion,
@@ -13,6 +13,7 @@ from forebay.engines.base import (
 from forebay.engines.build import ENGINES, EngineConfig, build_engines, find_engine
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
+from forebay.extras import lazy_names
 
 if TYPE_CHECKING:
     from forebay.engines.local.transformers import TransformersEngine
@@ -36,17 +37,8 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "TransformersEngine":
-        # Loads torch and transformers, which the other names do without.
-        from forebay.extras import needed_by
-
-        with needed_by("TransformersEngine"):
-            from forebay.engines.local.transformers import TransformersEngine
-
-        return TransformersEngine
-    if name == "HTTPEngine":
-        from forebay.engines.servers.engine import HTTPEngine
-
-        return HTTPEngine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The first loads torch and transformers, which the other names do without.
+__getattr__ = lazy_names(
+    __name__,
+    {"local.transformers": ["TransformersEngine"], "servers.engine": ["HTTPEngine"]},
+)

@@ -1,8 +1,9 @@
 """The replay buffer: groups of rollouts between production and training."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forebay.aio.changed import BufferClosed
+from forebay.extras import lazy_names
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.config import AsyncReplayBufferConfig, SyncReplayBufferConfig
 from forebay.replay.format.objects import SavedFields
@@ -53,22 +54,12 @@ __all__ = [
 ]
 
 # SQLAlchemy and msgspec are loaded only where a SQL store or a server is used.
-_LAZY = {
-    "BufferServer": "remote.server",
-    "ConnectionLost": "remote.messages",
-    "RemoteReplayBuffer": "remote.client",
-    "SQLStorage": "stores.sql.store",
-    "ServerClosed": "remote.messages",
-    "serve": "remote.server",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from importlib import import_module
-
-        from forebay.extras import needed_by
-
-        with needed_by(f"forebay.replay.{name}"):
-            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "remote.client": ["RemoteReplayBuffer"],
+        "remote.messages": ["ConnectionLost", "ServerClosed"],
+        "remote.server": ["BufferServer", "serve"],
+        "stores.sql.store": ["SQLStorage"],
+    },
+)

@@ -1,7 +1,8 @@
 """Simulation of runs: the real loops, on virtual time and on a cluster that is only described."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from forebay.extras import lazy_names
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 
 if TYPE_CHECKING:
@@ -10,13 +11,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterConfig", "LengthConfig", "SimulationResult", "simulate"]
 
-_HOMES = {"SimulationResult": "result", "simulate": "prediction"}
-
-
-def __getattr__(name: str) -> Any:
-    # The loops of a run load torch.
-    if name in _HOMES:
-        from importlib import import_module
-
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# The loops of a run load torch.
+__getattr__ = lazy_names(
+    __name__,
+    {"prediction": ["simulate"], "result": ["SimulationResult"]},
+)

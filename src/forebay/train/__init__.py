@@ -5,10 +5,9 @@ Importing this package loads neither torch nor transformers; a name that needs t
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from forebay.extras import needed_by
+from forebay.extras import lazy_names
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.train.objective.corrections import Correction
@@ -47,23 +46,16 @@ __all__ = [
     "supervised_warmup",
 ]
 
-_WITH_TORCH = {
-    "AdapterReceiver": "weight_sync",
-    "Critic": "model.critic",
-    "LocalRanks": "parallel.ranks",
-    "PolicyInputs": "objective.losses",
-    "PolicyLoss": "objective.losses",
-    "RankError": "parallel.ranks",
-    "RankWorker": "parallel.worker",
-    "Ranks": "parallel.ranks",
-    "TrainController": "controller",
-    "WeightReceiver": "weight_sync",
-    "supervised_warmup": "warmup",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WITH_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    with needed_by(f"forebay.train.{name}"):
-        return getattr(import_module(f"{__name__}.{_WITH_TORCH[name]}"), name)
+# These load torch.
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "controller": ["TrainController"],
+        "model.critic": ["Critic"],
+        "objective.losses": ["PolicyInputs", "PolicyLoss"],
+        "parallel.ranks": ["LocalRanks", "RankError", "Ranks"],
+        "parallel.worker": ["RankWorker"],
+        "warmup": ["supervised_warmup"],
+        "weight_sync": ["AdapterReceiver", "WeightReceiver"],
+    },
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
@@ -11,6 +10,7 @@ from pydantic import BaseModel, Field, model_validator
 from forebay.beside import ArgumentPaths
 from forebay.config import ConfigError
 from forebay.fragments import RateLimit
+from forebay.runs.config import RunFile
 
 MODES = {
     "processes": "forebay.environments.workers.worker_pool:ProcessWorkers",
@@ -92,25 +92,15 @@ class PPOConfig(BaseModel, extra="forbid", frozen=True):
     """Weight of the entropy bonus."""
 
 
-class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
+class FragmentRunConfig(RunFile):
     """A whole run, as ``forebay train`` takes it; `environment` is what tells it from other run files.
 
     >>> FragmentRunConfig(name="mine", steps=10, batch_size=4, environment={"id": "CartPole-v1"}).folder
     PosixPath('runs/mine')
     """
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    """Names the run and its folder: letters, digits, dots, dashes and underscores."""
-    seed: int = Field(default=0, ge=0)
-    """Of everything that is drawn at random."""
-    steps: int = Field(ge=0)
-    """Train steps in all."""
     batch_size: int = Field(ge=1)
     """Chunks per train step."""
-    output: Path = Path("runs")
-    """The run's folder is ``output/name``."""
-    search_path: list[Path] | None = None
-    """Folders in which modules are looked for; None: the recipe's, then the working one."""
     checkpoint_every: int = Field(default=20, ge=0)
     """Train steps between checkpoints, each with an evaluation; 0: only at the end or when stopped."""
     eval_episodes: int = Field(default=100, ge=1)
@@ -119,11 +109,6 @@ class FragmentRunConfig(BaseModel, extra="forbid", frozen=True):
     fragments: FragmentsConfig = FragmentsConfig()
     policy: PolicyConfig = PolicyConfig()
     train: PPOConfig = PPOConfig()
-
-    @property
-    def folder(self) -> Path:
-        """Where the run keeps everything."""
-        return self.output / self.name
 
     @property
     def steps_per_batch(self) -> int:

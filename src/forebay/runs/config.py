@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import tomli_w
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from forebay.agents import check_agent
 from forebay.config import (
@@ -191,7 +191,30 @@ class EvalConfig(StrictModel):
     """Of sampling in evaluations; 0: the likeliest token each time."""
 
 
-class RunConfig(StrictModel):
+class RunFile(BaseModel):
+    """What a run file of any kind of run has."""
+
+    model_config = StrictModel.model_config
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
+    """Names the run and its folder: letters, digits, dots, dashes and underscores."""
+    seed: int = Field(default=0, ge=0)
+    """Of everything that is drawn at random; equal seeds give equal runs on one machine."""
+    steps: int = Field(ge=0)
+    """Train steps in all."""
+    output: Path = Path("runs")
+    """The run's folder is ``output/name``."""
+    search_path: list[Path] | None = None
+    """Folders in which modules, data and models are looked for; None: the run file's, then the
+    working folder."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the run keeps everything."""
+        return self.output / self.name
+
+
+class RunConfig(RunFile):
     """A whole run, as `forebay train` takes it."""
 
     old_names: ClassVar[OldNames] = {
@@ -200,21 +223,10 @@ class RunConfig(StrictModel):
         "train.normalisation": ("train.normalization",),
     }
 
-    name: str = Field(pattern=r"^[A-Za-z0-9._-]+$")
-    """Names the run and its folder: letters, digits, dots, dashes and underscores."""
-    seed: int = Field(default=0, ge=0)
-    """Of everything that is drawn at random; equal seeds give equal runs on one machine."""
-    steps: int = Field(ge=0)
-    """Train steps in all."""
     batch_size: int = Field(ge=1)
     """Groups, that is prompts, per train step, over all tasks."""
     rollouts_per_prompt: int = Field(ge=1)
     """Size of a group."""
-    output: Path = Path("runs")
-    """The run's folder is ``output/name``."""
-    search_path: list[Path] | None = None
-    """Folders in which modules, data and models are looked for; None: the run file's, then the
-    working folder."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
     checkpoint_every: int = Field(default=50, ge=0)
@@ -243,44 +255,27 @@ class RunConfig(StrictModel):
     evaluate: EvalConfig = EvalConfig()
     metrics: MetricsConfig = MetricsConfig()
 
-    @property
-    def folder(self) -> Path:
-        """Where the run keeps everything."""
-        return self.output / self.name
-
     @field_validator("engine", mode="before")
     @classmethod
     def _of_default_engine(cls, value: Any) -> Any:
         """``engine.arguments.max_batch=4`` alone is for the engine that there is without it."""
         return {"name": "transformers", **value} if isinstance(value, dict) else value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_correction(cls, given: Any) -> Any:
-        """The rule ``correct`` needs a correction: give it one unless the run file does."""
-        produce, train = (given.get(name, {}) for name in ("produce", "train"))
-        if isinstance(produce, Mapping) and isinstance(train, Mapping) and "correction" not in train:
-            try:
-                rule = ProduceConfig.model_validate(produce).staleness_rule
-            except ValueError:
-                # Said, with the name of the key, when the table itself is read.
-                return given
-            if rule == "correct":
-                correction = SEPARATE_CORRECTION.get(str(train.get("loss")), "ratio")
-                return {**given, "train": {**train, "correction": correction}}
-        return given
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_generation_budget(cls, given: Any) -> Any:
-        """Dr. GRPO divides by a constant: the generation budget. GSPO's own normalization goes first."""
-        train = given.get("train")
-        if not isinstance(train, Mapping) or train.get("advantage") != "dr_grpo":
-            return given
-        budget = _generation_budget(given.get("tasks"))
-        if budget is None or "normalization" in train or train.get("loss") == "gspo":
-            return given
-        return {**given, "train": {**train, "normalization": budget}}
+    @model_validator(mode="after")
+    def _fill_train(self) -> RunConfig:
+        """Defaults of ``[train]`` that follow from other tables."""
+        train, given = self.train, self.train.model_fields_set
+        fill: dict[str, Any] = {}
+        if self.produce.staleness_rule == "correct" and "correction" not in given:
+            fill["correction"] = SEPARATE_CORRECTION.get(train.loss, "ratio")
+        # Dr. GRPO divides by a constant, the generation budget. GSPO's own normalization goes first.
+        if train.advantage == "dr_grpo" and train.loss != "gspo" and "normalization" not in given:
+            fill["normalization"] = max(task.sample.max_tokens for task in self.tasks)
+        if fill:
+            filled = TrainConfig.model_validate({**train.model_dump(exclude_unset=True), **fill})
+            # The model is frozen for its users; this is still part of making it.
+            object.__setattr__(self, "train", filled)
+        return self
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -354,16 +349,6 @@ def check_cluster(config: RunConfig) -> None:
     model(**arguments).check(config)
 
 
-def _generation_budget(tasks: Any) -> int | None:
-    """The largest ``max_tokens`` of the tasks as the run file has them; None if something there is wrong."""
-    try:
-        samples = [task.get("sample", {}) for task in tasks]
-        return max(int(sample.get("max_tokens", SampleParams().max_tokens)) for sample in samples)
-    except (AttributeError, TypeError, ValueError):
-        # Said, with the name of the key, when the table itself is read.
-        return None
-
-
 def _check_task(number: int, task: TaskConfig) -> None:
     if task.sample.temperature == 0:
         raise ConfigError(
@@ -379,19 +364,6 @@ def _check_task(number: int, task: TaskConfig) -> None:
         build_judge(task.judge)
     except ConfigError as error:
         raise ConfigError(f"task {task.name!r}: {error}") from None
-
-
-class RunFile(Protocol):
-    """What the model of any run file has, of whatever kind the run is."""
-
-    @property
-    def folder(self) -> Path:
-        """Where the run keeps everything."""
-        ...
-
-    def model_dump(self, *, mode: str) -> dict[str, Any]:
-        """Plain values."""
-        ...
 
 
 def to_toml(config: RunFile) -> str:

@@ -10,7 +10,7 @@ import sys
 
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, FIFOReplayPolicy, IndexedStorage, ReplayBuffer, serve
-from forebay.replay.remote.link import Link
+from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import KeyArguments, TakeArguments
 from forebay.types import Status
 
@@ -22,18 +22,18 @@ async def serve_here(address):
 
 
 async def take(address, number):
-    link = await Link.open(Address.parse(address), None)
+    link = await BufferLink.open(Address.parse(address), None)
     arguments = TakeArguments(b"child", {"math": int(number)}, Status.COMPLETED, None)
-    _, groups = await link.call("take_batch", arguments)
+    _, groups = await link.ask("take_batch", arguments)
     print(*(group[0].group_id for group in groups), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     try:
-        await link.call("keep", KeyArguments(b"child"))
+        await link.ask("keep", KeyArguments(b"child"))
     except ConnectionLost:
         # As `RemoteReplayBuffer` does, which asks once more on a new connection.
-        link = await Link.open(Address.parse(address), None)
+        link = await BufferLink.open(Address.parse(address), None)
         try:
-            await link.call("keep", KeyArguments(b"child"))
+            await link.ask("keep", KeyArguments(b"child"))
         except ConnectionLost as error:
             print(error, flush=True)
             return

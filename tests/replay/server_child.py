@@ -8,18 +8,18 @@ import asyncio
 import sys
 
 from forebay.io.address import Address
-from forebay.replay.remote.link import Link
+from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import KeyArguments, TakeArguments
 from forebay.types import Status
 
 
 async def main(address, what, number):
-    link = await Link.open(Address.parse(address), None)
+    link = await BufferLink.open(Address.parse(address), None)
     step = 5 if what == "archive" else None
     arguments = TakeArguments(b"child", {"math": int(number)}, Status.COMPLETED, step)
-    _, groups = await link.call("take_batch", arguments)
+    _, groups = await link.ask("take_batch", arguments)
     if what == "archive":
-        await link.call("keep", KeyArguments(b"child"))
+        await link.ask("keep", KeyArguments(b"child"))
     print(*(group[0].group_id for group in groups), flush=True)
     await asyncio.Event().wait()
 

@@ -11,6 +11,8 @@ from test_replay_frozen import serving
 from test_replay_server_faults import HELLO, PUT, call, frame
 
 from forebay.io import address as server_address
+from forebay.io.channel import MAX_HEADER_BYTES
+from forebay.io.messages import Cancel
 from forebay.replay import (
     ConnectionLost,
     FIFOReplayPolicy,
@@ -20,7 +22,7 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.format.encode import pack_group
-from forebay.replay.remote import client, messages
+from forebay.replay.remote import client
 from forebay.replay.remote.connection import Connection
 from forebay.types import Status
 
@@ -104,11 +106,11 @@ async def test_memory_follows_what_has_come_not_what_was_announced(tmp_path, siz
         for number in range(20):
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))
             sock.connect(str(tmp_path / "socket"))
-            sock.sendall(HELLO + call(1, "put", PUT, [sizes]) + bytes(1000) * (number + 1))
+            sock.sendall(HELLO + call(1, "put_groups", PUT, [sizes]) + bytes(1000) * (number + 1))
             # And one that announces a long message.
             sock = stack.enter_context(socket.socket(socket.AF_UNIX))
             sock.connect(str(tmp_path / "socket"))
-            sock.sendall(HELLO + struct.pack("<4sI", b"FBS1", messages.MAX_HEADER_BYTES) + b"x")
+            sock.sendall(HELLO + struct.pack("<4sI", b"FBC1", MAX_HEADER_BYTES) + b"x")
         for _ in range(3):
             await observer.put(make_group("a"), "math")
         assert resident_bytes(process.pid) - before < 100 << 20
@@ -160,10 +162,10 @@ async def test_puts_of_all_clients_wait_for_room_in_memory(tmp_path, buffer, mon
 
 async def test_what_a_broken_put_held_is_given_back(tmp_path, buffer):
     async with serve(buffer, tmp_path / "socket") as server:
-        for last in (b"", frame(messages.Cancel(1))):
+        for last in (b"", frame(Cancel(1))):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(str(tmp_path / "socket"))
-                sock.sendall(HELLO + call(1, "put", PUT, [(5 << 20, 5 << 20)]) + bytes(2000) + last)
+                sock.sendall(HELLO + call(1, "put_groups", PUT, [(5 << 20, 5 << 20)]) + bytes(2000) + last)
                 while not server._served.put_bytes:
                     await asyncio.sleep(0)
             while server.num_clients:

@@ -17,7 +17,7 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.remote import messages
-from forebay.replay.remote.link import Link
+from forebay.replay.remote.link import BufferLink
 from forebay.replay.stores.sql import rows as sql_rows
 from forebay.types import Status
 
@@ -126,12 +126,12 @@ async def test_a_confirmation_that_comes_after_a_resume_removes_nothing_of_the_s
     await buffer.put(make_group("a"), "math")
     await buffer.save(tmp_path / "snapshot")
     async with serve(buffer, tmp_path / "socket") as server:
-        link = await Link.open(Address.parse(server.address), None)
-        await link.call("take_batch", messages.TakeArguments(b"key", {"math": 1}, COMPLETED, None))
+        link = await BufferLink.open(Address.parse(server.address), None)
+        await link.ask("take_batch", messages.TakeArguments(b"key", {"math": 1}, COMPLETED, None))
         async with await RemoteReplayBuffer.connect(server.address) as other:
             await other.resume(tmp_path / "snapshot")
             with pytest.raises(messages.ConnectionLost, match="in the buffer again"):
-                await link.call("keep", messages.KeyArguments(b"key"))
+                await link.ask("keep", messages.KeyArguments(b"key"))
             assert names(await other.get(9, "math", COMPLETED)) == ["a"]
         await link.close()
 

@@ -223,7 +223,7 @@ async def test_whatever_ends_the_reading_ends_the_link_and_says_why(tmp_path, bu
         serve(buffer, tmp_path / "socket"),
         await RemoteReplayBuffer.connect(tmp_path / "socket") as client,
     ):
-        monkeypatch.setattr(client_link, "receive_group", fail)
+        monkeypatch.setattr(client_link, "unpack_group", fail)
         monkeypatch.setattr(buffer, "save", wait_for_ever)
         saving = asyncio.create_task(client.save(tmp_path / "snapshot"))
         taking = asyncio.create_task(client.take_batch({"math": 2}, train_step=1))

@@ -198,7 +198,7 @@ async def test_through_a_server_in_pieces(served, client, monkeypatch):
     assert groups[12][0].seq_staleness == 18
     assert len(client) == len(served) == 30
     assert await served.storage.count({"tags.x": 1}) == 30
-    assert not next(iter(client.server._connections))._pieces
+    assert not next(iter(client.server._connections))._puts
     taken, _ = await client.take_batch({"math": 19})
     assert names(taken["math"]) == [str(number) for number in range(11, 30)]
     assert all(same(taken["math"][n], groups[11 + n]) for n in range(19))
@@ -212,7 +212,7 @@ async def test_a_value_that_cannot_be_sent_takes_back_the_pieces_before_it(serve
         await client.put_groups(groups, "math")
     assert await client.count("math", COMPLETED) == 0
     connection = next(iter(client.server._connections))
-    assert (connection._pieces, connection._put_bytes) == ({}, 0)
+    assert (connection._puts, connection._put_bytes) == ({}, 0)
     # The connection is as good as before.
     await client.put_groups(groups[:3], "math")
     assert (len(client), client._link._puts._used) == (3, 0)
@@ -234,13 +234,13 @@ async def test_a_connection_that_breaks_between_pieces(served, client, monkeypat
     monkeypatch.setattr(client_link, "PIECE_BYTES", 1)
     gathered = asyncio.Event()
     connection = next(iter(client.server._connections))
-    gather = connection._gather
+    gather = connection._hold
 
     def note(*args):
-        gather(*args)
         gathered.set()
+        return gather(*args)
 
-    monkeypatch.setattr(connection, "_gather", note)
+    monkeypatch.setattr(connection, "_hold", note)
     groups = [make_group(str(number), steps=[1]) for number in range(8)]
     putting = asyncio.create_task(client.put_groups(groups, "math"))
     await gathered.wait()

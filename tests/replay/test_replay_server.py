@@ -11,6 +11,8 @@ import pytest
 import test_replay_buffer as local
 from replay_factory import make_group, make_state, names, same
 
+from forebay.io.channel import MAX_HEADER_BYTES, Channel
+from forebay.io.messages import Answer, encode_value
 from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,
@@ -19,8 +21,6 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote import messages
-from forebay.replay.remote.channel import Channel
 from forebay.types import ROLLOUT_FIELDS, RolloutState, SampleParams, Status
 
 COMPLETED, ABORTED, EXPIRED, ARCHIVED = Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.ARCHIVED
@@ -150,11 +150,10 @@ async def test_arguments_too_large_for_a_message_are_refused_before_they_are_sen
 async def test_a_message_too_large_for_its_receiver_is_not_sent():
     here, there = socket.socketpair()
     with here, there:
-        here.setblocking(False)
         there.setblocking(False)
-        channel = Channel(here, decode=messages.decode_from_client, max_frame_bytes=1)
+        channel = Channel(here, max_frame_bytes=1)
         with pytest.raises(ValueError, match="ask for less at once"):
-            await channel.send(messages.Answer(1, "x" * messages.MAX_HEADER_BYTES, 0, 0))
+            await channel.send(Answer(1, encode_value("x" * MAX_HEADER_BYTES)))
         with pytest.raises(BlockingIOError):
             there.recv(1)
 

@@ -49,12 +49,12 @@ def break_once(monkeypatch, method, when):
     original = getattr(Connection, method)
     broken = []
 
-    async def run(self, *args):
+    def run(self, *args):
         if not broken and when(*args):
             broken.append(self)
             self.abort()
             raise BrokenPipeError("broken by the test")
-        return await original(self, *args)
+        return original(self, *args)
 
     monkeypatch.setattr(Connection, method, run)
     return broken
@@ -73,10 +73,10 @@ async def test_a_take_at_whose_every_moment_the_connection_breaks(buffer, path, 
     await buffer.put_groups([make_group(name, num_tokens=9) for name in "abcd"], "math")
     method, when = {
         "taken": ("_send_groups", lambda *_: True),
-        "sent": ("_answer", lambda _, value: isinstance(value, dict)),
+        "sent": ("_reply", lambda value: isinstance(value, dict)),
         "to be kept": ("_keep", lambda *_: True),
         # The answer to `keep` is the first one after a batch that is not a batch.
-        "kept": ("_answer", lambda number, value: value is None and number > 0),
+        "kept": ("_reply", lambda value: value is None),
     }[moment]
     async with serve(buffer, path), await RemoteReplayBuffer.connect(path) as client:
         broken = break_once(monkeypatch, method, when)
@@ -118,9 +118,9 @@ async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buff
     await buffer.put(make_group("a"), "math")
     async with serve(buffer, path) as server:
         served = server._served
-        taken = await served.take_batch(TakeArguments(b"key", {"math": 1}, COMPLETED, train_step))
+        handover = await served.take(TakeArguments(b"key", {"math": 1}, COMPLETED, train_step))
         # As of a client that was cancelled and does not wait: the second comes before the first is done.
-        await asyncio.gather(served.keep(b"key", taken.handover), served.release(b"key", taken.handover))
+        await asyncio.gather(served.keep(b"key", handover), served.release(b"key", handover))
         assert await live_names(buffer) == ["a"]
         assert served.census.num_live == 1
 
@@ -167,7 +167,7 @@ async def test_a_keep_that_a_killed_server_has_done_is_known_to_the_next(tmp_pat
     buffer = ReplayBuffer(FIFOReplayPolicy(), storage)
     await buffer.put_groups([make_group(name) for name in "abc"], "math")
     async with serve(buffer, path) as first, await RemoteReplayBuffer.connect(path) as client:
-        break_once(monkeypatch, "_answer", lambda number, value: value is None and number > 0)
+        break_once(monkeypatch, "_reply", lambda value: value is None)
         first._path.unlink()
         async with serve(ReplayBuffer(FIFOReplayPolicy(), storage), path):
             assert names(await client.get(2, "math", COMPLETED)) == ["a", "b"]

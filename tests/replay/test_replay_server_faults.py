@@ -13,7 +13,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from replay_factory import make_group, names, same
 
+from forebay.io import channel
 from forebay.io.address import Address, is_proof, prove
+from forebay.io.channel import framed
+from forebay.io.messages import Call, Goodbye, Note, Part, decode, encode_value
 from forebay.replay import (
     ConnectionLost,
     FIFOReplayPolicy,
@@ -25,13 +28,12 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.arrival import Arrival
+from forebay.replay.format.decode import unpack_group
 from forebay.replay.format.encode import ARRAYS, pack_group
-from forebay.replay.remote import channel as server_channel
 from forebay.replay.remote import connection as server_connection
 from forebay.replay.remote import link as client_link
 from forebay.replay.remote import messages
-from forebay.replay.remote.groups import receive_group
-from forebay.replay.remote.link import Link, Pieces
+from forebay.replay.remote.link import BufferLink, Pieces
 from forebay.types import Status
 
 COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED
@@ -66,16 +68,19 @@ async def open_raw(path):
 
 async def read_message(reader):
     magic, length = struct.unpack("<4sI", await reader.readexactly(8))
-    assert magic == b"FBS1"
-    return messages.decode_from_server(await reader.readexactly(length))
+    assert magic == b"FBC1"
+    return decode(await reader.readexactly(length))
 
 
 def frame(message):
-    header = messages.encode(message)
-    return struct.pack("<4sI", b"FBS1", len(header)) + header
+    return b"".join(framed(message))
 
 
-HELLO = frame(messages.Hello(messages.PROTOCOL, b""))
+def hello(protocol=messages.PROTOCOL):
+    return frame(Note(encode_value(messages.Hello(protocol, b""))))
+
+
+HELLO = hello()
 
 
 async def last_words(reader):
@@ -85,14 +90,14 @@ async def last_words(reader):
         while True:
             words.append(await read_message(reader))
     except (asyncio.IncompleteReadError, ConnectionResetError):
-        return words[-1].message if words and isinstance(words[-1], messages.Goodbye) else None
+        return words[-1].message if words and isinstance(words[-1], Goodbye) else None
 
 
 def call(number, method, arguments, sizes=()):
-    return frame(messages.Call(number, method, msgspec.Raw(messages.encode(arguments)), list(sizes)))
+    return frame(Call(number, method, encode_value(arguments), [size for pair in sizes for size in pair]))
 
 
-COUNT = messages.CountArguments("math", COMPLETED, None)
+COUNT = {"task_name": "math", "group_status": COMPLETED, "tags": None}
 PUT = messages.PutArguments(b"", "t", Arrival())
 PACKED = pack_group(make_group("raw", steps=[1]))
 SIZE, GROUP = PACKED.size, PACKED.head + b"".join(PACKED.buffers)
@@ -102,25 +107,21 @@ SIZE, GROUP = PACKED.size, PACKED.head + b"".join(PACKED.buffers)
     ("data", "reason"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "starts with"),
-        (HELLO + b"FBS2" + bytes(8), "starts with"),
-        (HELLO + struct.pack("<4sI", b"FBS1", 2**31), "at most"),
-        (HELLO + struct.pack("<4sI", b"FBS1", 3) + b"abc", "not a message"),
+        (HELLO + b"FBC2" + bytes(8), "starts with"),
+        (HELLO + struct.pack("<4sI", b"FBC1", 2**31), "at most"),
+        (HELLO + struct.pack("<4sI", b"FBC1", 3) + b"abc", "not a message"),
         (HELLO + HELLO, "one hello"),
-        (struct.pack("<4sI", b"FBS1", 5000), "at most 4096"),
+        (struct.pack("<4sI", b"FBC1", 5000), "at most 4096"),
         (call(1, "count", COUNT), "hello"),
-        (frame(messages.Hello(99, b"")), "protocol"),
+        (hello(99), "protocol"),
         (HELLO + call(1, "count", COUNT, [(2**40, 2**40)]), "at most"),
-        (HELLO + call(1, "count", COUNT, [(-1, 5)]), "negative"),
-        (HELLO + call(0, "count", COUNT), "call 0"),
-        (HELLO + call(1, "put", PUT), "does not bring 0 groups"),
+        (HELLO + call(1, "count", COUNT, [(-1, 5)]), ">= 0"),
         (HELLO + call(1, "put_groups", PUT), "does not bring 0 groups"),
-        (HELLO + frame(messages.Piece(1, [])), "no groups"),
-        (HELLO + frame(messages.Piece(0, [SIZE])) + GROUP, "call 0"),
-        (HELLO + frame(messages.Piece(1, [(2, 3)])) + b"\x92\x90abc", "damaged"),
-        (HELLO + frame(messages.Piece(1, [SIZE])) + GROUP + call(1, "count", COUNT), "brings no groups"),
-        (HELLO + call(1, "put", PUT, [SIZE, SIZE]) + GROUP + GROUP, "does not bring 2 groups"),
+        (HELLO + frame(Part(1, [])), "no groups"),
+        (HELLO + frame(Part(1, [2, 3])) + b"\x92\x90abc", "damaged"),
+        (HELLO + frame(Part(1, list(SIZE))) + GROUP + call(1, "count", COUNT), "brings no groups"),
         (
-            HELLO + call(1, "put", PUT, [(2, 3)]) + b"\x92\x90abc",
+            HELLO + call(1, "put_groups", PUT, [(2, 3)]) + b"\x92\x90abc",
             "damaged",
         ),
     ],
@@ -139,7 +140,9 @@ async def test_a_message_that_breaks_off_ends_its_connection(buffer, path):
     async with serve(buffer, path) as server, await connect(path) as other:
         packed = pack_group(make_group("a"))
         arguments = messages.PutArguments(b"k", "math", Arrival())
-        data = HELLO + call(1, "put", arguments, [packed.size]) + packed.head + b"".join(packed.buffers)
+        data = (
+            HELLO + call(1, "put_groups", arguments, [packed.size]) + packed.head + b"".join(packed.buffers)
+        )
         for length in (3, 20, len(HELLO), len(HELLO) + 9, len(data) - 1):
             reader, writer = await open_raw(path)
             writer.write(data[:length])
@@ -160,7 +163,7 @@ def test_any_bytes_harm_nobody(data, hello, tmp_path_factory):
         async with serve(buffer, path):
             for rest in data:
                 reader, writer = await open_raw(path)
-                for bytes_ in (rest, struct.pack("<4sI", b"FBS1", len(rest)) + rest):
+                for bytes_ in (rest, struct.pack("<4sI", b"FBC1", len(rest)) + rest):
                     writer.write(HELLO * hello + bytes_)
                 writer.write_eof()
                 await last_words(reader)
@@ -187,8 +190,8 @@ def test_a_damaged_group_is_a_clear_error(data):
         part[data.draw(st.integers(0, len(part) - 1))] = data.draw(st.integers(0, 255))
     if data.draw(st.booleans()):
         del arrays[data.draw(st.integers(0, len(arrays) - 1)) :]
-    with contextlib.suppress(messages.FrameError):
-        for state in receive_group(head, arrays):
+    with contextlib.suppress(ValueError):
+        for state in unpack_group(head, arrays):
             assert isinstance(state.status, Status)
             assert {getattr(state, name).dtype for name in ARRAYS} <= set(ARRAYS.values())
 
@@ -202,8 +205,8 @@ def test_bytes_are_never_taken_for_python_objects(dtype, tree):
     inner[0] = dtype
     head = msgspec.msgpack.decode(packed.head)
     head["trees"] = json.dumps({"extra_fields": [tree]})
-    with pytest.raises(messages.FrameError, match="dtype"):
-        receive_group(msgspec.msgpack.encode(head), b"".join(packed.buffers))
+    with pytest.raises(ValueError, match="dtype"):
+        unpack_group(msgspec.msgpack.encode(head), b"".join(packed.buffers))
 
 
 async def test_a_client_that_does_not_read_holds_up_nobody(buffer, path):
@@ -232,9 +235,9 @@ async def test_a_client_that_never_confirms_is_given_up(buffer, path, monkeypatc
     monkeypatch.setattr(server_connection, "STALL_S", 0.01)
     await put_named(buffer, "ab")
     async with serve(buffer, path):
-        link = await Link.open(Address.parse(path), None)
+        link = await BufferLink.open(Address.parse(path), None)
         seen = buffer.version
-        _, groups = await link.call("get", messages.GetArguments(b"key", 2, "math", COMPLETED, None))
+        _, groups = await link.ask("get", messages.GetArguments(b"key", 2, "math", COMPLETED, None))
         assert len(groups) == 2
         while len(buffer) != 2:
             seen = await buffer.wait_for_change(seen)
@@ -242,7 +245,7 @@ async def test_a_client_that_never_confirms_is_given_up(buffer, path, monkeypatc
 
 
 async def test_a_client_that_takes_nothing_is_given_up(buffer, path, monkeypatch):
-    monkeypatch.setattr(server_channel, "STALL_S", 0.01)
+    monkeypatch.setattr(channel, "STALL_S", 0.01)
     for number in range(10):
         await buffer.put(make_group(number, num_tokens=20_000), "math")
     async with serve(buffer, path):
@@ -262,8 +265,8 @@ async def test_what_a_dead_client_did_not_confirm_is_back_in_its_place(path, tmp
     await put_named(buffer, "b")
     before = await buffer.storage.get({})
     async with serve(buffer, path), await connect(path) as other:
-        link = await Link.open(Address.parse(path), None)
-        await link.call("get", messages.GetArguments(b"key", 2, "math", COMPLETED, {"x": 1}))
+        link = await BufferLink.open(Address.parse(path), None)
+        await link.ask("get", messages.GetArguments(b"key", 2, "math", COMPLETED, {"x": 1}))
         assert await other.count("math", COMPLETED) == 1
         await put_named(other, "c")
         seen = other.version
@@ -274,8 +277,8 @@ async def test_what_a_dead_client_did_not_confirm_is_back_in_its_place(path, tmp
         assert [row.uid for row in rows[:2]] == [row.uid for row in before]
         assert (rows[0].tags, rows[0].priority, rows[0].status) == ({"x": 1}, 2.0, COMPLETED)
         # A checkpoint's commit and restore pass over groups that are between two owners.
-        link = await Link.open(Address.parse(path), None)
-        await link.call("take_batch", messages.TakeArguments(b"key", {"math": 1}, COMPLETED, None))
+        link = await BufferLink.open(Address.parse(path), None)
+        await link.ask("take_batch", messages.TakeArguments(b"key", {"math": 1}, COMPLETED, None))
         await other.commit(99)
         await other.restore(0)
         assert await other.count("math", COMPLETED) == 2
@@ -341,22 +344,22 @@ async def test_a_put_whose_answer_was_lost_is_stored_once(path):
         link = client._link
         arguments = messages.PutArguments(b"key", "math", Arrival())
         for _ in range(2):
-            await link.put("put", arguments, Pieces([make_group("b")], None))
+            await link.put(arguments, Pieces([make_group("b")], None))
         assert await client.count("math", COMPLETED) == 2
 
 
 async def test_a_put_that_failed_may_be_tried_again(buffer, path):
     async with serve(buffer, path):
-        link = await Link.open(Address.parse(path), None)
+        link = await BufferLink.open(Address.parse(path), None)
         for threshold, outcome in ((0, ValueError), (3, None)):
             arguments = messages.PutArguments(
                 b"key", "math", Arrival(current_train_step=1, stale_threshold=threshold)
             )
             if outcome:
                 with pytest.raises(outcome, match="threshold"):
-                    await link.put("put", arguments, Pieces([make_group("b")], None))
+                    await link.put(arguments, Pieces([make_group("b")], None))
             else:
-                await link.put("put", arguments, Pieces([make_group("b")], None))
+                await link.put(arguments, Pieces([make_group("b")], None))
         assert len(buffer) == 1
         await link.close()
 
@@ -514,7 +517,7 @@ async def test_the_arrays_of_a_group_are_views_of_what_came(buffer):
     (group,) = [make_group("a", num_tokens=100)]
     packed = pack_group(group)
     data = bytearray(b"".join(packed.buffers))
-    (first, _) = receive_group(packed.head, data)
+    (first, _) = unpack_group(packed.head, data)
     assert same(first.response_ids, group[0].response_ids)
     data[:4] = b"\x07\x00\x00\x00"
     assert first.response_ids[0] == 7

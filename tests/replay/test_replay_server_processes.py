@@ -20,7 +20,7 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.link import Link
+from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import TakeArguments
 from forebay.types import Status
 
@@ -91,9 +91,9 @@ async def test_a_killed_server_on_a_database_loses_nothing_and_doubles_nothing(t
         for number in range(5):
             await put(client, str(number))
         # Taken, and not confirmed when the server dies.
-        link = await Link.open(Address.parse(address), None)
+        link = await BufferLink.open(Address.parse(address), None)
         arguments = TakeArguments(b"key", {"math": 2}, COMPLETED, None)
-        _, groups = await link.call("take_batch", arguments)
+        _, groups = await link.ask("take_batch", arguments)
         assert names(groups) == ["0", "1"]
         await client.take_batch({"math": 1}, train_step=7)
         puts = [asyncio.create_task(put(client, str(number))) for number in range(5, 60)]

@@ -27,8 +27,7 @@ from typing import Any
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, serve
-from forebay.replay.remote.command import IN_MEMORY, ServeOptions, open_buffer
-from forebay.replay.remote.malloc import keep_freed_memory
+from forebay.replay.remote.command import IN_MEMORY, ServeOptions, keep_freed_memory, open_buffer
 
 DEFAULT_NAME = "forebay_buffer"
 MAX_CALLS = 10_000

@@ -112,12 +112,19 @@ class Link:
             raise
         return await self.result(pending)
 
-    def tell(self, method: str, arguments: Any) -> None:
-        """Make a call whose answer is thrown away; nothing happens if the link is lost."""
-        if self.lost is None:
-            pending = self.begin()
-            pending.is_withdrawn = True
-            self.channel.post(Call(pending.number, method, encode_value(arguments)))
+    @property
+    def is_answering(self) -> bool:
+        """False while the answer to a call that was cancelled is overdue."""
+        return not any(pending.is_withdrawn for pending in self._pending.values())
+
+    def tell(self, method: str, arguments: Any) -> asyncio.Future[Any] | None:
+        """Make a call whose answer is thrown away; a future for its end, or None if the link is lost."""
+        if self.lost is not None:
+            return None
+        pending = self.begin()
+        pending.is_withdrawn = True
+        self.channel.post(Call(pending.number, method, encode_value(arguments)))
+        return pending.future
 
     def begin(self, late: Callable[[Any], None] | None = None) -> Pending:
         """A number for a call, which is then sent; `result` waits for its answer."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,11 @@ Result = tuple[Any, Sequence[Buffer]]
 """A value that MessagePack can hold, and buffers."""
 
 
-class Session(ABC):
+class Session:
     """Serves one peer until it leaves, is silent for `limit_s`, or breaks the rules of the channel.
 
     Invariants: every call that has come is answered once, also one that was cancelled, unless the connection
-    ends first; when `run` returns, nothing of the session is left.
+    ends first; when `run` returns, no call is left that `may_end`.
 
     >>> await FragmentSession(Channel(sock), limit_s=60.0).run()
     """
@@ -63,9 +62,23 @@ class Session(ABC):
         """Those without an answer."""
         self._silence: TimeoutError | None = None
 
-    @abstractmethod
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
-        """The result of one call; what it raises is the caller's."""
+        """The result of one call; errors are the caller's, but a FrameError ends the session."""
+        raise NotImplementedError
+
+    async def admit(self) -> bool:
+        """Say and hear the first words; False ends the session."""
+        return True
+
+    def may_end(self, number: int) -> bool:
+        """Whether this call may be cancelled: by the peer, and with the connection."""
+        return True
+
+    def ended(self, number: int) -> None:
+        """This call is answered, or was cancelled."""
+
+    def refuse(self, reason: str) -> None:
+        """Say why the connection ends: the peer broke the rules of the channel."""
 
     async def run(self) -> None:
         """Serve; returns, or raises why, when the connection is over.
@@ -74,20 +87,24 @@ class Session(ABC):
             FrameError: what came is no message.
             OSError: the connection broke, or the peer was silent (`TimeoutError`).
         """
-        beating = asyncio.create_task(self._beat())
+        tasks: list[asyncio.Task[None]] = []
         try:
+            if not await self.admit():
+                return
+            tasks.append(asyncio.create_task(self._beat()))
             while (received := await self.channel.receive(self.reserve)) is not None:
                 self.dispatch(*received)
-        except FrameError:
+        except FrameError as error:
             # A silent peer may have been cut off in the middle of a message.
             if self._silence is None:
+                self.refuse(str(error))
                 raise
         finally:
             self.channel.end()
-            calls = list(self.calls.values())
-            for task in (beating, *calls):
+            tasks += [task for number, task in self.calls.items() if self.may_end(number)]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(beating, *calls, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.channel.close()
         if self._silence is not None:
             raise self._silence
@@ -116,20 +133,20 @@ class Session(ABC):
             case Call():
                 if message.number in self.calls:
                     raise FrameError(f"there is a call {message.number} already")
-                task = asyncio.create_task(self._answer(message, buffers))
+                task = asyncio.create_task(self._answer(message, buffers), name=message.method)
                 self.calls[message.number] = task
                 task.add_done_callback(lambda task: self._note_end(message.number, task))
             case Cancel(number=number):
-                if number in self.calls:
-                    self.cancel(number)
+                self.cancel(number)
             case Alive():
                 pass
             case _:
                 raise FrameError(f"a {type(message).__name__} was not expected")
 
     def cancel(self, number: int) -> None:
-        """The peer does not wait for this call any more."""
-        self.calls[number].cancel()
+        """The peer does not wait for this call any more, which may have been answered."""
+        if number in self.calls and self.may_end(number):
+            self.calls[number].cancel()
 
     async def _answer(self, call: Call, buffers: list[Any] | None) -> None:
         try:
@@ -145,15 +162,15 @@ class Session(ABC):
 
     def _note_end(self, number: int, task: asyncio.Task[None]) -> None:
         del self.calls[number]
+        self.ended(number)
         if task.cancelled():
             # Here, because a task that is cancelled before its first step does nothing itself.
             self.channel.post(failure_of(number, asyncio.CancelledError("the call was cancelled")))
         elif (error := task.exception()) is not None:
-            self.fail(error)
-
-    def fail(self, error: BaseException) -> None:
-        """A call could not be answered, so the connection ends."""
-        self.channel.end()
+            if isinstance(error, FrameError):
+                self.refuse(str(error))
+            # It could not be answered.
+            self.channel.end()
 
 
 class Acceptor:

@@ -2,7 +2,7 @@
 
 ::
 
-    connect --> Link --lost--> the next call connects again
+    connect --> BufferLink --lost--> the next call connects again
                  |
     put, get, count, ... --> one message there, one answer back; any number of calls at a time
 
@@ -27,13 +27,13 @@ from typing import Any, Unpack
 import msgspec
 
 from forebay.io.address import Address
-from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
+from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, check_limit
+from forebay.io.messages import Note, encode_value
 from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group
 from forebay.replay.remote import messages
-from forebay.replay.remote.link import Link, Pieces, new_key
+from forebay.replay.remote.link import BufferLink, Pieces, new_key
 from forebay.replay.remote.messages import ConnectionLost
-from forebay.replay.remote.rows import RemoteRows
 from forebay.replay.stores.contract import StorageItem, TagValue, check_priority, check_tags
 from forebay.types import RolloutState, Status, expire_group
 
@@ -58,15 +58,15 @@ class RemoteReplayBuffer:
     ...     groups, counts = await buffer.take_batch({"math": 64}, train_step=4)
     """
 
-    def __init__(self, locate: Locate, link: Link, limit_s: float = SILENCE_LIMIT_S) -> None:
+    def __init__(self, locate: Locate, link: BufferLink, limit_s: float = SILENCE_LIMIT_S) -> None:
         self.on_evict: Callable[[StorageItem], None] | None = None
         """Called for each group that a put of this client has evicted; its rollouts have only their ids."""
-        self.storage = RemoteRows(self._ask)
+        self.storage = RemoteRows(self._call)
         """The rows there, to be looked at."""
         self._locate = locate
         self._link = link
         self._limit_s = limit_s
-        self._opening: asyncio.Task[Link] | None = None
+        self._opening: asyncio.Task[BufferLink] | None = None
         """The attempt to connect again, one for all calls that wait for it."""
         self._is_closed = False
 
@@ -101,7 +101,7 @@ class RemoteReplayBuffer:
             ConnectionLost: nobody listens or answers there, or the server refuses.
         """
         check_limit("limit_s", limit_s)
-        return cls(locate, await Link.open(*await locate(), limit_s=limit_s), limit_s)
+        return cls(locate, await BufferLink.open(*await locate(), limit_s=limit_s), limit_s)
 
     async def __aenter__(self) -> RemoteReplayBuffer:
         return self
@@ -160,7 +160,7 @@ class RemoteReplayBuffer:
         arguments = messages.PutArguments(new_key(), task_name, how)
         # Labeled as they are packed, while the server has the earlier ones.
         pieces = Pieces(listed, how.model_step)
-        (outcomes, evicted), _ = await self._call("put_groups", arguments, pieces)
+        (outcomes, evicted), _ = await self._repeat("put_groups", arguments, pieces)
         for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
             for state, value in zip(group, staleness, strict=True):
                 state.seq_staleness = value
@@ -178,7 +178,7 @@ class RemoteReplayBuffer:
         *,
         tags: Mapping[str, TagValue] | None = None,
     ) -> list[Group]:
-        """See `ReplayBuffer.get`; what did not arrive here is in the buffer again."""
+        """Take groups; those that do not arrive here are in the buffer again."""
         if batch_size <= 0:
             return []
         arguments = messages.GetArguments(b"", batch_size, task_name, group_status, _checked(tags))
@@ -187,26 +187,21 @@ class RemoteReplayBuffer:
     async def count(
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> int:
-        """See `ReplayBuffer.count`."""
-        number, _ = await self._call(
-            "count", messages.CountArguments(task_name, group_status, _checked(tags))
+        return int(
+            await self._call("count", task_name=task_name, group_status=group_status, tags=_checked(tags))
         )
-        return int(number)
 
     async def count_statuses(
         self, task_names: Iterable[str], statuses: Iterable[Status]
     ) -> dict[str, dict[Status, int]]:
-        """See `ReplayBuffer.count_statuses`."""
-        statuses = list(statuses)
-        cells, _ = await self._call(
-            "count_statuses", messages.CountStatusesArguments(list(task_names), statuses)
-        )
-        return {task: dict(zip(statuses, numbers, strict=True)) for task, numbers in cells.items()}
+        cells = await self._call("count_statuses", task_names=list(task_names), statuses=list(statuses))
+        return {
+            task: {Status(name): int(number) for name, number in of.items()} for task, of in cells.items()
+        }
 
     async def is_ready(
         self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
     ) -> bool:
-        """See `ReplayBuffer.is_ready`."""
         counts = await self.count_statuses(task_batch_sizes, [group_status])
         return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
 
@@ -217,18 +212,16 @@ class RemoteReplayBuffer:
         group_status: Status = Status.COMPLETED,
         train_step: int | None = None,
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
-        """See `ReplayBuffer.take_batch`; what did not arrive here is in the buffer again."""
+        """Take groups of several tasks; those that do not arrive here are in the buffer again."""
         arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
         taken = await self._take("take_batch", arguments)
         return taken, {task: len(groups) for task, groups in taken.items()}
 
     async def commit(self, train_step: int) -> None:
-        """See `ReplayBuffer.commit`."""
-        await self._call("commit", messages.StepArguments(train_step))
+        await self._call("commit", train_step=train_step)
 
     async def restore(self, train_step: int) -> None:
-        """See `ReplayBuffer.restore`."""
-        await self._call("restore", messages.StepArguments(train_step))
+        await self._call("restore", train_step=train_step)
 
     async def refresh_staleness(
         self,
@@ -236,33 +229,35 @@ class RemoteReplayBuffer:
         current_train_step: int,
         statuses: Iterable[Status] | None = None,
     ) -> dict[str, int]:
-        """See `ReplayBuffer.refresh_staleness`; what expired before the connection broke is not counted."""
-        asked = None if statuses is None else list(statuses)
-        arguments = messages.RefreshArguments(dict(task_stale_thresholds), current_train_step, asked)
-        expired, _ = await self._call("refresh_staleness", arguments)
-        return dict(expired)
+        """Expire old groups; those that expired before the connection broke are not counted."""
+        return dict(
+            await self._call(
+                "refresh_staleness",
+                task_stale_thresholds=dict(task_stale_thresholds),
+                current_train_step=current_train_step,
+                statuses=None if statuses is None else list(statuses),
+            )
+        )
 
     async def update_priorities(
         self, priorities: Mapping[Any, float], *, by: str = "uid", task_name: str | None = None
     ) -> int:
-        """See `ReplayBuffer.update_priorities`."""
         pairs = [(value, check_priority(priority)) for value, priority in priorities.items()]
-        number, _ = await self._call("update_priorities", messages.PrioritiesArguments(pairs, by, task_name))
-        return int(number)
+        return int(await self._call("update_priorities", priorities=pairs, by=by, task_name=task_name))
 
     async def save(self, path: str | Path) -> None:
-        """See `ReplayBuffer.save`; the server writes, on its machine."""
-        await self._call("save", messages.PathArguments(_absolute(path)))
+        """Write a snapshot; the server writes, on its machine."""
+        await self._call("save", path=_absolute(path))
 
     async def resume(self, path: str | Path) -> None:
-        """See `ReplayBuffer.resume`; the server reads, on its machine."""
-        await self._call("resume", messages.PathArguments(_absolute(path)), repeats=False)
+        """Take over a snapshot; the server reads, on its machine."""
+        await self._repeat("resume", {"path": _absolute(path)}, repeats=False)
 
     async def wait_for_change(self, version: int) -> int:
-        """See `ReplayBuffer.wait_for_change`; also returns when another server has taken over."""
+        """Wait for a change of the content; also returns when another server has taken over."""
         link = await self._linked()
         try:
-            found, _ = await link.call("wait_for_change", messages.VersionArguments(version))
+            found, _ = await link.ask("wait_for_change", {"version": version})
         except ConnectionLost:
             if link.lost is not None and not link.may_be_replaced:
                 raise
@@ -271,32 +266,27 @@ class RemoteReplayBuffer:
             return await self.wait_for_change(version)
         return int(found)
 
-    async def _ask(self, method: str, arguments: messages.RowsArguments) -> Any:
-        found, _ = await self._call(method, arguments)
-        return found
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        """The result of a method that does the same when done twice."""
+        return (await self._repeat(method, arguments))[0]
 
-    async def _call(
-        self,
-        method: str,
-        arguments: msgspec.Struct,
-        pieces: Pieces | None = None,
-        *,
-        repeats: bool = True,
+    async def _repeat(
+        self, method: str, arguments: Any, pieces: Pieces | None = None, *, repeats: bool = True
     ) -> tuple[Any, list[Group]]:
         """Call; again if the connection breaks and it `repeats`."""
         first = link = await self._linked()
         while True:
             try:
                 if pieces is None:
-                    return await link.call(method, arguments)
-                return await link.put(method, arguments, pieces)
+                    return await link.ask(method, arguments)
+                return await link.put(arguments, pieces), []
             except messages.ServerFull:
                 # Puts of all clients wait to be stored; nothing of this one was kept.
                 await asyncio.sleep(FULL_PAUSE_S)
                 continue
             except ConnectionLost as error:
                 if not link.may_be_replaced:
-                    # The connection is up, and it is what the server says; or what came cannot be read here.
+                    # The connection is up and the server says so, or its answer cannot be read here.
                     raise
                 unknown = ConnectionLost(f"{error}; whether {method} has happened is not known")
             if not repeats:
@@ -304,7 +294,7 @@ class RemoteReplayBuffer:
             try:
                 link = await self._linked()
             except ConnectionLost as error:
-                # What only looks has happened or not: all the same.
+                # Whether it has happened matters only to a put.
                 raise error if pieces is None else unknown from None
             if isinstance(arguments, messages.PutArguments):
                 arguments.asked_first = first.instance
@@ -312,30 +302,33 @@ class RemoteReplayBuffer:
     async def _take(self, method: str, arguments: Taking) -> dict[str, list[Group]]:
         """Call a method that takes, and confirm what came; again if the connection breaks before that.
 
-        What is not confirmed goes back into the buffer: with a connection that breaks by itself, and from a
-        cancelled caller because the server is told.
+        Groups that are not confirmed go back into the buffer: with a connection that breaks by itself, and
+        from a cancelled caller because the server is told.
         """
         while True:
             link = await self._linked()
             arguments.key = new_key()
             settling = messages.KeyArguments(arguments.key)
             try:
-                counts, groups = await link.call(method, arguments)
+                counts, groups = await link.ask(method, arguments)
                 if groups:
-                    await self._call("keep", settling)
+                    await self._repeat("keep", settling)
             except ConnectionLost:
                 if self._is_closed or not link.may_be_replaced:
                     raise
                 continue
             except asyncio.CancelledError:
-                await link.tell("release", settling)
+                is_answering = link.is_answering
+                released = link.tell("release", settling)
+                if released is not None and is_answering:
+                    await asyncio.wait([released], timeout=UNDO_S)
                 raise
             if groups:
-                link.post(messages.Done(arguments.key))
+                link.channel.post(Note(encode_value(messages.Key(arguments.key))))
             following = iter(groups)
             return {task: list(islice(following, number)) for task, number in counts.items()}
 
-    async def _linked(self) -> Link:
+    async def _linked(self) -> BufferLink:
         """The connection, made anew if it was lost."""
         if self._is_closed:
             raise ConnectionLost("this client was closed")
@@ -352,16 +345,53 @@ class RemoteReplayBuffer:
                 raise ConnectionLost("this client was closed") from None
             raise
 
-    async def _open_again(self) -> Link:
+    async def _open_again(self) -> BufferLink:
         await self._link.close()
-        self._link = await Link.open(*await self._locate(), limit_s=self._limit_s)
+        self._link = await BufferLink.open(*await self._locate(), limit_s=self._limit_s)
         return self._link
 
-    def _note_opened(self, opening: asyncio.Task[Link]) -> None:
+    def _note_opened(self, opening: asyncio.Task[BufferLink]) -> None:
         self._opening = None
         if not opening.cancelled():
             # Retrieved, so that nobody warns of it: every caller may have been cancelled.
             opening.exception()
+
+
+class RemoteRows:
+    """The rows of a server's buffer, to be looked at: it changes nothing and moves no payload.
+
+    >>> await buffer.storage.count({"task_name": "math", "staleness": {"$gte": 2}})
+    12
+    """
+
+    def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
+        self._call = call
+
+    async def count(self, query: Mapping[str, Any]) -> int:
+        return int(await self._call("count_rows", query=dict(query)))
+
+    async def get(
+        self,
+        query: Mapping[str, Any],
+        *,
+        order: str | None = None,
+        limit: int | None = None,
+        rows_only: bool = False,
+    ) -> list[StorageItem]:
+        """As `StorageBackend.get`, only for ``rows_only=True``.
+
+        Raises:
+            ValueError: payloads are asked for, or the query or the order is not one.
+        """
+        if not rows_only:
+            raise ValueError("a remote store shows its rows only; give rows_only=True, or take the groups")
+        rows = []
+        for values in await self._call("get_rows", query=dict(query), order=order, limit=limit):
+            row = StorageItem(None, **dict(zip(messages.ROW_FIELDS, values, strict=True)))
+            row.status = Status(row.status)
+            row.status_before = None if row.status_before is None else Status(row.status_before)
+            rows.append(row)
+        return rows
 
 
 def _absolute(path: str | Path) -> str:

@@ -1,4 +1,4 @@
-"""What ``forebay buffer serve`` does: build a buffer, serve it until told to stop, leave nothing behind.
+"""The command ``forebay buffer serve``: build a buffer, serve it until told to stop, leave nothing behind.
 
 ::
 
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import signal
 from collections.abc import Callable
@@ -21,8 +22,8 @@ from forebay.replay.policies import (
     ReplayPolicy,
     StalenessReplayPolicy,
 )
-from forebay.replay.remote.malloc import keep_freed_memory
-from forebay.replay.remote.server import MAX_CLIENTS, serve
+from forebay.replay.remote.calls import MAX_CLIENTS
+from forebay.replay.remote.server import serve
 from forebay.replay.stores.contract import StorageBackend
 from forebay.replay.stores.indexed import IndexedStorage
 
@@ -30,6 +31,15 @@ TOKEN_VARIABLE = "FOREBAY_BUFFER_TOKEN"
 """Where the token is looked for when no file is named; a command line would show it to everybody."""
 
 IN_MEMORY = "memory"
+
+KEPT_BYTES = 256 << 20
+"""Free memory at most that is not given back: some thousand groups of 1,000 tokens each."""
+
+APART_BYTES = 32 << 20
+"""Larger pieces get pages of their own, which go back at once; the C library allows no more."""
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 POLICIES: dict[str, Callable[[], ReplayPolicy]] = {
     "fifo": FIFOReplayPolicy,
@@ -168,3 +178,16 @@ def _plain_store(store: str) -> str:
     """Without user and password."""
     scheme, found, rest = store.partition("://")
     return f"{scheme}://{rest.rpartition('@')[2]}" if found else store
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in this process from now on, up to `KEPT_BYTES`; False if the C library has no way.
+
+    By default it gives freed memory back at once, and each group that comes next has the system find and
+    clear its pages anew: a fifth of the time of a put. For processes that were started for a buffer, not for
+    a program that serves one beside other work.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        return False
+    return bool(set_option(_M_TRIM_THRESHOLD, KEPT_BYTES) and set_option(_M_MMAP_THRESHOLD, APART_BYTES))

@@ -1,50 +1,44 @@
-"""What the buffer server and its clients say to each other: typed messages, their limits, their errors.
+"""What a buffer server and its clients say to each other, beyond calls and answers; limits and errors.
 
 ::
 
-    server                                         client
-      Greeting (what I am, a nonce) ----------------->
-      <------------------------------------ Hello (proof of the token)
-      Answer to call 0 (welcome) -------------------->
-      <------------------------------------ Call 1 (method, arguments; a group with `put`)
-      <------------------------------------ Piece 3, Piece 3, Call 3           of a put of many groups
-      <------------------------------------ Call 2, Cancel 1, Done, ...       in any order, by number
-      Part 2, Part 2, Answer 2 | Failure 2 ---------->                        groups come in parts
-      Alive ----------------------------------------> <-------- Alive        while nothing else is said
-      Goodbye (why) --------------------------------->
+    server                                          client
+      Note Greeting (what I am, a nonce) ------------->
+      <------------------------------- Note Hello (proof of the token)
+      Note Reply (welcome) --------------------------->
+      <------------------------------- Part 3, Part 3, Call 3        a put of many groups
+      Part 2, Part 2, Answer 2 (Reply) --------------->              groups come in parts
+      <------------------------------- Note Key                      the take of this key has arrived
 
-Messages are MessagePack, written and checked by msgspec; groups follow a message as raw bytes
-(`packing`), of which it gives the sizes. A message that does not fit its type ends the connection; the
-arguments of a call that do not fit theirs end only that call. There is no pickle.
+Messages and their buffers are those of `forebay.io.messages`; each group is two buffers, its head and its
+arrays (`forebay.replay.format.encode`). The arguments of a call that do not fit their types end that call
+only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from forebay.aio.changed import BufferClosed
+from forebay.io.channel import Buffer
 from forebay.io.heartbeat import SILENCE_LIMIT_S
+from forebay.io.messages import ERRORS as PLAIN_ERRORS
+from forebay.io.messages import FrameError, Note
 from forebay.replay.arrival import Arrival
+from forebay.replay.format.encode import PackedGroup
 from forebay.replay.stores.contract import StorageItem
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 MAX_FRAME_BYTES = 256 << 20
 """Of the groups of one call: 16 rollouts of 128k tokens take 40 MB as raw arrays, and images need room."""
-
-MAX_HEADER_BYTES = 1 << 20
-"""A message without its groups; the largest are counts of tens of thousands of tasks."""
-
-MAX_ARGUMENT_BYTES = MAX_HEADER_BYTES - 1024
-"""Of a call, what its other parts leave; reading it takes the server's event loop some 30 ms."""
 
 PUT_WINDOW_BYTES = 64 << 20
 """Puts of one client that wait for their answers at most; one larger put goes alone."""
@@ -55,6 +49,9 @@ MAX_PUTS = 512
 MAX_CALLS = 1024
 """Other calls of one client that wait for their answers at most."""
 
+PUTS = ("put_groups",)
+"""Methods that bring groups."""
+
 KEY_BYTES = 16
 """Of the random key by which a put or a take is known again on another connection."""
 
@@ -64,22 +61,25 @@ class ConnectionLost(ConnectionError):
 
 
 class ServerClosed(ConnectionError):
-    """The server is closing, and what was called has not happened."""
-
-
-class FrameError(ValueError):
-    """What came is not a message of this protocol."""
-
-
-class _Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    pass
+    """The server is closing, and the call has not happened."""
 
 
 class ServerFull(ConnectionError):
     """The server holds as many bytes of puts under way as it may; the put has not happened."""
 
 
-class Greeting(_Message, tag="greeting"):
+ERRORS: dict[str, type[Exception]] = PLAIN_ERRORS | {
+    kind.__name__: kind
+    for kind in (ConnectionLost, ServerClosed, ServerFull, BufferClosed, OwnerLost, StoreBusy)
+}
+"""Errors of a call that are raised as what they are."""
+
+
+class _Note(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    pass
+
+
+class Greeting(_Note, tag="greeting"):
     """The server's first words."""
 
     protocol: int
@@ -95,7 +95,7 @@ class Greeting(_Message, tag="greeting"):
     """Those of a rollout: both sides send values by their place."""
 
 
-class Hello(_Message, tag="hello"):
+class Hello(_Note, tag="hello"):
     """The client's first words."""
 
     protocol: int
@@ -104,46 +104,15 @@ class Hello(_Message, tag="hello"):
     """How long the client waits for a sign of life of the server."""
 
 
-class Call(_Message, tag="call"):
-    """A method to run; the answers come in any order and name the number."""
-
-    number: int
-    method: str
-    arguments: msgspec.Raw
-    sizes: list[tuple[int, int]] = []
-    """Of each group that follows: bytes of its head and of its arrays."""
-
-
-class Piece(_Message, tag="piece"):
-    """Some of the groups of a put whose call follows; the server takes them in while the next are packed."""
-
-    number: int
-    sizes: list[tuple[int, int]]
-
-
-class Cancel(_Message, tag="cancel"):
-    """Nobody waits for the answer any more."""
-
-    number: int
-
-
-class Done(_Message, tag="done"):
-    """The groups taken under this key are with whoever asked for them."""
+class Key(_Note, tag="key"):
+    """The groups taken under this key are with the caller who asked for them."""
 
     key: bytes
 
 
-class Part(_Message, tag="part"):
-    """Some of the groups that a call returns."""
+class Reply(_Note, tag="reply"):
+    """The value of every answer: what the method returned, and how the buffer stands."""
 
-    number: int
-    sizes: list[tuple[int, int]]
-
-
-class Answer(_Message, tag="answer"):
-    """What a call returned, and how the buffer stands."""
-
-    number: int
     result: Any
     num_live: int
     version: int
@@ -151,26 +120,8 @@ class Answer(_Message, tag="answer"):
     """Sent when it is news."""
 
 
-class Failure(_Message, tag="failure"):
-    """What a call raised."""
-
-    number: int
-    kind: str
-    message: str
-
-
-class Alive(_Message, tag="alive"):
-    """A sign of life; see `forebay.io.heartbeat`."""
-
-
-class Goodbye(_Message, tag="goodbye"):
-    """The last words before the connection is closed."""
-
-    message: str
-
-
 class EvictedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What the ledger of whoever put the next group has to know of one that had to go."""
+    """What the ledger of a putter has to know of a group that had to go for its own."""
 
     uid: int
     task_name: str
@@ -203,16 +154,15 @@ row_values = attrgetter(*ROW_FIELDS)
 """The fields of a `StorageItem`, in this order, without the payload."""
 
 
-FromServer = Greeting | Part | Answer | Failure | Alive | Goodbye
-FromClient = Hello | Call | Piece | Cancel | Done | Alive
-
-
 class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
     pass
 
 
+Tags = dict[str, str | int | float | bool]
+
+
 class PutArguments(_Arguments):
-    """Of `ReplayBuffer.put` and `ReplayBuffer.put_groups`; the client has labeled the tokens."""
+    """Of `ReplayBuffer.put_groups`; the client has labelled the tokens."""
 
     key: bytes
     task_name: str
@@ -228,7 +178,7 @@ class GetArguments(_Arguments):
     batch_size: int
     task_name: str
     group_status: Status
-    tags: dict[str, str | int | float | bool] | None
+    tags: Tags | None
 
 
 class TakeArguments(_Arguments):
@@ -241,132 +191,65 @@ class TakeArguments(_Arguments):
 
 
 class KeyArguments(_Arguments):
-    """Of what is said of an earlier take: ``keep`` and ``release``."""
+    """Of ``keep`` and ``release``, which settle an earlier take."""
 
     key: bytes
 
 
-class CountArguments(_Arguments):
-    """Of `ReplayBuffer.count`."""
-
-    task_name: str
-    group_status: Status
-    tags: dict[str, str | int | float | bool] | None
+def _plain(method: str, *arguments: tuple[str, Any]) -> Any:
+    return msgspec.defstruct(method, arguments, forbid_unknown_fields=True)
 
 
-class CountStatusesArguments(_Arguments):
-    """Of `ReplayBuffer.count_statuses`."""
-
-    task_names: list[str]
-    statuses: list[Status]
-
-
-class RowsArguments(_Arguments):
-    """Of `StorageBackend.count` and, without payloads, `StorageBackend.get`."""
-
-    query: dict[str, Any]
-    order: str | None = None
-    limit: int | None = None
-
-
-class StepArguments(_Arguments):
-    """Of `ReplayBuffer.commit` and `ReplayBuffer.restore`."""
-
-    train_step: int
-
-
-class RefreshArguments(_Arguments):
-    """Of `ReplayBuffer.refresh_staleness`."""
-
-    task_stale_thresholds: dict[str, int]
-    current_train_step: int
-    statuses: list[Status] | None
-
-
-class PrioritiesArguments(_Arguments):
-    """Of `ReplayBuffer.update_priorities`; pairs, because keys may be of any plain kind."""
-
-    priorities: list[tuple[str | int | float | bool | None, float]]
-    by: str
-    task_name: str | None
-
-
-class PathArguments(_Arguments):
-    """Of `ReplayBuffer.save` and `ReplayBuffer.resume`."""
-
-    path: str
-
-
-class VersionArguments(_Arguments):
-    """Of `ReplayBuffer.wait_for_change`."""
-
-    version: int
-
-
-def _plain(value: Any) -> Any:
-    """What msgspec does not know, as something it knows."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, Mapping):
-        return dict(value)
-    raise TypeError(f"a {type(value).__qualname__} cannot be sent")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-_from_server = msgspec.msgpack.Decoder(FromServer)
-_from_client = msgspec.msgpack.Decoder(FromClient)
-
-
-def encode(message: msgspec.Struct) -> bytes:
-    """The message as bytes.
-
-    Raises:
-        ValueError: it holds a number or a text that cannot be sent.
-    """
-    try:
-        return _encoder.encode(message)
-    except (OverflowError, UnicodeEncodeError, TypeError) as error:
-        raise ValueError(f"an argument cannot be sent to the server: {error}") from None
-
-
-def decode_from_server(data: Any) -> FromServer:
-    """The message; FrameError if it is none."""
-    try:
-        message: FromServer = _from_server.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise FrameError(f"this is not a message of a buffer server: {error}") from None
-    return message
-
-
-def decode_from_client(data: Any) -> FromClient:
-    """The message; FrameError if it is none."""
-    try:
-        message: FromClient = _from_client.decode(data)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise FrameError(f"this is not a message of a buffer client: {error}") from None
-    return message
-
-
-_ERRORS = {
-    kind.__name__: kind
-    for kind in (
-        *(ValueError, RuntimeError, TypeError, KeyError, IndexError, NotImplementedError, MemoryError),
-        *(OSError, FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
-        *(PermissionError, ConnectionLost, ServerClosed, ServerFull, BufferClosed),
-        *(OwnerLost, StoreBusy),
-    )
+_ROWS = ("query", dict[str, Any]), ("order", str | None), ("limit", int | None)
+ARGUMENTS: dict[str, Any] = {
+    "put_groups": PutArguments,
+    "get": GetArguments,
+    "take_batch": TakeArguments,
+    "keep": KeyArguments,
+    "release": KeyArguments,
+    "count": _plain("count", ("task_name", str), ("group_status", Status), ("tags", Tags | None)),
+    "count_statuses": _plain("count_statuses", ("task_names", list[str]), ("statuses", list[Status])),
+    "count_rows": _plain("count_rows", ("query", dict[str, Any])),
+    "get_rows": _plain("get_rows", *_ROWS),
+    "commit": _plain("commit", ("train_step", int)),
+    "restore": _plain("restore", ("train_step", int)),
+    "refresh_staleness": _plain(
+        "refresh_staleness",
+        ("task_stale_thresholds", dict[str, int]),
+        ("current_train_step", int),
+        ("statuses", list[Status] | None),
+    ),
+    # Pairs, because keys may be of any plain kind.
+    "update_priorities": _plain(
+        "update_priorities",
+        ("priorities", list[tuple[str | int | float | bool | None, float]]),
+        ("by", str),
+        ("task_name", str | None),
+    ),
+    "save": _plain("save", ("path", str)),
+    "resume": _plain("resume", ("path", str)),
+    "wait_for_change": _plain("wait_for_change", ("version", int)),
 }
+"""By method: what a client may call, and the types of its arguments."""
 
 
-def failure_of(number: int, error: BaseException) -> Failure:
-    """The message for what a call raised: its nearest kind that the other side knows."""
-    kind = next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _ERRORS), "RuntimeError")
-    message = str(error.args[0]) if type(error) is KeyError and error.args else str(error)
-    if kind == "RuntimeError" and not isinstance(error, RuntimeError):
-        message = f"{type(error).__qualname__}: {message}"
-    return Failure(number, kind, message.encode("utf-8", "backslashreplace").decode())
+def sent(groups: Sequence[PackedGroup]) -> tuple[list[int], list[Buffer]]:
+    """The sizes and the buffers of a message that brings these groups."""
+    sizes: list[int] = []
+    buffers: list[Buffer] = []
+    for group in groups:
+        sizes += group.size
+        buffers += (group.head, *group.buffers)
+    return sizes, buffers
 
 
-def error_of(failure: Failure) -> Exception:
-    """The error to raise for it."""
-    return _ERRORS.get(failure.kind, RuntimeError)(failure.message)
+def read_note(note: Note) -> Greeting | Hello | Key | Reply:
+    """The value of a note; FrameError if it is of another kind."""
+    try:
+        value: Greeting | Hello | Key | Reply = _notes.decode(note.value)
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"this is not a message of a buffer: {error}") from None
+    return value
+
+
+_notes = msgspec.msgpack.Decoder(Greeting | Hello | Key | Reply)

@@ -23,7 +23,7 @@ from forebay.replay import (
 )
 from forebay.replay.format.encode import pack_group
 from forebay.replay.remote import client
-from forebay.replay.remote.connection import Connection
+from forebay.replay.remote.connection import ClientConnection
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -122,14 +122,14 @@ async def test_puts_of_all_clients_wait_for_room_in_memory(tmp_path, buffer, mon
     path, num_clients, most, num_refused = tmp_path / "socket", 8, 0, 0
     size = sum(pack_group(make_group("0/0", num_tokens=2_000)).size)
     limit = 10 * size
-    refuse = Connection._refuse_put
+    refuse = ClientConnection._refuse_put
 
     def note_refusal(*arguments):
         nonlocal num_refused
         num_refused += 1
         refuse(*arguments)
 
-    monkeypatch.setattr(Connection, "_refuse_put", note_refusal)
+    monkeypatch.setattr(ClientConnection, "_refuse_put", note_refusal)
     async with serve(buffer, path, max_put_bytes=limit) as server, AsyncExitStack() as stack:
         store = buffer._store
 

@@ -16,7 +16,7 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.connection import Connection
+from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.handover import take_over
 from forebay.replay.remote.messages import TakeArguments
 from forebay.replay.stores.sql import writes
@@ -46,7 +46,7 @@ async def live_names(buffer):
 
 def break_once(monkeypatch, method, when):
     """The connection ends at the first call of that method for which `when` says so, before it is done."""
-    original = getattr(Connection, method)
+    original = getattr(ClientConnection, method)
     broken = []
 
     def run(self, *args):
@@ -56,7 +56,7 @@ def break_once(monkeypatch, method, when):
             raise BrokenPipeError("broken by the test")
         return original(self, *args)
 
-    monkeypatch.setattr(Connection, method, run)
+    monkeypatch.setattr(ClientConnection, method, run)
     return broken
 
 
@@ -125,7 +125,7 @@ async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buff
         assert served.census.num_live == 1
 
 
-class Answerless(Connection):
+class Answerless(ClientConnection):
     """A server that stores what it is given and dies before it says so."""
 
     async def _put(self, call, arguments, groups):
@@ -134,7 +134,7 @@ class Answerless(Connection):
         raise BrokenPipeError("killed by the test")
 
 
-class Deaf(Connection):
+class Deaf(ClientConnection):
     """A server that dies before it has stored anything."""
 
     async def _put(self, call, arguments, groups):

@@ -73,10 +73,10 @@ class _Put:
     """Whether there was no room for some of it: its call is answered so when it comes."""
 
 
-class Connection(Session):
+class ClientConnection(Session):
     """Serves one client until it leaves, breaks the rules, or the server closes.
 
-    >>> await Connection(sock, served, token=None).run()
+    >>> await ClientConnection(sock, served, token=None).run()
     """
 
     def __init__(self, sock: socket.socket, served: Served, *, token: str | None) -> None:

@@ -4,7 +4,7 @@
 
     producer process --put-------> +-----------------------------+
     producer process --put-------> | serve(buffer, address)      |
-    trainer process  <-take_batch- |   accept -> Connection each | --> ReplayBuffer --> any store
+    trainer process  <-take_batch- |   accept -> ClientConnection each | --> ReplayBuffer --> any store
     trainer process  --commit----> +-----------------------------+
       `RemoteReplayBuffer`          `connection`, `calls`
 
@@ -37,7 +37,7 @@ from forebay.io.address import Address, listen, tune
 from forebay.io.session import Acceptor
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.remote.calls import CLIENT_LIMIT_S, MAX_CLIENTS, MAX_PUT_BYTES, Limits, Served
-from forebay.replay.remote.connection import Connection, turn_away
+from forebay.replay.remote.connection import ClientConnection, turn_away
 from forebay.replay.remote.messages import MAX_FRAME_BYTES
 
 GRACE_S = 5.0
@@ -107,7 +107,7 @@ class BufferServer:
         self._path = address.path
         self._token = token
         self._served = Served(buffer, instance=secrets.token_bytes(16), limits=limits)
-        self._connections: dict[Connection, asyncio.Task[Any]] = {}
+        self._connections: dict[ClientConnection, asyncio.Task[Any]] = {}
         self._acceptor: Acceptor | None = None
 
     @property
@@ -133,7 +133,7 @@ class BufferServer:
         if self.num_clients >= max_clients:
             turn_away(sock, f"refused: the server takes {max_clients} connections")
             return
-        connection = Connection(sock, self._served, token=self._token)
+        connection = ClientConnection(sock, self._served, token=self._token)
         task = asyncio.current_task()
         assert task is not None
         self._connections[connection] = task
@@ -142,7 +142,7 @@ class BufferServer:
         finally:
             del self._connections[connection]
 
-    async def _end(self, connection: Connection, serving: asyncio.Task[None]) -> None:
+    async def _end(self, connection: ClientConnection, serving: asyncio.Task[None]) -> None:
         closing = asyncio.create_task(connection.close())
         # It also ends by itself when its client leaves.
         await asyncio.wait([closing, serving], timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)

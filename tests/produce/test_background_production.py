@@ -464,7 +464,7 @@ def test_a_controller_or_a_strategy_of_someone_elses_that_never_answers_is_named
         async def hang(ctx):
             await asyncio.Event().wait()
 
-        manager.rollout_controller = manager._background._controller = None
+        manager.rollout_controller = manager._background.controller = None
         strategy.produce_batch = hang
         await manager.continue_produce(1)
         await asyncio.sleep(1)

@@ -158,16 +158,16 @@ class Judge(ABC):
 
     async def _with_retries(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
         pause_s = _FIRST_PAUSE_S
-        for _ in range(self.max_retries):
+        num_tries = 0
+        while True:
+            num_tries += 1
             try:
                 return await work()
             except TransientJudgeError as error:
+                if num_tries > self.max_retries:
+                    raise JudgeError(f"{error} (tried {num_tries} times)") from error
                 await asyncio.sleep(pause_s if error.after_s is None else error.after_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        try:
-            return await work()
-        except TransientJudgeError as error:
-            raise JudgeError(f"{error} (tried {self.max_retries + 1} times)") from error
 
     # Not abstract: most judges hold nothing.
     def close(self) -> None:  # noqa: B027

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 
 from forebay.aio.changed import Changes
 from forebay.produce.progress import ProduceProgress
@@ -36,6 +37,7 @@ class Mode(enum.Enum):
     SHUT_DOWN = enum.auto()
 
 
+@dataclass(eq=False)
 class BackgroundProducer:
     """Runs rounds of production until it is shut down, and knows why it stands still.
 
@@ -58,29 +60,20 @@ class BackgroundProducer:
 
     consumes: targets of the progress; waits for: a round, newer weights, room, the end of a pause; woken by:
     `resume`, `pause`, `reconsider`, `shutdown`; produces: stored groups, and `changes`.
-
-    Args:
-        runners: the tasks, by name.
-        progress: shared with the consumer.
-        allocate: splits a batch of this size for this train step.
-        make_context: takes a task, its share and the train step.
-        controller: told to pause and to go on.
     """
 
-    def __init__(
-        self,
-        runners: Mapping[str, TaskRunner],
-        progress: ProduceProgress,
-        *,
-        allocate: Callable[[int, int], dict[str, int]],
-        make_context: Callable[[TaskRunner, int, int], ProduceContext],
-        controller: Generation | None,
-    ) -> None:
-        self._runners = runners
-        self._progress = progress
-        self._allocate = allocate
-        self._make_context = make_context
-        self._controller = controller
+    runners: Mapping[str, TaskRunner]
+    """The tasks, by name."""
+    progress: ProduceProgress
+    """Shared with the consumer."""
+    allocate: Callable[[int, int], dict[str, int]]
+    """Splits a batch of this size for this train step."""
+    make_context: Callable[[TaskRunner, int, int], ProduceContext]
+    """Takes a task, its share and the train step."""
+    controller: Generation | None
+    """Told to pause and to go on."""
+
+    def __post_init__(self) -> None:
         self._switching = asyncio.Lock()
         self._contexts: dict[str, ProduceContext] = {}
         """Of the present round; empty between rounds."""
@@ -93,7 +86,7 @@ class BackgroundProducer:
         self.mode = Mode.PRODUCING
         self.failure: BaseException | None = None
         """The error that ended `run`."""
-        self._pauses_s = dict.fromkeys(runners, 0.0)
+        self._pauses_s = dict.fromkeys(self.runners, 0.0)
         self._ended: asyncio.Future[None] | None = None
         """Done when `run` has ended; None before its first call."""
 
@@ -163,7 +156,7 @@ class BackgroundProducer:
             step = await self._next_step(batch_size)
             status = ProduceBatchStatus.EXPIRED_BATCH
             if step is not None:
-                is_ahead = step == self._progress.producer_future_step
+                is_ahead = step == self.progress.producer_future_step
                 status = await self._produce_for(step, batch_size)
                 if status is ProduceBatchStatus.NORMAL and not is_ahead:
                     # The strategies have what they want of a step that was covered already. Whether their
@@ -179,7 +172,7 @@ class BackgroundProducer:
 
     async def _next_step(self, batch_size: int) -> int | None:
         """The train step to produce for; None while there is nothing that these weights may do."""
-        progress = self._progress
+        progress = self.progress
         if self._can_produce_for(progress.producer_future_step, batch_size):
             return progress.producer_future_step
         covered = progress.target_upto_future_step
@@ -189,11 +182,11 @@ class BackgroundProducer:
 
     def _can_produce_for(self, step: int, batch_size: int) -> bool:
         strategies = [
-            self._runners[name].produce_strategy
-            for name, size in self._allocate(batch_size, step).items()
+            self.runners[name].produce_strategy
+            for name, size in self.allocate(batch_size, step).items()
             if size > 0
         ]
-        is_ahead = step > self._progress.next_consumer_step
+        is_ahead = step > self.progress.next_consumer_step
         return not any(
             strategy.is_model_expired(step, self.model_step) or (is_ahead and not strategy.works_ahead)
             for strategy in strategies
@@ -201,25 +194,25 @@ class BackgroundProducer:
 
     async def _is_lacking(self) -> bool:
         """Whether a task has less than its target, which it had when the last round ended."""
-        for name, runner in self._runners.items():
-            available = await self._make_context(runner, 0, 0).available_count()
-            if runner.produce_strategy.should_continue_fn(available, self._progress.target_samples[name]):
+        for name, runner in self.runners.items():
+            available = await self.make_context(runner, 0, 0).available_count()
+            if runner.produce_strategy.should_continue_fn(available, self.progress.target_samples[name]):
                 return True
         return False
 
     async def _produce_for(self, step: int, batch_size: int) -> ProduceBatchStatus:
-        progress, clock = self._progress, asyncio.get_running_loop().time
+        progress, clock = self.progress, asyncio.get_running_loop().time
         sizes = progress.ensure_target_upto(
-            batch_size=batch_size, future_step=step, allocate_batch_sizes=self._allocate
+            batch_size=batch_size, future_step=step, allocate_batch_sizes=self.allocate
         )
         self._contexts = {
-            name: self._make_context(runner, sizes.get(name, 0), step)
-            for name, runner in self._runners.items()
+            name: self.make_context(runner, sizes.get(name, 0), step)
+            for name, runner in self.runners.items()
             if progress.target_samples[name] > 0
         }
         started_s = clock()
         try:
-            status = worst_status((await produce_tasks(self._runners, self._contexts)).values())
+            status = worst_status((await produce_tasks(self.runners, self._contexts)).values())
         finally:
             self._contexts = {}
             progress.add_produce_time(clock() - started_s)
@@ -238,10 +231,10 @@ class BackgroundProducer:
         """
         async with self._switching:
             self._stop_starting()
-            step = self._progress.producer_future_step
-            contexts = {name: self._make_context(runner, 0, step) for name, runner in self._runners.items()}
+            step = self.progress.producer_future_step
+            contexts = {name: self.make_context(runner, 0, step) for name, runner in self.runners.items()}
             try:
-                seconds = await pause_tasks(self._runners, contexts, self._controller)
+                seconds = await pause_tasks(self.runners, contexts, self.controller)
             finally:
                 if self.is_in_round:
                     await answered(self._end_of_round(), f"tasks {list(self._contexts)} were asked to pause")
@@ -254,7 +247,7 @@ class BackgroundProducer:
 
     def consume_pauses(self) -> dict[str, float]:
         """Seconds of each task's pauses since the last call."""
-        pauses_s, self._pauses_s = self._pauses_s, dict.fromkeys(self._runners, 0.0)
+        pauses_s, self._pauses_s = self._pauses_s, dict.fromkeys(self.runners, 0.0)
         return pauses_s
 
     async def _end_of_round(self) -> None:
@@ -268,7 +261,7 @@ class BackgroundProducer:
             async with asyncio.timeout(END_GRACE_S):
                 await self.pause()
         except TimeoutError:
-            ending = [runner.produce_strategy.cut_short() for runner in self._runners.values()]
+            ending = [runner.produce_strategy.cut_short() for runner in self.runners.values()]
             for error in await asyncio.gather(*ending, return_exceptions=True):
                 if error is not None:
                     raise error from None
@@ -289,7 +282,7 @@ class BackgroundProducer:
             self.model_step = model_step
             for ctx in self._contexts.values():
                 ctx.model_step = model_step
-            await continue_generation(self._controller)
+            await continue_generation(self.controller)
             if self.mode is not Mode.SHUT_DOWN:
                 self.mode = Mode.PRODUCING
                 self.update_event.clear()

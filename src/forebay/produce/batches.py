@@ -23,6 +23,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from forebay.aio.cancellation import finish
@@ -55,53 +56,42 @@ HELD_UP_S = 60.0
 """How long a batch waits for some tasks while others are ready, before a warning; then twice as long."""
 
 
+@dataclass(eq=False)
 class Batches:
     """The batches of several tasks over one buffer.
 
     Invariants: between two calls, every group that was ever taken up is live (in the buffer or in flight),
     trained or dropped in the ledger; a wait ends with the put that completes the batch, and no state in which
     nothing can complete it goes unnoticed.
-
-    Args:
-        runners: the tasks, by name.
-        replay_buffer: the buffer of all of them.
-        ledger: gets what becomes of every group.
-        producer: fills the buffer in a separate run.
-        progress: of the separate run.
-        rules: with them, a batch holds only groups that the trainer can take.
     """
 
-    def __init__(
-        self,
-        runners: Mapping[str, TaskRunner],
-        replay_buffer: ReplayBuffer,
-        ledger: Ledger,
-        producer: BackgroundProducer,
-        progress: ProduceProgress,
-        rules: GroupRules | None = None,
-    ) -> None:
-        self.ledger = ledger
-        self.rules = rules
+    runners: Mapping[str, TaskRunner]
+    """The tasks, by name."""
+    buffer: ReplayBuffer
+    ledger: Ledger
+    producer: BackgroundProducer
+    """Fills the buffer in a separate run."""
+    progress: ProduceProgress
+    """Of the separate run."""
+    rules: GroupRules | None = None
+    """With rules, a batch holds only groups that the trainer can take."""
+
+    def __post_init__(self) -> None:
         self.num_untrainable = 0
         """Groups that were found in the buffer and dropped, because they cannot be trained."""
-        self._runners = runners
-        self._buffer = replay_buffer
-        self._producer = producer
-        self._progress = progress
-        self._num_hungry = dict.fromkeys(runners, 0)
+        self._num_hungry = dict.fromkeys(self.runners, 0)
         self._consumed: dict[int, dict[str, int]] = {}
         """Groups of each task in the latest batch of the separate run, by its train step."""
-        self._on_evict = replay_buffer.on_evict
-        replay_buffer.on_evict = self._enter_eviction
+        self._on_evict, self.buffer.on_evict = self.buffer.on_evict, self._enter_eviction
 
     async def age(self, train_step: int) -> None:
         """Give every group its staleness at `train_step`; what is too stale for its task expires."""
-        expired = await self._buffer.refresh_staleness(
-            task_stale_thresholds={name: self._threshold(name) for name in self._runners},
+        expired = await self.buffer.refresh_staleness(
+            task_stale_thresholds={name: self._threshold(name) for name in self.runners},
             current_train_step=train_step,
         )
         for name, count in expired.items():
-            self._runners[name].produce_strategy.num_expired += count
+            self.runners[name].produce_strategy.num_expired += count
 
     async def wait_for(self, sizes: Mapping[str, int], train_step: int) -> bool:
         """True once the buffer has the batch; False if only newer weights, which exist, can help.
@@ -114,7 +104,7 @@ class Batches:
             ConnectionLost: the buffer is lost, for this process or for the producer.
             ProductionError: there will be no batch.
         """
-        producer, buffer = self._producer, self._buffer
+        producer, buffer = self.producer, self.buffer
         now_s, asked_at = asyncio.get_running_loop().time, None
         held_up_s, started_s = HELD_UP_S, now_s()
         has_siblings = sum(size > 0 for size in sizes.values()) > 1
@@ -159,34 +149,34 @@ class Batches:
         """Make changes of the buffer changes of the producer, so that one wait is woken by both."""
         try:
             while True:
-                version = await self._buffer.wait_for_change(version)
-                self._producer.changes.note()
+                version = await self.buffer.wait_for_change(version)
+                self.producer.changes.note()
         finally:
-            self._producer.changes.note()
+            self.producer.changes.note()
 
     async def _has_changed(self, seen: int, until_s: float) -> bool:
         """Wait for a change of the producer or the buffer; False if there is none `until_s`."""
         try:
             async with asyncio.timeout_at(None if math.isinf(until_s) else until_s):
-                await self._producer.changes.wait(seen)
+                await self.producer.changes.wait(seen)
         except TimeoutError:
             return False
         return True
 
     def _may_still_come(self, lacking: Sequence[str]) -> bool:
         """Whether groups in flight can complete the batch: where nothing expires, old groups count."""
-        strategies = [self._runners[name].produce_strategy for name in lacking]
+        strategies = [self.runners[name].produce_strategy for name in lacking]
         return any(s.pending_task_count() > 0 and s.stale_threshold is None for s in strategies)
 
     async def _require_newer_weights(self, sizes: Mapping[str, int], train_step: int) -> None:
-        if train_step - 1 <= self._producer.model_step:
+        if train_step - 1 <= self.producer.model_step:
             counters = await self.describe(sizes, train_step)
             raise ProductionError(
                 f"production stands still, and there are no newer weights to help it: {counters}"
             )
 
     async def _raise_end(self, sizes: Mapping[str, int], train_step: int) -> NoReturn:
-        failure = None if self._producer.mode is Mode.SHUT_DOWN else self._producer.failure
+        failure = None if self.producer.mode is Mode.SHUT_DOWN else self.producer.failure
         if isinstance(failure, ConnectionLost):
             raise ConnectionLost(str(failure)) from failure
         counters = await self.describe(sizes, train_step)
@@ -200,9 +190,9 @@ class Batches:
         leftovers = await self._count_leftovers()
         held = {name: {s.value: n for s, n in cells.items() if n} for name, cells in leftovers.items()}
         pending = {
-            name: runner.produce_strategy.pending_task_count() for name, runner in self._runners.items()
+            name: runner.produce_strategy.pending_task_count() for name, runner in self.runners.items()
         }
-        producer, progress = self._producer, self._progress
+        producer, progress = self.producer, self.progress
         return (
             f"train step {train_step} needs {dict(sizes)} groups; the buffer holds {held}; in flight "
             f"{pending}; consumed {progress.consumed_samples} of targets "
@@ -245,7 +235,7 @@ class Batches:
         if groups_by_task is None:
             return None
         self._count_shares(sizes, train_step)
-        is_separate = progress is self._progress
+        is_separate = progress is self.progress
         if is_separate:
             # Before anything is awaited: the producer must not take consumed groups for missing ones.
             counts = {name: len(groups) for name, groups in groups_by_task.items()}
@@ -260,7 +250,7 @@ class Batches:
                 leftovers=leftovers[name],
                 status=statuses.get(name, ProduceBatchStatus.NORMAL),
             )
-            for name in self._runners
+            for name in self.runners
         }
         for name, result in results.items():
             result.produced_samples, result.produced_tokens = progress.consume_produced(name)
@@ -270,7 +260,7 @@ class Batches:
         if is_separate:
             # Now rather than with the next call: groups that expire are replaced while the trainer trains.
             await self.age(train_step + 1)
-            self._producer.reconsider()
+            self.producer.reconsider()
         return batch
 
     async def report_expired(self, sizes: dict[str, int]) -> ProduceBatchResult:
@@ -282,23 +272,23 @@ class Batches:
     def _sum_up(
         self, results: dict[str, TaskResult], sizes: dict[str, int], pauses_s: Mapping[str, float] | None
     ) -> ProduceBatchResult:
-        pauses_s = self._producer.consume_pauses() if pauses_s is None else pauses_s
+        pauses_s = self.producer.consume_pauses() if pauses_s is None else pauses_s
         for name, result in results.items():
             result.group_gen_pause_time_s = pauses_s.get(name, 0.0)
         return summarize(results, sizes, worst_status(result.status for result in results.values()))
 
     async def _take_whole(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
         """The groups of a batch, entered as trained; None if it is not whole."""
-        if not await self._buffer.is_ready(sizes):
+        if not await self.buffer.is_ready(sizes):
             return None
-        groups_by_task, counts = await self._buffer.take_batch(dict(sizes), train_step=train_step)
+        groups_by_task, counts = await self.buffer.take_batch(dict(sizes), train_step=train_step)
         if any(counts[name] < size for name, size in sizes.items()):
             # Something expired or was evicted after the look.
-            await self._buffer.restore(train_step - 1)
+            await self.buffer.restore(train_step - 1)
             return None
         if not self._are_fresh(groups_by_task, train_step):
             # A put that began in an earlier step came after the aging: a store may take its time.
-            await self._buffer.restore(train_step - 1)
+            await self.buffer.restore(train_step - 1)
             await self.age(train_step)
             return None
         if await self._drop_untrainable(groups_by_task, train_step):
@@ -332,16 +322,16 @@ class Batches:
         affected = [n for n, groups in groups_by_task.items() if not all(map(rules.accepts, groups))]
         if not affected:
             return False
-        await self._buffer.restore(train_step - 1)
+        await self.buffer.restore(train_step - 1)
         for name in affected:
             # All of them: put back in the order they come in, they keep it.
-            num_completed = await self._buffer.count(name, Status.COMPLETED)
-            for group in await self._buffer.get(num_completed, name, Status.COMPLETED):
+            num_completed = await self.buffer.count(name, Status.COMPLETED)
+            for group in await self.buffer.get(num_completed, name, Status.COMPLETED):
                 group_id, left = name_group(group), rules.release_failed(group)
                 record_left(self.ledger, name, group_id, left)
                 is_completed = get_group_status(group) is Status.COMPLETED
                 if is_completed and rules.accepts(group):
-                    await self._buffer.put(group, name)
+                    await self.buffer.put(group, name)
                     continue
                 if is_completed:
                     fail_group(group, f"the trainer needs {rules.needed_members} rollouts of each group")
@@ -350,32 +340,32 @@ class Batches:
         return True
 
     def _threshold(self, task_name: str) -> int:
-        strategy = self._runners[task_name].produce_strategy
+        strategy = self.runners[task_name].produce_strategy
         return strategy.leftover_threshold or strategy.stale_threshold or _NEVER_STALE
 
     async def give_back(self, groups: Sequence[Sequence[RolloutState]], train_step: int) -> None:
         """Undo `take`: the groups are live again, as they were."""
-        await self._buffer.restore(train_step - 1)
+        await self.buffer.restore(train_step - 1)
         for group in groups:
             task_name = group[0].task_name
             assert task_name is not None, f"group {group[0].group_id!r} names no task"
             self.ledger.record(name_group(group), task_name, "requeued")
         if (counts := self._consumed.pop(train_step, None)) is not None:
-            self._progress.mark_consumed({name: -count for name, count in counts.items()})
-            self._progress.begin_consume(train_step)
+            self.progress.mark_consumed({name: -count for name, count in counts.items()})
+            self.progress.begin_consume(train_step)
 
     async def _drop_terminal(self) -> None:
         # One question for all: there is seldom anything.
-        cells = await self._buffer.count_statuses(self._runners, (*_TERMINAL, Status.EXPIRED))
-        for name, runner in self._runners.items():
+        cells = await self.buffer.count_statuses(self.runners, (*_TERMINAL, Status.EXPIRED))
+        for name, runner in self.runners.items():
             keeps_expired = runner.produce_strategy.keeps_expired
             for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
-                for group in await self._buffer.get(cells[name][status], name, status):
+                for group in await self.buffer.get(cells[name][status], name, status):
                     self._record_drop(group, name, status)
 
     async def _count_leftovers(self) -> dict[str, dict[Status, int]]:
         """The groups of each task in the buffer, by status."""
-        return await self._buffer.count_statuses(self._runners, LEFTOVER_STATUSES)
+        return await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
 
     async def count_live(self) -> dict[str, int]:
         """The groups of each task in the buffer and in flight."""
@@ -383,12 +373,12 @@ class Batches:
         # Nothing may be awaited from here on: a group must not move between the two counts.
         return {
             name: sum(cells[name].values()) + len(runner.produce_strategy.pending_groups())
-            for name, runner in self._runners.items()
+            for name, runner in self.runners.items()
         }
 
     def _count_shares(self, sizes: Mapping[str, int], train_step: int) -> None:
         """Note how the batch of `train_step` is shared; warn of a task that has had nothing for long."""
-        for name, runner in self._runners.items():
+        for name, runner in self.runners.items():
             is_hungry = runner.weight > 0 and sizes[name] == 0
             self._num_hungry[name] = num = self._num_hungry[name] + 1 if is_hungry else 0
             if num and num % HUNGRY_BATCHES == 0:

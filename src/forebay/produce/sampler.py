@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from forebay.types import RolloutState, SampleParams, Status, reset_rollout_resp
 _FORMAT = "forebay-sampler/1"
 
 
+@dataclass(eq=False, repr=False)
 class Sampler:
     """Hands out the groups of one task.
 
@@ -45,43 +47,32 @@ class Sampler:
     >>> group = asyncio.run(sampler.sample("math", [Status.EXPIRED, Status.ABORTED]))
     >>> len(group), group[0].group_id, group[0].rollout_id
     (8, 'math/1/0/0', 'math/1/0/0/0')
-
-    Args:
-        prompts: the dataset; at least one prompt.
-        replay_buffer: where interrupted and expired groups wait.
-        task_name: the task whose groups these are.
-        prompt_repeat_k: rollouts in a group.
-        seed: of the order.
-        shuffle: False takes the prompts as they come, in every epoch.
-        sample_params: of every rollout; None leaves them to the agent loop.
-        already_has: asked for each new group's id; a group that is held elsewhere (in a durable store, in the
-            ledger) is skipped.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        replay_buffer: ReplayBuffer,
-        *,
-        task_name: str,
-        prompt_repeat_k: int,
-        seed: int = 0,
-        shuffle: bool = True,
-        sample_params: SampleParams | None = None,
-        already_has: Callable[[str], bool] | None = None,
-    ) -> None:
-        if len(prompts) == 0:
-            raise ValueError(f"task {task_name!r} has no prompts; a dataset holds at least one")
-        if prompt_repeat_k < 1:
-            raise ValueError(f"prompt_repeat_k must be at least 1, got {prompt_repeat_k}")
-        self.prompts = prompts
-        self.replay_buffer = replay_buffer
-        self.task_name = task_name
-        self.prompt_repeat_k = prompt_repeat_k
-        self.seed = seed
-        self.shuffle = shuffle
-        self.sample_params = sample_params
-        self.already_has = already_has
+    prompts: Sequence[Prompt]
+    """The dataset; at least one prompt."""
+    replay_buffer: ReplayBuffer
+    """Holds the interrupted and expired groups."""
+    _: KW_ONLY
+    task_name: str
+    """The task whose groups these are."""
+    prompt_repeat_k: int
+    """Rollouts in a group."""
+    seed: int = 0
+    """Of the order."""
+    shuffle: bool = True
+    """False takes the prompts as they come, in every epoch."""
+    sample_params: SampleParams | None = None
+    """Of every rollout; None leaves them to the agent loop."""
+    already_has: Callable[[str], bool] | None = None
+    """Asked for each new group's id; a group that is held elsewhere (in a durable store, in the ledger) is
+    skipped."""
+
+    def __post_init__(self) -> None:
+        if len(self.prompts) == 0:
+            raise ValueError(f"task {self.task_name!r} has no prompts; a dataset holds at least one")
+        if self.prompt_repeat_k < 1:
+            raise ValueError(f"prompt_repeat_k must be at least 1, got {self.prompt_repeat_k}")
         self._asking = asyncio.Lock()
         self._empty_at: dict[Status, int] = {}
         """The version of the buffer at which it held no group of that status."""

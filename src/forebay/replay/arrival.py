@@ -27,6 +27,7 @@ from forebay.replay.stores.contract import (
     check_priority,
     check_tags,
 )
+from forebay.replay.stores.slices import in_turns
 from forebay.types import (
     RolloutState,
     Status,
@@ -114,13 +115,8 @@ async def label_groups(
     Raises:
         ValueError: as there.
     """
-    labeled: list[Sequence[RolloutState]] = []
-    for group in groups:
-        if group:
-            labeled.append(label_group(group, model_step))
-            if len(labeled) % LABEL_AT_ONCE == 0:
-                await asyncio.sleep(0)
-    return labeled
+    given = in_turns((group for group in groups if group), LABEL_AT_ONCE)
+    return [label_group(group, model_step) async for group in given]
 
 
 def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequence[RolloutState]:

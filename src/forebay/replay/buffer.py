@@ -57,7 +57,7 @@ from forebay.replay.stores.archiving import ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.indexed import IndexedStorage
-from forebay.replay.stores.slices import check_priorities, forget, revive, reweigh
+from forebay.replay.stores.slices import check_priorities, forget, in_turns, revive, reweigh
 from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:
@@ -179,11 +179,8 @@ class ReplayBuffer:
         async with self._lock.shared():
             step, aged_at = await self._see_step(task_name, how.current_train_step)
             while True:
-                rows = []
-                for group in listed:
-                    rows.append(arrived_row(group, task_name, step, how))
-                    if len(rows) % STORE_AT_ONCE == 0:
-                        await asyncio.sleep(0)
+                waiting = in_turns(listed, STORE_AT_ONCE)
+                rows = [arrived_row(group, task_name, step, how) async for group in waiting]
                 try:
                     await self.policy.put_many(rows, self.storage, receipt=receipt, **aged_at)
                     evicted = [] if self.limit is None else await self.storage.evict(self.limit)
@@ -476,13 +473,9 @@ class ReplayBuffer:
         groups = await self.policy.get(count, query, view)
         seen_step = await self.storage.get_train_step(task_name)
         show: Callable[..., Any] = hand_out if present is None else present
-        handed_out: list[Presented] = []
-        for group in groups:
-            handed_out.append(show(group, seen_step, copy=still_held or self._num_saving > 0))
-            if len(handed_out) % COPY_AT_ONCE == 0:
-                # The lock is held, but other work than the buffer's may go on.
-                await asyncio.sleep(0)
-        return handed_out
+        copy = still_held or self._num_saving > 0
+        # The lock is held, but other work than the buffer's may go on.
+        return [show(group, seen_step, copy=copy) async for group in in_turns(groups, COPY_AT_ONCE)]
 
 
 # In threads, where Arrow is loaded, too: its first import takes longer than the event loop may stand still.

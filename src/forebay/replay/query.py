@@ -32,18 +32,18 @@ Scalar = str | int | float | bool | None
 ARCHIVED = "archived"
 """The status of rows that a train step consumed."""
 
-QUERY_FIELDS = (
-    "uid",
-    "timestamp_id",
-    "task_name",
-    "status",
-    "staleness",
-    "priority",
-    "oldest_model_step",
-    "train_step",
-    "status_before",
-)
-"""The fields of a `StorageItem` that a query may name, besides ``tags.<name>``."""
+QUERY_FIELDS: Mapping[str, type] = {
+    "uid": int,
+    "timestamp_id": int,
+    "task_name": str,
+    "status": str,
+    "staleness": int,
+    "oldest_model_step": int,
+    "priority": float,
+    "train_step": int,
+    "status_before": str,
+}
+"""The fields of a `StorageItem` that a query may name, besides ``tags.<name>``, and the kind of each."""
 
 TAG_PREFIX = "tags."
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,8 +31,18 @@ from forebay.replay.stores.naive import NaiveStorage
 from forebay.testing.store_rows import EVERYTHING, QUERIES, fill, make_row, put_all, uids
 from forebay.types import Status
 
+Suite = TypeVar("Suite", bound=type)
 
-def _runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+
+def _with_event_loop(suite: Suite) -> Suite:
+    """Make every coroutine of the class a function that runs it: authors need no plug-in of pytest."""
+    for name, test in list(vars(suite).items()):
+        if inspect.iscoroutinefunction(test):
+            setattr(suite, name, _as_function(test))
+    return suite
+
+
+def _as_function(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
         asyncio.run(test(*args, **kwargs))
@@ -39,6 +50,7 @@ def _runs(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]
     return run
 
 
+@_with_event_loop
 class StorageConformance:
     """The tests of a store; a subclass overrides the fixture `storage` with a new, empty store.
 
@@ -55,7 +67,6 @@ class StorageConformance:
 
     # Ids and order
 
-    @_runs
     async def test_put_gives_growing_ids_and_get_returns_arrival_order(self, storage: StorageBackend) -> None:
         ids = await put_all(storage, make_row("a"), make_row("b", task="code"), make_row("c"))
         assert ids == sorted(set(ids))
@@ -65,7 +76,6 @@ class StorageConformance:
         assert [row.timestamp_id for row in rows] == sorted(row.timestamp_id for row in rows)
         assert len(storage) == 3
 
-    @_runs
     async def test_an_id_that_is_brought_along_is_kept_if_it_is_new(self, storage: StorageBackend) -> None:
         row = make_row("a")
         row.uid, row.timestamp_id = 7, 9
@@ -74,7 +84,6 @@ class StorageConformance:
         assert await storage.put(make_row("b")) == 9
         assert [stored.timestamp_id for stored in await storage.get({})] == [9, 10, 11]
 
-    @_runs
     async def test_ids_do_not_rewind_when_drained_or_loaded(self, storage: StorageBackend) -> None:
         older = storage.state_dict()
         ids = await put_all(storage, make_row(), make_row())
@@ -101,7 +110,6 @@ class StorageConformance:
             ("-priority", "dabc"),
         ],
     )
-    @_runs
     async def test_orders_with_ties_in_arrival_order(
         self, storage: StorageBackend, order: str | None, expected: str
     ) -> None:
@@ -122,7 +130,6 @@ class StorageConformance:
         for name in expected:
             assert [row.item for row in await storage.take_first(1, {}, order=order)] == [name]
 
-    @_runs
     async def test_an_unknown_order_is_an_error(self, storage: StorageBackend) -> None:
         with pytest.raises(ValueError, match="'reward'"):
             await storage.get({}, order="reward")
@@ -131,14 +138,12 @@ class StorageConformance:
 
     # Isolation
 
-    @_runs
     async def test_rows_only_leaves_the_payload_out(self, storage: StorageBackend) -> None:
         await storage.put(make_row("a", tags={"level": 3}))
         (row,) = await storage.get({}, rows_only=True)
         assert row.item is None
         assert row.tags == {"level": 3}
 
-    @_runs
     async def test_what_is_returned_is_a_copy(self, storage: StorageBackend) -> None:
         given_row = make_row("a", tags={"x": 1})
         uid = await storage.put(given_row)
@@ -150,7 +155,6 @@ class StorageConformance:
         (again,) = await storage.get({"uid": uid})
         assert (again.tags, again.priority, again.status) == ({"x": 1}, 1.0, "completed")
 
-    @_runs
     async def test_status_members_and_their_values_are_the_same(self, storage: StorageBackend) -> None:
         uid = await storage.put(make_row(status=Status.ABORTED))
         assert await storage.count({"status": "aborted"}) == 1
@@ -161,7 +165,6 @@ class StorageConformance:
         assert plain_value(archived.status) == ARCHIVED
         assert plain_value(archived.status_before) == "aborted"
 
-    @_runs
     async def test_rows_come_back_with_every_field(self, storage: StorageBackend) -> None:
         tags: dict[str, TagValue] = {
             "int": 2**63 - 1,
@@ -181,7 +184,6 @@ class StorageConformance:
 
     # Age
 
-    @_runs
     async def test_staleness_is_as_given_until_a_train_step_is_known(self, storage: StorageBackend) -> None:
         await put_all(storage, make_row("a", staleness=5, step=8), make_row("b", staleness=1, step=2))
         assert [row.item for row in await storage.get({}, order="-staleness")] == ["a", "b"]
@@ -191,7 +193,6 @@ class StorageConformance:
         assert await storage.get_train_step("math") == 10
         assert await storage.get_train_step("code") is None
 
-    @_runs
     async def test_labeled_and_unlabeled_rows_are_ranked_together(self, storage: StorageBackend) -> None:
         await put_all(
             storage,
@@ -212,7 +213,6 @@ class StorageConformance:
             assert [(row.item, row.staleness) for row in rows] == order
             assert await storage.count({"staleness": {"$gte": 3}}) == sum(age >= 3 for _, age in order)
 
-    @_runs
     async def test_a_train_step_falls_only_where_it_is_let(self, storage: StorageBackend) -> None:
         await put_all(storage, make_row("m", step=0), make_row("c", task="code", step=0))
         for step in (10, 9, 10, 3):
@@ -238,7 +238,6 @@ class StorageConformance:
             {"oldest_model_step": -(2**70)},
         ],
     )
-    @_runs
     async def test_what_some_store_could_not_hold_is_refused(
         self, storage: StorageBackend, wrong: dict[str, Any]
     ) -> None:
@@ -251,14 +250,12 @@ class StorageConformance:
             await storage.update([replace(make_row("y"), uid=uid), replace(row, uid=uid)])
         assert [row.item for row in await storage.get({})] == ["kept"]
 
-    @_runs
     async def test_a_policy_ignores_an_empty_group(self, storage: StorageBackend) -> None:
         policy = FIFOReplayPolicy()
         await policy.put(make_row([]), storage)
         await policy.put_many([make_row([]), make_row(["a"])], storage)
         assert [row.item for row in await storage.get({})] == [["a"]]
 
-    @_runs
     async def test_tasks_age_on_their_own(self, storage: StorageBackend) -> None:
         await put_all(storage, make_row("m", step=0), make_row("c", task="code", step=0))
         await storage.set_train_step("math", 5)
@@ -268,14 +265,12 @@ class StorageConformance:
 
     # Taking, deleting, updating
 
-    @_runs
     async def test_take_removes_each_row_once_and_ignores_unknown_uids(self, storage: StorageBackend) -> None:
         a, b = await put_all(storage, make_row("a"), make_row("b"))
         assert [row.item for row in await storage.take([b, 99, -1, 2**70, a, b])] == ["b", "a"]
         assert await storage.take([a, b]) == []
         assert len(storage) == 0
 
-    @_runs
     async def test_take_leaves_rows_that_do_not_match_any_more(self, storage: StorageBackend) -> None:
         a, b = await put_all(storage, make_row("a"), make_row("b"))
         await storage.take([a], train_step=1)
@@ -283,7 +278,6 @@ class StorageConformance:
         assert [row.item for row in taken] == ["b"]
         assert await storage.count({"status": "archived"}) == 1
 
-    @_runs
     async def test_take_for_a_train_step_archives(self, storage: StorageBackend) -> None:
         a, b = await put_all(storage, make_row("a", status="aborted", tags={"x": 1}), make_row("b"))
         (taken,) = await storage.take([a], train_step=4)
@@ -299,7 +293,6 @@ class StorageConformance:
         assert [row.item for row in await storage.take_first(9, {}, train_step=6)] == ["b"]
         assert await storage.count({"status": "archived", "train_step": 6}) == 2
 
-    @_runs
     async def test_drawn_rows_are_those_at_their_share_of_the_sum(self, storage: StorageBackend) -> None:
         """Priorities 1 2 0 5 in order of arrival make the steps 1, 3, 3, 8 of the running sum."""
         query = {"task_name": "math", "status": "completed"}
@@ -319,7 +312,6 @@ class StorageConformance:
         assert await storage.take_drawn(0, {}, numbers) == []
         assert len(storage) == 2
 
-    @_runs
     async def test_draws_follow_every_change(self, storage: StorageBackend) -> None:
         """Rows that are put, given another priority, taken, brought back or removed after the first draw."""
         query = {"task_name": "math", "status": "completed"}
@@ -347,7 +339,6 @@ class StorageConformance:
         assert await storage.update_priorities({ids[2]: 7.0}) == 0
         assert await draw(0.9) == "d"
 
-    @_runs
     async def test_takers_at_the_same_time_get_each_row_once(self, storage: StorageBackend) -> None:
         await asyncio.gather(*(storage.put(make_row(number)) for number in range(30)))
         batches = await asyncio.gather(
@@ -361,13 +352,11 @@ class StorageConformance:
         assert sorted(taken) == list(range(30))
         assert len(storage) == 0
 
-    @_runs
     async def test_delete_ignores_unknown_uids(self, storage: StorageBackend) -> None:
         a, b = await put_all(storage, make_row("a"), make_row("b"))
         await storage.delete([a, a, 99])
         assert uids(await storage.get({})) == [b]
 
-    @_runs
     async def test_delete_where_removes_what_matches_and_counts_it(self, storage: StorageBackend) -> None:
         await fill(storage)
         assert await storage.delete_where({"staleness": {"$gte": 2}}, expected=2) == 3
@@ -378,7 +367,6 @@ class StorageConformance:
         assert await storage.delete_where({"status": "archived", "train_step": {"$lte": 7}}) == 1
         assert [row.item for row in await storage.get(EVERYTHING)] == [1, 3]
 
-    @_runs
     async def test_update_keeps_ids_and_payload_and_ignores_unknown_uids(
         self, storage: StorageBackend
     ) -> None:
@@ -405,7 +393,6 @@ class StorageConformance:
         assert [r.item for r in await storage.get({"status": "expired"})] == ["new"]
         assert await storage.count({"status": "failed"}) == 0
 
-    @_runs
     async def test_rows_that_come_back_take_their_old_place(self, storage: StorageBackend) -> None:
         ids = await put_all(storage, *(make_row(i) for i in range(32)))
         rows = await storage.get({})
@@ -420,7 +407,6 @@ class StorageConformance:
         await storage.delete(ids[1::2])
         assert uids(await storage.get({})) == ids[::2]
 
-    @_runs
     async def test_evict_removes_what_arrived_first_and_counts_it(self, storage: StorageBackend) -> None:
         await put_all(storage, make_row("a"), make_row("b", task="code"), make_row("c"), make_row("d"))
         await storage.take([0], train_step=1)
@@ -431,7 +417,6 @@ class StorageConformance:
 
     # State
 
-    @_runs
     async def test_a_state_moves_to_another_store_and_back(self, storage: StorageBackend) -> None:
         await storage.set_train_step("math", 6)
         ids = await put_all(
@@ -453,7 +438,6 @@ class StorageConformance:
         storage.load_state_dict(other.state_dict())
         assert await other.get(EVERYTHING) == await storage.get(EVERYTHING)
 
-    @_runs
     async def test_a_state_that_contradicts_itself_changes_nothing(self, storage: StorageBackend) -> None:
         await storage.put(make_row("kept"))
         other = NaiveStorage()
@@ -471,14 +455,12 @@ class StorageConformance:
 
     # Queries
 
-    @_runs
     async def test_what_queries_match(self, storage: StorageBackend) -> None:
         await fill(storage)
         for query, expected in QUERIES:
             assert [row.item for row in await storage.get(query)] == expected, query
             assert await storage.count(query) == len(expected), query
 
-    @_runs
     async def test_wrong_queries_are_errors(self, storage: StorageBackend) -> None:
         wrong: list[Any] = ["completed", {"item": 1}, {"uid": {"$like": 1}}, {"uid": {"$between": [2, 1]}}]
         for query in wrong:

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from forebay.replay.format.values import Decoder, Encoder, damage_named
 from forebay.replay.groups import StoredGroup
-from forebay.replay.query import plain_value
+from forebay.replay.query import QUERY_FIELDS, plain_value
 from forebay.replay.stores.contract import StorageItem, check_priority, check_tags, staleness_at
 from forebay.types import FIELDS, ROLLOUT_SLOTS, RolloutState, Status
 
@@ -36,17 +36,10 @@ ARRAY_FIELDS = {
 NESTED_FIELDS = [name for name, rule in FIELDS.items() if rule.kind in ("params", "value")]
 """Always in the JSON column, unless None."""
 
+_ARROW_KINDS = {int: pa.int64(), float: pa.float64(), str: pa.string()}
 GROUPS_SCHEMA = pa.schema(
     {
-        "uid": pa.int64(),
-        "timestamp_id": pa.int64(),
-        "task_name": pa.string(),
-        "status": pa.string(),
-        "staleness": pa.int64(),
-        "oldest_model_step": pa.int64(),
-        "priority": pa.float64(),
-        "train_step": pa.int64(),
-        "status_before": pa.string(),
+        **{name: _ARROW_KINDS[kind] for name, kind in QUERY_FIELDS.items()},
         "tags": pa.string(),
         "num_rollouts": pa.int64(),
     }

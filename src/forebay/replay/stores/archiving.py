@@ -48,7 +48,6 @@ class ArchivingStorage(StorageBackend):
             await change(self._storage, self.taken, lambda row: copy_row(row, item=None), self.held)
 
     async def put(self, item: StorageItem) -> int:
-        """As the store."""
         uid = await self._storage.put(item)
         self.added.append(uid)
         return uid
@@ -56,11 +55,9 @@ class ArchivingStorage(StorageBackend):
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
-        """As the store."""
         return await self._storage.get(query, order=order, limit=limit, rows_only=rows_only)
 
     async def count(self, query: QueryLike) -> int:
-        """As the store."""
         return await self._storage.count(query)
 
     async def take(
@@ -119,34 +116,27 @@ class ArchivingStorage(StorageBackend):
         await self.take(uids)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
-        """As the store."""
         await self._storage.update(items)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        """As the store."""
         return await self._storage.update_priorities(priorities)
 
     async def get_train_step(self, task_name: str) -> int | None:
-        """As the store."""
         return await self._storage.get_train_step(task_name)
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """As the store."""
         await self._storage.set_train_step(task_name, train_step)
 
     async def let_train_steps_fall(self) -> None:
-        """As the store."""
         await self._storage.let_train_steps_fall()
 
     def __len__(self) -> int:
         return len(self._storage)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the store."""
         return self._storage.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As the store."""
         self._storage.load_state_dict(state)
 
 

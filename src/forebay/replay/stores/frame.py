@@ -6,11 +6,11 @@ when a frame is made, never with this module.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forebay.extras import needed_by
-from forebay.replay.query import TAG_PREFIX, plain_value
+from forebay.replay.query import QUERY_FIELDS, TAG_PREFIX, plain_value
 from forebay.replay.stores.contract import StorageItem
 
 if TYPE_CHECKING:
@@ -18,18 +18,6 @@ if TYPE_CHECKING:
 
 _DTYPES = {int: "Int64", float: "Float64", bool: "boolean", str: "string[python]"}
 """Nullable, so that NA is never mistaken for a value. Text as Python has it: with any character."""
-
-_FIELD_KINDS: Mapping[str, type] = {
-    "uid": int,
-    "timestamp_id": int,
-    "task_name": str,
-    "status": str,
-    "staleness": int,
-    "priority": float,
-    "oldest_model_step": int,
-    "train_step": int,
-    "status_before": str,
-}
 
 
 def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
@@ -47,7 +35,7 @@ def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
     index = pd.Index([row.uid for row in rows], dtype="int64")
     columns = [
         pd.Series([plain_value(getattr(row, name)) for row in rows], index=index, dtype=_DTYPES[kind])
-        for name, kind in _FIELD_KINDS.items()
+        for name, kind in QUERY_FIELDS.items()
     ]
     names = sorted({name for row in rows for name in row.tags})
     for name in names:
@@ -55,6 +43,6 @@ def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
         kinds = {type(value) for value in values if value is not None}
         dtype = _DTYPES[kinds.pop()] if len(kinds) == 1 else object
         columns.append(pd.Series(values, index=index, dtype=dtype))
-    labels = [*_FIELD_KINDS, *(TAG_PREFIX + name for name in names)]
+    labels = [*QUERY_FIELDS, *(TAG_PREFIX + name for name in names)]
     # Labels as objects: pandas' own text type cannot hold every name.
     return pd.concat(columns, axis=1).set_axis(pd.Index(labels, dtype=object), axis=1)

@@ -11,7 +11,7 @@ event loop free by itself (`StorageBackend.rows_at_once` is None) is asked once:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -33,6 +33,14 @@ def slices_of(items: Iterable[Item], size: int | None) -> Iterator[list[Item]]:
     iterator = iter(items)
     while part := list(islice(iterator, size)):
         yield part
+
+
+async def in_turns(items: Iterable[Item], size: int) -> AsyncIterator[Item]:
+    """The items one by one; after each `size` of them, other work of the event loop has its turn."""
+    for number, item in enumerate(items, start=1):
+        yield item
+        if number % size == 0:
+            await asyncio.sleep(0)
 
 
 async def forget(storage: StorageBackend, query: QueryLike) -> int:
@@ -79,11 +87,8 @@ async def change(
 
 async def check_priorities(priorities: Mapping[Any, float]) -> dict[Any, float]:
     """The priorities by plain values; ValueError if one is none."""
-    checked: dict[Any, float] = {}
-    for part in slices_of(priorities.items(), ROWS_AT_ONCE):
-        checked |= {plain_value(value): check_priority(priority) for value, priority in part}
-        await asyncio.sleep(0)
-    return checked
+    pairs = in_turns(priorities.items(), ROWS_AT_ONCE)
+    return {plain_value(value): check_priority(priority) async for value, priority in pairs}
 
 
 async def reweigh(

@@ -89,7 +89,7 @@ def test_a_model_has_what_its_constructor_takes(
         (["tasks.0.data.arguments.length=40"], "'length' = 40"),
         (["tasks.0.eval_data.source=addition", "tasks.0.eval_data.arguments.digit=1"], "'digits'"),
         (
-            ["tasks.0.data.source=forebay.tools.demo_task:chained_sums", "tasks.0.data.arguments.sze=1"],
+            ["tasks.0.data.source=forebay.agents.verifiers:load_tasks", "tasks.0.data.arguments.sze=1"],
             "'size'",
         ),
         (["tasks.0.judge.arguments.partial=true"], "did you mean 'partial_credit'"),

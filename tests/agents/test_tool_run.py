@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ from forebay.runs.task_loops import task_agent
 from forebay.runs.warmup import Demonstrations, _with_tools
 from forebay.tools.calculator import calculate
 from forebay.tools.contract import make_schema
-from forebay.tools.demo_task import chained_sums, small_calculator
 from forebay.types import RolloutState, SampleParams, Status
 
-ROOT = Path(__file__).parents[2]
+RECIPE = Path(__file__).parents[2] / "recipes" / "tool_calc"
+TASK = runpy.run_path(str(RECIPE / "chained_sums.py"))
 SMALL = [
     "steps=2",
     "batch_size=2",
@@ -47,9 +48,7 @@ SMALL = [
 
 
 def recipe(output: Path, *overrides: str) -> RunConfig:
-    return load_config(
-        RunConfig, ROOT / "recipes" / "tool_calc.toml", [*SMALL, f"output={output}", *overrides]
-    )
+    return load_config(RunConfig, RECIPE / "run.toml", [*SMALL, f"output={output}", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -164,7 +163,7 @@ async def test_a_warm_up_shows_what_rollouts_see() -> None:
 
 
 def test_problems_are_distinct_and_their_demonstrations_right() -> None:
-    rows = chained_sums(size=500)
+    rows = TASK["chained_sums"](size=500)
     assert len({row["prompt"] for row in rows}) == 500
     gives_up = [len(row["demonstration"]) == 1 for row in rows]
     assert 0.5 < np.mean(gives_up) < 0.9
@@ -186,7 +185,7 @@ async def test_the_small_calculator_answers_in_its_alphabet() -> None:
         ("5*[", "?"),
         ("0", "00000"),
     ):
-        assert await small_calculator(expression) == answer
+        assert await TASK["small_calculator"](expression) == answer
 
 
 def test_every_turn_of_a_demonstration_is_an_example() -> None:

@@ -114,7 +114,7 @@ async def test_what_a_function_returns_that_is_no_json_is_an_error_of_the_call()
 
 def test_a_tool_that_says_its_schema_is_not_made_for_it() -> None:
     assert schema_of({"name": "search", "arguments": {"corpus": "missing"}}) == Search.schema
-    assert schema_of("forebay.tools.demo_task:small_calculator")["function"]["name"] == "small_calculator"
+    assert schema_of(f"{__name__}:weigh")["function"]["name"] == "weigh"
 
 
 DOCUMENTS = [

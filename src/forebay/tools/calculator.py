@@ -45,17 +45,10 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "round": lambda number, digits=0: round(number, _few(digits)),
     "min": min,
     "max": max,
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "gcd": math.gcd,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
+    **{
+        name: getattr(math, name)
+        for name in ("sqrt", "exp", "log", "log2", "log10", "floor", "ceil", "gcd", "sin", "cos", "tan")
+    },
 }
 
 

@@ -22,7 +22,7 @@ import signal
 import socket
 import tempfile
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -130,18 +130,14 @@ class LocalRanks:
             # Whatever ended the wait: a reply that comes later would be taken for the next call's.
             self._kill()
             raise
-        failed: dict[int, dict[str, str]] = {}
-        for number, answer in enumerate(answers):
-            error = None if answer in left else answer.exception()
-            if isinstance(error, RankError):
+        errors = {n: error for n, a in enumerate(answers) if a not in left and (error := a.exception())}
+        for error in errors.values():
+            if not isinstance(error, _FailedCall):
                 self._kill()
                 raise error
-            if isinstance(error, _FailedCall):
-                failed[number] = error.described
-        if failed:
-            raise self._error(
-                method, failed, [number for number in range(self.num_ranks) if answers[number] in left]
-            )
+        if errors:
+            silent = [number for number, answer in enumerate(answers) if answer in left]
+            raise self._error(method, {number: error.args for number, error in errors.items()}, silent)
         return [answer.result() for answer in answers]
 
     def _answer(self, number: int, method: str, message: Any) -> Any:
@@ -161,23 +157,22 @@ class LocalRanks:
             why = _describe_exit(rank.process.exitcode)
             raise RankError(f"rank {number} died in {method}: {why}") from None
         if reply["error"] is not None:
-            raise _FailedCall(reply["error"])
+            raise _FailedCall(*reply["error"])
         return reply["result"]
 
-    def _error(self, method: str, failed: dict[int, dict[str, str]], silent: list[int]) -> Exception:
+    def _error(self, method: str, failed: Mapping[int, tuple[str, ...]], silent: list[int]) -> Exception:
         """What to raise; the ranks live on only if all of them say the same."""
-        error = failed[min(failed)]
+        kind, message, trace = failed[min(failed)]
         report = RankError(
-            f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {error['type']}: {error['message']}"
-            f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{error['traceback']}"
+            f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {kind}: {message}"
+            f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{trace}"
         )
-        kinds = {described["type"] for described in failed.values()}
-        agreed = len(failed) == self.num_ranks and len(kinds) == 1 and error["type"] in EXPECTED
-        if not agreed or method == "start":
+        agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
+        if not (agreed and kind in EXPECTED) or method == "start":
             self._kill()
-        if not agreed:
+        if not (agreed and kind in EXPECTED):
             return report
-        expected = EXPECTED[error["type"]](error["message"])
+        expected = EXPECTED[kind](message)
         expected.__cause__ = report
         return expected
 
@@ -241,11 +236,7 @@ class _Rank:
 
 
 class _FailedCall(Exception):
-    """A rank raised an error, which is described by its type, message and traceback."""
-
-    def __init__(self, described: dict[str, str]) -> None:
-        super().__init__(described["message"])
-        self.described = described
+    """A rank raised an error: its type, message and traceback."""
 
 
 def _numbers(ranks: Collection[int]) -> str:
@@ -322,5 +313,4 @@ def _attempt(call: Callable[[], Any]) -> dict[str, Any]:
         return {"error": None, "result": call()}
     # Whatever it is, the caller has to learn of it.
     except Exception as error:
-        described = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        return {"error": described, "result": None}
+        return {"error": [type(error).__name__, str(error), traceback.format_exc()], "result": None}

@@ -45,7 +45,7 @@ from forebay.simulation import world as simulated_world
 from forebay.simulation.cluster import LengthConfig
 from forebay.simulation.engine import ModeledEngine
 from forebay.simulation.prediction import synchronous
-from forebay.simulation.simulated_parts import SimulationLoop, TimedThread, TimedTrainer
+from forebay.simulation.world import SimulationLoop, TimedThread, TimedTrainer
 
 OLD_DEFAULTS = {
     "max_staleness": 0,
@@ -281,7 +281,7 @@ def time_devices(run, trained):
 
     def timed_work(admitted, aborting):
         engine._news.clear()
-        engine._thread.charge(TOKEN_S)
+        engine._thread.charged_s += TOKEN_S
         return work(admitted, aborting)
 
     batch.step, engine._work = one_step, timed_work
@@ -289,7 +289,7 @@ def time_devices(run, trained):
 
     def timed_fit(groups, **kwargs):
         trained.extend(map(is_long, groups))
-        run.compute_thread.charge(TRAIN_S)
+        run.compute_thread.charged_s += TRAIN_S
         return fit(groups, **kwargs)
 
     run.trainer.fit = timed_fit

@@ -59,9 +59,10 @@ def simulate_run(
         # With --calibrate the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
     with one_message():
-        from forebay.simulation.commands import Request, simulate_and_show
+        from forebay.simulation.commands import simulate_and_show
 
-        request = Request(
+        simulate_and_show(
+            Console(width=None if sys.stdout.isatty() else PIPED_WIDTH),
             run_file=run_file,
             calibrate_on=calibrate,
             overrides=overrides or [],
@@ -71,4 +72,3 @@ def simulate_run(
             out=out,
             jobs=jobs,
         )
-        simulate_and_show(request, Console(width=None if sys.stdout.isatty() else PIPED_WIDTH))

@@ -6,13 +6,9 @@ from forebay.lazy import lazy_names
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 
 if TYPE_CHECKING:
-    from forebay.simulation.prediction import simulate
-    from forebay.simulation.result import SimulationResult
+    from forebay.simulation.prediction import SimulationResult, simulate
 
 __all__ = ["ClusterConfig", "LengthConfig", "SimulationResult", "simulate"]
 
 # The loops of a run load torch.
-__getattr__ = lazy_names(
-    __name__,
-    {"prediction": ["simulate"], "result": ["SimulationResult"]},
-)
+__getattr__ = lazy_names(__name__, {"prediction": ["SimulationResult", "simulate"]})

@@ -27,7 +27,7 @@ from forebay.ledger import Ledger
 from forebay.metrics import STEP_S, Row, read_jsonl
 from forebay.runs.config import RunConfig
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
-from forebay.simulation.result import WARM_UP_SHARE
+from forebay.simulation.prediction import WARM_UP_SHARE
 from forebay.watching.activity import GENERATE, JUDGE, SYNC, TRAIN
 
 _MAX_LENGTHS = 1000

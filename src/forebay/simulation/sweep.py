@@ -11,8 +11,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +21,7 @@ from forebay.config import ConfigError, apply_overrides, parse_config
 from forebay.produce import ProductionError
 from forebay.runs.config import ProduceConfig, RunConfig
 from forebay.simulation.cluster import ClusterConfig, changed_cluster
-from forebay.simulation.prediction import simulate, synchronous
-from forebay.simulation.result import SimulationResult
+from forebay.simulation.prediction import SimulationResult, simulate, synchronous
 
 CLUSTER = "cluster."
 """Begins the keys that are the cluster's, in overrides and sweeps."""
@@ -135,22 +135,17 @@ def run_cases(
     """
     work = _work(cases)
     jobs = min(jobs or os.cpu_count() or 1, len(work))
-    answers: dict[str, _Answer] = {}
-    if jobs == 1:
-        for key, (config, cluster) in work.items():
-            answers[key] = _try(config, cluster, steps)
+    found: dict[str, tuple[SimulationResult | None, str]] = {}
+    with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
+        answers = (pool.map if pool else map)(_try, *zip(*work.values(), strict=True), repeat(steps))
+        for key, answer in zip(work, answers, strict=True):
+            found[key] = answer
             on_done()
-    else:
-        with ProcessPoolExecutor(jobs) as pool:
-            tickets = {key: pool.submit(_try, *pair, steps) for key, pair in work.items()}
-            for ticket in tickets.values():
-                ticket.add_done_callback(lambda _: on_done())
-            answers = {key: ticket.result() for key, ticket in tickets.items()}
     outcomes = []
     for case in cases:
-        own = answers[_key(case.config, case.cluster)]
-        other = answers[_key(synchronous(case.config), case.cluster)]
-        outcomes.append(Outcome(case=case, result=own.result, problem=own.problem, synchronous=other.result))
+        result, problem = found[_key(case.config, case.cluster)]
+        other, _ = found[_key(synchronous(case.config), case.cluster)]
+        outcomes.append(Outcome(case=case, result=result, problem=problem, synchronous=other))
     return outcomes
 
 
@@ -172,16 +167,12 @@ def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
     return [*near, *ordered[len(near) :]]
 
 
-class _Answer(NamedTuple):
-    result: SimulationResult | None
-    problem: str
-
-
-def _try(config: RunConfig, cluster: ClusterConfig, steps: int) -> _Answer:
+def _try(config: RunConfig, cluster: ClusterConfig, steps: int) -> tuple[SimulationResult | None, str]:
+    """The result, or none and the reason."""
     try:
-        return _Answer(simulate(config, cluster, steps=steps), "")
+        return simulate(config, cluster, steps=steps), ""
     except ProductionError as error:
-        return _Answer(None, str(error))
+        return None, str(error)
 
 
 def _work(cases: Sequence[Case]) -> dict[str, tuple[RunConfig, ClusterConfig]]:

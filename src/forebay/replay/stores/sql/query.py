@@ -17,7 +17,6 @@ another index. Hence the arms; the store merges what they find.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,18 +44,9 @@ MAX_CONDITIONS = 300
 MAX_VALUES = 10_000
 """Beyond these a query is not compiled: SQLite takes expressions 1,000 deep and 32,766 values."""
 
-_INT_COLUMNS = {
-    "uid": groups.c.uid,
-    "timestamp_id": groups.c.timestamp_id,
-    "staleness": groups.c.staleness,
-    "oldest_model_step": groups.c.oldest_model_step,
-    "train_step": groups.c.train_step,
-}
-_TEXT_COLUMNS = {
-    "task_name": groups.c.task_name,
-    "status": groups.c.status,
-    "status_before": groups.c.status_before,
-}
+_TEXT_FIELDS = ("task_name", "status", "status_before")
+_FLOAT_FIELD = "priority"
+"""All other fields are integers."""
 
 
 @dataclass(frozen=True)
@@ -172,43 +162,42 @@ def _compile_leaf(leaf: Condition, train_step: int | None) -> Clause:
 
 
 def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: int | None) -> Clause:
+    ints, floats = _exact_ints(values), _exact_floats(values)
+    texts = [value for value in values if isinstance(value, str)]
     if field.startswith(TAG_PREFIX):
         return _tag_where(
             field,
-            _in(tags.c.int_value, _exact_ints(values)),
-            _in(tags.c.float_value, _exact_floats(values)),
-            _in(tags.c.text_value, [encode_text(value) for value in values if isinstance(value, str)]),
+            _in(tags.c.int_value, ints),
+            _in(tags.c.float_value, floats),
+            _in(tags.c.text_value, list(map(encode_text, texts))),
             _in(tags.c.bool_value, [int(value) for value in values if isinstance(value, bool)]),
         )
-    if field == "priority":
-        return _in(groups.c.priority, _exact_floats(values))
-    if field in _TEXT_COLUMNS:
-        texts = [value for value in values if isinstance(value, str) and is_storable_text(value)]
-        return _in(_TEXT_COLUMNS[field], texts, or_null=None in values)
     if field == "staleness" and train_step is not None:
-        steps = [train_step - 1 - value for value in _exact_ints(values)]
-        return _in(groups.c.oldest_model_step, _exact_ints(tuple(steps)))
-    return _in(_INT_COLUMNS[field], _exact_ints(values), or_null=None in values)
+        return _in(groups.c.oldest_model_step, _exact_ints(tuple(train_step - 1 - value for value in ints)))
+    if field in _TEXT_FIELDS:
+        found = _in(groups.c[field], list(filter(is_storable_text, texts)))
+    else:
+        found = _in(groups.c[field], floats if field == _FLOAT_FIELD else ints)
+    return sa.or_(found, groups.c[field].is_(None)) if None in values else found
 
 
-def _in(column: sa.ColumnElement[Any], values: list[Any], *, or_null: bool = False) -> Clause:
-    found = column == values[0] if len(values) == 1 else column.in_(values) if values else sa.false()
-    return sa.or_(found, column.is_(None)) if or_null else found
+def _in(column: sa.ColumnElement[Any], values: list[Any]) -> Clause:
+    return column == values[0] if len(values) == 1 else column.in_(values) if values else sa.false()
 
 
 def _is_ordered(field: str, op: str, value: Scalar, train_step: int | None) -> Clause:
     if field.startswith(TAG_PREFIX):
         return _tag_where(field, _tag_is_ordered(op, value))
     if isinstance(value, str):
-        return _text_is_ordered(_TEXT_COLUMNS[field], op, value) if field in _TEXT_COLUMNS else sa.false()
-    if value is None or isinstance(value, bool) or field in _TEXT_COLUMNS:
+        return _text_is_ordered(groups.c[field], op, value) if field in _TEXT_FIELDS else sa.false()
+    if value is None or isinstance(value, bool) or field in _TEXT_FIELDS:
         return sa.false()
-    if field == "priority":
-        return _float_is_ordered(groups.c.priority, op, value)
+    if field == _FLOAT_FIELD:
+        return _float_is_ordered(groups.c[field], op, value)
     low, high = _interval(op, value)
     if field == "staleness" and train_step is not None:
         return _is_between(groups.c.oldest_model_step, train_step - 1 - high, train_step - 1 - low)
-    return _is_between(_INT_COLUMNS[field], low, high)
+    return _is_between(groups.c[field], low, high)
 
 
 def _tag_is_ordered(op: str, value: Scalar) -> Clause:
@@ -229,16 +218,10 @@ def _tag_where(field: str, *any_of: Clause) -> Clause:
 
 
 def _compare(column: sa.ColumnElement[Any], op: str, value: Any) -> Clause:
-    compared: Clause = _OPERATORS[op](column, value)
-    return compared
+    return column.op(_OPERATORS[op], is_comparison=True)(value)
 
 
-_OPERATORS: Mapping[str, Any] = {
-    "$gt": operator.gt,
-    "$gte": operator.ge,
-    "$lt": operator.lt,
-    "$lte": operator.le,
-}
+_OPERATORS = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
 
 _BEYOND = 2**64
 """Stands for infinity among integers: beyond every stored integer, whichever train step is added."""

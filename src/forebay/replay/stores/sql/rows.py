@@ -2,7 +2,7 @@
 
 ::
 
-    StorageItem --prepare--> PreparedRow --reserve_ids, insert_rows--> groups, payloads, tags
+    StorageItem --prepare--> PreparedRow --give_ids, insert_rows--> groups, payloads, tags
                                          '-replace_rows---------------'
     StorageItem <--read_rows-- groups (light) <--attach_payloads-- payloads
     Removed: rows that a call took out, which can be put back
@@ -18,7 +18,7 @@ import json
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -45,16 +45,14 @@ CHUNK = 500
 
 TAG_COLUMNS = {int: "int_value", float: "float_value", str: "text_value", bool: "bool_value"}
 
-SELECT_ROWS = sa.select(*groups.c)
-"""A statement whose lines `read_rows` reads."""
+_FIELDS = [field.name for field in fields(StorageItem) if field.name != "item"]
+SELECT_ROWS = sa.select(*(groups.c[name] for name in _FIELDS))
+"""A statement whose lines `read_rows` reads: the columns in the order of the fields."""
 _DELETE = [
     table.delete().where(table.c.uid.in_(sa.bindparam("uids", expanding=True)))
     for table in (groups, payloads, tags)
 ]
 _UPDATE = groups.update().where(groups.c.uid == sa.bindparam("key"))
-
-Ids = tuple[int, int]
-"""``(uid, timestamp_id)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +66,9 @@ class PreparedRow:
     checksum: int
     """Of `data` alone."""
     tags: dict[str, TagValue]
-    ids: Ids
-    """That the item brings."""
-
-    @property
-    def uid(self) -> int:
-        """The uid that the item brings."""
-        return self.ids[0]
+    uid: int
+    timestamp_id: int
+    """Ids that the item brings."""
 
 
 def prepare(
@@ -88,38 +82,36 @@ def prepare(
         ValueError: `check_row` refuses it, or the codec refuses the payload.
     """
     check_row(item)
-    columns = {
-        "task_name": item.task_name,
-        "status": plain_value(item.status),
-        "staleness": item.staleness,
-        "priority": float(item.priority),
-        "oldest_model_step": item.oldest_model_step,
-        "train_step": item.train_step,
-        "status_before": plain_value(item.status_before),
-        "tags": json.dumps(item.tags) if item.tags else "{}",
-    }
+    columns = {name: plain_value(getattr(item, name)) for name in _FIELDS[2:]}
+    columns |= {"priority": float(item.priority), "tags": json.dumps(item.tags) if item.tags else "{}"}
     if data is None and not (keep_payload and item.item is None):
         data = codec.encode(item.item)
     checksum = 0 if data is None else zlib.crc32(data)
-    return PreparedRow(columns, data, checksum, dict(item.tags), (item.uid, item.timestamp_id))
+    return PreparedRow(columns, data, checksum, dict(item.tags), item.uid, item.timestamp_id)
 
 
-def reserve_ids(connection: sa.Connection, brought: Sequence[Ids]) -> list[Ids]:
-    """New ids for that many rows, in order; an id that is brought is used if it is above all before."""
+def give_ids(connection: sa.Connection, rows: Sequence[PreparedRow]) -> list[PreparedRow]:
+    """The rows with new ids, in order; an id that a row brings is used if it is above all before."""
+    if not rows:
+        return []
     if connection.dialect.name == "postgresql":
         # Ids are taken together with other writers, unless the sequences have to be moved.
-        bring = any(max(wanted) >= 0 for wanted in brought)
+        bring = any(max(row.uid, row.timestamp_id) >= 0 for row in rows)
         _lock_ids(connection, alone=bring)
         if not bring:
-            return [(uid, place) for uid, place in connection.execute(_NEXT, {"number": len(brought)})]
+            lines = connection.execute(_NEXT, {"number": len(rows)})
+            return [
+                replace(row, uid=uid, timestamp_id=place)
+                for row, (uid, place) in zip(rows, lines, strict=True)
+            ]
     uid, place = next_ids(connection).values()
-    reserved = []
-    for wanted_uid, wanted_place in brought:
-        uid, place = max(uid, wanted_uid), max(place, wanted_place)
-        reserved.append((uid, place))
+    given = []
+    for row in rows:
+        uid, place = max(uid, row.uid), max(place, row.timestamp_id)
+        given.append(replace(row, uid=uid, timestamp_id=place))
         uid, place = uid + 1, place + 1
     _set_ids(connection, (uid, place))
-    return reserved
+    return given
 
 
 def next_ids(connection: sa.Connection) -> dict[str, int]:
@@ -162,21 +154,20 @@ _SET_COUNTERS = counters.update().values(
 )
 
 
-def insert_rows(connection: sa.Connection, rows: Sequence[PreparedRow], ids: Sequence[Ids]) -> None:
-    """Insert the rows, whose tasks are known, under these ids."""
+def insert_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
+    """Insert the rows, whose tasks are known, under their ids."""
     if not rows:
         return
-    lines = [
-        {"uid": uid, "timestamp_id": place, **row.columns}
-        for row, (uid, place) in zip(rows, ids, strict=True)
-    ]
-    connection.execute(groups.insert(), lines)
-    data = [
-        {"uid": uid, "data": row.data, "checksum": checksum_of(uid, row.checksum)}
-        for row, (uid, _) in zip(rows, ids, strict=True)
-    ]
-    connection.execute(payloads.insert(), data)
-    _insert_tags(connection, {uid: row.tags for row, (uid, _) in zip(rows, ids, strict=True)})
+    connection.execute(
+        groups.insert(),
+        [{"uid": row.uid, "timestamp_id": row.timestamp_id, **row.columns} for row in rows],
+    )
+    connection.execute(payloads.insert(), [_payload("uid", row) for row in rows])
+    _insert_tags(connection, rows)
+
+
+def _payload(key: str, row: PreparedRow) -> dict[str, Any]:
+    return {key: row.uid, "data": row.data, "checksum": checksum_of(row.uid, row.checksum)}
 
 
 def insert_tasks(connection: sa.Connection, names: Iterable[str]) -> None:
@@ -192,25 +183,20 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
         return
     insert_tasks(connection, (row.columns["task_name"] for row in rows))
     connection.execute(_UPDATE, [{"key": row.uid, **row.columns} for row in rows])
-    data = [
-        {"key": row.uid, "data": row.data, "checksum": checksum_of(row.uid, row.checksum)}
-        for row in rows
-        if row.data is not None
-    ]
-    if data:
+    if data := [_payload("key", row) for row in rows if row.data is not None]:
         connection.execute(payloads.update().where(payloads.c.uid == sa.bindparam("key")), data)
-    latest = {row.uid: row.tags for row in rows}
-    for uids in chunks(latest):
-        connection.execute(tags.delete().where(tags.c.uid.in_(uids)))
-    _insert_tags(connection, latest)
+    for chunk in chunks(rows):
+        connection.execute(tags.delete().where(tags.c.uid.in_([row.uid for row in chunk])))
+    # Of rows with the same uid the last one counts.
+    _insert_tags(connection, list({row.uid: row for row in rows}.values()))
 
 
-def _insert_tags(connection: sa.Connection, of_rows: Mapping[int, dict[str, TagValue]]) -> None:
+def _insert_tags(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
     empty = dict.fromkeys(TAG_COLUMNS.values())
     lines = [
-        {"uid": uid, "name": encode_text(name), **empty, TAG_COLUMNS[type(value)]: _tag_value(value)}
-        for uid, row_tags in of_rows.items()
-        for name, value in row_tags.items()
+        {"uid": row.uid, "name": encode_text(name), **empty, TAG_COLUMNS[type(value)]: _tag_value(value)}
+        for row in rows
+        for name, value in row.tags.items()
     ]
     if lines:
         connection.execute(tags.insert(), lines)
@@ -266,21 +252,12 @@ def read_rows(
 ) -> Iterator[StorageItem]:
     """Items without payload, as stale as at their task's train step."""
     for line in lines:
-        uid, timestamp_id, task, status, staleness, priority, oldest, train_step, before, tag_text = line
-        item = StorageItem(
-            None,
-            uid,
-            timestamp_id,
-            task,
-            codec.status(status),
-            staleness,
-            {} if tag_text == "{}" else json.loads(tag_text),
-            priority,
-            oldest,
-            train_step,
-            None if before is None else codec.status(before),
-        )
-        item.staleness = staleness_at(item, train_steps.get(task))
+        item = StorageItem(None, *line)
+        item.status = codec.status(line.status)
+        item.tags = {} if line.tags == "{}" else json.loads(line.tags)
+        if item.status_before is not None:
+            item.status_before = codec.status(line.status_before)
+        item.staleness = staleness_at(item, train_steps.get(item.task_name))
         yield item
 
 
@@ -359,8 +336,7 @@ class Removed:
         ]
         found = lock_rows(connection, [row.uid for row in rows], codec, {})
         if self.train_step is None:
-            missing = [row for row in rows if row.uid not in found]
-            insert_rows(connection, missing, [row.ids for row in missing])
+            insert_rows(connection, [row for row in rows if row.uid not in found])
         else:
             held = {
                 row.uid for row in found.values() if row.is_archived and row.train_step == self.train_step

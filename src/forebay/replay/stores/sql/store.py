@@ -331,7 +331,7 @@ class SQLStorage(StorageBackend):
             connection.execute(tasks.update().values(train_step=None, may_fall=0))
             raise_ids(connection, [state["next_uid"], state["next_timestamp_id"]])
             insert_tasks(connection, (row.columns["task_name"] for row in rows))
-            insert_rows(connection, rows, [row.ids for row in rows])
+            insert_rows(connection, rows)
             if steps:
                 insert_or_update(connection, tasks, steps, "train_step")
 

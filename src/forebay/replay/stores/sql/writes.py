@@ -26,11 +26,11 @@ from forebay.replay.stores.sql.rows import (
     PreparedRow,
     Removed,
     delete_rows,
+    give_ids,
     insert_rows,
     insert_tasks,
     next_ids,
     read_payloads,
-    reserve_ids,
 )
 from forebay.replay.stores.sql.schema import EVICT_LOCK, LIVE, groups, insert_missing, receipts, tasks
 from forebay.replay.stores.sql.transactions import Transactions
@@ -69,12 +69,11 @@ def write_together(transactions: Transactions, writes: Sequence[Write]) -> list[
     with transactions.writing() as connection:
         steps = raise_steps(connection, writes)
         verdicts = [_verdict(write, steps) for write in writes]
-        rows = [row for verdict in verdicts if isinstance(verdict, list) for row in verdict]
-        ids = reserve_ids(connection, [row.ids for row in rows]) if rows else []
-        insert_rows(connection, rows, ids)
+        rows = give_ids(connection, [row for found in verdicts if isinstance(found, list) for row in found])
+        insert_rows(connection, rows)
         stored = (write for write, verdict in zip(writes, verdicts, strict=True) if verdict is write.rows)
         keep_receipts(connection, *(write.receipt for write in stored))
-    uids = iter(uid for uid, _ in ids)
+    uids = iter(row.uid for row in rows)
     return [
         list(islice(uids, len(verdict))) if isinstance(verdict, list) else verdict for verdict in verdicts
     ]

@@ -133,20 +133,11 @@ def serve(
 
     Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
     """
+    given = locals()
     with one_message(ValueError, OSError):
         from forebay.replay.remote.command import ServeOptions, serve_buffer
 
-        options = ServeOptions(
-            address=address,
-            store=store,
-            policy=policy,
-            max_live=max_live,
-            max_clients=max_clients,
-            limit=limit,
-            keep_consumed=keep_consumed,
-            snapshot=snapshot,
-            token_file=token_file,
-        )
+        options = ServeOptions(**given)
         asyncio.run(serve_buffer(options, typer.echo))
 
 

@@ -32,13 +32,13 @@ from typing import Any
 from forebay.ledger.histories import (
     ADMITTED,
     DROPPED,
-    EVENTS,
     LIVE,
     MAX_COUNT,
     TRAINED,
     GroupId,
     GroupLife,
     Histories,
+    check_event,
 )
 from forebay.ledger.journal import RESTARTED, Journal, read_events
 
@@ -106,7 +106,6 @@ class Ledger:
         self.lost_events = 0
         """Events that are missing in the file that the ledger was read from."""
         self._tasks: dict[str, Histories] = {}
-        self._repeated: Counter[str] = Counter()
 
     @classmethod
     def read(cls, path: Path, *, num_bytes: int | None = None, num_events: int | None = None) -> Ledger:
@@ -125,7 +124,8 @@ class Ledger:
             if num_events is not None and number > num_events:
                 break
             try:
-                ledger._enter_read(event)
+                if event["event"] != REWOUND:
+                    ledger._enter(event)
             except (ValueError, LookupError, TypeError, OverflowError) as error:
                 raise ValueError(f"event {number} of {str(path)!r} is not a ledger's: {error!r}") from None
             ledger.lost_events += number - ledger._num_events - 1
@@ -161,8 +161,7 @@ class Ledger:
             TypeError: with a path, a detail that is no JSON value.
             OSError: the file takes no more. Nothing is entered then.
         """
-        if event not in EVENTS:
-            raise ValueError(f"unknown event {event!r}; known: {', '.join(EVENTS)}")
+        check_event(event)
         if group_id is None:
             raise ValueError(f"task {task_name!r}: a group without group_id cannot be accounted for")
         for name, count in (("train_step", train_step), ("num_tokens", num_tokens)):
@@ -298,7 +297,7 @@ class Ledger:
             "num_events": self._num_events,
             "lost_events": self.lost_events,
             "tasks": {task: groups.state_dict() for task, groups in self._tasks.items()},
-            "repeated": dict(self._repeated),
+            "repeated": {task: groups.num_repeated for task, groups in self._tasks.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,7 +312,9 @@ class Ledger:
         try:
             read = Ledger()
             read._tasks = {task: Histories.from_state(groups) for task, groups in state["tasks"].items()}
-            read._repeated, read._num_events = Counter(state["repeated"]), int(state["num_events"])
+            for task, number in state["repeated"].items():
+                read._tasks[task].num_repeated = number
+            read._num_events = int(state["num_events"])
             # Version 0.1 wrote no number of losses.
             read.lost_events = int(state.get("lost_events", 0))
         except (LookupError, TypeError, AttributeError) as error:
@@ -321,8 +322,7 @@ class Ledger:
         self._take_over(read)
 
     def _take_over(self, read: Ledger) -> None:
-        self._tasks, self._repeated = read._tasks, read._repeated
-        self._num_events, self.lost_events = read._num_events, read.lost_events
+        self._tasks, self._num_events, self.lost_events = read._tasks, read._num_events, read.lost_events
         self._write({"time_s": self._clock(), "event": REWOUND, "to_event": self._num_events})
 
     def close(self) -> None:
@@ -336,15 +336,7 @@ class Ledger:
     def _enter(self, event: Mapping[str, Any]) -> None:
         if (groups := self._tasks.get(event["task"])) is None:
             groups = self._tasks[event["task"]] = Histories()
-        self._repeated[event["task"]] += groups.enter(event)
-
-    def _enter_read(self, event: Mapping[str, Any]) -> None:
-        """Enter a line of a file, which may say anything."""
-        if event["event"] == REWOUND:
-            return
-        if event["event"] not in EVENTS:
-            raise ValueError(f"unknown event {event['event']!r}; known: {', '.join(EVENTS)}")
-        self._enter(event)
+        groups.enter(event)
 
     def _task_balance(self, task_name: str, live: int) -> Balance:
         groups = self._tasks.get(task_name, Histories())
@@ -354,7 +346,7 @@ class Ledger:
             trained=groups.counts[TRAINED],
             dropped={reason: number for (place, _, reason), number in places.items() if place == DROPPED},
             live=live,
-            repeated=self._repeated[task_name],
+            repeated=groups.num_repeated,
             retried=groups.num_retries,
             left=groups.num_left,
         )

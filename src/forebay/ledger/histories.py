@@ -66,7 +66,6 @@ class Histories:
 
     >>> histories = Histories()
     >>> histories.enter({"group": "g1", "event": "dropped", "reason": "filtered", "time_s": 0.0})
-    False
     >>> histories.counts
     Counter({'dropped:filtered': 1})
     """
@@ -79,6 +78,8 @@ class Histories:
         self.counts: Counter[str] = Counter()
         self.num_retries = 0
         self.num_left = 0
+        self.num_repeated = 0
+        """Groups produced or trained again after a training that was not taken back."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -88,12 +89,9 @@ class Histories:
         row = self._rows.get(group_id)
         return None if row is None else self._name(self._columns["place"][row])
 
-    def enter(self, event: Mapping[str, Any]) -> bool:
-        """Enter one event, as a line of the ledger's file.
-
-        Returns:
-            Whether it came again after a training that was not taken back.
-        """
+    def enter(self, event: Mapping[str, Any]) -> None:
+        """Enter one event, as a line of the ledger's file; ValueError if it is none."""
+        check_event(event["event"])
         before = self.place_of(event["group"])
         row = self._rows.setdefault(event["group"], len(self._rows))
         columns = self._columns
@@ -124,7 +122,7 @@ class Histories:
             if not self.counts[before]:
                 del self.counts[before]
         columns["place"][row] = self._code(after)
-        return before == TRAINED and name in (PRODUCED, TRAINED)
+        self.num_repeated += before == TRAINED and name in (PRODUCED, TRAINED)
 
     def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
         """Everything about one group; None if it has no events."""
@@ -223,6 +221,12 @@ class GroupLife:
     """Seconds of generation, all tries together."""
     score: float | None
     """Mean score of its rollouts the first time they had one."""
+
+
+def check_event(event: str) -> None:
+    """ValueError if a group has no such event."""
+    if event not in EVENTS:
+        raise ValueError(f"unknown event {event!r}; known: {', '.join(EVENTS)}")
 
 
 def _place_after(event: str, reason: str | None, before: str | None) -> str:

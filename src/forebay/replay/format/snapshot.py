@@ -104,7 +104,7 @@ class Snapshot:
     storage: Mapping[str, Any]
     """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`.
 
-    To be written, the items may also be something that is walked once and knows its length.
+    To be written, the items may also be something that is walked once.
     """
     policy: str
     """The policy's class name."""
@@ -131,7 +131,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         next_uid=snapshot.storage["next_uid"],
         next_timestamp_id=snapshot.storage["next_timestamp_id"],
         train_steps=dict(train_steps),
-        num_groups=len(items),
+        num_groups=len(rows),
         num_rollouts=sum(len(row.item) for row in rows),
         files=TableFiles(groups, rollouts),
     )

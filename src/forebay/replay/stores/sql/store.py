@@ -26,13 +26,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
-from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem, copy_row
+from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
 from forebay.replay.stores.row_book import check_state
 from forebay.replay.stores.sql.connections import is_in_memory
 from forebay.replay.stores.sql.ranking import (
@@ -312,13 +311,21 @@ class SQLStorage(StorageBackend):
             # As given, and not as stale as now: whatever loads it knows the train steps, too.
             lines = connection.execute(SELECT_ROWS.order_by(groups.c.timestamp_id))
             rows = list(read_rows(lines, self._codec, {}))
-            attach = partial(attach_payloads, connection, codec=self._codec)
             yield {
                 "version": STATE_VERSION,
-                "items": StoredItems(rows, attach),
+                "items": self._with_payloads(connection, rows),
                 **{f"next_{name}": following for name, following in next_ids(connection).items()},
                 "train_steps": {name: step for name, step in steps.items() if step is not None},
             }
+
+    def _with_payloads(self, connection: sa.Connection, rows: list[StorageItem]) -> Iterator[StorageItem]:
+        """The rows, which get their payloads when they are walked; ValueError if one is damaged."""
+        rows.reverse()
+        while items := [rows.pop() for _ in range(min(GROUPS_AT_ONCE, len(rows)))]:
+            attach_payloads(connection, items, self._codec)
+            items.reverse()
+            while items:
+                yield items.pop()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rows = [prepare(item, self._codec) for item in check_state(state)]
@@ -417,26 +424,6 @@ class SQLStorage(StorageBackend):
         with self._writing(is_fenced=False) as connection:
             count_evicted(connection, evicted.rows, -1)
             evicted.put_back(connection, self._codec)
-
-
-class StoredItems:
-    """The rows of a store, which get their payloads when they are walked, within one transaction."""
-
-    def __init__(self, rows: Sequence[StorageItem], attach: Callable[[list[StorageItem]], None]) -> None:
-        self._rows = rows
-        self._attach = attach
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[StorageItem]:
-        """The rows in order; ValueError if a payload is damaged."""
-        rows = iter(self._rows)
-        while items := [copy_row(row) for row in islice(rows, GROUPS_AT_ONCE)]:
-            self._attach(items)
-            items.reverse()
-            while items:
-                yield items.pop()
 
 
 class JsonCodec:

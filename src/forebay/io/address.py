@@ -1,4 +1,4 @@
-"""Where a server listens, and who may connect.
+"""Where a server listens, and which clients may connect.
 
 ::
 
@@ -7,7 +7,7 @@
     tcp://0.0.0.0:7077                      elsewhere: refused without a token
 
 The token itself is never sent: the client proves that it has it by a keyed hash of what the server drew at
-random for this connection. What follows is not encrypted; between machines, tunnel it.
+random for this connection. The messages after it are not encrypted; between machines, tunnel it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import ipaddress
 import os
 import re
 import socket
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,21 +86,23 @@ async def listen(address: Address, token: str | None = None) -> tuple[socket.soc
     """
     if token is not None and len(token) < MIN_TOKEN_LENGTH:
         raise ValueError(f"a token has at least {MIN_TOKEN_LENGTH} characters, this one has {len(token)}")
-    if address.path is not None:
-        return _listen_on_path(address.path), address
-    family, place = await _resolve(address)
-    if token is None and not ipaddress.ip_address(place[0]).is_loopback:
-        raise ValueError(
-            f"{address} can be reached from other machines: give a token, or listen on 127.0.0.1"
-        )
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock = _listening(sock, place)
+    try:
+        if address.path is not None:
+            return _listen_on_path(address.path), address
+        family, place = await _resolve(address)
+        if token is None and not ipaddress.ip_address(place[0]).is_loopback:
+            raise ValueError(
+                f"{address} can be reached from other machines: give a token, or listen on 127.0.0.1"
+            )
+        sock = socket.create_server(place, family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise OSError(f"cannot listen at {address}: {error}") from None
+    sock.setblocking(False)
     return sock, Address(host=address.host, port=sock.getsockname()[1])
 
 
 async def dial(address: Address) -> socket.socket:
-    """A socket connected to `address`, as soon as there is room; OSError if nobody listens there."""
+    """A socket connected to `address`, as soon as there is room; OSError if no process listens there."""
     if address.path is not None:
         return await connect_unix(str(address.path))
     family, place = await _resolve(address)
@@ -146,7 +147,7 @@ def tune(sock: socket.socket) -> None:
 
 
 def prove(token: str | None, nonce: bytes) -> bytes:
-    """What shows that one knows the token; empty without one."""
+    """The proof that the caller knows the token; empty without one."""
     return b"" if token is None else hmac.digest(token.encode(), b"forebay-client" + nonce, hashlib.sha256)
 
 
@@ -156,7 +157,7 @@ def is_proof(proof: bytes, token: str, nonce: bytes) -> bool:
 
 
 async def connect_unix(path: str) -> socket.socket:
-    """A non-blocking socket connected to `path`, as soon as there is room; OSError if nobody listens."""
+    """A non-blocking socket connected to `path`, as soon as there is room; OSError if no process listens."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.setblocking(False)
     try:
@@ -193,39 +194,24 @@ async def _resolve(address: Address) -> tuple[int, tuple[str, int]]:
 
 
 def _listen_on_path(path: Path) -> socket.socket:
-    _remove_left_over(path)
+    if path.exists():
+        if not path.is_socket():
+            raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
+        if is_answered(str(path)):
+            raise FileExistsError(f"{str(path)!r} is in use: another server listens there")
+        # Left over by a server that was killed.
+        path.unlink()
     path.parent.mkdir(parents=True, exist_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The mode of the socket decides who may connect, and it must be right from the first moment.
+    # The mode of the socket decides which users may connect, and it must be right from the first moment.
     before = os.umask(0o177)
     try:
-        return _listening(sock, str(path))
-    finally:
-        os.umask(before)
-
-
-def _remove_left_over(path: Path) -> None:
-    """Remove the socket of a server that was killed."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
-    if is_answered(str(path)):
-        raise FileExistsError(f"{str(path)!r} is in use: another server listens there")
-    path.unlink()
-
-
-def _listening(sock: socket.socket, place: str | tuple[str, int]) -> socket.socket:
-    try:
-        sock.bind(place)
+        sock.bind(str(path))
         sock.listen(BACKLOG)
         sock.setblocking(False)
-    except BaseException as error:
+    except BaseException:
         sock.close()
-        if isinstance(error, OSError):
-            reason = f"cannot listen at {place}: {error.strerror or error}"
-            raise (OSError(error.errno, reason) if error.errno else OSError(reason)) from None
         raise
+    finally:
+        os.umask(before)
     return sock

@@ -166,11 +166,8 @@ class Channel:
         while number or (self._queue and not self._queue[0].buffers):
             posted = self._queue[0]
             posted.is_begun = True
-            buffers = posted.buffers
-            while buffers and number >= len(buffers[0]):
-                number -= len(buffers.popleft())
-            if buffers:
-                buffers[0] = memoryview(buffers[0])[number:]
+            number = _drop(posted.buffers, number)
+            if posted.buffers:
                 return
             self._queue.popleft()
             if posted.sent is not None and not posted.sent.done():
@@ -245,12 +242,8 @@ class Channel:
                         raise FrameError(BROKE_OFF)
                     return False
             is_begun = True
-            while left and number >= len(left[0]):
-                number -= len(left.popleft())
-            if left and number:
-                left[0] = left[0][number:]
-            elif number:
-                self._start, self._end = 0, number
+            if rest := _drop(left, number):
+                self._start, self._end = 0, rest
         return True
 
     async def _read(self, targets: list[memoryview], num_wanted: int) -> int:
@@ -347,11 +340,7 @@ class BlockingChannel:
         left = framed(message, buffers, self._limits[0])
         with self._sending:
             while left:
-                number = self.sock.sendmsg(list(islice(left, _BUFFERS_AT_ONCE)))
-                while left and number >= len(left[0]):
-                    number -= len(left.popleft())
-                if number:
-                    left[0] = memoryview(left[0])[number:]
+                _drop(left, self.sock.sendmsg(list(islice(left, _BUFFERS_AT_ONCE))))
 
     def receive(self) -> Received:
         """Wait for the next message.
@@ -369,10 +358,7 @@ class BlockingChannel:
                 number = self.sock.recvmsg_into(list(islice(left, _BUFFERS_AT_ONCE)))[0]
                 if not number:
                     raise EOFError("the connection was closed by the other side")
-                while left and number >= len(left[0]):
-                    number -= len(left.popleft())
-                if number:
-                    left[0] = left[0][number:]
+                _drop(left, number)
         return incoming.message, incoming.buffers
 
     def beat(self, sign: Message, pause_s: float, lives: Callable[[], bool] = lambda: True) -> None:
@@ -490,6 +476,16 @@ def framed(
         if len(part := buffer if type(buffer) is bytes else memoryview(buffer).cast("B")):
             parts.append(part)
     return parts
+
+
+def _drop(parts: deque[Any], number: int) -> int:
+    """Drop so many bytes at the front of `parts`, each bytes or a view of them; the number beyond the end."""
+    while parts and number >= len(parts[0]):
+        number -= len(parts.popleft())
+    if parts and number:
+        parts[0] = memoryview(parts[0])[number:]
+        return 0
+    return number
 
 
 def _set(ready: asyncio.Future[None]) -> None:

@@ -4,7 +4,7 @@
 
     this end --say()--------> every `limit_s` / 4 ----------> the other end
              <--bytes of any message: it lives--------------- does the same
-             nothing for `limit_s`: `beat` returns, and whoever awaits it ends the connection
+             nothing for `limit_s`: `beat` returns, and its caller ends the connection
 
 A closed socket says by itself that the other end is gone. A process that is stopped (SIGSTOP), that hangs, or
 whose machine or network fell silent says nothing, and without this a call to it would wait forever.

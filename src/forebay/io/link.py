@@ -237,7 +237,7 @@ class Link:
         return answer.value
 
     def take_in(self, buffers: list[Any]) -> list[Any]:
-        """What `call` returns for these buffers; called as they come."""
+        """The list that `call` returns for these buffers; called as they come."""
         return buffers
 
     def note(self, message: Message, buffers: list[Any]) -> None:

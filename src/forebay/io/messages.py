@@ -1,4 +1,4 @@
-"""What two processes say to each other over a channel: calls by number, answers, signs of life.
+"""The messages of a channel between two processes: calls by number, answers, signs of life.
 
 ::
 
@@ -28,7 +28,7 @@ Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class FrameError(ValueError):
-    """What came is not a message."""
+    """The bytes that came are not a message."""
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -162,5 +162,5 @@ def error_of(failure: Failure, errors: Mapping[str, type[Exception]] = ERRORS) -
 
 
 def sizes_of(buffers: Sequence[Any]) -> list[int]:
-    """What `sizes` of a message says of these buffers."""
+    """The `sizes` of a message with these buffers."""
     return [buffer.nbytes if hasattr(buffer, "nbytes") else len(buffer) for buffer in buffers]

@@ -45,7 +45,7 @@ class FragmentCalls(ABC):
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """What the method returns there, or raise what it raises."""
+        """The result of the method there, or its error."""
 
     async def add_fragment(self, fragment_id: str, metadata: FragmentMetadata) -> None:
         await self.add_fragments([(fragment_id, metadata)])

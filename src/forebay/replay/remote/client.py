@@ -6,13 +6,13 @@
                  |
     put, get, count, ... --> one message there, one answer back; any number of calls at a time
 
-It holds no groups and decides nothing; what it can rely on is said in `forebay.replay.remote.server`.
+It holds no groups and decides nothing; `forebay.replay.remote.server` says what it can rely on.
 
 When the connection breaks, calls are made again on a new connection: those that only look; those that do the
 same when done twice; puts, which the server knows by their keys, also after a restart if its store is a
-database; and takes, because what did not arrive here, or was not confirmed, is in the buffer again. Only
-`resume`, and a put into a server in memory that was started anew, raise `ConnectionLost`, because they may
-have happened. So does every call while nobody answers at the address.
+database; and takes, because groups that did not arrive here, or were not confirmed, are in the buffer again.
+Only `resume`, and a put into a server in memory that was started anew, raise `ConnectionLost`, because they
+may have happened. So does every call while no process answers at the address.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RemoteReplayBuffer:
 
         Raises:
             ValueError: the address is not one, or the limit is not positive.
-            ConnectionLost: nobody listens or answers there, or the server refuses; a `ConnectionError`.
+            ConnectionLost: no process listens or answers there, or the server refuses; a `ConnectionError`.
         """
         found = Address.parse(address)
 
@@ -98,7 +98,7 @@ class RemoteReplayBuffer:
         """Connect to wherever `locate` says the server is now; it is asked again when the connection is lost.
 
         Raises:
-            ConnectionLost: nobody listens or answers there, or the server refuses.
+            ConnectionLost: no process listens or answers there, or the server refuses.
         """
         check_limit("limit_s", limit_s)
         return cls(locate, await BufferLink.open(*await locate(), limit_s=limit_s), limit_s)
@@ -146,7 +146,7 @@ class RemoteReplayBuffer:
             ValueError: as there; nothing is stored.
             ServerClosed: the server closed before there was room; nothing is stored.
             ConnectionLost: the connection broke, and the server is gone or was started anew with a store in
-                memory, so that nobody knows whether the group is stored.
+                memory, so that it is not known whether the group is stored.
         """
         await self.put_groups([items], task_name, **arrival)
 
@@ -353,7 +353,7 @@ class RemoteReplayBuffer:
     def _note_opened(self, opening: asyncio.Task[BufferLink]) -> None:
         self._opening = None
         if not opening.cancelled():
-            # Retrieved, so that nobody warns of it: every caller may have been cancelled.
+            # Retrieved, so that asyncio does not warn of it: every caller may have been cancelled.
             opening.exception()
 
 

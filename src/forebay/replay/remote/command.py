@@ -50,7 +50,7 @@ POLICIES: dict[str, Callable[[], ReplayPolicy]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What the command line says.
+    """The options of the command line.
 
     >>> ServeOptions(address="run/buffer.sock", store="run/buffer.db", max_live=4096)
     """

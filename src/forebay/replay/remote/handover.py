@@ -11,11 +11,11 @@ places. Parked groups are in the store, so a server that is killed loses none ei
 the store calls `recover`. They are of no train step, so `commit` and `restore` pass over them. A store that
 outlives the server remembers with the keeping that it was done, so that a client that asks again is told.
 
-A client whose caller is cancelled releases what came too late, as a cancelled take of `ReplayBuffer` does;
-what was removed by then comes back as the newest of its task.
+A client whose caller is cancelled releases groups that came too late, as a cancelled take of `ReplayBuffer`
+does; groups that were removed by then come back as the newest of their task.
 
-ARCHIVED groups that are asked for are removed, or archived for the other step, at once: they are nobody's to
-train on.
+ARCHIVED groups that are asked for are removed, or archived for the other step, at once: no batch to train on
+has them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Handover:
 
     buffer: ReplayBuffer
     groups: dict[str, list[PackedGroup]]
-    """By task, for whoever asked."""
+    """By task, for the client."""
     rows: list[StorageItem]
     """As they were before."""
     held: Mapping[str, Any] | None
@@ -83,7 +83,7 @@ class Handover:
         return self.is_kept
 
     async def release(self) -> int:
-        """Nobody has them: they are as they were; return how many are live."""
+        """Put them back as they were, because no caller has them; return how many are live."""
         buffer = self.buffer
         async with buffer._lock.alone():
             rows, self.rows = self.rows, []

@@ -75,39 +75,13 @@ class BufferLink(Link):
             ConnectionLost: no process listens or answers there, it is no buffer server of this version, or it
                 refuses.
         """
-        limit = asyncio.timeout(limit_s)
         try:
-            async with limit:
-                return await cls._open(address, token, limit_s)
+            async with asyncio.timeout(limit_s):
+                channel, greeting, welcome = await _connect(address, token, limit_s)
         except TimeoutError:
-            if not limit.expired():
-                raise
             raise ConnectionLost(
                 f"the buffer server at {address} did not answer within {limit_s:g} s"
             ) from None
-
-    @classmethod
-    async def _open(cls, address: Address, token: str | None, limit_s: float) -> BufferLink:
-        try:
-            sock = await dial(address)
-        except OSError as error:
-            raise ConnectionLost(f"no buffer server answers at {address}: {error}") from None
-        channel = Channel(sock, max_frame_bytes=messages.MAX_FRAME_BYTES)
-        try:
-            greeting = await _expect(channel, Greeting)
-            if greeting.protocol != messages.PROTOCOL or greeting.fields != ROLLOUT_FIELDS:
-                raise FrameError("it speaks for another version of forebay")
-            if greeting.needs_token and token is None:
-                raise FrameError("it asks for a token")
-            hello = Hello(messages.PROTOCOL, prove(token, greeting.nonce), limit_s)
-            channel.post(Note(encode_value(hello)))
-            welcome = await _expect(channel, Reply)
-        except BaseException as error:
-            channel.close()
-            if isinstance(error, OSError | FrameError):
-                raise ConnectionLost(f"the server at {address} did not let us in: {error}") from None
-            raise
-        channel.max_frame_bytes = greeting.max_frame_bytes
         link = cls(channel, greeting, address, limit_s)
         link._note_reply(welcome)
         return link
@@ -137,13 +111,25 @@ class BufferLink(Link):
             ConnectionLost: the connection broke before the answer came.
             ValueError, RuntimeError, ...: an error of the method, or of packing; or the groups are too large.
         """
-        share = _Share(self._puts)
+        held = num_bytes = 0
         try:
             # One at a time: the next piece may have to wait for room.
             async with self._put_turn:
                 pending = self.begin()
                 try:
-                    sizes, buffers = await self._send(pending.number, pieces, share)
+                    for piece, is_last in pieces:
+                        sizes, buffers = messages.sent(piece)
+                        num_bytes += sum(sizes)
+                        self._check_size(num_bytes)
+                        # A window full of the smallest puts has as many as a client may have under way.
+                        amount = max(num_bytes, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS) - held
+                        await self._puts.enter(amount, held=held)
+                        held += amount
+                        if is_last or self.lost is not None:
+                            break
+                        self.channel.post(Part(pending.number, sizes), buffers)
+                        # So that it is on its way while the next one is packed.
+                        await asyncio.sleep(0)
                     call = Call(pending.number, "put_groups", encode_value(arguments), sizes)
                     pending.posted = self.channel.post(call, buffers)
                 except BaseException:
@@ -151,27 +137,15 @@ class BufferLink(Link):
                     raise
             return (await self.result(pending))[0]
         finally:
-            self._puts.leave(share.held)
+            self._puts.leave(held)
 
-    async def _send(self, number: int, pieces: Pieces, share: _Share) -> tuple[list[int], list[Any]]:
-        """Send all pieces but the last one, which is returned: it goes with the call."""
-        num_bytes = 0
-        for piece, is_last in pieces:
-            sizes, buffers = messages.sent(piece)
-            num_bytes += sum(sizes)
-            if num_bytes > self.channel.max_frame_bytes:
-                raise ValueError(
-                    f"the groups have {num_bytes} bytes or more, and the server takes at most "
-                    f"{self.channel.max_frame_bytes} in one call; put fewer at once, or serve the buffer "
-                    f"with larger max_frame_bytes"
-                )
-            await share.grow(sum(sizes))
-            if is_last or self.lost is not None:
-                break
-            self.channel.post(Part(number, sizes), buffers)
-            # So that it is on its way while the next one is packed.
-            await asyncio.sleep(0)
-        return sizes, buffers
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self.channel.max_frame_bytes:
+            raise ValueError(
+                f"the groups have {num_bytes} bytes or more, and the server takes at most "
+                f"{self.channel.max_frame_bytes} in one call; put fewer at once, or serve the buffer with "
+                f"larger max_frame_bytes"
+            )
 
     def read(self, answer: Answer) -> Any:
         """The result in an answer; how the buffer stands is noted."""
@@ -228,20 +202,28 @@ class Pieces:
         return piece
 
 
-class _Share:
-    """What one put occupies of the window of puts."""
-
-    def __init__(self, window: Gate) -> None:
-        self._window = window
-        self.held = 0
-
-    async def grow(self, amount: int) -> None:
-        """Wait until there is room for so much more."""
-        if not self.held:
-            # A window full of the smallest puts has as many of them as a client may have under way.
-            amount = max(amount, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS)
-        await self._window.enter(amount, held=self.held)
-        self.held += amount
+async def _connect(address: Address, token: str | None, limit_s: float) -> tuple[Channel, Greeting, Reply]:
+    """An admitted connection, and the server's first words."""
+    try:
+        sock = await dial(address)
+    except OSError as error:
+        raise ConnectionLost(f"no buffer server answers at {address}: {error}") from None
+    channel = Channel(sock, max_frame_bytes=messages.MAX_FRAME_BYTES)
+    try:
+        greeting = await _expect(channel, Greeting)
+        if greeting.protocol != messages.PROTOCOL or greeting.fields != ROLLOUT_FIELDS:
+            raise FrameError("it speaks for another version of forebay")
+        if greeting.needs_token and token is None:
+            raise FrameError("it asks for a token")
+        hello = Hello(messages.PROTOCOL, prove(token, greeting.nonce), limit_s)
+        channel.post(Note(encode_value(hello)))
+        channel.max_frame_bytes = greeting.max_frame_bytes
+        return channel, greeting, await _expect(channel, Reply)
+    except BaseException as error:
+        channel.close()
+        if isinstance(error, OSError | FrameError):
+            raise ConnectionLost(f"the server at {address} did not let us in: {error}") from None
+        raise
 
 
 async def _expect(channel: Channel, kind: type[Kind]) -> Kind:

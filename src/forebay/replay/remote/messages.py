@@ -1,4 +1,4 @@
-"""What a buffer server and its clients say to each other, beyond calls and answers; limits and errors.
+"""Messages between a buffer server and its clients, beyond calls and answers; limits and errors.
 
 ::
 
@@ -121,7 +121,7 @@ class Reply(_Note, tag="reply"):
 
 
 class EvictedGroup(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What the ledger of a putter has to know of a group that had to go for its own."""
+    """An evicted group, as far as the ledger of the client whose put evicted it has to know it."""
 
     uid: int
     task_name: str

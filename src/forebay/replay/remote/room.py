@@ -1,4 +1,4 @@
-"""How many groups are live, and who may put another: the back-pressure of a buffer server.
+"""How many groups are live, and which put may store another: the back-pressure of a buffer server.
 
 ::
 
@@ -13,8 +13,7 @@ Changes that another process makes in the same database show only when the store
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 
 from forebay.aio.gate import Gate, SharedLock
 from forebay.replay.buffer import ReplayBuffer
@@ -52,11 +51,9 @@ class Census:
         """Whether all changes of the buffer in this process are in `num_live`."""
         return self._counts_itself or self._buffer.version <= self._known_version
 
-    @asynccontextmanager
-    async def within(self) -> AsyncIterator[None]:
+    def within(self) -> AbstractAsyncContextManager[None]:
         """The time between a change of the store and its `add`."""
-        async with self._lock.shared():
-            yield
+        return self._lock.shared()
 
     def add(self, number: int) -> None:
         """So many groups more (or fewer, if negative), by one change of the buffer."""

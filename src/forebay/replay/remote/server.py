@@ -11,15 +11,15 @@
 It is not a database: the buffer's store decides what survives. It is not a way between machines that do not
 trust each other: see `forebay.io.address`.
 
-What each side can rely on:
+Both sides can rely on this:
 
 * **Put.** Answered when it is stored. Over `max_live` it waits, in order of arrival, and can be cancelled. A
   client whose connection breaks sends it again under the same key, and the server stores it once; one that
-  was started anew asks its database. With a store in memory nobody knows, and the client raises
+  was started anew asks its database. With a store in memory it cannot be known, and the client raises
   `ConnectionLost`.
 * **Take.** The groups are parked until the client has them all: if it dies before, they are live again, in
   their old places. Then they are removed, or, with a train step, ARCHIVED, and `restore` brings them back.
-* **Others.** A client that waits, reads slowly or dies holds up nobody: each has its own tasks and sockets.
+* **Others.** A client that waits, reads slowly or dies holds up no other: each has its own tasks and socket.
 * **Closing.** What runs comes to its end, what waits raises `ServerClosed`, then everybody is sent goodbye.
 """
 

@@ -39,7 +39,9 @@ _CLOCK_ROUNDING = 1e-9
 
 
 @dataclass(eq=False)
-class _Entry:
+class ScriptedRequest:
+    """A request that waits or runs."""
+
     request: GenerateRequest
     ended: asyncio.Future[Completion]
     answer: Completion = field(default_factory=lambda: Completion(finish_reason="abort"))
@@ -94,8 +96,8 @@ class ScriptedEngine:
         self.model_step = model_step
         """The step of the latest weights."""
         # Dicts are the ordered sets of Python: first in, first out.
-        self._waiting: dict[_Entry, None] = {}
-        self._running: dict[_Entry, None] = {}
+        self._waiting: dict[ScriptedRequest, None] = {}
+        self._running: dict[ScriptedRequest, None] = {}
         self._paused = False
         self._closed = False
         self.requests: list[GenerateRequest] = []
@@ -112,7 +114,7 @@ class ScriptedEngine:
             return Completion(finish_reason="error", error_msg="the engine is closed")
         if self._paused:
             return Completion(finish_reason="abort")
-        entry = _Entry(request, asyncio.get_running_loop().create_future())
+        entry = ScriptedRequest(request, asyncio.get_running_loop().create_future())
         self._waiting[entry] = None
         self._fill_places()
         try:
@@ -172,7 +174,9 @@ class ScriptedEngine:
             self._running[entry] = None
             self._start(entry)
 
-    def _start(self, entry: _Entry) -> None:
+    # What follows is about tokens and their times; `forebay.simulation.engine` has others.
+
+    def _start(self, entry: ScriptedRequest) -> None:
         self.requests.append(entry.request)
         loop = asyncio.get_running_loop()
         latency = self._request_latency_s
@@ -203,11 +207,11 @@ class ScriptedEngine:
             response_ids=ids[: min(end, limit)], finish_reason="stop" if end <= limit else "length"
         )
 
-    def _end(self, entry: _Entry, aborted: bool = False, why: str | None = None) -> None:
+    def _end(self, entry: ScriptedRequest, aborted: bool = False, why: str | None = None) -> None:
         """Resolve the request with what it has by now."""
-        count = len(entry.answer.response_ids)
-        if aborted:
-            count = self._num_made(entry) if entry in self._running else 0
+        count = (
+            self._num_whole(entry) if not aborted else self._num_made(entry) if entry in self._running else 0
+        )
         completion = self._completion(entry, count, aborted)
         if why is not None:
             completion = replace(completion, error_msg=why)
@@ -216,10 +220,10 @@ class ScriptedEngine:
         if not entry.ended.done():
             entry.ended.set_result(completion)
 
-    def _end_overdue(self, entry: _Entry, limit_s: float) -> None:
+    def _end_overdue(self, entry: ScriptedRequest, limit_s: float) -> None:
         self._end(entry, aborted=True, why=f"aborted after its time limit of {limit_s} s")
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: ScriptedRequest) -> None:
         for timer in entry.timers:
             timer.cancel()
         self._waiting.pop(entry, None)
@@ -227,14 +231,18 @@ class ScriptedEngine:
             del self._running[entry]
             self._fill_places()
 
-    def _num_made(self, entry: _Entry) -> int:
+    def _num_whole(self, entry: ScriptedRequest) -> int:
+        """How many tokens it ends with if nothing ends it before."""
+        return len(entry.answer.response_ids)
+
+    def _num_made(self, entry: ScriptedRequest) -> int:
         elapsed_s = asyncio.get_running_loop().time() - entry.first_token_s
         if elapsed_s < 0 or not self._token_latency_s:
             return 0
         made = int(elapsed_s / self._token_latency_s + _CLOCK_ROUNDING)
         return min(made, len(entry.answer.response_ids))
 
-    def _completion(self, entry: _Entry, count: int, aborted: bool) -> Completion:
+    def _completion(self, entry: ScriptedRequest, count: int, aborted: bool) -> Completion:
         answer = entry.answer
         logprobs, steps = answer.logprobs, answer.model_steps
         return replace(
@@ -245,7 +253,7 @@ class ScriptedEngine:
             finish_reason="abort" if aborted else answer.finish_reason,
         )
 
-    def _labels(self, entry: _Entry, count: int) -> IntArray:
+    def _labels(self, entry: ScriptedRequest, count: int) -> IntArray:
         """The step whose weights were loaded when each token was made."""
         made_s = entry.first_token_s + np.arange(1, count + 1) * self._token_latency_s
         times, steps = zip(*(entry.steps or [(-math.inf, self.model_step)]), strict=True)

@@ -8,8 +8,8 @@
 
 All decoding requests get tokens at one speed, so their progress is one number that grows: a request ends when
 that number has grown by its length. That is one timer for an engine, however many requests and tokens it has.
-Requests wait, run and are aborted as those of `forebay.engines.scripted`, where each token takes a fixed time;
-tokens and their times are its own.
+Requests wait, run and are aborted as those of `forebay.engines.scripted`, where each token takes a fixed
+time; tokens and their times are its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a rollout is, and the arithmetic of its age.
+"""Rollouts, and the arithmetic of their age.
 
 A `RolloutState` is one trajectory of one prompt; a *group* is the list of the k trajectories of the same
 prompt and is what the replay buffer stores. This module holds those records, their statuses and the one
@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from enum import Enum
-from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
@@ -29,18 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 UNLABELED = -1
-"""The model step of a token that nobody has labeled yet (real model steps count from 0)."""
-
-FAILED_AT_KEY = "failed_at"
-"""Key in ``extra_fields`` of a FAILED rollout: file and line in a user's code that raised."""
-
-TRAJECTORY_OF_KEY = "trajectory_of"
-"""Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
-
-IntArray = NDArray[np.int32]
-FloatArray = NDArray[np.float32]
-ByteArray = NDArray[np.uint8]
-Message = dict[str, Any]
+"""The model step of a token without a label (real model steps count from 0)."""
 
 
 class Status(Enum):
@@ -57,100 +45,12 @@ class Status(Enum):
     ARCHIVED = "archived"
 
 
-# A group that is not wholly COMPLETED takes the first of these that any of its members has.
-_GROUP_PRECEDENCE = (
-    Status.FAILED,
-    Status.ABORTED,
-    Status.MAX_TRIES,
-    Status.EXPIRED,
-    Status.FILTERED,
-    Status.SKIPPED,
-    Status.INIT,
-    Status.ARCHIVED,
-)
-
-_FINISHED_OF_ITSELF = frozenset({"stop", "length", "tool_calls"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleParams:
-    """How tokens are drawn. A run file's ``[tasks.sample]`` table is one of these."""
-
-    max_tokens: int = 256
-    """Budget of generated tokens for one rollout, over all its turns and continuations."""
-    temperature: float = 1.0
-    """0 means greedy."""
-    top_p: float = 1.0
-    """Only the likeliest tokens that have this probability together are drawn; 1: all."""
-    top_k: int = 0
-    """0 means all tokens."""
-    stop: tuple[str, ...] = ()
-    """Texts that end a rollout; the text stays in the response."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a rollout, besides the model's own end-of-sequence ids."""
-    seed: int | None = None
-    """In place of the run's seed; None: that one. A rollout's id and try are mixed in, so those of one prompt
-    differ all the same."""
-
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
-
-    def __post_init__(self) -> None:
-        # Any sequence is accepted; a tuple can be hashed and shared by a group.
-        stop: Any = self.stop
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if self.max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if not self.temperature >= 0:  # so that NaN is refused too
-            raise ValueError(f"temperature must not be negative, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must not be negative (0 = all tokens), got {self.top_k}")
-        if "" in self.stop:
-            raise ValueError(
-                f"stop must not hold an empty text, which every response ends in; got {self.stop}"
-            )
-
-
-Kind = Literal["text", "whole", "array", "status", "params", "value"]
-
-
-@dataclass(frozen=True, slots=True)
-class FieldRule:
-    """How everything that stores, sends, checks or wipes rollouts treats one field.
-
-    >>> FIELDS["logprobs"].dtype, FIELDS["logprobs"].wiped, FIELDS["mm_info"].wiped
-    (<class 'numpy.float32'>, True, False)
-    """
-
-    name: str
-    kind: Kind = "value"
-    """``text`` and ``whole`` numbers are columns of a table where they are plain; an ``array`` has a `dtype`;
-    ``status`` and ``params`` are one class each; a ``value`` may be anything that nests plain values."""
-    dtype: type[np.generic] | None = None
-    fill: float | None = None
-    """A field with one entry per response token: an entry that nobody gave."""
-    wiped: bool = False
-    """Whether the field goes back to its default with the response."""
-    large: bool = False
-    """Whether it may hold so much that a put does not copy it, not even for a check."""
-
-
 def _column(kind: Kind, default: Any = None, **rule: Any) -> Any:
     return field(default=default, metadata={"kind": kind, **rule})
 
 
 def _array(dtype: type[np.generic], **rule: Any) -> Any:
-    return field(
-        default_factory=partial(_EMPTY.__getitem__, dtype), metadata={"kind": "array", "dtype": dtype, **rule}
-    )
-
-
-# One empty array for all rollouts: nothing can be written into it, and millions of them would fill memory.
-_EMPTY: Mapping[type[np.generic], NDArray[Any]] = {
-    dtype: np.empty(0, dtype) for dtype in (np.int32, np.float32, np.uint8)
-}
+    return field(default_factory=lambda: _EMPTY[dtype], metadata={"kind": "array", "dtype": dtype, **rule})
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +87,7 @@ class RolloutState:
     """None: those of the agent loop."""
     data_source: str | dict[str, Any] | None = None
     reward_model: dict[str, Any] | None = None
-    """What the judge needs, for example ``{"ground_truth": "4"}``."""
+    """The judge's input, for example ``{"ground_truth": "4"}``."""
     mm_info: dict[str, Any] | None = _column("value", large=True)
     """Multimodal inputs."""
     # Engine input
@@ -252,6 +152,88 @@ class RolloutState:
         for name, array in arrays.items():
             setattr(self, name, np.concatenate([getattr(self, name), array]))
 
+
+FAILED_AT_KEY = "failed_at"
+"""Key in ``extra_fields`` of a FAILED rollout: file and line in a user's code that raised."""
+
+TRAJECTORY_OF_KEY = "trajectory_of"
+"""Key in ``extra_fields`` of a further trajectory: the rollout id of the first one of the same attempt."""
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+ByteArray = NDArray[np.uint8]
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleParams:
+    """How tokens are drawn. A run file's ``[tasks.sample]`` table is one of these."""
+
+    max_tokens: int = 256
+    """Budget of generated tokens for one rollout, over all its turns and continuations."""
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that have this probability together are drawn; 1: all."""
+    top_k: int = 0
+    """0 means all tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a rollout; the text stays in the response."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a rollout, besides the model's own end-of-sequence ids."""
+    seed: int | None = None
+    """In place of the run's seed; None: that one. A rollout's id and try are mixed in, so those of one prompt
+    differ all the same."""
+
+    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        # Any sequence is accepted; a tuple can be hashed and shared by a group.
+        stop: Any = self.stop
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if not self.temperature >= 0:  # so that NaN is refused too
+            raise ValueError(f"temperature must not be negative, got {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must not be negative (0 = all tokens), got {self.top_k}")
+        if "" in self.stop:
+            raise ValueError(
+                f"stop must not hold an empty text, which every response ends in; got {self.stop}"
+            )
+
+
+Kind = Literal["text", "whole", "array", "status", "params", "value"]
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """How everything that stores, sends, checks or wipes rollouts treats one field.
+
+    >>> FIELDS["logprobs"].dtype, FIELDS["logprobs"].wiped, FIELDS["mm_info"].wiped
+    (<class 'numpy.float32'>, True, False)
+    """
+
+    name: str
+    kind: Kind = "value"
+    """``text`` and ``whole`` numbers are columns of a table where they are plain; an ``array`` has a `dtype`;
+    ``status`` and ``params`` are one class each; a ``value`` may be anything that nests plain values."""
+    dtype: type[np.generic] | None = None
+    fill: float | None = None
+    """A field with one entry per response token: the entry of a token whose caller gave none."""
+    wiped: bool = False
+    """Whether the field goes back to its default with the response."""
+    large: bool = False
+    """Whether it may hold so much that a put does not copy it, not even for a check."""
+
+
+# One empty array for all rollouts: nothing can be written into it, and millions of them would fill memory.
+_EMPTY: Mapping[type[np.generic], NDArray[Any]] = {
+    dtype: np.empty(0, dtype) for dtype in (np.int32, np.float32, np.uint8)
+}
 
 FIELDS: Mapping[str, FieldRule] = {f.name: FieldRule(f.name, **f.metadata) for f in fields(RolloutState)}
 """The rules of the fields, in their order."""
@@ -332,6 +314,21 @@ def _constant(length: int, value: Any, dtype: Any) -> NDArray[Any]:
     array = np.empty(length, dtype)
     array.fill(value)
     return array
+
+
+# A group that is not wholly COMPLETED takes the first of these that any of its members has.
+_GROUP_PRECEDENCE = (
+    Status.FAILED,
+    Status.ABORTED,
+    Status.MAX_TRIES,
+    Status.EXPIRED,
+    Status.FILTERED,
+    Status.SKIPPED,
+    Status.INIT,
+    Status.ARCHIVED,
+)
+
+_FINISHED_OF_ITSELF = frozenset({"stop", "length", "tool_calls"})
 
 
 def status_from_finish_reason(finish_reason: str | None) -> Status:
@@ -427,7 +424,7 @@ def label_and_fill(state: RolloutState, model_step: int | None) -> int | None:
     if not (length == len(logprobs) == len(mask) and len(steps) in (0, length)):
         fill_token_fields(state)
         mask = state.response_mask
-    # What the policy did not generate was made by no weights; mostly, where it was looked, it did.
+    # No weights made the tokens of a tool; nearly always the oldest label is not on one of those.
     return smallest if mask[at] else oldest_step_of(state)
 
 

@@ -10,7 +10,6 @@ from replay_factory import make_row, uids
 from forebay.replay import IndexedStorage, StorageItem
 from forebay.replay.query import QUERY_FIELDS
 from forebay.replay.stores.contract import check_priority, check_tags
-from forebay.replay.stores.indexed import MAX_RUNS
 from forebay.types import Status
 
 
@@ -24,9 +23,8 @@ async def test_stores_in_memory_hand_out_what_was_put(store):
     assert archived.status is Status.ARCHIVED
 
 
-async def test_an_index_merges_the_runs_of_rows_that_come_back():
-    """So many come back, one by one and newest first, that the index has to merge."""
-    store, num_rows = IndexedStorage(), 4 * MAX_RUNS
+async def test_rows_that_come_back_newest_first_have_their_old_places():
+    store, num_rows = IndexedStorage(), 32
     ids = [await store.put(make_row(i)) for i in range(num_rows)]
     rows = await store.get({})
     for row in rows:

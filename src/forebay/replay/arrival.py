@@ -1,4 +1,4 @@
-"""What happens to groups on their way into a buffer: labeled, aged, and expired if they are too old.
+"""Groups on their way into a buffer: labeled, aged, and expired if they are too old.
 
 ::
 
@@ -177,7 +177,7 @@ async def expire_old(
 ) -> int:
     """Wipe and store as EXPIRED what is at or over the threshold at `train_step`; return how many groups."""
     await storage.set_train_step(task_name, train_step)
-    # Somebody may have named a later one.
+    # Another caller may have named a later one.
     train_step = await storage.get_train_step(task_name) or train_step
     query = {"task_name": task_name, "status": {"$in": statuses}, "staleness": {"$gte": threshold}}
     num_expired = 0

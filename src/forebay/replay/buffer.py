@@ -10,23 +10,6 @@
 
 It composes a store (rows and payloads), a policy (which are next) and the snapshot format. It does not
 generate, judge or train, and it starts no task: everything happens inside the calls.
-
-Waiting. `wait_for_change` consumes nothing, waits for the next change of the content, is woken by every
-method that changes it, and returns the new version number. A consumer needs no polling and misses nothing::
-
-    seen = buffer.version
-    while not await buffer.is_ready({"math": 64}):
-        seen = await buffer.wait_for_change(seen)
-
-Objects. A store in memory holds the very `RolloutState` objects that were put; do not change them
-afterwards. `get` hands them out again; what `take_batch` hands out for a train step are copies, because the
-archive keeps the originals as they were (arrays are shared: replace them, do not write into them). The same
-holds for what is taken while a `save` is being written.
-
-Many groups. Python's garbage collector visits every object that a store in memory holds at each full
-collection, and nothing else runs meanwhile: a quarter of a second for 100,000 rollouts. A process that keeps
-that many calls ``gc.collect()`` and ``gc.freeze()`` once its buffer is filled or resumed. What is frozen is
-no longer visited, and is still freed as soon as nobody holds it.
 """
 
 from __future__ import annotations
@@ -65,30 +48,38 @@ if TYPE_CHECKING:
 
     from forebay.replay.format.snapshot import Snapshot
 
-Group = list[RolloutState]
-Presented = TypeVar("Presented")
-Present = Callable[..., Presented]
-"""As `hand_out`: what is made of a group that leaves the store."""
-
-STORE_AT_ONCE = 256
-"""Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""
-COPY_AT_ONCE = 128
-"""Groups handed out between two turns of the event loop: copying them takes about 15 ms."""
-
 
 class ReplayBuffer:
     """Stores groups of rollouts by task and status and hands them out in the order of its policy.
 
     All methods are atomic with respect to each other. Group ids and order never rewind. With a `limit`, each
     `put` that exceeds it evicts the live groups that arrived first, whatever their task and status; they are
-    counted in `num_evicted` and passed to `on_evict`.
+    counted in `num_evicted` and passed to `on_evict`. Without a `storage_backend` the groups are in an
+    `IndexedStorage`, in memory.
 
-    Without a `storage_backend` the groups are in an `IndexedStorage`, in memory.
+    Waiting. `wait_for_change` consumes nothing, waits for the next change of the content, is woken by every
+    method that changes it, and returns the new version number. A consumer needs no polling, and misses no
+    change: it reads `version`, then looks whether the buffer is ready, then waits.
 
-    >>> buffer = ReplayBuffer(StalenessReplayPolicy())
-    >>> await buffer.put(group, "math", model_step=3, current_train_step=4, stale_threshold=2)
-    >>> groups, counts = await buffer.take_batch({"math": 1}, train_step=4)
-    >>> await buffer.commit(4)
+    Objects. A store in memory holds the `RolloutState` objects that were put; do not change them afterwards.
+    `get` hands them out again; groups that `take_batch` hands out for a train step, or any take during a
+    `save`, are copies, because the originals stay as they were (arrays are shared: replace them, do not write
+    into them).
+
+    Many groups. Python's garbage collector visits every object that a store in memory holds at each full
+    collection, and nothing else runs meanwhile: a quarter of a second for 100,000 rollouts. A process that
+    keeps that many calls ``gc.collect()`` and ``gc.freeze()`` once its buffer is filled or resumed. Frozen
+    objects are no longer visited, and are still freed with their last reference.
+
+    >>> async def example():
+    ...     buffer = ReplayBuffer(ReplayPolicy())
+    ...     state = RolloutState([], response_ids=[5, 6], status=Status.COMPLETED)
+    ...     await buffer.put([state], "math", model_step=3, current_train_step=4, stale_threshold=2)
+    ...     groups, counts = await buffer.take_batch({"math": 1}, train_step=4)
+    ...     await buffer.commit(4)
+    ...     return counts
+    >>> asyncio.run(example())
+    {'math': 1}
     """
 
     def __init__(
@@ -204,7 +195,7 @@ class ReplayBuffer:
         if batch_size <= 0:
             return []
         async with self._lock.alone():
-            # Samplers mostly ask in vain, and to look costs far less than to take.
+            # Samplers mostly find nothing, and to look costs far less than to take.
             query = StorageIndices(task_name, group_status, tags).get_key()
             if not await self.policy.count(query, self.storage):
                 return []
@@ -331,8 +322,9 @@ class ReplayBuffer:
         """Give live groups (of that task) other priorities; return to how many.
 
         `priorities` maps values of `by`, a field or ``tags.<name>``, to priorities: ``{17: 2.0}`` is the
-        group of that uid, ``{"hard": 3.0}`` by ``tags.kind`` every group with that tag. What no live group
-        has is ignored: it may have been taken. The cost is that of the query `by` $in, and of what it finds.
+        group of that uid, ``{"hard": 3.0}`` by ``tags.kind`` every group with that tag. A value that no live
+        group has is ignored: the group may have been taken. The cost is that of the query `by` $in, and of the
+        rows that it finds.
 
         Raises:
             ValueError: there is no such field, or a priority is not one; nothing is changed.
@@ -404,14 +396,14 @@ class ReplayBuffer:
             self._changes.note()
 
     async def close(self) -> None:
-        """End waits with `BufferClosed`; after what was called, give back what the store holds."""
+        """End waits with `BufferClosed`; after the calls under way, give back what the store holds."""
         self._changes.close()
         async with self._lock.alone():
             await run_to_the_end(self.storage.close)
 
     @asynccontextmanager
     async def _taking(self, train_step: int | None) -> AsyncIterator[ArchivingStorage]:
-        """`taking`, and what is given back is noted: somebody may have seen that it was gone (``len``)."""
+        """`taking`, and a return is noted: a caller may have seen that groups were gone (``len``)."""
         with self._changes.noted_if_cut_short():
             async with taking(self.storage, train_step) as view:
                 yield view
@@ -447,7 +439,7 @@ class ReplayBuffer:
     async def _see_step(
         self, task_name: str, current_train_step: int | None
     ) -> tuple[int | None, dict[str, int]]:
-        """The latest train step of the task, which this one becomes if it is later; and what `put_many` gets.
+        """The latest train step of the task, this one if it is later; and keywords for `put_many`.
 
         A store that other processes share takes the step, and judges it, in the transaction of the put.
         """
@@ -476,6 +468,17 @@ class ReplayBuffer:
         copy = still_held or self._num_saving > 0
         # The lock is held, but other work than the buffer's may go on.
         return [show(group, seen_step, copy=copy) async for group in in_turns(groups, COPY_AT_ONCE)]
+
+
+Group = list[RolloutState]
+Presented = TypeVar("Presented")
+Present = Callable[..., Presented]
+"""As `hand_out`: what is made of a group that leaves the store."""
+
+STORE_AT_ONCE = 256
+"""Groups of one call that are aged between two turns of the event loop; it takes about 10 ms."""
+COPY_AT_ONCE = 128
+"""Groups handed out between two turns of the event loop: copying them takes about 15 ms."""
 
 
 # In threads, where Arrow is loaded, too: its first import takes longer than the event loop may stand still.

@@ -1,4 +1,4 @@
-"""What the buffer knows of a group beyond the rollouts: each member's oldest model step, and how to copy it.
+"""Groups as a store in memory holds them: with each member's oldest model step; and how to copy them.
 
 ::
 
@@ -21,7 +21,7 @@ class StoredGroup(list[RolloutState]):
 
     The steps are found once, when the group is stored, so that reading it need not scan its tokens.
 
-    >>> StoredGroup([state]).steps
+    >>> StoredGroup([RolloutState([], response_ids=[5], response_model_steps=[3])]).steps
     (3,)
     """
 
@@ -99,10 +99,7 @@ _Fields: Any = make_dataclass("_Fields", ROLLOUT_FIELDS, slots=True, eq=False, r
 
 
 def build_states(columns: Iterable[Sequence[Any]]) -> list[RolloutState]:
-    """Rollouts of these values, a column for each of `ROLLOUT_FIELDS`, which nobody checks or converts.
-
-    >>> [copied] = build_states([[getattr(state, name)] for name in ROLLOUT_FIELDS])
-    """
+    """Rollouts of these values, a column for each of `ROLLOUT_FIELDS`, not checked and not converted."""
     # A fifth of the time of writing slot by slot: a batch has hundreds of rollouts, and others wait for it.
     states: list[Any] = list(map(_Fields, *columns))
     for state in states:

@@ -72,7 +72,7 @@ class ReplayPolicy:
         return await storage_backend.count(query)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a snapshot keeps of the policy, as JSON values."""
+        """The policy's part of a snapshot, as JSON values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -115,8 +115,9 @@ class PrioritizedReplayPolicy(ReplayPolicy):
     floating point see `SumTree`. A priority of 0 is drawn only when nothing else is left. A draw is the
     store's work (`StorageBackend.take_drawn`): O(log n) of a task and a status on `IndexedStorage`.
 
-    >>> policy = PrioritizedReplayPolicy(seed=7)
-    >>> groups = await policy.get(8, {"task_name": "math", "status": "completed"}, store)
+    >>> from forebay.replay import ReplayBuffer
+    >>> ReplayBuffer(PrioritizedReplayPolicy(seed=7)).version
+    0
     """
 
     def __init__(self, *, seed: int = 0) -> None:

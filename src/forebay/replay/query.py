@@ -48,7 +48,7 @@ QUERY_FIELDS: Mapping[str, type] = {
 TAG_PREFIX = "tags."
 
 MAX_DEPTH = 64
-"""Of nested ``$and`` / ``$or``: far more than anyone writes, far less than Python or a database bears."""
+"""Of nested ``$and`` / ``$or``: far more than a person writes, far less than Python or a database bears."""
 
 
 class _Missing(Enum):
@@ -130,7 +130,7 @@ def parse_query(query: QueryLike) -> Query:
         return query
     if isinstance(query, StorageIndices):
         query = query.get_key()
-    # What every count and take of a buffer asks for: for them the parsing would cost more than the answer.
+    # Every count and take of a buffer asks this: parsing it would cost more than the answer.
     if (
         type(query) is dict
         and len(query) == 2
@@ -162,7 +162,7 @@ def matches(query: Query, row: Any) -> bool:
 
 
 def simplify(query: Query, known: Mapping[str, Any]) -> Query | bool:
-    """What is left of `query` for rows that all have the field values `known`: True, False or a rest."""
+    """`query` for rows that all have the field values `known`: True, False, or the rest to be checked."""
     if isinstance(query, Condition):
         return holds(query, known[query.field]) if query.field in known else query
     # The verdict of one part that settles the whole: False settles "all", True settles "any".

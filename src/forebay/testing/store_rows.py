@@ -1,4 +1,4 @@
-"""What the conformance suite puts into a store and asks of it: six rows of all kinds, and queries.
+"""Rows and queries of the conformance suite: six rows of all kinds, and what each query finds of them.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What every replay store must do, as tests that a store's author inherits.
+"""The contract of a replay store as tests that a store's author inherits.
 
 ::
 
@@ -317,7 +317,7 @@ class StorageConformance:
         query = {"task_name": "math", "status": "completed"}
 
         async def draw(number: float) -> Any:
-            """What `number` draws, which then comes back to its place."""
+            """The row that `number` draws, which then comes back to its place."""
             (row,) = await storage.take_drawn(1, query, lambda: number, train_step=1)
             (archived,) = await storage.get({"status": "archived", "uid": row.uid}, rows_only=True)
             await storage.update([revive_row(archived)])

@@ -27,6 +27,7 @@ _PRELUDE = struct.Struct("<4sI")
 class GroupCodec:
     """Groups of rollouts as bytes and back; the `Codec` that a replay buffer hands its store.
 
+    >>> from forebay.types import RolloutState
     >>> codec = GroupCodec()
     >>> codec.decode(codec.encode([RolloutState([], response_ids=[7, 8])]))[0].response_ids
     array([7, 8], dtype=int32)

@@ -83,7 +83,7 @@ def decode_value(text: msgspec.Raw) -> Any:
 def check_head(head: Head, num_bytes: int) -> None:
     """Check that `read_states` can make rollouts of this head and so many bytes of arrays and blobs.
 
-    What the trees hold is checked when they are read.
+    The values in the trees are checked when they are read.
 
     Raises:
         ValueError, ArithmeticError, LookupError, TypeError, ...: it cannot.

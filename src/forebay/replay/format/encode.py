@@ -7,8 +7,8 @@
                                                  then masks, then the blobs of `trees`; nothing between them;
                                                  small ones in one copy, large ones where they lie
 
-It is what a group looks like between two processes and, in one piece, in a database (`codec`). What most
-groups have is not written out: a value that all members have, a prompt that is that of the first member, a
+A group looks so between two processes and, in one piece, in a database (`codec`). Regular content is not
+written out: a value that all members have, a prompt that is that of the first member, a
 mask and model steps of one value throughout, ``tokens`` that are the prompt and the response. Prompts are in
 the head, so that a group whose response is wiped later does not keep the buffer of its tokens in memory.
 
@@ -51,7 +51,7 @@ CONSTANTS = ("response_mask", "response_model_steps")
 VALUES = tuple(name for name, rule in FIELDS.items() if rule.kind not in ("array", "status"))
 
 NOT_SENT = -1
-"""As a length: the array follows from the others. A prompt is then the very array of the first member."""
+"""As a length: the array follows from the others. A prompt is then the same array as the first member's."""
 EQUAL = -2
 """As the length of a prompt: an array of its own that equals the first member's."""
 
@@ -102,13 +102,14 @@ _SAME_IF_EQUAL = frozenset({str, int, bool})
 _TEXT, _INTS, _FLOATS = frozenset({str}), frozenset({int}), frozenset({float})
 _PARAMS = {SampleParams}
 _EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for kind in (dict, list)}
-"""What most fields hold that may hold more."""
+"""The empty containers, which most fields that may hold a container hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
     """A group in its packed form.
 
+    >>> from forebay.replay.format.decode import unpack_group
     >>> packed = pack_group([RolloutState([], response_ids=[7, 8])])
     >>> unpack_group(packed.head, bytearray(b"".join(packed.buffers)))[0].response_ids
     array([7, 8], dtype=int32)
@@ -212,7 +213,7 @@ def _text_of_all(column: Sequence[Any]) -> bytes | None:
     """The MessagePack text of all these plain values if it is the same, and not too long to be copied."""
     if column.count(column[0]) < len(column):
         return None
-    # What is equal may still differ: 1 and True, 0.0 and -0.0, the order of keys.
+    # Equal values may still differ: 1 and True, 0.0 and -0.0, the order of keys.
     text = _encode(column[0])
     if len(text) * len(column) > MAX_COPIED_BYTES or any(_encode(value) != text for value in column):
         return None

@@ -12,8 +12,9 @@ synced in 65 ms where Parquet takes 185-230 and the bare bytes 63.
 Writing. New files get a temporary name, are synced and renamed; then the manifest is replaced in one step,
 and only then are files of the earlier snapshot removed. Whenever the process dies, the directory holds the
 earlier or the new snapshot, whole. Reading checks every byte against the manifest before anything is decoded.
-The checksum of the tables is CRC-32, which finds accidents in half the time of SHA-256 or less; the manifest
-guards against nobody who can write to the directory, so a stronger one would add nothing. There is no pickle.
+The checksum of the tables is CRC-32, which finds accidents in half the time of SHA-256 or less; a program
+that can write to the directory can write the manifest, too, so a stronger one would add nothing. There is no
+pickle.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class TableFile(msgspec.Struct):
-    """What the manifest says of one Arrow file."""
+    """One Arrow file, as the manifest describes it."""
 
     name: Annotated[str, msgspec.Meta(pattern=f"^{_DATA_FILE.pattern}$")]
     bytes: int
@@ -94,12 +95,7 @@ _COUNTERS = ("next_uid", "next_timestamp_id", "train_steps")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everything a buffer is, at one moment.
-
-    >>> write_snapshot(Path("checkpoint/buffer"), snapshot)
-    >>> read_snapshot(Path("checkpoint/buffer"), policy="FIFOReplayPolicy").num_evicted
-    {}
-    """
+    """Everything a buffer is, at one moment."""
 
     storage: Mapping[str, Any]
     """As `StorageBackend.state_dict` returns it; payloads are lists of `RolloutState`.
@@ -156,12 +152,7 @@ def _noting(items: Iterable[StorageItem], rows: list[StorageItem]) -> Iterator[S
 
 @dataclass(frozen=True)
 class SnapshotTables:
-    """A snapshot as it lies on disk, its files checked and open, nothing decoded.
-
-    >>> with open_snapshot(Path("checkpoint/buffer")) as tables:
-    ...     tables.groups.num_rows
-    64
-    """
+    """A snapshot as it lies on disk, its files checked and open, nothing decoded."""
 
     manifest: Manifest
     groups: pa.Table
@@ -170,7 +161,7 @@ class SnapshotTables:
     """One line per rollout (`tables.ROLLOUTS_SCHEMA`); a group lies in one batch."""
 
     def storage_state(self, items: list[StorageItem]) -> dict[str, Any]:
-        """What a store loads, with these items."""
+        """The state that a store loads, with these items."""
         counters = {name: getattr(self.manifest, name) for name in _COUNTERS}
         return {"version": STATE_VERSION, "items": items, **counters}
 
@@ -247,7 +238,7 @@ class _TemporaryFile:
     """
 
     closed = False
-    """What `pyarrow` asks before it writes."""
+    """`pyarrow` asks for it before it writes."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

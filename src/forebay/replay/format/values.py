@@ -5,7 +5,7 @@
     value --Encoder.encode--> JSON tree with tags --+--> text
                       '-----> blobs (raw bytes) ----+--> kept beside it       Decoder.decode: the way back
 
-Plain JSON values stand for themselves. What JSON cannot say is an object with one key that starts with ``$``:
+Plain JSON values stand for themselves. Every other value is an object with one key that starts with ``$``:
 
 =================  ==================================================================================
 ``$float``         ``"nan"``, ``"inf"``, ``"-inf"``
@@ -66,9 +66,9 @@ class Encoder:
     def __init__(self) -> None:
         self.blobs: list[bytes] = []
         self._arrays: dict[int, dict[str, Any]] = {}
-        """By `id`, so whatever is in it must live as long as this."""
+        """By `id`, so every value in it must live as long as this."""
         self._fetched: list[Any] = []
-        """Values of references, which nothing else holds."""
+        """Values of references: nothing else keeps them alive."""
         self._refs: dict[Any, int] = {}
         self._depth = 0
 
@@ -166,11 +166,11 @@ class Encoder:
 
 
 class Checker(Encoder):
-    """Says what an `Encoder` would refuse, without copying arrays or fetching what references point to.
+    """Refuses the values that an `Encoder` would, without copying arrays or fetching references.
 
-    >>> Checker().encode({"path": Path("a")}, "extra_fields")
+    >>> Checker().encode({"is": print}, "extra_fields")
     Traceback (most recent call last):
-    ValueError: extra_fields['path'] is a pathlib.PosixPath, which a snapshot cannot hold; ...
+    ValueError: extra_fields['is'] is a builtins.builtin_function_or_method, which a snapshot cannot hold; ...
     """
 
     def _add_blob(self, make: Callable[[], bytes]) -> int:
@@ -269,7 +269,7 @@ def _array_of(dtype: str, shape: Sequence[int], data: Any) -> np.ndarray[Any, An
 
 
 def _check_text(array: np.ndarray[Any, Any]) -> None:
-    """Refuse characters that Python does not have: numpy breaks when somebody looks at them."""
+    """Refuse characters that Python does not have: numpy breaks when a caller looks at them."""
     if array.dtype.kind == "U" and array.nbytes:
         codes = np.ascontiguousarray(array).reshape(-1).view(f"{array.dtype.str[0]}u4")
         if codes.max() > sys.maxunicode:

@@ -1,4 +1,4 @@
-"""The store as a policy sees it while a batch is taken: for a train step, what is removed becomes ARCHIVED.
+"""The store as a policy sees it while a batch is taken: for a train step, removed rows become ARCHIVED.
 
 A policy removes what it returns, by `take` or by `delete`, and need not know for what. Handed this view of
 the store, the same policy archives. The view remembers what was removed and what was put, so that a batch
@@ -19,20 +19,17 @@ from forebay.replay.stores.slices import change, slices_of
 
 
 class ArchivingStorage(StorageBackend):
-    """A view of `storage` whose `take` and `delete` archive rows for `train_step`, or remove them if None.
-
-    >>> await FIFOReplayPolicy().get(8, {"status": "completed"}, ArchivingStorage(store, train_step=5))
-    """
+    """A view of `storage` whose `take` and `delete` archive rows for `train_step`, or remove them if None."""
 
     def __init__(self, storage: StorageBackend, train_step: int | None) -> None:
         self._storage = storage
         self._train_step = train_step
         self.held: QueryLike = {"status": ARCHIVED, "train_step": train_step}
-        """What the archived rows are until the batch is done."""
+        """The query for the archived rows until the batch is done."""
         self.taken: list[StorageItem] = []
-        """What was removed through this view, as it was."""
+        """The rows that were removed through this view, as they were."""
         self.added: list[int] = []
-        """The uids of what was put through it."""
+        """The uids of the rows that were put through it."""
 
     async def give_back(self) -> None:
         """Undo what was done through this view; rows that were not archived come back as the newest."""
@@ -44,7 +41,7 @@ class ArchivingStorage(StorageBackend):
                     await self._storage.put(row)
                 await asyncio.sleep(0)
         else:
-            # Only what still is as it was left: another process may have gone back to a checkpoint since.
+            # Only rows that still are as they were left: another process may have gone back to a checkpoint.
             await change(self._storage, self.taken, lambda row: copy_row(row, item=None), self.held)
 
     async def put(self, item: StorageItem) -> int:
@@ -142,17 +139,13 @@ class ArchivingStorage(StorageBackend):
 
 @asynccontextmanager
 async def taking(storage: StorageBackend, train_step: int | None) -> AsyncIterator[ArchivingStorage]:
-    """A view for the time of one batch; on any error, or if cancelled, what was taken is given back.
-
-    >>> async with taking(store, train_step=5) as view:
-    ...     groups = await policy.get(8, query, view)
-    """
+    """A view for the time of one batch; on any error, or if cancelled, what was taken is given back."""
     view = ArchivingStorage(storage, train_step)
     try:
         yield view
     except BaseException:
         giving_back = asyncio.ensure_future(view.give_back())
         await outlast(giving_back)
-        # What could not be given back is the worse news.
+        # If giving back failed, that is the worse news.
         giving_back.result()
         raise

@@ -1,4 +1,4 @@
-"""The contract of a replay store.
+"""The contract of a replay store: `StorageBackend`.
 
 A store keeps *rows* (light: ids, task, status, age, priority, tags) with one opaque *payload* each, which it
 never looks into. It decides nothing: labeling, expiry, limits and policies are above it.
@@ -9,29 +9,6 @@ never looks into. It decides nothing: labeling, expiry, limits and policies are 
               |  ^ \\--take(uids, train_step=i)--> ARCHIVED (train_step=i, status_before kept), returned
        update |  |                                  |
               v  '------------- update -------------'        delete: gone, not returned
-
-What signatures cannot say:
-
-* **Ids.** `put` gives each row a `uid` and a `timestamp_id` above every one given before; they never rewind,
-  also after the store was drained, saved and loaded. Arrival order is the order of `timestamp_id`.
-* **Age.** A row with an `oldest_model_step` has, once a train step of its task is known, the staleness
-  ``train_step - 1 - oldest_model_step`` as of the latest train step set for the task; any other row has the
-  staleness it was given. Queries, orders and returned rows all use this value. An older step changes nothing:
-  a task's step falls only after `let_train_steps_fall`.
-* **Isolation.** What `get` and `take` return are copies of the rows (the payload by reference, for stores
-  that hold it in memory); changing one changes nothing in the store until `update`.
-* **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
-* **Order.** Rows come in the order asked for, ties in arrival order. Where several processes put into one
-  store, arrival order is that in which the ids were given.
-* **Competing takers.** A row is returned by at most one `take`, `take_first` or `take_drawn`, whoever calls.
-  `take` returns only the rows that are still there and still match. `take_first` ranks and takes in one step
-  and passes over rows that another process is taking; nobody waits longer than one call of another takes.
-* **Durability**, for stores that outlive the process: what a method that returned did stays done. One that
-  a death or a cancellation interrupts happened wholly or not at all; a cancelled `take` did not happen.
-* **What every store can hold** is what `check_row` lets through, when a row is put or updated.
-* **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return values.
-* **Unknown uids** are ignored by `take`, `delete` and `update`.
-* ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
 """
 
 from __future__ import annotations
@@ -60,77 +37,45 @@ from forebay.replay.query import (
 )
 from forebay.replay.stores.sum_tree import SumTree
 
-ARRIVAL = "timestamp_id"
-"""First come, first; the default order."""
-STALEST = "-staleness"
-"""Most stale first."""
-
-_ORDERS = ("timestamp_id", "staleness", "priority")
-
-TagValue = str | int | float | bool
-
-STATE_VERSION = 1
-
-MAX_PRIORITY = 1e300
-"""Far beyond use, and still the sum of a hundred million of them is finite."""
-
-
-class Codec(Protocol):
-    """How a store that cannot hold Python objects turns payloads into bytes and back.
-
-    >>> store.use_codec(GroupCodec())
-    """
-
-    def encode(self, payload: Any) -> bytes:
-        """The payload as bytes; ValueError if it holds something that cannot be stored."""
-
-    def decode(self, data: bytes) -> Any:
-        """The payload of these bytes; ValueError if they are damaged or of another codec."""
-
-    def status(self, value: str) -> Enum | str:
-        """The status that rows with this value carry."""
-
-
-@dataclass(slots=True)
-class StorageItem:
-    """One stored group: its row, and with it or not its payload.
-
-    >>> uid = await store.put(StorageItem(["payload"], -1, -1, "math", "completed", staleness=0))
-    """
-
-    item: Any
-    """The payload, opaque to stores and policies; None in rows fetched without it."""
-    uid: int
-    """Given by `put` (-1 asks for any)."""
-    timestamp_id: int
-    """Place in the order of arrival; given by `put` (-1 asks for any)."""
-    task_name: str
-    status: Enum | str
-    """A `forebay.types.Status` or its value; queries compare the value."""
-    staleness: int
-    """As given, or as of the latest train step: see the module docstring."""
-    tags: dict[str, TagValue] = field(default_factory=dict)
-    priority: float = 1.0
-    """Weight of a proportional draw, from 0 to `MAX_PRIORITY`."""
-    oldest_model_step: int | None = None
-    """The oldest weights that made a token of the group; None if no token is labeled."""
-    train_step: int | None = None
-    """The train step that consumed the group; None while it is live."""
-    status_before: Enum | str | None = None
-    """What an ARCHIVED row was before it was consumed."""
-
-    @property
-    def is_archived(self) -> bool:
-        """Whether a train step consumed the row."""
-        return bool(plain_value(self.status) == ARCHIVED)
-
 
 class StorageBackend(ABC):
-    """Keeps groups; the module docstring is the contract.
+    """Keeps groups. Beyond the signatures of its methods:
 
-    >>> store = IndexedStorage()
-    >>> rows = await store.get({"task_name": "math"}, order="-staleness", limit=64, rows_only=True)
-    >>> items = await store.take([row.uid for row in rows])
+    * **Ids.** `put` gives each row a `uid` and a `timestamp_id` above every one given before; they never
+      rewind, also after the store was drained, saved and loaded. Arrival order is the order of
+      `timestamp_id`.
+    * **Age.** A row with an `oldest_model_step` has, once a train step of its task is known, the
+      staleness ``train_step - 1 - oldest_model_step`` as of the latest train step set for the task (step
+      3 at train step 5: staleness 1); any other row has the staleness it was given. Queries, orders and
+      returned rows all use this value. An older step changes nothing: a task's step falls only after
+      `let_train_steps_fall`.
+    * **Isolation.** `get` and `take` return copies of the rows (the payload by reference, for stores that
+      hold it in memory); changing one changes nothing in the store until `update`.
+    * **Atomicity.** Each method happens wholly or not at all, and no other call sees half of it.
+    * **Order.** Rows come in the order asked for, ties in arrival order. Where several processes put into
+      one store, arrival order is that in which the ids were given.
+    * **Competing takers.** A row is returned by at most one `take`, `take_first` or `take_drawn` of all
+      processes. `take` returns only the rows that are still there and still match. `take_first` ranks and
+      takes in one step and passes over rows that another process is taking; no call waits longer than one
+      call of another takes.
+    * **Durability**, for stores that outlive the process: a method that returned stays done. A method
+      that a death or a cancellation interrupts happened wholly or not at all; a cancelled `take` did not
+      happen.
+    * **Limits.** Every store can hold the rows that `check_row` lets through, when they are put or
+      updated.
+    * **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return
+      values.
+    * **Unknown uids** are ignored by `take`, `delete` and `update`.
+    * ``len(store)`` counts live rows. ARCHIVED rows are seen only by queries that ask for them (`query`).
+
+    >>> import asyncio
+    >>> from forebay.replay import IndexedStorage
+    >>> async def example(store):
+    ...     await store.put(StorageItem(["payload"], -1, -1, "math", "completed", staleness=0))
+    ...     rows = await store.get({"task_name": "math"}, order="-staleness", limit=64, rows_only=True)
+    ...     return await store.take([row.uid for row in rows])
+    >>> len(asyncio.run(example(IndexedStorage())))
+    1
     """
 
     @abstractmethod
@@ -371,6 +316,69 @@ class StorageBackend(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Give back threads, files and connections; the store is not used afterwards."""
+
+
+ARRIVAL = "timestamp_id"
+"""First come, first; the default order."""
+STALEST = "-staleness"
+"""Most stale first."""
+
+_ORDERS = ("timestamp_id", "staleness", "priority")
+
+TagValue = str | int | float | bool
+
+STATE_VERSION = 1
+
+MAX_PRIORITY = 1e300
+"""Far beyond use, and still the sum of a hundred million of them is finite."""
+
+
+@dataclass(slots=True)
+class StorageItem:
+    """One stored group: its row, and with it or not its payload.
+
+    >>> StorageItem(["payload"], -1, -1, "math", "archived", staleness=0).is_archived
+    True
+    """
+
+    item: Any
+    """The payload, opaque to stores and policies; None in rows fetched without it."""
+    uid: int
+    """Given by `put` (-1 asks for any)."""
+    timestamp_id: int
+    """Place in the order of arrival; given by `put` (-1 asks for any)."""
+    task_name: str
+    status: Enum | str
+    """A `forebay.types.Status` or its value; queries compare the value."""
+    staleness: int
+    """As given, or as of the latest train step: see `StorageBackend`."""
+    tags: dict[str, TagValue] = field(default_factory=dict)
+    priority: float = 1.0
+    """Weight of a proportional draw, from 0 to `MAX_PRIORITY`."""
+    oldest_model_step: int | None = None
+    """The oldest weights that made a token of the group; None if no token is labeled."""
+    train_step: int | None = None
+    """The train step that consumed the group; None while it is live."""
+    status_before: Enum | str | None = None
+    """The status of an ARCHIVED row before it was consumed."""
+
+    @property
+    def is_archived(self) -> bool:
+        """Whether a train step consumed the row."""
+        return bool(plain_value(self.status) == ARCHIVED)
+
+
+class Codec(Protocol):
+    """How a store that cannot hold Python objects turns payloads into bytes and back."""
+
+    def encode(self, payload: Any) -> bytes:
+        """The payload as bytes; ValueError if it holds something that cannot be stored."""
+
+    def decode(self, data: bytes) -> Any:
+        """The payload of these bytes; ValueError if they are damaged or of another codec."""
+
+    def status(self, value: str) -> Enum | str:
+        """The status that rows with this value carry."""
 
 
 def staleness_at(row: StorageItem, train_step: int | None) -> int:

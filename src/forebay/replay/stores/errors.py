@@ -1,4 +1,4 @@
-"""What a replay store raises beside `ValueError`: a damaged row, a lost claim, rows judged too early."""
+"""The errors of a replay store beside `ValueError`: a damaged row, a lost claim, rows judged too early."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DamagedRowError(ValueError):
 
 
 class OwnerLost(RuntimeError):
-    """Another process has taken the content over: what an earlier owner still wants to change is refused."""
+    """Another process has taken the content over: changes by an earlier owner are refused."""
 
 
 class StoreBusy(TimeoutError):

@@ -39,9 +39,15 @@ if TYPE_CHECKING:
 class IndexedStorage(StorageBackend):
     """Rows in memory, ranked and counted without a scan.
 
-    >>> store = IndexedStorage()
-    >>> await store.set_train_step("math", 7)
-    >>> stale = await store.get({"task_name": "math", "staleness": {"$gte": 3}}, order="-staleness", limit=64)
+    Rows of model step 1 have staleness 5 at train step 7 (7 - 1 - 1):
+
+    >>> import asyncio
+    >>> async def example(store):
+    ...     await store.put(StorageItem("payload", -1, -1, "math", "completed", 0, oldest_model_step=1))
+    ...     await store.set_train_step("math", 7)
+    ...     return await store.count({"task_name": "math", "staleness": 5})
+    >>> asyncio.run(example(IndexedStorage()))
+    1
     """
 
     rows_at_once = 128
@@ -53,7 +59,6 @@ class IndexedStorage(StorageBackend):
         self._book = RowBook()
 
     async def put(self, item: StorageItem) -> int:
-        """See `StorageBackend.put`."""
         row = self._book.admit(item)
         self._insert(row)
         return row.uid
@@ -61,14 +66,12 @@ class IndexedStorage(StorageBackend):
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
-        """See `StorageBackend.get`."""
         field, descending = parse_order(order)
         rows = self._ranked(parse_query(query), field, descending)
         first = rows if limit is None else islice(rows, max(limit, 0))
         return [self._book.present(row, rows_only=rows_only) for row in first]
 
     async def count(self, query: QueryLike) -> int:
-        """See `StorageBackend.count`."""
         parsed = parse_query(query)
         if (uids := allowed_values(parsed, "uid")) is not None:
             return sum(1 for _ in self._rows_with(uids, parsed))
@@ -85,7 +88,6 @@ class IndexedStorage(StorageBackend):
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
-        """See `StorageBackend.take`."""
         parsed = None if query is None else parse_query(query)
         taken, archived = [], []
         for uid in dict.fromkeys(uids):
@@ -110,7 +112,6 @@ class IndexedStorage(StorageBackend):
         *,
         train_step: int | None = None,
     ) -> list[StorageItem]:
-        """See `StorageBackend.take_drawn`."""
         parsed = parse_query(query)
         taken: list[StorageItem] = []
         while len(taken) < count and (uids := self._priorities(parsed).draw(count - len(taken), random)):
@@ -118,7 +119,6 @@ class IndexedStorage(StorageBackend):
         return taken
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        """See `StorageBackend.update_priorities`."""
         rows = [self._rows[uid] for uid in priorities if uid in self._rows]
         live = [row for row in rows if not row.is_archived]
         for row in live:
@@ -131,28 +131,23 @@ class IndexedStorage(StorageBackend):
         return len(live)
 
     async def delete(self, uids: Iterable[int]) -> None:
-        """See `StorageBackend.delete`."""
         for uid in uids:
             if (row := self._rows.get(uid)) is not None:
                 self._remove(row)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
-        """See `StorageBackend.update`."""
         for item in checked(items):
             if (stored := self._rows.get(item.uid)) is not None:
                 self._remove(stored)
                 self._insert(replace_row(stored, item))
 
     async def get_train_step(self, task_name: str) -> int | None:
-        """See `StorageBackend.get_train_step`."""
         return self._book.train_steps.get(task_name)
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """See `StorageBackend.set_train_step`."""
         self._book.set_train_step(task_name, train_step)
 
     async def let_train_steps_fall(self) -> None:
-        """See `StorageBackend.let_train_steps_fall`."""
         self._book.let_train_steps_fall()
 
     def __len__(self) -> int:
@@ -163,18 +158,14 @@ class IndexedStorage(StorageBackend):
         """A copy of all rows in order of arrival, ARCHIVED ones too, with their staleness of now.
 
         One column per field of a row (no payload) and one per tag, ``tags.<name>``; it needs pandas.
-
-        >>> store.frame.groupby(["task_name", "status"]).size()
         """
         rows = sorted(self._rows.values(), key=attrgetter("timestamp_id"))
         return rows_to_frame([self._book.present(row, rows_only=True) for row in rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StorageBackend.state_dict`."""
         return self._book.state_dict(self._rows.values())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `StorageBackend.load_state_dict`."""
         rows = self._book.load_state_dict(state)
         self._rows, self._cells, self._num_archived = {}, {}, 0
         for row in rows:

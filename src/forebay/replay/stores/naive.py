@@ -15,19 +15,13 @@ from forebay.replay.stores.row_book import RowBook, checked, replace_row
 
 
 class NaiveStorage(StorageBackend):
-    """Rows in a dict, every question a scan over all of them.
-
-    >>> store = NaiveStorage()
-    >>> await store.count({"staleness": {"$gte": 2}})
-    0
-    """
+    """Rows in a dict, every question a scan over all of them."""
 
     def __init__(self) -> None:
         self._rows: dict[int, StorageItem] = {}
         self._book = RowBook()
 
     async def put(self, item: StorageItem) -> int:
-        """See `StorageBackend.put`."""
         row = self._book.admit(item)
         self._rows[row.uid] = row
         return row.uid
@@ -35,7 +29,6 @@ class NaiveStorage(StorageBackend):
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
-        """See `StorageBackend.get`."""
         field, descending = parse_order(order)
         found = sorted(self._matching(query, rows_only=rows_only), key=lambda row: row.timestamp_id)
         # Sorting keeps ties in arrival order, also with reverse=True.
@@ -43,13 +36,11 @@ class NaiveStorage(StorageBackend):
         return found if limit is None else found[: max(limit, 0)]
 
     async def count(self, query: QueryLike) -> int:
-        """See `StorageBackend.count`."""
         return sum(1 for _ in self._matching(query, rows_only=True))
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
-        """See `StorageBackend.take`."""
         matching = None if query is None else {row.uid for row in self._matching(query, rows_only=True)}
         taken = []
         for uid in dict.fromkeys(uids):
@@ -61,37 +52,30 @@ class NaiveStorage(StorageBackend):
         return taken
 
     async def delete(self, uids: Iterable[int]) -> None:
-        """See `StorageBackend.delete`."""
         for uid in uids:
             self._rows.pop(uid, None)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
-        """See `StorageBackend.update`."""
         for item in checked(items):
             if item.uid in self._rows:
                 self._rows[item.uid] = replace_row(self._rows[item.uid], item)
 
     async def get_train_step(self, task_name: str) -> int | None:
-        """See `StorageBackend.get_train_step`."""
         return self._book.train_steps.get(task_name)
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        """See `StorageBackend.set_train_step`."""
         self._book.set_train_step(task_name, train_step)
 
     async def let_train_steps_fall(self) -> None:
-        """See `StorageBackend.let_train_steps_fall`."""
         self._book.let_train_steps_fall()
 
     def __len__(self) -> int:
         return sum(1 for row in self._rows.values() if not row.is_archived)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `StorageBackend.state_dict`."""
         return self._book.state_dict(self._rows.values())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `StorageBackend.load_state_dict`."""
         self._rows = {row.uid: row for row in self._book.load_state_dict(state)}
 
     def _matching(self, query: QueryLike, *, rows_only: bool) -> Iterator[StorageItem]:

@@ -1,4 +1,4 @@
-"""What the stores in memory share: ids, train steps, and what of a row changes.
+"""The part that stores in memory share: ids, train steps, and the changes of a row.
 
 ::
 
@@ -16,12 +16,7 @@ from forebay.replay.stores.contract import STATE_VERSION, StorageItem, check_row
 
 
 class RowBook:
-    """What a store in memory keeps beside its rows: id counters and the latest train step of each task.
-
-    >>> book = RowBook()
-    >>> stored = book.admit(row)      # with ids
-    >>> book.present(stored)          # a copy to hand out, with its staleness of now
-    """
+    """The id counters of a store in memory and the latest train step of each task."""
 
     def __init__(self) -> None:
         self.next_uid = 0
@@ -38,14 +33,12 @@ class RowBook:
         return copy_row(item, uid=uid, timestamp_id=timestamp_id)
 
     def set_train_step(self, task_name: str, train_step: int) -> None:
-        """See `StorageBackend.set_train_step`."""
         before = self.train_steps.get(task_name)
         if before is None or before < train_step or task_name in self._may_fall:
             self.train_steps[task_name] = train_step
             self._may_fall.discard(task_name)
 
     def let_train_steps_fall(self) -> None:
-        """See `StorageBackend.let_train_steps_fall`."""
         self._may_fall = set(self.train_steps)
 
     def staleness(self, row: StorageItem) -> int:
@@ -124,6 +117,6 @@ def checked(items: Iterable[StorageItem]) -> list[StorageItem]:
 
 
 def replace_row(stored: StorageItem, item: StorageItem) -> StorageItem:
-    """What `update` stores: `item` under the ids of `stored`, with its payload if it brings none."""
+    """The row after an `update`: `item` under the ids of `stored`, with its payload if it brings none."""
     payload = stored.item if item.item is None else item.item
     return copy_row(item, timestamp_id=stored.timestamp_id, item=payload)

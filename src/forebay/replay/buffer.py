@@ -323,8 +323,8 @@ class ReplayBuffer:
 
         `priorities` maps values of `by`, a field or ``tags.<name>``, to priorities: ``{17: 2.0}`` is the
         group of that uid, ``{"hard": 3.0}`` by ``tags.kind`` every group with that tag. A value that no live
-        group has is ignored: the group may have been taken. The cost is that of the query `by` $in, and of the
-        rows that it finds.
+        group has is ignored: the group may have been taken. The cost is that of the query `by` $in, and of
+        the rows that it finds.
 
         Raises:
             ValueError: there is no such field, or a priority is not one; nothing is changed.

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from forebay.fragments.remote.codec import pack, stack, unpack
+from forebay.fragments.store.codec import pack, stack, unpack
 
 ARRAYS = hnp.arrays(
     st.sampled_from(

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.fragments.records import SampleFragment
-from forebay.fragments.remote.codec import (
+from forebay.fragments.store.codec import (
     COMPRESSIONS,
     Packed,
     Schema,
@@ -29,8 +29,8 @@ from forebay.fragments.remote.codec import (
     schema_id_of,
     stack,
     unpack,
+    unstack,
 )
-from forebay.fragments.remote.unstacking import unstack
 from forebay.fragments.store.mapped import Environment, Snapshot, StoreFullError
 
 _TOTALS = struct.Struct("<QQ")

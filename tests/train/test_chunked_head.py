@@ -28,7 +28,7 @@ from forebay.train.learner import Learner
 from forebay.train.model import forward as forward_module
 from forebay.train.model.forward import response_logprobs
 from forebay.train.model.lora import add_lora
-from forebay.train.parallel.model_parts import to_parts
+from forebay.train.parallel.frames import to_parts
 from forebay.train.parallel.worker import RankWorker
 
 VOCABULARY = 23

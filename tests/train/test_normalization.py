@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.train.objective.normalization import token_weights
+from forebay.train.objective.losses import token_weights
 
 lengths = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

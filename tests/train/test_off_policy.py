@@ -12,7 +12,7 @@ from forebay.engines import GenerateRequest, TransformersEngine
 from forebay.train import Correction, OffPolicyError, OffPolicyGuard, TrainBatch, TrainConfig, TrainController
 from forebay.train.measures import correction_measures
 from forebay.train.objective.corrections import CORRECTIONS, Corrector
-from forebay.train.objective.normalization import batch_token_weights
+from forebay.train.objective.losses import batch_token_weights
 from forebay.types import UNLABELED, RolloutState, SampleParams, Status
 
 WEIGHING = [name for name, function in CORRECTIONS.items() if function is not None]

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from forebay.train import Critic, Packer, TrainBatch, TrainConfig
-from forebay.train.parallel.frames import connect, receive, send
+from forebay.train.parallel.frames import connect, from_parts, receive, send, to_parts
 from forebay.train.parallel.learner import RankedLearner
-from forebay.train.parallel.model_parts import from_parts, to_parts
 
 
 def passed_on(value):

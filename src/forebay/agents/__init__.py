@@ -17,9 +17,8 @@ from forebay.agents.chat.rendering import (
 )
 from forebay.agents.chat.tool_calls import PARSERS, ToolCall
 from forebay.agents.environments.build import ENVIRONMENTS
-from forebay.agents.environments.contract import Environment, Reply
+from forebay.agents.environments.contract import Environment, Episode, LiveEnvironment, Reply
 from forebay.agents.environments.retry import SecondChances
-from forebay.agents.environments.stateful import Episode, LiveEnvironment
 from forebay.agents.extra_fields import (
     CONVERSATION_KEY,
     COUNTS,

@@ -30,8 +30,8 @@ import numpy as np
 from pydantic import AfterValidator, Field
 
 from forebay.agents.base import AgentLoop
+from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
-from forebay.agents.chat.trajectory import cut_unanswered
 from forebay.agents.environments.build import build_environment, check_environment, environment_class
 from forebay.agents.environments.contract import Environment, Memory
 from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY

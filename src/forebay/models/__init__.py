@@ -8,8 +8,7 @@ Everything ends as a folder in Hugging Face format, so the rest of the program k
 """
 
 from forebay.models.config import ModelConfig, Precision, TinyConfig
-from forebay.models.loading import load_model, load_tokenizer
-from forebay.models.sources import default_cache_dir, resolve_model
+from forebay.models.loading import default_cache_dir, load_model, load_tokenizer, resolve_model
 
 __all__ = [
     "ModelConfig",

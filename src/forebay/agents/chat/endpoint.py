@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from forebay.agents.chat.messages import RequestError, arguments_as_text
+from forebay.agents.chat.conversation import RequestError, arguments_as_text
 from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
 from forebay.config import ConfigError
 from forebay.extras import require_library

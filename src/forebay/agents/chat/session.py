@@ -30,10 +30,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forebay.agents.base import Generator
-from forebay.agents.chat.messages import RequestError, plain_message, render_conversation, with_names
+from forebay.agents.chat.conversation import (
+    RequestError,
+    Trajectory,
+    plain_message,
+    render_conversation,
+    with_names,
+)
 from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
 from forebay.agents.chat.tool_calls import TurnReader
-from forebay.agents.chat.trajectory import Trajectory
 from forebay.agents.extra_fields import RECORD_KEY
 from forebay.agents.interruption import is_cancelled
 from forebay.types import (

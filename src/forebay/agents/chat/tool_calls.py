@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.agents.chat.messages import RequestError
+from forebay.agents.chat.conversation import RequestError
 from forebay.agents.chat.rendering import CALL_ID, ChatTokenizer
 from forebay.types import Message
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from forebay.agents.environments.contract import Environment
+from forebay.agents.environments.contract import Environment, LiveEnvironment
 from forebay.agents.environments.retry import SecondChances
-from forebay.agents.environments.stateful import LiveEnvironment
 from forebay.config import ConfigError, StrictModel, find_component, parse_component
 
 ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}

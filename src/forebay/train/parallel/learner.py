@@ -23,7 +23,7 @@ from torch import nn
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Update
-from forebay.train.parallel.model_parts import to_parts
+from forebay.train.parallel.frames import to_parts
 from forebay.train.parallel.ranks import Ranks
 from forebay.types import FloatArray
 

@@ -31,7 +31,7 @@ from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
 from forebay.train.model.lora import whole_weights, without_adapters
-from forebay.train.parallel.model_parts import from_parts
+from forebay.train.parallel.frames import from_parts
 from forebay.train.parallel.sharding import buckets, gathered, shard
 from forebay.types import FloatArray
 
@@ -83,10 +83,9 @@ class RankWorker:
     ) -> dict[str, Any] | None:
         """Make the trainer's models and optimizers; returns `Learner.adapter_config`.
 
-        `models` are `model_parts` and `settings` plain values, by the names that `Learner` has for them.
-        `random_state` is that of torch's CPU generator: adapters begin with random numbers, and all ranks
-        must draw the same.
-        """
+        `models` are `to_parts` of models and `settings` plain values, by the names that `Learner` has for
+        them. `random_state` is that of torch's CPU generator: adapters begin with random numbers, and all
+        ranks must draw the same."""
         # The memory of an earlier trainer is needed.
         self._learner = None
         built: dict[str, Any] = {name: from_parts(parts) for name, parts in models.items()}

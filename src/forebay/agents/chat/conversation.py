@@ -5,7 +5,7 @@
     program's message --plain_message--> recorded: text, no empty fields, arguments as objects
     recorded ones --render_conversation--> token ids of a prompt
 
-    Trajectory: prompt --> turn, mask 1 --> continue_with(messages, increment), mask 0 --> turn, mask 1 --> ...
+    Trajectory: prompt --> turn, mask 1 --> continue_with(messages, increment), mask 0 --> turn --> ...
                                               '-- take_back(), if it got no answer
                 note() --> extra_fields of the rollout, from which it is made again after a pause
 """

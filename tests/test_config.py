@@ -23,8 +23,7 @@ from forebay.config import (
     parse_config,
     read_toml,
 )
-from forebay.runs.changeable_keys import FIXED
-from forebay.runs.config import RunConfig
+from forebay.runs.config import FIXED, RunConfig
 from forebay.types import SampleParams
 
 
@@ -334,7 +333,7 @@ FREE = frozenset(_FREE_WORDS.split())
 def test_every_key_says_whether_it_may_change_when_a_run_goes_on() -> None:
     everything = keys_below(RunConfig)
     assert everything - FREE - set(FIXED) == set(), (
-        "put new keys into FREE here, or into FIXED in forebay.runs.changeable_keys"
+        "put new keys into FREE here, or into FIXED in forebay.runs.config"
     )
     assert (FREE | set(FIXED)) - everything == set(), "keys that are gone"
     assert FREE & set(FIXED) == set()

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from forebay.config import ConfigError, parse_config
-from forebay.runs.changeable_keys import changed
-from forebay.runs.config import RunConfig
+from forebay.runs.config import RunConfig, changed
 
 RUN = {
     "name": "run",

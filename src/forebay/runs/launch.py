@@ -25,9 +25,8 @@ from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs import steps
 from forebay.runs.build import Run, open_run
-from forebay.runs.changeable_keys import changed
 from forebay.runs.colocated import run_colocated
-from forebay.runs.config import RunConfig
+from forebay.runs.config import RunConfig, changed
 from forebay.runs.data import load_data, with_alphabet
 from forebay.runs.folder import (
     check_checkpoint,
@@ -42,6 +41,7 @@ from forebay.runs.folder import (
 )
 from forebay.runs.placement import Cluster, PartLost, opened_cluster
 from forebay.runs.preflight import try_judges
+from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import build_rollouts
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
@@ -97,7 +97,7 @@ async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) ->
                 display.stopped(f"{kept}; start it again with the same command")
                 raise
             run = await _to_the_end(run)
-    return steps.accuracy_line(run), run.stop_requested
+    return accuracy_line(run), run.stop_requested
 
 
 async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None, *, overwrite: bool) -> Run:

@@ -36,9 +36,9 @@ from forebay.runs.config import RunConfig
 from forebay.runs.record.events import BufferRerun, Groups
 from forebay.runs.record.reader import Facts, Segment, read_events, read_history
 from forebay.runs.record.writer import RUN_FILE
+from forebay.runs.reporting import batch_numbers
 from forebay.runs.rollouts import build_buffer
 from forebay.runs.show.alarms import RunAlarms
-from forebay.runs.show.status import batch_numbers
 from forebay.train import TrainController
 
 Numbers = Mapping[str, float | None]

@@ -293,19 +293,6 @@ def _staleness_shares(train_step: int, groups: Sequence[Sequence[RolloutState]])
     }
 
 
-def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
-    """What a step logs of its batch itself."""
-    states = [state for group in groups for state in group]
-    scores = [state.reward["score"] for state in states if state.reward]
-    return {
-        "reward": sum(scores) / len(scores),
-        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
-        "truncated": sum(state.finish_reason == "length" for state in states) / len(states),
-        "samples": float(len(scores)),
-        "staleness": max(state.seq_staleness for state in states),
-    }
-
-
 class LengthBias:
     """`length_bias` of a ledger's tasks at a cost that does not grow with the run.
 

@@ -1,0 +1,123 @@
+"""The numbers of a run's steps: logged, held against the alarms, shown; and the totals of its end."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from forebay.agents.extra_fields import conversation_of, facts_of
+from forebay.produce import ProduceBatchResult
+from forebay.runs.build import Run
+from forebay.types import RolloutState
+
+ROLLOUTS_PER_RECORD = 8
+"""Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
+
+STEP_PHASES = ("generate", "wait", "train", "pause", "sync")
+
+
+def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[str, float]) -> None:
+    """Count the step as done, log its numbers and show them."""
+    run.train_step = train_step
+    groups = batch.rollout_states
+    phases = run.timer.consume()
+    # An evaluation or a checkpoint since the last report is not part of the step.
+    wall_s = sum(phases[name].wall_s for name in STEP_PHASES if name in phases)
+    values = {
+        **batch_numbers(groups),
+        "tokens_per_s": batch.produced_tokens / wall_s if wall_s > 0 else 0.0,
+        "step_s": wall_s,
+        **{f"time/{name}_s": wall for name, (wall, _) in phases.items()},
+        **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
+        **run.status.step_values(train_step, groups),
+        **batch.metrics(),
+        **(run.cluster.counts() if run.cluster is not None else _engine_counts(run)),
+        **metrics,
+    }
+    values |= raise_alarms(run, {"train_step": float(train_step), **values})
+    run.history.append({"train_step": float(train_step), **values})
+    run.metrics.log(train_step, values)
+    run.display.step(train_step, run.config.steps, values)
+    if run.config.show_every and (train_step - 1) % run.config.show_every == 0:
+        run.display.rollouts(groups)
+    _record_rollouts(run, train_step, groups)
+
+
+def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
+    """Warn of what `row` shows to go wrong; the alarms that hold, as metrics."""
+    for message in run.alarms.see(row).values():
+        run.display.warning(message)
+    return run.alarms.held
+
+
+def _engine_counts(run: Run) -> dict[str, float]:
+    """What lost engines cost so far; nothing where none was lost."""
+    return {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
+
+
+def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:
+    with (run.folder / "rollouts.jsonl").open("ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            # A killed run may have left half a line; the next one must not be glued to it.
+            file.write(b"" if file.read(1) == b"\n" else b"\n")
+        for state in [state for group in groups for state in group][:ROLLOUTS_PER_RECORD]:
+            record = {
+                "train_step": train_step,
+                "rollout_id": state.rollout_id,
+                "prompt": state.message,
+                "response": state.response,
+                "conversation": conversation_of(state),
+                **facts_of(state),
+                "reward": state.reward,
+                "finish_reason": state.finish_reason,
+                "staleness": state.seq_staleness,
+            }
+            file.write(json.dumps(record, default=str).encode() + b"\n")
+
+
+def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
+    """What a step logs of its batch itself."""
+    states = [state for group in groups for state in group]
+    scores = [state.reward["score"] for state in states if state.reward]
+    return {
+        "reward": sum(scores) / len(scores),
+        "response_tokens": sum(int(state.response_mask.sum()) for state in states) / len(scores),
+        "truncated": sum(state.finish_reason == "length" for state in states) / len(states),
+        "samples": float(len(scores)),
+        "staleness": max(state.seq_staleness for state in states),
+    }
+
+
+async def group_counts(run: Run) -> dict[str, dict[str, int]]:
+    """What became of the groups of each task: trained, live, dropped by reason."""
+    balance = run.manager.ledger.balance(await run.manager.count_live())
+    return {
+        name: {
+            "generated": part.generated,
+            "trained": part.trained,
+            "live": part.live,
+            **{f"dropped ({reason})": count for reason, count in part.dropped.items()},
+            "retried": part.retried,
+            "rollouts left out (failed)": part.left,
+        }
+        for name, part in balance.by_task.items()
+    }
+
+
+def restarts_in_words(counts: Mapping[str, float]) -> str:
+    """Counts of a cluster in words: "trainer restarts 1, groups retried 3"."""
+    named = {name.rpartition("/")[2].replace("_", " "): count for name, count in counts.items()}
+    return ", ".join(f"{name} {count:g}" for name, count in named.items() if count) or "none"
+
+
+def accuracy_line(run: Run) -> str | None:
+    """The one line to remember: held-out accuracy before and after; None where nothing was held out."""
+    if len(run.evaluations) < 2:
+        return None
+    before, after = run.evaluations[0]["eval/accuracy"], run.evaluations[-1]["eval/accuracy"]
+    if math.isnan(before) or math.isnan(after):
+        return None
+    return f"held-out accuracy: {before:.1%} -> {after:.1%}"

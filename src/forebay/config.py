@@ -300,8 +300,8 @@ def check_arguments(
 ) -> None:
     """Check that `function` takes `arguments`, besides those named `given`, which the caller fills in.
 
-    What a run file names by a word has a `StrictModel` of its arguments, to be given as the `function`: then
-    their values are checked, too.
+    A component that a run file names by a word has a `StrictModel` of its arguments, to be given as the
+    `function`: then their values are checked, too.
 
     Raises:
         ConfigError: an argument is unknown, missing, of a wrong value or the caller's; the message lists
@@ -348,7 +348,7 @@ def find_component(kind: str, config: Component, table: Mapping[str, Any], *give
 
 
 def import_object(kind: str, path: str) -> Any:
-    """What ``"package.module:Name"`` names.
+    """The object that ``"package.module:Name"`` names.
 
     Raises:
         ConfigError: the module cannot be imported or has no such name.

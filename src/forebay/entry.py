@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -33,7 +32,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """What a run left behind."""
+    """The results of a run."""
 
     folder: Path
     """The run folder; ``forebay eval`` and ``forebay.run(resume=...)`` take it."""
@@ -99,32 +98,23 @@ def run(
 
 
 def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
-    done: Future[RunResult] = Future()
-    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
 
-    async def main() -> RunResult:
-        task = asyncio.current_task()
-        assert task is not None
-        started.set_result((asyncio.get_running_loop(), task))
-        return await work
+    async def result() -> RunResult:
+        return await task
 
-    def target() -> None:
+    def target() -> RunResult:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(result())
+
+    # At the end of the block the run has ended, also where it was cancelled.
+    with ThreadPoolExecutor(1, "forebay-run") as pool:
         try:
-            done.set_result(asyncio.run(main()))
-        # Whatever it is, it is raised in the caller's thread.
-        except BaseException as error:
-            done.set_exception(error)
-
-    thread = threading.Thread(target=target, name="forebay-run")
-    thread.start()
-    try:
-        return done.result()
-    except KeyboardInterrupt:
-        loop, task = started.result()
-        loop.call_soon_threadsafe(task.cancel)
-        raise
-    finally:
-        thread.join()
+            return pool.submit(target).result()
+        except KeyboardInterrupt:
+            loop.call_soon_threadsafe(task.cancel)
+            raise
 
 
 async def run_async(

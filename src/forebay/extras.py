@@ -51,7 +51,7 @@ def needed_by(wanted_by: str) -> Iterator[None]:
         raise
     except ModuleNotFoundError as error:
         name = error.name or ""
-        # What is missing inside this package, or inside a library, is a fault and no missing extra.
+        # A module that is missing inside this package, or inside a library, is a fault and no missing extra.
         if not any(name.partition(".")[0] in modules for modules in EXTRAS.values()):
             raise
         raise missing(name, wanted_by) from None

@@ -1,4 +1,4 @@
-"""What a run that was started from Python was given as objects: a judge, rows of prompts.
+"""The objects that a run started from Python was given: a judge, rows of prompts.
 
 ::
 

@@ -52,36 +52,6 @@ EVAL_SCORE = "eval/score"
 Row = dict[str, float | None]
 
 
-def nearest_rank(values: ArrayLike, percent: int, *, counts: Sequence[int] | None = None) -> float:
-    """The least of `values` that `percent` of them do not exceed; 0 if there are none.
-
-    It is always one of them. `counts` says how often each occurs; once if left out.
-
-    >>> nearest_rank([4, 1, 3, 2], 50), nearest_rank([0, 7], 95, counts=[19, 1])
-    (2.0, 0.0)
-    """
-    values_N = np.asarray(values)
-    if not values_N.size:
-        return 0.0
-    order = np.argsort(values_N)
-    ends_N = np.cumsum(np.ones_like(order) if counts is None else np.asarray(counts)[order])
-    # In whole numbers: 0.07 * 100 is a little more than 7, and its ceiling is 8.
-    rank = -(-percent * int(ends_N[-1]) // 100)
-    return float(values_N[order[np.searchsorted(ends_N, rank)]])
-
-
-class Sink(Protocol):
-    """A place that numbers are written to."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write `values` of train step `step` (0: before training)."""
-        ...
-
-    def close(self) -> None:
-        """Write what is left and free the place; `log` is not called afterwards."""
-        ...
-
-
 class JsonlSink:
     """One JSON object a line: ``train_step``, ``unix_time_s`` and the values.
 
@@ -150,6 +120,36 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def nearest_rank(values: ArrayLike, percent: int, *, counts: Sequence[int] | None = None) -> float:
+    """The least of `values` that `percent` of them do not exceed; 0 if there are none.
+
+    It is always one of them. `counts` says how often each occurs; once if left out.
+
+    >>> nearest_rank([4, 1, 3, 2], 50), nearest_rank([0, 7], 95, counts=[19, 1])
+    (2.0, 0.0)
+    """
+    values_N = np.asarray(values)
+    if not values_N.size:
+        return 0.0
+    order = np.argsort(values_N)
+    ends_N = np.cumsum(np.ones_like(order) if counts is None else np.asarray(counts)[order])
+    # In whole numbers: 0.07 * 100 is a little more than 7, and its ceiling is 8.
+    rank = -(-percent * int(ends_N[-1]) // 100)
+    return float(values_N[order[np.searchsorted(ends_N, rank)]])
+
+
+class Sink(Protocol):
+    """A place that numbers are written to."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write `values` of train step `step` (0: before training)."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left and free the place; `log` is not called afterwards."""
+        ...
 
 
 def _line(row: Row) -> bytes:
@@ -357,7 +357,7 @@ class MetricsConfig(StrictModel):
     sinks: list[str] = Field(default_factory=list)
     """Besides the JSONL file: ``tensorboard``, ``trackio``, ``wandb``, or ``"package.module:Class"``."""
     project: str = "forebay"
-    """What trackio and wandb file the run under."""
+    """The project of trackio and wandb that the run belongs to."""
 
     @field_validator("sinks")
     @classmethod
@@ -391,7 +391,7 @@ class MetricsConfig(StrictModel):
 
 
 class PhaseSeconds(NamedTuple):
-    """What one phase took."""
+    """The cost of one phase."""
 
     wall_s: float
     cpu_s: float

@@ -1,4 +1,4 @@
-"""Where a user's own code raised, for messages that a user reads: file and line, not a traceback."""
+"""How failures are told: where a user's own code raised, and the exit status after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+INTERRUPTED = 130
+"""Exit status that shells report for a program that Ctrl-C ended."""
+
 _LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
 _NOT_THE_USERS = ("<", *(os.path.join(path, "") for path in [str(Path(__file__).parent), *_LIBRARIES]))
-"""What the files of Forebay, of installed packages, of the standard library and of no file begin with. What
+"""Prefixes of the files of Forebay, of installed packages, of the standard library and of no file. Code that
 fails in there was usually called wrongly from the user's code."""
 
 
 def first_error(error: BaseException) -> BaseException:
-    """What a group of errors began with: its other members only ended because of that one."""
+    """The error that a group of errors began with: the others only ended because of it."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -40,6 +40,84 @@ class TooManyOverrunsError(OverrunError):
     """The function was not called: too many earlier calls still hang."""
 
 
+class CallThreads:
+    """Runs functions in daemon threads, at most `num_threads` at a time.
+
+    Invariants: the clock of a call starts when it gets its slot, not while it waits for one; the slot is free
+    when the function has returned or its time has passed, also where the caller was cancelled; so at most
+    ``num_threads + MAX_OVERRUNNING`` threads exist, and none of them keeps the program from ending.
+
+    >>> threads = CallThreads(timeout_s=5.0)
+    >>> verdict = await threads.run(slow_score, state)
+
+    Args:
+        timeout_s: for each call; None: what the `time_limit` around it leaves.
+        num_threads: calls that run at once.
+        result: what is waited for, for messages.
+    """
+
+    def __init__(self, *, timeout_s: float | None, num_threads: int = 4, result: str = "result") -> None:
+        self.timeout_s = timeout_s
+        self._result = result
+        self._slots = asyncio.Semaphore(num_threads)
+        self._overrunning: list[Future[Any]] = []
+        self._held: set[asyncio.Task[Any]] = set()
+
+    async def run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """The result of ``function(*arguments)``.
+
+        Raises:
+            OverrunError: it took longer than its time.
+            TooManyOverrunsError: too many earlier calls still hang.
+            Exception: whatever the function raises.
+        """
+        with not_counted():
+            await self._slots.acquire()
+        try:
+            self._check_overrunning()
+            clock = _CLOCK.get()
+            limit_s = clock.left_s if self.timeout_s is None and clock is not None else self.timeout_s
+            call = start_thread(function, *arguments)
+        except BaseException:
+            self._slots.release()
+            raise
+        # Its own task: the slot stays taken although the caller may be cancelled.
+        held = asyncio.create_task(self._hold(call, limit_s))
+        self._held.add(held)
+        held.add_done_callback(self._forget)
+        return await asyncio.shield(held)
+
+    async def _hold(self, call: Future[ResultT], limit_s: float | None) -> ResultT:
+        """The result of `call`; the slot is given back with it, or when its time has passed."""
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await asyncio.wrap_future(call)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise OverrunError(
+                f"no {self._result} within {_seconds(limit_s)} s; its thread cannot be stopped and runs on"
+            ) from None
+        finally:
+            if not call.done():
+                self._overrunning.append(call)
+            self._slots.release()
+
+    def _forget(self, held: asyncio.Task[Any]) -> None:
+        self._held.discard(held)
+        if not held.cancelled():
+            # Retrieved, so that nobody warns of it where the caller was cancelled.
+            held.exception()
+
+    def _check_overrunning(self) -> None:
+        self._overrunning = [call for call in self._overrunning if not call.done()]
+        if len(self._overrunning) >= MAX_OVERRUNNING:
+            raise TooManyOverrunsError(
+                f"not called: {len(self._overrunning)} earlier calls took longer than they may and have not "
+                f"returned; give the function a time limit of its own"
+            )
+
+
 class CallClock:
     """The time that one call may take; it stands still while the call waits for a slot.
 
@@ -59,7 +137,7 @@ class CallClock:
 
     @property
     def left_s(self) -> float:
-        """What is left of the time."""
+        """The time that is left."""
         deadline = self._timeout.when()
         return self._left_s if deadline is None else deadline - asyncio.get_running_loop().time()
 
@@ -132,7 +210,7 @@ def not_counted() -> Iterator[None]:
 def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[ResultT]:
     """``function(*arguments)`` in a daemon thread of its own; those of a pool would be waited for at exit.
 
-    What would end the thread (SystemExit) is a RuntimeError of the future.
+    An exception that would end the thread (SystemExit) is a RuntimeError of the future.
     """
     call: Future[ResultT] = Future()
     call.set_running_or_notify_cancel()
@@ -140,86 +218,8 @@ def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[Re
     return call
 
 
-class CallThreads:
-    """Runs functions in daemon threads, at most `num_threads` at a time.
-
-    Invariants: the clock of a call starts when it gets its slot, not while it waits for one; the slot is free
-    when the function has returned or its time has passed, also where the caller was cancelled; so at most
-    ``num_threads + MAX_OVERRUNNING`` threads exist, and none of them keeps the program from ending.
-
-    >>> threads = CallThreads(timeout_s=5.0)
-    >>> verdict = await threads.run(slow_score, state)
-
-    Args:
-        timeout_s: for each call; None: what the `time_limit` around it leaves.
-        num_threads: calls that run at once.
-        result: what is waited for, for messages.
-    """
-
-    def __init__(self, *, timeout_s: float | None, num_threads: int = 4, result: str = "result") -> None:
-        self.timeout_s = timeout_s
-        self._result = result
-        self._slots = asyncio.Semaphore(num_threads)
-        self._overrunning: list[Future[Any]] = []
-        self._held: set[asyncio.Task[Any]] = set()
-
-    async def run(self, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """What ``function(*arguments)`` returns.
-
-        Raises:
-            OverrunError: it took longer than its time.
-            TooManyOverrunsError: too many earlier calls still hang.
-            Exception: whatever the function raises.
-        """
-        with not_counted():
-            await self._slots.acquire()
-        try:
-            self._check_overrunning()
-            clock = _CLOCK.get()
-            limit_s = clock.left_s if self.timeout_s is None and clock is not None else self.timeout_s
-            call = start_thread(function, *arguments)
-        except BaseException:
-            self._slots.release()
-            raise
-        # Its own task: the slot stays taken although the caller may be cancelled.
-        held = asyncio.create_task(self._hold(call, limit_s))
-        self._held.add(held)
-        held.add_done_callback(self._forget)
-        return await asyncio.shield(held)
-
-    async def _hold(self, call: Future[ResultT], limit_s: float | None) -> ResultT:
-        """The result of `call`; the slot is given back with it, or when its time has passed."""
-        try:
-            async with asyncio.timeout(limit_s) as limit:
-                return await asyncio.wrap_future(call)
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise OverrunError(
-                f"no {self._result} within {_seconds(limit_s)} s; its thread cannot be stopped and runs on"
-            ) from None
-        finally:
-            if not call.done():
-                self._overrunning.append(call)
-            self._slots.release()
-
-    def _forget(self, held: asyncio.Task[Any]) -> None:
-        self._held.discard(held)
-        if not held.cancelled():
-            # Retrieved, so that nobody warns of it where the caller was cancelled.
-            held.exception()
-
-    def _check_overrunning(self) -> None:
-        self._overrunning = [call for call in self._overrunning if not call.done()]
-        if len(self._overrunning) >= MAX_OVERRUNNING:
-            raise TooManyOverrunsError(
-                f"not called: {len(self._overrunning)} earlier calls took longer than they may and have not "
-                f"returned; give the function a time limit of its own"
-            )
-
-
 def _seconds(limit_s: float | None) -> str:
-    # What a clock leaves is a little less than the limit that people know.
+    # A clock leaves a little less than the limit that people know.
     return f"{math.ceil((limit_s or 0.0) * 1000) / 1000:g}"
 
 

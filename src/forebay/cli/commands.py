@@ -34,8 +34,9 @@ from forebay.cli import init as init_cli
 from forebay.cli import keys
 from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
-from forebay.cli.errors import INTERRUPTED, MARKUP, one_message
+from forebay.cli.errors import MARKUP, one_message
 from forebay.config import ConfigError, load_config, read_toml
+from forebay.tracebacks import INTERRUPTED
 
 if TYPE_CHECKING:
     from forebay.environments.config import FragmentRunConfig
@@ -190,7 +191,7 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
 
 
 def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:
-    """What the run file is read as: one with an ``[environment]`` table has a recipe of its own."""
+    """The model of the run file: one with an ``[environment]`` table has a recipe of its own."""
     # A missing file gets its message when it is read.
     if run_file.is_file() and "environment" in read_toml(run_file):
         from forebay.environments.config import FragmentRunConfig

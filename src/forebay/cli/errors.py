@@ -1,4 +1,4 @@
-"""What every command does around its work: errors become one message, signals one clear end.
+"""Around the work of every command: errors become one message, signals one clear end.
 
 ::
 
@@ -24,13 +24,12 @@ from rich.text import Text
 
 from forebay.config import ConfigError
 from forebay.extras import MissingLibraryError, missing
-from forebay.tracebacks import first_error
+from forebay.io.durable import is_disk_error
+from forebay.tracebacks import INTERRUPTED, first_error
 
 MARKUP: Literal["rich", None] = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
 """How typer shows help and wrong usage: boxes of 80 columns are for a terminal; a pipe gets plain lines."""
 FAILED = 2
-INTERRUPTED = 130
-"""What shells report for a program that Ctrl-C ended."""
 
 _MENDABLE = {
     "forebay.io.durable": "DiskError",
@@ -45,18 +44,6 @@ _MENDABLE = {
 }
 """Errors whose message says what to do, by the module that defines them. One that was never imported has
 raised nothing, so none is imported for this."""
-_MACHINE_ERRORS = (
-    errno.EACCES,
-    errno.EDQUOT,
-    errno.EIO,
-    errno.EISDIR,
-    errno.EMFILE,
-    errno.ENOSPC,
-    errno.ENOTDIR,
-    errno.EPERM,
-    errno.EROFS,
-)
-"""What a disk, a folder's rights or a limit of the machine refuse: no bug of a program."""
 
 
 @contextmanager
@@ -103,7 +90,7 @@ def _as_ctrl_c(signal_number: int, frame: FrameType | None) -> None:
 def _is_mendable(error: BaseException, also: tuple[type[Exception], ...]) -> bool:
     if isinstance(error, (ConfigError, FloatingPointError, *also)):
         return True
-    if isinstance(error, OSError) and error.errno in _MACHINE_ERRORS:
+    if is_disk_error(error) or (isinstance(error, OSError) and error.errno in (errno.EISDIR, errno.EMFILE)):
         return True
     known = (getattr(sys.modules.get(module), name, None) for module, name in _MENDABLE.items())
     return any(isinstance(error, kind) for kind in known if isinstance(kind, type))

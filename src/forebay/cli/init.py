@@ -16,7 +16,7 @@ RUN_FILE = "run.toml"
 
 
 def find_starts() -> dict[str, Path]:
-    """What can be written, by name: run files, folders with a run file, programs."""
+    """The starts, by name: run files, folders with a run file, programs."""
     inside = Path(__file__).parents[1]
     # In a wheel they are part of the package, in a checkout they stand beside src/.
     root = inside if (inside / "recipes").is_dir() else inside.parents[1]

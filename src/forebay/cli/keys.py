@@ -5,7 +5,7 @@
     RunConfig, arguments of named components --keys_of--> Key, Key, ... --find_keys(pattern)--> some of them
                                                               '--as_page--> docs/keys.md
 
-What a key means stands once, in the docstring below its field; nothing is said here again.
+The meaning of a key stands once, in the docstring below its field.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Key:
     of: str = ""
     """The component whose argument it is; empty: every run file may have it."""
     values: str
-    """What it may be."""
+    """The values that it may have."""
     default: str
     meaning: str
 

@@ -164,7 +164,7 @@ def _number(value: float | None, digits: int = 12) -> str:
 
 
 def _show_batch(run: Rerun, step: RerunStep) -> None:
-    """What was trained on: a line per rollout."""
+    """The batch: a line per rollout."""
     from forebay.inspection.views import number, plain, table, version_spans
     from forebay.runs.record.reader import read_seeds
 

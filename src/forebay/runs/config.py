@@ -30,9 +30,9 @@ from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
 
 CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
-"""What ``cluster`` may be, by import path: this row knows no cluster."""
+"""The names that ``cluster`` may have, with import paths: this row knows no cluster."""
 CLUSTER_ARGUMENTS = {"ray": "forebay.cluster.arguments:RayArguments"}
-"""What the ``arguments`` of each may be, likewise."""
+"""The models of their ``arguments``, likewise."""
 
 FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
 
@@ -47,8 +47,7 @@ class TaskConfig(StrictModel):
     eval_data: DataConfig | None = None
     """Held-out prompts; without them the task is not evaluated."""
     judge: JudgeConfig | None = None
-    """What gives rollouts their reward; required, and None only so that its absence gets a message that
-    helps."""
+    """The source of the reward; required, and None only so that its absence gets a message that helps."""
     agent: Component = Component(name="single_turn")
     """``single_turn``, ``multi_turn``, ``tools``, ``program``, ``verifiers``, or
     ``package.module:Class`` of an `AgentLoop`."""
@@ -56,7 +55,7 @@ class TaskConfig(StrictModel):
     weight: float = Field(default=1.0, ge=0)
     """The task's share of each batch, relative to the other tasks; 0: only evaluated."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """What to do about prompts that leave no room for a response: ``error`` or ``drop``."""
+    """For prompts that leave no room for a response: ``error`` or ``drop``."""
     max_staleness: int | None = Field(default=None, ge=0)
     """This task's own; None: ``produce.max_staleness``."""
 
@@ -67,7 +66,7 @@ SEPARATE_DEFAULTS: Mapping[str, Any] = {
     "over_sample_threshold": 0.5,
     "enable_partial_rollout": True,
 }
-"""What ``[produce]`` is in separate mode where the run file leaves it out: nothing is dropped for its length
+"""Values of ``[produce]`` in separate mode where the run file has none: nothing is dropped for its length
 (benchmarks/results/separate_defaults.md)."""
 SEPARATE_CORRECTION = {"gspo": "token_tis"}
 """``train.correction`` for the rule ``correct`` where the run file leaves it out, by loss; else ``ratio``,
@@ -75,7 +74,7 @@ which keeps the policy near the weights that sampled. GSPO's clip range is far n
 
 
 class ProduceConfig(StrictModel):
-    """How rollouts are produced. What only the asynchronous strategy reads is an error without it.
+    """How rollouts are produced. Keys that only the asynchronous strategy reads are errors without it.
 
     Separate mode has defaults of its own, `SEPARATE_DEFAULTS`, unless ``max_staleness = 0`` is set: that run
     trains the very batches of the synchronous one, with the defaults below.
@@ -93,7 +92,7 @@ class ProduceConfig(StrictModel):
     """Sync intervals that a group may wait beyond its own; 0: on-policy if weights are synced every step.
     Separate mode: 1."""
     staleness_rule: str = "drop"
-    """What happens to groups that got too old: ``drop``, ``requeue``, ``admit``, ``mask``, ``correct``, or
+    """For groups that got too old: ``drop``, ``requeue``, ``admit``, ``mask``, ``correct``, or
     ``package.module:Class``. Separate mode: ``correct``."""
     over_sample_threshold: float = Field(default=0.0, ge=0)
     """Share of a batch that is kept in flight beyond what the batch needs. Separate mode: 0.5."""
@@ -192,7 +191,7 @@ class EvalConfig(StrictModel):
 
 
 class RunFile(BaseModel):
-    """What a run file of any kind of run has."""
+    """The keys that run files of every kind have."""
 
     model_config = StrictModel.model_config
 

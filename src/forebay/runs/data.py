@@ -94,8 +94,8 @@ def fitting(
 ) -> TaskData:
     """`data` with prompts that fit into `context` tokens together with a response.
 
-    Those to train on do not matter without `trains`. What was looked at with this context, or a smaller one,
-    is not looked at again: rendering every prompt takes seconds.
+    Those to train on do not matter without `trains`. Prompts that were checked with this context, or a
+    smaller one, are not checked again: rendering every prompt takes seconds.
     """
     if data.context is not None and data.context <= context:
         return data

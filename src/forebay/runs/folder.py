@@ -110,7 +110,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 def _instead_of(path: Path) -> str:
-    """What a person can do about the damaged checkpoint at `path`."""
+    """The advice about the damaged checkpoint at `path`."""
     older = [other for other in list_checkpoints(path.parents[1]) if other < path]
     for other in reversed(older):
         with contextlib.suppress(DamagedError):
@@ -242,7 +242,7 @@ def _open_lock(folder: Path) -> TextIO:
 def new_folder(config: RunFile, *, overwrite: bool) -> Iterator[Path]:
     """The folder of a new run, with its run file, while the run's components are built.
 
-    What an earlier run left is put aside as ``NAME.old`` and deleted at the end of the block. If the block
+    An earlier run is put aside as ``NAME.old`` and deleted at the end of the block. If the block
     raises, the earlier run is put back and nothing is left of the new one.
 
     Raises:

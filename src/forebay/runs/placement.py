@@ -1,4 +1,4 @@
-"""What a run needs of a cluster: the same parts, in other processes.
+"""The contract between a run and a cluster: the same parts, in other processes.
 
 ::
 
@@ -30,8 +30,71 @@ class PartLost(RuntimeError):
     """The trainer, or another part whose state cannot be made anew, has ended; the message says why."""
 
 
+class Cluster(Protocol):
+    """Where the parts of a run are that are not in this process.
+
+    A cluster outlives the run that uses it: after a `PartLost`, `open` and `start` make anew what has ended,
+    and a run built on it again goes on from a checkpoint.
+    """
+
+    max_restarts: int
+    """How often a run may go back to a checkpoint without finishing a train step in between."""
+    on_retry: Callable[[str | None, str | int | None, str], None]
+    """Told that a group is generated again: its task, its id, why."""
+    on_restart: Callable[[str, str], None] | None
+    """Told that a part was started again: its name, why. None: kept until somebody listens."""
+
+    async def open(self, *, trains: bool = True) -> None:
+        """Have room for every part; without `trains` there is no trainer.
+
+        Raises:
+            ConfigError: there is no cluster, or no room for the parts on it.
+        """
+        ...
+
+    def start(self, model_folder: Path) -> None:
+        """Have every other part running; blocks.
+
+        Raises:
+            ConfigError: a part cannot be built.
+            PartLost: one that was built before cannot be built again.
+        """
+        ...
+
+    def controller(self) -> RolloutController:
+        """Pauses and continues the engines and gives them weights."""
+        ...
+
+    def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:
+        """Generates and judges the groups of a task: for training, or `held_out` ones."""
+        ...
+
+    def trainer(self) -> Trainer:
+        """The trainer, as its constructor made it.
+
+        After a loss it may be the one of before, for a run that has it `resume` from a checkpoint.
+        """
+        ...
+
+    def buffer(self, build: Callable[[StorageBackend | None], ReplayBuffer]) -> ReplayBuffer:
+        """An empty buffer; `build` makes one over a store, or in memory."""
+        ...
+
+    def counts(self) -> dict[str, float]:
+        """For a run's metrics: what was lost and made anew so far."""
+        ...
+
+    def none_is_left(self) -> str:
+        """Why nothing can be generated any more until `start` makes anew what is gone; empty if it can."""
+        ...
+
+    async def close(self) -> None:
+        """End every part, and what else was started for them."""
+        ...
+
+
 class Trainer(Protocol):
-    """What the verbs of a run need of a trainer; `forebay.train.TrainController` has it.
+    """The methods of a trainer that the verbs of a run call; `forebay.train.TrainController` has them.
 
     All but `sync_weights` block: they are called in the run's compute thread.
     """
@@ -72,69 +135,6 @@ class Trainer(Protocol):
 
     def close(self) -> None:
         """End what belongs to the trainer alone, its ranks for example."""
-        ...
-
-
-class Cluster(Protocol):
-    """Where the parts of a run are that are not in this process.
-
-    A cluster outlives the run that uses it: after a `PartLost`, `open` and `start` make anew what has ended,
-    and a run built on it again goes on from a checkpoint.
-    """
-
-    max_restarts: int
-    """How often a run may go back to a checkpoint without finishing a train step in between."""
-    on_retry: Callable[[str | None, str | int | None, str], None]
-    """Told that a group is generated again: its task, its id, why."""
-    on_restart: Callable[[str, str], None] | None
-    """Told that a part was started again: its name, why. None: kept until somebody listens."""
-
-    async def open(self, *, trains: bool = True) -> None:
-        """Have room for every part; without `trains` there is no trainer.
-
-        Raises:
-            ConfigError: there is no cluster, or no room for the parts on it.
-        """
-        ...
-
-    def start(self, model_folder: Path) -> None:
-        """Have every other part running; blocks.
-
-        Raises:
-            ConfigError: a part cannot be built.
-            PartLost: one that was built before cannot be built again.
-        """
-        ...
-
-    def controller(self) -> RolloutController:
-        """What pauses and continues the engines and gives them weights."""
-        ...
-
-    def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> GroupGenerator:
-        """What generates and judges the groups of a task: for training, or `held_out` ones."""
-        ...
-
-    def trainer(self) -> Trainer:
-        """The trainer, as its constructor made it.
-
-        After a loss it may be the one of before, for a run that has it `resume` from a checkpoint.
-        """
-        ...
-
-    def buffer(self, build: Callable[[StorageBackend | None], ReplayBuffer]) -> ReplayBuffer:
-        """An empty buffer; `build` makes one over a store, or in memory."""
-        ...
-
-    def counts(self) -> dict[str, float]:
-        """For a run's metrics: what was lost and made anew so far."""
-        ...
-
-    def none_is_left(self) -> str:
-        """Why nothing can be generated any more until `start` makes anew what is gone; empty if it can."""
-        ...
-
-    async def close(self) -> None:
-        """End every part, and what else was started for them."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a run tries before anything costs time: judges on one row each and, with ``--check``, everything once.
+"""Trials before a run costs time: judges on one row each and, with ``--check``, everything once.
 
 ::
 

@@ -53,7 +53,7 @@ def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
 
 
 def _engine_counts(run: Run) -> dict[str, float]:
-    """What lost engines cost so far; nothing where none was lost."""
+    """The costs of lost engines so far; nothing where none was lost."""
     return {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
 
 
@@ -79,7 +79,7 @@ def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]
 
 
 def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
-    """What a step logs of its batch itself."""
+    """The numbers of a step that depend on its batch alone."""
     states = [state for group in groups for state in group]
     scores = [state.reward["score"] for state in states if state.reward]
     return {
@@ -92,7 +92,7 @@ def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
 
 
 async def group_counts(run: Run) -> dict[str, dict[str, int]]:
-    """What became of the groups of each task: trained, live, dropped by reason."""
+    """Counts of the groups of each task: trained, live, dropped by reason."""
     balance = run.manager.ledger.balance(await run.manager.count_live())
     return {
         name: {

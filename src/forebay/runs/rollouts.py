@@ -214,7 +214,7 @@ def _runner(
 
 
 def group_rules(config: RunConfig, context: int) -> GroupRules:
-    """What the run asks of its groups; `context` is the longest sequence that the model is for, in tokens."""
+    """The conditions on groups; `context` is the longest sequence that the model is for, in tokens."""
     produce, train = config.produce, config.train
     # A batch needs a sequence for each mini-batch, and pass@k needs k attempts, whoever left the groups.
     needed = max(train.pass_k or 1, math.ceil(train.mini_batches / config.batch_size))
@@ -256,7 +256,7 @@ def warn_after_s(config: RunConfig) -> float:
 
 
 def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
-    """What produces `task`, as the run file says."""
+    """The strategy that produces `task`, as the run file says."""
     produce = config.produce
     accept = look_up("filter", produce.filter, FILTERS)
     if not produce.is_async:

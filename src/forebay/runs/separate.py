@@ -54,7 +54,7 @@ async def run_separate(run: Run) -> None:
                 await steps.finish(run)
             except steps.RESCUED as error:
                 if isinstance(error, StallError):
-                    # What has not moved for so long will not stop by itself either.
+                    # Work that has not moved for so long will not stop by itself either.
                     await run.manager.shutdown()
                 else:
                     await run.manager.pause_produce()
@@ -80,7 +80,7 @@ async def _train(run: Run) -> None:
 
 
 async def _after_step(run: Run, train_step: int) -> None:
-    """What is due after a step; production rests meanwhile, except where weights are updated in flight."""
+    """Do the work that is due after a step; production rests meanwhile, except for weights in flight."""
     config = run.config
     sync = steps.is_due(train_step, run.sync_interval)
     evaluate = steps.is_due(train_step, config.evaluate.every) and train_step < config.steps

@@ -54,7 +54,7 @@ RESCUED = (
     FloatingPointError,
     ConfigError,
 )
-"""What ends a run whose last finished step is sound, and is saved."""
+"""Errors that end a run whose last finished step is sound; it is saved."""
 
 
 async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
@@ -207,7 +207,7 @@ async def forget_consumed(run: Run, train_step: int) -> None:
     groups again. A durable store, which outlives the trainer, has to wait for the checkpoint.
     """
     await run.manager.replay_buffer.commit(train_step)
-    # What the report of this step will say of the buffer.
+    # The report of this step tells of the buffer as it is now.
     await run.status.count_buffer()
 
 
@@ -386,7 +386,7 @@ async def close(run: Run) -> None:
         stack.callback(run.display.close)
         stack.callback(run.manager.ledger.close)
         if run.cluster is not None:
-            # What restarts from here on is told to the run that goes on, if one does.
+            # Restarts from here on are told to the run that goes on, if one does.
             stack.callback(setattr, run.cluster, "on_restart", None)
         stack.callback(run.metrics.close)
         stack.push_async_callback(close_rollouts, run)

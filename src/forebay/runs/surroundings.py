@@ -1,4 +1,4 @@
-"""What is around a run of any kind while it works: signals that end it, and the log of the package.
+"""Around a run of any kind while it works: signals that end it, and the log of the package.
 
 ::
 
@@ -19,6 +19,7 @@ from pathlib import Path
 
 from forebay.runs.folder import list_checkpoints
 from forebay.runs.show.display import RunDisplay
+from forebay.tracebacks import INTERRUPTED
 
 
 @contextlib.contextmanager
@@ -35,8 +36,7 @@ def stopped_by_signals(stop: asyncio.Event, display: RunDisplay, folder: Path) -
         display.close()
         kept = "the last checkpoint is kept" if list_checkpoints(folder) else "no checkpoint was made yet"
         display.message(f"left at once; {kept} in {folder}")
-        # What shells report for a program that Ctrl-C ended.
-        os._exit(130)
+        os._exit(INTERRUPTED)
 
     def on_first() -> None:
         stop.set()

@@ -44,7 +44,7 @@ def build_task_loop(
     tokenizer: Any,
     activities: Activities,
 ) -> AgentLoop:
-    """What generates and judges the groups of `task`: those to train on, or the `held_out` ones.
+    """The loop that generates and judges the groups of `task`: those to train on, or the `held_out` ones.
 
     Rollouts with replies in them stay within ``train.token_budget``, the held-out ones too: both are of the
     same agent.

@@ -54,7 +54,7 @@ class WeightCheck:
         self._noise: dict[int, float] = {}
 
     async def probe(self, engine: Engine, number: int) -> list[RolloutState] | None:
-        """What `engine` makes of the probe prompts; one that rests is woken for it. None: it was lost.
+        """`engine`'s answers to the probe prompts; one that rests is woken for it. None: it was lost.
 
         Raises:
             WeightsDifferError: its tokens are of several model steps, or it makes none.

@@ -34,6 +34,41 @@ from forebay.train import WarmupConfig, supervised_warmup
 from forebay.types import Message
 
 
+class Demonstrations:
+    """The examples of a warm-up: prompts and turns as rollouts have them.
+
+    The row's column ``demonstration`` holds the messages after the prompt; without it the answer is the turn.
+
+    >>> [(prompt_ids, turn_ids)] = Demonstrations(tokenizer).examples(Prompt(message=..., reward_model=...))
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    @cached_property
+    def _increments(self) -> IncrementRenderer:
+        return IncrementRenderer(self._tokenizer, roles=())
+
+    def examples(self, prompt: Prompt) -> Iterator[tuple[list[int], list[int]]]:
+        """(what the model reads, what it should write, the end-of-sequence token too), for each of its turns.
+
+        Raises:
+            ConfigError: there is no answer, or the demonstration is not one.
+            ValueError: the chat template cannot render its replies.
+        """
+        offered = offered_tools(prompt.tools, prompt.tool_choice)
+        seen: list[int] = []
+        turn_ids: list[int] = []
+        for before, text in _turns(prompt):
+            if turn_ids:
+                seen = [*seen, *turn_ids, *self._increments.render(turn_ids, before).tolist()]
+            else:
+                seen = render_prompt(self._tokenizer, [*prompt.message, *before], offered).tolist()
+            text_ids = self._tokenizer.encode(text, add_special_tokens=False)
+            turn_ids = [*text_ids, self._tokenizer.eos_token_id]
+            yield seen, turn_ids
+
+
 def warm_up(
     config: RunConfig, source: Path, target: Path, display: RunDisplay, data: Sequence[TaskData] | None = None
 ) -> Path:
@@ -96,41 +131,6 @@ def _drawn(data: Sequence[Sequence[Prompt]], settings: WarmupConfig, seed: int) 
     places = [(prompts, index) for prompts in data for index in range(len(prompts))]
     order = np.random.default_rng(seed).permutation(len(places))
     return [places[i][0][places[i][1]] for i in order[: settings.steps * settings.batch_size]]
-
-
-class Demonstrations:
-    """What a warm-up shows: prompts and turns as rollouts have them.
-
-    The row's column ``demonstration`` holds the messages after the prompt; without it the answer is the turn.
-
-    >>> [(prompt_ids, turn_ids)] = Demonstrations(tokenizer).examples(Prompt(message=..., reward_model=...))
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    @cached_property
-    def _increments(self) -> IncrementRenderer:
-        return IncrementRenderer(self._tokenizer, roles=())
-
-    def examples(self, prompt: Prompt) -> Iterator[tuple[list[int], list[int]]]:
-        """(what the model reads, what it should write, the end-of-sequence token too), for each of its turns.
-
-        Raises:
-            ConfigError: there is no answer, or the demonstration is not one.
-            ValueError: the chat template cannot render its replies.
-        """
-        offered = offered_tools(prompt.tools, prompt.tool_choice)
-        seen: list[int] = []
-        turn_ids: list[int] = []
-        for before, text in _turns(prompt):
-            if turn_ids:
-                seen = [*seen, *turn_ids, *self._increments.render(turn_ids, before).tolist()]
-            else:
-                seen = render_prompt(self._tokenizer, [*prompt.message, *before], offered).tolist()
-            text_ids = self._tokenizer.encode(text, add_special_tokens=False)
-            turn_ids = [*text_ids, self._tokenizer.eos_token_id]
-            yield seen, turn_ids
 
 
 def _turns(prompt: Prompt) -> Iterator[tuple[list[Message], str]]:

@@ -1,4 +1,4 @@
-"""What a run is doing right now, and for how long: the register that reports, traces and displays read.
+"""The register of what a run is doing right now, and for how long; reports, traces and displays read it.
 
 It is not a profiler (nothing inside a forward pass is seen) and not a log (what has ended is told to the
 listeners and forgotten).
@@ -39,6 +39,71 @@ EVALUATE = "evaluate"
 CHECKPOINT = "checkpoint"
 
 
+def loop_time() -> float:
+    """Seconds on the running event loop's clock."""
+    return asyncio.get_running_loop().time()
+
+
+class Activities:
+    """The register of what is in flight.
+
+    Invariants: an activity is in flight from the moment its span is entered until it is left, however it is
+    left; nothing that ended is kept, so memory follows what is in flight.
+
+    >>> async def example():
+    ...     activities = Activities()
+    ...     with activities.span("generate", "math/0/17/3", task="math", group="math/0/17"):
+    ...         return [(activity.name, activity.stage) for activity in activities.in_flight()]
+    >>> asyncio.run(example())
+    [('math/0/17/3', 'generate')]
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = loop_time) -> None:
+        self.clock = clock
+        # A dict is the ordered set of Python: the oldest comes first.
+        self._in_flight: dict[Activity, None] = {}
+        self._listeners: tuple[tuple[Listener, Listener], ...] = ()
+
+    def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:
+        """A context manager: what happens inside is `stage` of `name`. Any text may be a stage."""
+        return Activity(self, stage, name, task, group)
+
+    def listen(self, began: Listener, ended: Listener) -> Callable[[], None]:
+        """Call these as an activity begins (``start_s`` is set) and ends (``end_s`` and ``note`` are set).
+
+        Activities that are in flight already count as beginning now. The result ends the listening.
+        """
+        listener = began, ended
+        self._listeners = (*self._listeners, listener)
+        for activity in self._in_flight:
+            began(activity)
+
+        def stop() -> None:
+            self._listeners = tuple(other for other in self._listeners if other is not listener)
+
+        return stop
+
+    def in_flight(self) -> list[Activity]:
+        """All that is being done, the oldest first."""
+        return list(self._in_flight)
+
+    def age_s(self, activity: Activity) -> float:
+        """Seconds since `activity` began."""
+        return self.clock() - activity.start_s
+
+    def _begin(self, activity: Activity) -> None:
+        activity.start_s = self.clock()
+        self._in_flight[activity] = None
+        for began, _ in self._listeners:
+            began(activity)
+
+    def _end(self, activity: Activity) -> None:
+        activity.end_s = self.clock()
+        del self._in_flight[activity]
+        for _, ended in self._listeners:
+            ended(activity)
+
+
 class Stage(NamedTuple):
     """How a stage is spoken of."""
 
@@ -71,11 +136,6 @@ STAGES: Mapping[str, Stage] = {
 Name = str | int | None
 
 
-def loop_time() -> float:
-    """Seconds on the running event loop's clock."""
-    return asyncio.get_running_loop().time()
-
-
 class Activity:
     """One thing that is, or was, being done; made by `Activities.span`.
 
@@ -106,63 +166,3 @@ class Activity:
 
 Listener = Callable[[Activity], None]
 """Must be quick and must not raise."""
-
-
-class Activities:
-    """The register of what is in flight.
-
-    Invariants: an activity is in flight from the moment its span is entered until it is left, however it is
-    left; nothing that ended is kept, so memory follows what is in flight.
-
-    >>> async def example():
-    ...     activities = Activities()
-    ...     with activities.span("generate", "math/0/17/3", task="math", group="math/0/17"):
-    ...         return [(activity.name, activity.stage) for activity in activities.in_flight()]
-    >>> asyncio.run(example())
-    [('math/0/17/3', 'generate')]
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = loop_time) -> None:
-        self.clock = clock
-        # A dict is the ordered set of Python: the oldest comes first.
-        self._in_flight: dict[Activity, None] = {}
-        self._listeners: tuple[tuple[Listener, Listener], ...] = ()
-
-    def span(self, stage: str, name: Name, *, task: Name = None, group: Name = None) -> Activity:
-        """A context manager: what happens inside is `stage` of `name`. Any text may be a stage."""
-        return Activity(self, stage, name, task, group)
-
-    def listen(self, began: Listener, ended: Listener) -> Callable[[], None]:
-        """Call these as an activity begins (``start_s`` is set) and ends (``end_s`` and ``note`` are set).
-
-        What is in flight already counts as beginning now. Returns a function that ends the listening.
-        """
-        listener = began, ended
-        self._listeners = (*self._listeners, listener)
-        for activity in self._in_flight:
-            began(activity)
-
-        def stop() -> None:
-            self._listeners = tuple(other for other in self._listeners if other is not listener)
-
-        return stop
-
-    def in_flight(self) -> list[Activity]:
-        """What is being done, the oldest first."""
-        return list(self._in_flight)
-
-    def age_s(self, activity: Activity) -> float:
-        """Seconds since `activity` began."""
-        return self.clock() - activity.start_s
-
-    def _begin(self, activity: Activity) -> None:
-        activity.start_s = self.clock()
-        self._in_flight[activity] = None
-        for began, _ in self._listeners:
-            began(activity)
-
-    def _end(self, activity: Activity) -> None:
-        activity.end_s = self.clock()
-        del self._in_flight[activity]
-        for _, ended in self._listeners:
-            ended(activity)

@@ -49,28 +49,12 @@ class StallError(RuntimeError):
     """Nothing has made progress for too long; the message is the stall report."""
 
 
-async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_S) -> T:
-    """What `call` gives within `limit_s` seconds; then it is cancelled.
-
-    Raises:
-        StallError: it took longer; the message begins with `what`, which says who is to do what.
-    """
-    limit = asyncio.timeout(limit_s)
-    try:
-        async with limit:
-            return await call
-    except TimeoutError:
-        if not limit.expired():
-            raise
-        raise StallError(f"{what}: no answer within {limit_s:g} s") from None
-
-
 class StallWatch:
     """Watches the waits of one event loop.
 
     Invariants: while nobody waits no timer runs; one stall, however many wait, is one warning; at the limit
     every guarded wait ends with a `StallError`. The time counts from the latest progress, or from when the
-    first of those who wait now began to, whichever is later. What `progress` counts is dated to the look that
+    first of those who wait now began to, whichever is later. Growth of `progress` is dated to the look that
     finds it, so a stall among such steps is noticed at most `warn_after_s` later.
 
     >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
@@ -149,7 +133,7 @@ class StallWatch:
             self._leave(limit)
 
     def report(self) -> str:
-        """What hangs now: how long without progress, and the oldest activities with stage and age."""
+        """The report: how long without progress, and the oldest activities with stage and age."""
         by_cause = sorted(self._activities.in_flight(), key=lambda activity: activity.stage in _AROUND)
         named = ", ".join(self._words(activity) for activity in by_cause[:_NUM_NAMED])
         more = f" and {len(by_cause) - _NUM_NAMED} more" if len(by_cause) > _NUM_NAMED else ""
@@ -219,3 +203,19 @@ class StallWatch:
         failing, self._waiting, self.has_warned = self._waiting, {}, False
         for limit in failing:
             limit.reschedule(now_s)
+
+
+async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_S) -> T:
+    """The result of `call` within `limit_s` seconds; then it is cancelled.
+
+    Raises:
+        StallError: it took longer; the message begins with `what`, which says who is to do what.
+    """
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            return await call
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise StallError(f"{what}: no answer within {limit_s:g} s") from None

@@ -31,31 +31,15 @@ from forebay.watching.activity import STAGES, Activities, Activity
 logger = logging.getLogger(__name__)
 
 MAX_LANES = 512
-"""Lanes of one track: more cannot be told apart on a screen. What finds none free is left out and counted."""
+"""Lanes of one track: more cannot be told apart on a screen. Activities without one are only counted."""
 
 _BUFFER_BYTES = 1 << 16
 _FLUSH_AFTER_S = 1.0
-"""What a kill may cost: short against the stalls and steps that one looks for in a trace."""
+"""A kill costs at most so much: short against the stalls and steps that one looks for in a trace."""
 
 
 # One for all events: `json.dumps` with a default would make an encoder for each.
 _encode = json.JSONEncoder(default=str).encode
-
-
-class _Track:
-    """One track's lanes: which is the first free one."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.free: list[int] = []
-        """A heap."""
-        self.num_lanes = 0
-
-
-class _Place(NamedTuple):
-    track: _Track
-    lane: int
-    """Unique in the file, as the thread ids that the format takes it for; 0 is the track as a whole."""
 
 
 class TraceWriter:
@@ -150,7 +134,7 @@ class TraceWriter:
 
     def _give_up(self) -> None:
         self._stop_listening()
-        # What could not be written cannot be written by closing either.
+        # A file that takes no more takes no more by closing either.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -187,3 +171,19 @@ class TraceWriter:
     def _microseconds(self, time_s: float) -> float:
         # To the nanosecond: more digits would only be rounding errors of the clock's sums.
         return round((time_s - self._start_s) * 1e6, 3)
+
+
+class _Track:
+    """One track's lanes: which is the first free one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.free: list[int] = []
+        """A heap."""
+        self.num_lanes = 0
+
+
+class _Place(NamedTuple):
+    track: _Track
+    lane: int
+    """Unique in the file, as the thread ids that the format takes it for; 0 is the track as a whole."""

@@ -40,6 +40,68 @@ _NUM_NAMED = 4
 """Group ids that a message names."""
 
 
+class BufferRerun:
+    """A buffer to which happens what happened to the recorded one.
+
+    Invariant: after every event its content, order and counters are those of the recorded buffer.
+    """
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        self._taken: dict[int, Groups] = {}
+        """The batch taken last, by its train step."""
+
+    async def execute(self, event: Event) -> None:
+        """Do again what the event says, if it is one of the buffer's; the others are there to be read.
+
+        Raises:
+            ValueError: the buffer does not do what it did.
+        """
+        facts = event.facts
+        try:
+            if facts["event"] == "put":
+                assert event.group is not None
+                arguments = {name: facts[fact] for name, fact in _PUT_FACTS.items() if fact in facts}
+                await self.buffer.put(event.group, facts["task"], **arguments)
+            elif facts["event"] in CALLS:
+                await self._repeat(CALLS[facts["event"]], facts)
+        except KeyError as error:
+            raise ValueError(f"event {facts['number']} is damaged: it lacks {error}") from error
+
+    def batch(self, train_step: int, group_ids: list[Any]) -> Groups:
+        """The groups that the trainer was given, in its order, out of those taken for the step.
+
+        Raises:
+            ValueError: some of them were not taken.
+        """
+        taken: defaultdict[Any, deque[list[RolloutState]]] = defaultdict(deque)
+        for group in self._taken.pop(train_step, []):
+            taken[group[0].group_id].append(group)
+        # Counted, because a group may be in a batch more than once.
+        if missing := Counter(group_ids) - Counter({name: len(groups) for name, groups in taken.items()}):
+            raise ValueError(
+                f"train step {train_step} was trained on groups that were not taken for it: "
+                f"{_some(list(missing))}"
+            )
+        return [taken[name].popleft() for name in group_ids]
+
+    async def _repeat(self, call: BufferCall, facts: Facts) -> None:
+        method = getattr(self.buffer, call.method)
+        parameters = inspect.signature(method).parameters
+        result = await method(
+            **{
+                name: _DECODERS.get(name, _as_it_is)(facts[fact])
+                for name, fact in call.facts.items()
+                # An argument that was None is not in the event; one without a default is a KeyError then.
+                if fact in facts or parameters[name].default is inspect.Parameter.empty
+            }
+        )
+        if call.result:
+            _require_equal(facts, facts[call.result], _summary(result))
+        if call.method == "take_batch" and "train_step" in facts:
+            self._taken = {facts["train_step"]: [group for part in result[0].values() for group in part]}
+
+
 class BufferCall(NamedTuple):
     """A method of the buffer that changes its content, and how its event is written."""
 
@@ -106,68 +168,6 @@ def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
     for event, call in CALLS.items():
         method = getattr(buffer, call.method)
         vars(buffer)[call.method] = partial(_call, recorder, event, method, inspect.signature(method))
-
-
-class BufferRerun:
-    """A buffer to which happens what happened to the recorded one.
-
-    Invariant: after every event its content, order and counters are those of the recorded buffer.
-    """
-
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self.buffer = buffer
-        self._taken: dict[int, Groups] = {}
-        """The batch taken last, by its train step."""
-
-    async def execute(self, event: Event) -> None:
-        """Do again what the event says, if it is one of the buffer's; the others are there to be read.
-
-        Raises:
-            ValueError: the buffer does not do what it did.
-        """
-        facts = event.facts
-        try:
-            if facts["event"] == "put":
-                assert event.group is not None
-                arguments = {name: facts[fact] for name, fact in _PUT_FACTS.items() if fact in facts}
-                await self.buffer.put(event.group, facts["task"], **arguments)
-            elif facts["event"] in CALLS:
-                await self._repeat(CALLS[facts["event"]], facts)
-        except KeyError as error:
-            raise ValueError(f"event {facts['number']} is damaged: it lacks {error}") from error
-
-    def batch(self, train_step: int, group_ids: list[Any]) -> Groups:
-        """The groups that the trainer was given, in its order, out of those taken for the step.
-
-        Raises:
-            ValueError: some of them were not taken.
-        """
-        taken: defaultdict[Any, deque[list[RolloutState]]] = defaultdict(deque)
-        for group in self._taken.pop(train_step, []):
-            taken[group[0].group_id].append(group)
-        # Counted, because a group may be in a batch more than once.
-        if missing := Counter(group_ids) - Counter({name: len(groups) for name, groups in taken.items()}):
-            raise ValueError(
-                f"train step {train_step} was trained on groups that were not taken for it: "
-                f"{_some(list(missing))}"
-            )
-        return [taken[name].popleft() for name in group_ids]
-
-    async def _repeat(self, call: BufferCall, facts: Facts) -> None:
-        method = getattr(self.buffer, call.method)
-        parameters = inspect.signature(method).parameters
-        result = await method(
-            **{
-                name: _DECODERS.get(name, _as_it_is)(facts[fact])
-                for name, fact in call.facts.items()
-                # What was None is not in the event; an argument without a default is a KeyError then.
-                if fact in facts or parameters[name].default is inspect.Parameter.empty
-            }
-        )
-        if call.result:
-            _require_equal(facts, facts[call.result], _summary(result))
-        if call.method == "take_batch" and "train_step" in facts:
-            self._taken = {facts["train_step"]: [group for part in result[0].values() for group in part]}
 
 
 class _Observed:

@@ -7,7 +7,7 @@
     segment_002: 6 7 8 9             resumed from 5
     history:     segment_000 up to the checkpoint of step 5, then segment_002
 
-What a killed process did not finish writing, at the end of a journal, is left out with a message; anything
+A last line that a killed process did not finish is left out with a message; anything
 else that is not as it was written is a ValueError that names the place.
 """
 
@@ -30,7 +30,7 @@ Facts = dict[str, Any]
 
 
 class Segment(NamedTuple):
-    """What counts of one start of the run."""
+    """The part that counts of one start of the run."""
 
     folder: Path
     resumed_from: int | None

@@ -42,40 +42,6 @@ from forebay.runs.show.alarms import RunAlarms
 from forebay.train import TrainController
 
 Numbers = Mapping[str, float | None]
-BATCHES_SCHEMA = pa.schema(
-    [
-        pa.field("train_step", pa.int64()),
-        *(field for field in ROLLOUTS_SCHEMA if field.name not in ("uid", "blobs")),
-    ]
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RerunStep:
-    """One train step, as it was recorded and as it was this time."""
-
-    train_step: int
-    groups: Groups
-    """What was trained on."""
-    recorded: Numbers | None
-    """Its line of ``metrics.jsonl``; None if the run ended before it was written."""
-    again: Numbers
-    """What depends on batch and trainer alone: no times, nothing about production."""
-    failure: str | None = None
-    """What the training failed with."""
-    alarms: Sequence[str] = ()
-    """What is wrong with the run as far as this step shows, as it was said when the run ran."""
-
-    @property
-    def differences(self) -> list[str]:
-        """The names of the numbers that are not equal, bit by bit."""
-        if self.recorded is None:
-            return []
-        if self.failure is not None:
-            return ["train/loss"]
-        # A record of a version that logged fewer numbers has not all of them.
-        known = [name for name in self.again if name in self.recorded]
-        return [name for name in known if self.recorded[name] != self.again[name]]
 
 
 class Rerun:
@@ -102,7 +68,7 @@ class Rerun:
         self.history = read_history(folder)
         rows = _read_metrics(folder)
         self.recorded = {int(row["train_step"] or 0): row for row in rows if "train/loss" in row}
-        """What ``metrics.jsonl`` says of every finished train step."""
+        """The rows of ``metrics.jsonl``, by finished train step."""
         self._unseen = deque(rows)
         """Rows that the alarms have not been given; step 0 and an unfinished step have an evaluation only."""
         self._alarms: RunAlarms | None = None
@@ -179,7 +145,7 @@ class Rerun:
         )
 
     def _alarms_up_to(self, train_step: int, numbers: Numbers) -> list[str]:
-        """What the rows up to that of `train_step` raise, with these `numbers` in the last."""
+        """The alarms that the rows up to that of `train_step` raise, with these `numbers` in the last."""
         assert self._alarms is not None
         said: list[str] = []
         while self._unseen and (self._unseen[0]["train_step"] or 0) <= train_step:
@@ -189,11 +155,47 @@ class Rerun:
         return said
 
 
+@dataclass(frozen=True, kw_only=True)
+class RerunStep:
+    """One train step, as it was recorded and as it was this time."""
+
+    train_step: int
+    groups: Groups
+    """The batch."""
+    recorded: Numbers | None
+    """Its line of ``metrics.jsonl``; None if the run ended before it was written."""
+    again: Numbers
+    """The numbers that depend on batch and trainer alone: no times, nothing about production."""
+    failure: str | None = None
+    """The error that ended the training."""
+    alarms: Sequence[str] = ()
+    """Warnings of this step, as the run gave them."""
+
+    @property
+    def differences(self) -> list[str]:
+        """The names of the numbers that are not equal, bit by bit."""
+        if self.recorded is None:
+            return []
+        if self.failure is not None:
+            return ["train/loss"]
+        # A record of a version that logged fewer numbers has not all of them.
+        known = [name for name in self.again if name in self.recorded]
+        return [name for name in known if self.recorded[name] != self.again[name]]
+
+
 def _read_metrics(folder: Path) -> list[Numbers]:
     path = folder / "metrics.jsonl"
     if not path.exists():
         raise ValueError(f"nothing to compare with: {str(path)!r} is missing")
     return list(read_jsonl(path))
+
+
+BATCHES_SCHEMA = pa.schema(
+    [
+        pa.field("train_step", pa.int64()),
+        *(field for field in ROLLOUTS_SCHEMA if field.name not in ("uid", "blobs")),
+    ]
+)
 
 
 class BatchFile:

@@ -39,7 +39,7 @@ FORMAT = "forebay-record/1"
 FOLDER, EVENTS, ROLLOUTS, RUN_FILE = "record", "events.jsonl", "rollouts.arrows", "run.toml"
 
 FLUSH_AFTER_S = 1.0
-"""What a kill may cost. Longer pieces cost less: a piece has 5 KB of its own, and takes a millisecond."""
+"""A kill costs at most so much. Longer pieces are cheaper: each has 5 KB of its own and takes 1 ms."""
 BACKLOG = 2048
 """Queued events from which on whoever stores a group waits: some seconds' worth, and bounded memory."""
 _MOST_LINES = 4096
@@ -121,7 +121,7 @@ class Recorder:
         try:
             self._files.close()
         except (OSError, ValueError) as error:
-            # What was left to write found no room either. The first failure says more.
+            # The rest found no room either. The first failure says more.
             self._failure = self._failure or error
         if self._failure is not None:
             logger.warning(

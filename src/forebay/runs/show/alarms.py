@@ -6,8 +6,8 @@
                                                  '-- has not held for `REST_STEPS` --> may be said again
 
 It reads rows as ``metrics.jsonl`` has them and keeps nothing else, so that a recorded run gives the alarms it
-gave when it ran, and a resumed run is brought up to date by its history. What to do about rollouts that are
-too far from the policy is the matter of `forebay.train.objective.guard`; `forebay.produce.starvation` tells
+gave when it ran, and a resumed run is brought up to date by its history. Rollouts that are too
+far from the policy are the matter of `forebay.train.objective.guard`; `forebay.produce.starvation` tells
 of tasks that get no share of the batches.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from forebay.metrics import EVAL_SCORE, REWARD
 from forebay.runs.config import RunConfig
@@ -23,6 +23,9 @@ from forebay.runs.show.status import LENGTH_BIAS
 
 ALARM_PREFIX = "alarm/"
 """``alarm/<name>`` is 1 in the row of each step at which the alarm holds."""
+
+ALARMS = ("no_signal", "truncated", "failed", "entropy", "held_out", "drops_long")
+"""Each has a method below, which gives its message while its condition holds."""
 
 WINDOW_STEPS = 10
 """Train steps that are judged together: odd batches change nothing, and 10 of 16 groups are enough to be sure
@@ -69,14 +72,6 @@ class RunAlarms:
         """Held-out score, and the mean reward of the steps before; None before the first step."""
         self._since_held: dict[str, int] = {}
         """Train steps since each alarm that was said held last."""
-        self._alarms: dict[str, Callable[[], str | None]] = {
-            "no_signal": self._no_signal,
-            "truncated": self._truncated,
-            "failed": self._failed,
-            "entropy": self._entropy,
-            "held_out": self._held_out,
-            "drops_long": self._drops_long,
-        }
 
     @property
     def held(self) -> dict[str, float]:
@@ -93,8 +88,8 @@ class RunAlarms:
         if (score := row.get(EVAL_SCORE)) is not None:
             self._evaluations.append((score, self._mean(REWARD)))
         new = {}
-        for name, find in self._alarms.items():
-            message = find()
+        for name in ALARMS:
+            message: str | None = getattr(self, f"_{name}")()
             if message is not None:
                 if name not in self._since_held:
                     new[name] = message

@@ -83,7 +83,7 @@ class RunDisplay:
         "checkpoints": "to go on from",
         "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
     }
-    """What a run folder may hold at the end, by pattern."""
+    """The content of a run folder at the end, by pattern."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic

@@ -36,7 +36,7 @@ PRODUCER_STAGES = frozenset(name for name, stage in STAGES.items() if stage.doin
 
 COUNTED_STATUSES = tuple(status for status in Status if status is not Status.ARCHIVED)
 _LOGGED_STATUSES = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED, Status.MAX_TRIES)
-"""What may stay in the buffer for long; the others leave with the next batch and are counted as dropped."""
+"""Groups of these may stay in the buffer for long; the others leave with the next batch, as dropped."""
 
 MAX_AGE = 32
 """Groups this stale, and staler ones, are counted together: every age takes a query of its own."""
@@ -54,46 +54,6 @@ LENGTH_BIAS = "tokens_over_trained"
 """Last part of the metric that says how much longer dropped groups are than trained ones."""
 BIAS_GROWTH = 1.1
 """A ratio of means hardly moves while the groups behind it are less than a tenth more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TaskNow:
-    """One task: its groups."""
-
-    batch: int = 0
-    """Groups of the next batch."""
-    in_flight: int = 0
-    groups: Mapping[Status, int] = field(default_factory=dict)
-    """In the buffer, by status."""
-    ages: Mapping[int, int] = field(default_factory=dict)
-    """Those of them that are COMPLETED, by staleness; `MAX_AGE` stands for that or more."""
-    max_age: int = 0
-
-
-class Oldest(NamedTuple):
-    """The piece of production that has been going on for longest."""
-
-    stage: str
-    name: str
-    age_s: float
-    note: str
-    """What else is known of it ("412 tokens"), or empty."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Now:
-    """The numbers of one moment."""
-
-    tasks: Mapping[str, TaskNow]
-    stages: Mapping[str, int]
-    """What the producer has in flight, by stage: rollouts that are generated, groups that are judged."""
-    oldest: Oldest | None
-    busy: Mapping[str, float]
-    """Share of the last half minute, by side: "producer", "trainer"."""
-    model_step: int
-    """Of the weights that generate."""
-    stall: str
-    """What hangs, and since when; empty while nothing has been warned of."""
 
 
 class RunStatus:
@@ -172,7 +132,7 @@ class RunStatus:
         )
 
     def step_values(self, train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
-        """What is logged of a train step on `groups`; docs/metrics.md lists the names."""
+        """The numbers that a train step on `groups` logs; docs/metrics.md lists the names."""
         oldest, tasks = self._oldest(), self._tasks()
         values = {
             **_group_values(tasks.values(), ""),
@@ -189,7 +149,7 @@ class RunStatus:
         return values
 
     def run_facts(self, history: Sequence[Mapping[str, float]]) -> dict[str, str]:
-        """What the summary says of the whole run, given the metrics of its steps."""
+        """The lines of the summary about the whole run, given the metrics of its steps."""
         tokens = [row[SAMPLES] * row[RESPONSE_TOKENS] for row in history]
         lags = [
             row.get("train/staleness_mean", 0.0) * count for row, count in zip(history, tokens, strict=True)
@@ -243,6 +203,46 @@ class RunStatus:
         return {
             f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0 for side in SIDES
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskNow:
+    """One task: its groups."""
+
+    batch: int = 0
+    """Groups of the next batch."""
+    in_flight: int = 0
+    groups: Mapping[Status, int] = field(default_factory=dict)
+    """In the buffer, by status."""
+    ages: Mapping[int, int] = field(default_factory=dict)
+    """Those of them that are COMPLETED, by staleness; `MAX_AGE` stands for that or more."""
+    max_age: int = 0
+
+
+class Oldest(NamedTuple):
+    """The piece of production that has been going on for longest."""
+
+    stage: str
+    name: str
+    age_s: float
+    note: str
+    """How far it is ("412 tokens"), or empty."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Now:
+    """The numbers of one moment."""
+
+    tasks: Mapping[str, TaskNow]
+    stages: Mapping[str, int]
+    """The producer's work in flight, by stage: rollouts that are generated, groups that are judged."""
+    oldest: Oldest | None
+    busy: Mapping[str, float]
+    """Share of the last half minute, by side: "producer", "trainer"."""
+    model_step: int
+    """Of the weights that generate."""
+    stall: str
+    """The report of a stall that was warned of and goes on; else empty."""
 
 
 async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:

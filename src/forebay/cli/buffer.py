@@ -3,7 +3,7 @@
 ::
 
     forebay buffer inspect PATH                  what is in it: counts, staleness, ages, sizes, ledger balance
-    forebay buffer show    PATH UID              one group: prompt, responses, rewards, who made which token
+    forebay buffer show    PATH UID              one group: prompt, responses, rewards, weights of every token
     forebay buffer query   PATH '{"staleness": {"$gte": 2}}'
     forebay buffer export  PATH out.parquet      one line per rollout, for pandas, Polars, DuckDB
     forebay buffer migrate FROM TO               to another store or a snapshot
@@ -107,7 +107,7 @@ def serve(
     ],
     store: Annotated[str, typer.Option(help="`memory`, a SQLite file, or the URL of a database.")] = "memory",
     policy: Annotated[
-        str, typer.Option(help="`staleness`, `fifo` or `prioritized`: who is taken first.")
+        str, typer.Option(help="`staleness`, `fifo` or `prioritized`: the order in which groups are taken.")
     ] = "staleness",
     max_live: Annotated[
         int | None, typer.Option(min=1, help="Puts wait while there are so many live groups.")

@@ -1,4 +1,4 @@
-"""What the commands do, on an open buffer and a console."""
+"""The work of ``forebay buffer`` and ``forebay ledger``: a buffer or a ledger on disk, on a console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What version 0.1 left on disk, converted in its place.
+"""Run folders and databases of version 0.1, converted in their place.
 
 ::
 

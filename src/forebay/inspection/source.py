@@ -32,7 +32,7 @@ from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
 SQLITE_MAGIC = b"SQLite format 3\0"
-"""What every SQLite file begins with; one that was served may have any name."""
+"""The first bytes of every SQLite file; one that was served may have any name."""
 
 ALL_STATUSES = {"status": {"$in": [status.value for status in Status]}}
 """The query for live and ARCHIVED rows together."""
@@ -48,7 +48,7 @@ class BufferSource:
     storage: StorageBackend
     location: str
     kind: str
-    """What it is, in a few words."""
+    """In a few words: a snapshot with its format and policy, or a SQL store."""
     num_bytes: int | None
     """On disk; None if that cannot be known."""
     num_evicted: Mapping[str, int]
@@ -93,7 +93,7 @@ class BufferSource:
 
 @dataclass(frozen=True)
 class Digest:
-    """What a table of groups shows of a group's rollouts."""
+    """A group's rollouts in numbers, for a table of groups."""
 
     group_id: str
     num_rollouts: int

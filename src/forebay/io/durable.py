@@ -10,7 +10,7 @@
 
 A folder within a sealed folder may be sealed itself. Then the outer list names the inner list only, so that
 no file is read twice and each of the two can be checked alone. CRC-32 finds accidents; nothing here guards
-against somebody who wants to deceive.
+against deceit.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _DISK_ERRORS: Mapping[int, str] = {
     errno.EEXIST: "move what is there, or name another place",
     errno.ENAMETOOLONG: "name another place",
 }
-"""What the operating system says of a disk or a path, and what a person can do. Others may be errors of a
-program or of a network, and stay as they are."""
+"""Errors of a disk or a path, and how a person can help. Others may be errors of a program or of a network,
+and stay as they are."""
 
 
 class DamagedError(ValueError):
@@ -154,7 +154,7 @@ def _read_list(path: Path) -> dict[str, list[int]]:
         raise DamagedError(f"{str(path)!r} cannot be read: {error.strerror}") from None
     try:
         files: dict[str, list[int]] = json.loads(data)["files"]
-        # To the byte: of what nobody else writes, nothing else needs to be understood.
+        # To the byte: only `seal` writes this file, so no other form of it has to be understood.
         if _as_list(files) == data:
             return files
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):

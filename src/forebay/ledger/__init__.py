@@ -1,4 +1,4 @@
-"""What became of every group, why, and whether dropping some of them bends the rest."""
+"""The fate of every group, its reason, and whether dropping some of them bends the rest."""
 
 from forebay.ledger.accounts import Balance, Ledger
 from forebay.ledger.bias import AGED, Comparison, Summary, compare_dropped, length_bias

@@ -202,7 +202,7 @@ class Ledger:
         return self._place(group_id, task_name) == TRAINED
 
     def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
-        """What is known of one group; None if it has no event."""
+        """The history of one group; None if it has no event."""
         return self._tasks[task_name].life(group_id, task_name) if task_name in self._tasks else None
 
     def histories(self, task_name: str | None = None) -> Iterator[Histories]:
@@ -232,7 +232,7 @@ class Ledger:
         return Balance(**sums, dropped=dict(dropped), lost_events=self.lost_events, by_task=tasks)
 
     def checkpoint(self, folder: Path) -> dict[str, Any]:
-        """What `restore` needs in a checkpoint in `folder`, as JSON values.
+        """The state that `restore` needs in a checkpoint in `folder`, as JSON values.
 
         With a path, the place in the file, whose name is relative to `folder`: call `sync` before the
         checkpoint counts. Without one, everything.

@@ -54,9 +54,9 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
 """Type code and the value that stands for "not known"."""
 
 MAX_COUNT = 2**31 - 1
-"""What the columns of train steps and tokens hold."""
+"""The largest number in the columns of train steps and tokens."""
 _MAX_SMALL = 2**16 - 1
-"""What the columns of retries and of rollouts that left can count; more than that shows this number."""
+"""The largest number in the columns of retries and of rollouts that left; larger ones show this number."""
 
 
 class Histories:
@@ -156,7 +156,7 @@ class Histories:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Histories:
-        """What `state_dict` described.
+        """The histories that `state_dict` described.
 
         Raises:
             ValueError: a column does not have one entry per group.
@@ -193,7 +193,7 @@ class Histories:
 
 @dataclass(frozen=True, slots=True)
 class GroupLife:
-    """What the ledger knows of one group.
+    """All that the ledger knows of one group.
 
     >>> ledger.life("g1", "math").train_step
     7

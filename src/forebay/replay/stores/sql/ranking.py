@@ -25,7 +25,7 @@ from forebay.replay.stores.sql.schema import counts, groups, tasks
 from forebay.replay.stores.sum_tree import SumTree
 
 Lock = Literal["none", "skip", "wait"]
-"""What is done about rows that others are changing: nothing; pass over them; wait and look again."""
+"""Rows that others are changing are read as they were, passed over, or waited for and looked at again."""
 _Cells = list[tuple[StorageItem, int]]
 """A row of each task and status, and how many there are."""
 

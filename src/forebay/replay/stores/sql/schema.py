@@ -113,7 +113,7 @@ for _name in ID_NAMES:
     sa.Sequence(f"forebay_{_name}", start=0, minvalue=0, metadata=metadata)
 
 LIVE = groups.c.status != sa.literal_column("'archived'")
-"""Written out and not bound, because a partial index is only used for the very condition it was made with."""
+"""Written out and not bound, because a partial index is used only for the condition it was made with."""
 
 
 def _partial_index(name: str, *columns: Any, where: Any) -> None:

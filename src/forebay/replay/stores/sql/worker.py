@@ -174,7 +174,7 @@ class Sharing:
     """One way to do shared jobs, for `Worker.share`."""
 
     prepare: Callable[[Any], Any]
-    """What is written for a content; an error it raises fails that job alone."""
+    """Makes the form that `write` takes; an error it raises fails that job alone."""
     write: Callable[[list[Any]], Sequence[Any]]
     """A result, or an error, for each of these; an error it raises fails all of them."""
 

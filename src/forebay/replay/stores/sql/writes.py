@@ -1,4 +1,4 @@
-"""What the callers of a SQL store share a transaction for: puts and train steps; evictions.
+"""Transactions that callers of a SQL store share: of puts and train steps, and of evictions.
 
 ::
 

@@ -6,8 +6,8 @@
 
 Events are numbered from 1. A run that goes back to a checkpoint goes on from the checkpoint's number, so
 **a line takes the place of every line before it with the same or a higher number**. The lines that are
-left, in order, are the events that happened. A ``rewound`` line (``to_event``) marks each such place for human
-readers. A last line that a dying process did not finish stands for nothing.
+left, in order, are the events that happened. A ``rewound`` line (``to_event``) marks each such place for
+human readers. A last line that a dying process did not finish stands for nothing.
 
 ``crc32`` is the checksum of the line up to its comma. Lines of version 0.1 have none. A line that is not what
 its checksum says stands for nothing either. A number that no line has is an event that was lost: to a power

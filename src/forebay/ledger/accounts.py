@@ -52,8 +52,8 @@ REWOUND = "rewound"
 class Balance:
     """Where the groups are: of one task, or of all, then with `by_task`.
 
-    >>> ledger.balance({"math": 12}).difference
-    0
+    >>> Balance(generated=5, trained=2, dropped={"filtered": 1}, live=1, repeated=0).difference
+    1
     """
 
     generated: int

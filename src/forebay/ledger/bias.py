@@ -53,8 +53,9 @@ class Summary:
 class Comparison:
     """One quantity of the groups dropped for one reason (or any), against that of the trained groups.
 
-    >>> compare_dropped(ledger)["filtered"][0].difference
-    -12.5
+    >>> trained, dropped = Summary.of(np.array([90.0, 110.0])), Summary.of(np.array([300.0]))
+    >>> Comparison("num_tokens", trained, dropped).difference
+    200.0
     """
 
     quantity: str

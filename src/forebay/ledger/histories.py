@@ -195,7 +195,9 @@ class Histories:
 class GroupLife:
     """All that the ledger knows of one group.
 
-    >>> ledger.life("g1", "math").train_step
+    >>> histories = Histories()
+    >>> histories.enter({"group": "g1", "event": "trained", "train_step": 7, "time_s": 0.0})
+    >>> histories.life("g1", "math").train_step
     7
     """
 

@@ -40,13 +40,7 @@ _CHECKSUM = re.compile(rb', "crc32": (\d{1,10})\}\n$')
 
 
 class Journal:
-    """Appends lines to a file and hands each to the operating system at once.
-
-    >>> journal = Journal(Path("runs/a/ledger.jsonl"))
-    >>> journal.write({"number": 1, "event": "produced", "task": "math", "group": "g1"})
-    >>> journal.sync()
-    >>> journal.close()
-    """
+    """Appends lines to a file and hands each to the operating system at once."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -51,10 +51,7 @@ _FLOAT_FIELD = "priority"
 
 @dataclass(frozen=True)
 class Arm:
-    """Rows that one index ranks by age: of one task, one status and one age rule (or all, unranked).
-
-    >>> [arm] = plan_arms(parse_query({"task_name": "math"}), {"math": None}, by_age=False)
-    """
+    """Rows that one index ranks by age: of one task, one status and one age rule (or all, unranked)."""
 
     where: Clause
     age: sa.ColumnElement[Any]

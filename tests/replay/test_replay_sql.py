@@ -10,8 +10,7 @@ import sqlalchemy as sa
 from replay_factory import make_group, make_row, make_state, names, same, uids
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer, SQLStorage
-from forebay.replay.stores.sql import store as sql
-from forebay.replay.stores.sql import writes
+from forebay.replay.stores.sql import ranking, writes
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -173,14 +172,14 @@ async def test_a_take_that_is_cancelled_too_late_is_undone(store, train_step, mo
     await store.put(make_row("a", status="aborted", tags={"x": 1}))
     before = await store.get({})
     go_on, taking = threading.Event(), threading.Event()
-    ranked = sql.ranked_rows
+    ranked = ranking.ranked_rows
 
     def wait_for_the_test(*args, **options):
         taking.set()
         assert go_on.wait(timeout=20)
         return ranked(*args, **options)
 
-    monkeypatch.setattr(sql, "ranked_rows", wait_for_the_test)
+    monkeypatch.setattr(ranking, "ranked_rows", wait_for_the_test)
     take = asyncio.create_task(store.take_first(1, {}, train_step=train_step))
     await asyncio.to_thread(taking.wait)
     take.cancel()

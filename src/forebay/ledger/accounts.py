@@ -48,47 +48,6 @@ PLACE_VERSION = 2
 REWOUND = "rewound"
 
 
-@dataclass(frozen=True)
-class Balance:
-    """Where the groups are: of one task, or of all, then with `by_task`.
-
-    >>> Balance(generated=5, trained=2, dropped={"filtered": 1}, live=1, repeated=0).difference
-    1
-    """
-
-    generated: int
-    """Groups that were ever taken up; one that is generated again counts once."""
-    trained: int
-    dropped: dict[str, int]
-    """By reason."""
-    live: int
-    """As told by the caller: in the buffer, or in flight."""
-    repeated: int
-    """Groups produced or trained again after a training, without having been requeued."""
-    retried: int = 0
-    """How often groups were taken up again to be generated anew or continued."""
-    lost_events: int = 0
-    """Events that are missing in the ledger's file; what they said of their groups is not in the numbers."""
-    left: int = 0
-    """Rollouts that failed and left their group, which went on without them."""
-    by_task: dict[str, Balance] = field(default_factory=dict)
-
-    @property
-    def difference(self) -> int:
-        """Groups that are missing; negative: groups too many."""
-        return self.generated - self.trained - sum(self.dropped.values()) - self.live
-
-    @property
-    def ok(self) -> bool:
-        """Whether no group is missing, too many or repeated, in any task, and no event is."""
-        return (
-            self.difference == 0
-            and self.repeated == 0
-            and self.lost_events == 0
-            and all(part.ok for part in self.by_task.values())
-        )
-
-
 class Ledger:
     """Accounts for groups, by task. A group's first event, whichever it is, counts it as generated.
 
@@ -357,3 +316,44 @@ class Ledger:
             self._journal.write({"number": number, **line})
         # Not before: a number that is in no line would make the file unreadable.
         self._num_events = number
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Where the groups are: of one task, or of all, then with `by_task`.
+
+    >>> Balance(generated=5, trained=2, dropped={"filtered": 1}, live=1, repeated=0).difference
+    1
+    """
+
+    generated: int
+    """Groups that were ever taken up; one that is generated again counts once."""
+    trained: int
+    dropped: dict[str, int]
+    """By reason."""
+    live: int
+    """As told by the caller: in the buffer, or in flight."""
+    repeated: int
+    """Groups produced or trained again after a training, without having been requeued."""
+    retried: int = 0
+    """How often groups were taken up again to be generated anew or continued."""
+    lost_events: int = 0
+    """Events that are missing in the ledger's file; what they said of their groups is not in the numbers."""
+    left: int = 0
+    """Rollouts that failed and left their group, which went on without them."""
+    by_task: dict[str, Balance] = field(default_factory=dict)
+
+    @property
+    def difference(self) -> int:
+        """Groups that are missing; negative: groups too many."""
+        return self.generated - self.trained - sum(self.dropped.values()) - self.live
+
+    @property
+    def ok(self) -> bool:
+        """Whether no group is missing, too many or repeated, in any task, and no event is."""
+        return (
+            self.difference == 0
+            and self.repeated == 0
+            and self.lost_events == 0
+            and all(part.ok for part in self.by_task.values())
+        )

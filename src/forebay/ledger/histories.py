@@ -55,8 +55,6 @@ _COLUMNS: Mapping[str, tuple[str, float]] = {
 
 MAX_COUNT = 2**31 - 1
 """The largest number in the columns of train steps and tokens."""
-_MAX_SMALL = 2**16 - 1
-"""The largest number in the columns of retries and of rollouts that left; larger ones show this number."""
 
 
 class Histories:
@@ -246,3 +244,7 @@ def _place_after(event: str, reason: str | None, before: str | None) -> str:
 def _little(name: str) -> np.dtype[Any]:
     """The type of a column in a state: of the same bytes on every machine."""
     return np.dtype(_COLUMNS[name][0]).newbyteorder("<")
+
+
+_MAX_SMALL = 2**16 - 1
+"""The largest number in the columns of retries and of rollouts that left; larger ones show this number."""

@@ -15,8 +15,7 @@ alone and others wait for their turn (`transactions`; readers never wait: write-
 are locked one by one, and `take_first` passes over those that another taker holds (``FOR UPDATE SKIP
 LOCKED``).
 
-Reading. Queries are compiled to SQL (`query`), so that counts, orders and limits are the database's work. A
-query too large for a database is evaluated here, on light rows.
+Reading. Queries are compiled to SQL (`query`): counts, orders and limits are the database's work.
 """
 
 from __future__ import annotations
@@ -33,17 +32,8 @@ import sqlalchemy as sa
 from forebay.replay.query import Query, QueryLike, matches, parse_query
 from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
 from forebay.replay.stores.row_book import check_state
+from forebay.replay.stores.sql import ranking, writes
 from forebay.replay.stores.sql.connections import is_in_memory
-from forebay.replay.stores.sql.ranking import (
-    Ranking,
-    count_live,
-    count_rows,
-    lock_drawn,
-    lock_matching,
-    ranked_rows,
-    read_priorities,
-    train_steps,
-)
 from forebay.replay.stores.sql.rows import (
     SELECT_ROWS,
     Removed,
@@ -65,21 +55,7 @@ from forebay.replay.stores.sql.rows import (
 from forebay.replay.stores.sql.schema import groups, insert_or_update, open_engine, payloads, tags, tasks
 from forebay.replay.stores.sql.transactions import Transactions
 from forebay.replay.stores.sql.worker import Sharing, Worker
-from forebay.replay.stores.sql.writes import (
-    Write,
-    count_evicted,
-    evict_together,
-    has_receipt,
-    keep_receipts,
-    write_together,
-)
 from forebay.replay.stores.sum_tree import SumTree
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-GROUPS_AT_ONCE = 32
-"""Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""
 
 
 class SQLStorage(StorageBackend):
@@ -110,7 +86,7 @@ class SQLStorage(StorageBackend):
         self._reader = Worker("forebay-sql-read", changes_nothing=True)
         # An SQLite database in memory lives as long as a connection.
         self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
-        self._writes = Sharing(self._prepare, partial(write_together, self._transactions))
+        self._writes = Sharing(self._prepare, partial(writes.write_together, self._transactions))
         self._evictions = Sharing(int, self._evict)
 
     def use_codec(self, codec: Codec) -> None:
@@ -139,26 +115,28 @@ class SQLStorage(StorageBackend):
         uids: list[int] = await self._worker.share(self._writes, (tuple(items), receipt, aged_at))
         return uids
 
-    def _prepare(self, write: Write | tuple[Sequence[StorageItem], bytes | None, int | None]) -> Write:
-        if isinstance(write, Write):
+    def _prepare(
+        self, write: writes.Write | tuple[Sequence[StorageItem], bytes | None, int | None]
+    ) -> writes.Write:
+        if isinstance(write, writes.Write):
             return write
         items, receipt, aged_at = write
         rows = [prepare(item, self._codec) for item in items]
-        return Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
+        return writes.Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
 
     async def has_receipt(self, receipt: bytes) -> bool:
-        return await self._read(has_receipt, receipt)
+        return await self._read(writes.has_receipt, receipt)
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
-        def work(connection: sa.Connection, ranking: Ranking) -> list[StorageItem]:
-            rows = ranked_rows(connection, ranking, self._codec)
+        def work(connection: sa.Connection, asked: ranking.Ranking) -> list[StorageItem]:
+            rows = ranking.ranked_rows(connection, asked, self._codec)
             if not rows_only:
                 attach_payloads(connection, rows, self._codec)
             return rows
 
-        return await self._read(work, Ranking.of(query, order, limit))
+        return await self._read(work, ranking.Ranking.of(query, order, limit))
 
     async def count(self, query: QueryLike) -> int:
         [number] = await self.count_many([query])
@@ -166,7 +144,7 @@ class SQLStorage(StorageBackend):
 
     async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
         """All at one moment."""
-        return await self._read(count_rows, list(map(parse_query, queries)), self._codec)
+        return await self._read(ranking.count_rows, list(map(parse_query, queries)), self._codec)
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
@@ -175,7 +153,7 @@ class SQLStorage(StorageBackend):
         wanted = storable_uids(uids)
 
         def choose(connection: sa.Connection) -> list[StorageItem]:
-            found = lock_rows(connection, wanted, self._codec, train_steps(connection))
+            found = lock_rows(connection, wanted, self._codec, ranking.train_steps(connection))
             rows = [found[uid] for uid in wanted if uid in found]
             return [row for row in rows if parsed is None or matches(parsed, row)]
 
@@ -184,9 +162,9 @@ class SQLStorage(StorageBackend):
     async def take_first(
         self, count: int, query: QueryLike, *, order: str | None = None, train_step: int | None = None
     ) -> list[StorageItem]:
-        ranking = Ranking.of(query, order, count)
+        asked = ranking.Ranking.of(query, order, count)
         return await self._take(
-            lambda connection: ranked_rows(connection, ranking, self._codec, lock="skip"), train_step
+            lambda connection: ranking.ranked_rows(connection, asked, self._codec, lock="skip"), train_step
         )
 
     async def take_drawn(
@@ -200,8 +178,10 @@ class SQLStorage(StorageBackend):
         """Of the rows that match, only ids and priorities are read."""
         parsed = parse_query(query)
         # Before the transaction that writes: it takes long where many rows match.
-        tree: SumTree = await self._read(read_priorities, parsed, self._codec)
-        drawing = partial(lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec)
+        tree: SumTree = await self._read(ranking.read_priorities, parsed, self._codec)
+        drawing = partial(
+            ranking.lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec
+        )
         return await self._take(drawing, train_step)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
@@ -221,10 +201,10 @@ class SQLStorage(StorageBackend):
         self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
     ) -> int:
         def work(connection: sa.Connection, parsed: Query) -> int:
-            uids = lock_matching(connection, parsed, self._codec)
+            uids = ranking.lock_matching(connection, parsed, self._codec)
             if expected in (None, len(uids)):
                 delete_rows(connection, uids)
-                keep_receipts(connection, receipt)
+                writes.keep_receipts(connection, receipt)
             return len(uids)
 
         return await self._write(work, parse_query(query))
@@ -255,21 +235,21 @@ class SQLStorage(StorageBackend):
             rows = [prepare(item, self._codec, keep_payload=True) for item in listed]
             uids = storable_uids(row.uid for row in rows)
             with self._writing() as connection:
-                found = lock_rows(connection, uids, self._codec, train_steps(connection))
+                found = lock_rows(connection, uids, self._codec, ranking.train_steps(connection))
                 known = {uid for uid, row in found.items() if query is None or matches(query, row)}
                 if expected in (None, len(known)):
                     replace_rows(connection, [row for row in rows if row.uid in known])
-                    keep_receipts(connection, receipt)
+                    writes.keep_receipts(connection, receipt)
             return len(known)
 
         return await self._worker.call(work)
 
     async def get_train_step(self, task_name: str) -> int | None:
-        step: int | None = await self._worker.share(self._writes, Write(frozenset([task_name])))
+        step: int | None = await self._worker.share(self._writes, writes.Write(frozenset([task_name])))
         return step
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        await self._worker.share(self._writes, Write(frozenset([task_name]), train_step=train_step))
+        await self._worker.share(self._writes, writes.Write(frozenset([task_name]), train_step=train_step))
 
     async def let_train_steps_fall(self) -> None:
         """For all processes."""
@@ -277,7 +257,7 @@ class SQLStorage(StorageBackend):
 
     def __len__(self) -> int:
         with self._reading() as connection:
-            return count_live(connection, self._codec)
+            return ranking.count_live(connection, self._codec)
 
     @property
     def num_evicted(self) -> dict[str, int]:
@@ -307,7 +287,7 @@ class SQLStorage(StorageBackend):
     def reading_state(self) -> Iterator[dict[str, Any]]:
         """As `state_dict`, of this moment: payloads are read within the block, as the items are walked."""
         with self._reading() as connection:
-            steps = train_steps(connection)
+            steps = ranking.train_steps(connection)
             # As given, and not as stale as now: whatever loads it knows the train steps, too.
             lines = connection.execute(SELECT_ROWS.order_by(groups.c.timestamp_id))
             rows = list(read_rows(lines, self._codec, {}))
@@ -410,7 +390,7 @@ class SQLStorage(StorageBackend):
 
     def _evict(self, limits: list[int]) -> list[Removed | ValueError]:
         evicted: list[Removed | ValueError] = []
-        for removed in evict_together(self._transactions, limits, self._codec):
+        for removed in writes.evict_together(self._transactions, limits, self._codec):
             # Only after the commit: they are gone, whether their payloads can be read or not.
             try:
                 removed.decode(self._codec)
@@ -422,8 +402,15 @@ class SQLStorage(StorageBackend):
     def _give_back_evicted(self, evicted: Removed) -> None:
         """Undo an eviction of which no caller was told."""
         with self._writing(is_fenced=False) as connection:
-            count_evicted(connection, evicted.rows, -1)
+            writes.count_evicted(connection, evicted.rows, -1)
             evicted.put_back(connection, self._codec)
+
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+GROUPS_AT_ONCE = 32
+"""Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""
 
 
 class JsonCodec:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from replay_factory import make_group, names
-from test_replay_server_faults import HELLO, call
+from test_replay_server_faults import HELLO, call, of_math
 
 from forebay.replay import (
     ConnectionLost,
@@ -21,7 +21,6 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.remote import link as client_link
-from forebay.replay.remote import messages
 from forebay.types import Status
 from forebay.watching.stalls import StallError, answered
 
@@ -183,7 +182,7 @@ async def test_a_frozen_client_that_is_being_sent_groups_is_given_up(tmp_path, b
     async with serve(buffer, tmp_path / "socket", client_limit_s=SHORT_S):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(tmp_path / "socket"))
-            sock.sendall(HELLO + call(1, "get", messages.GetArguments(b"k", 10, "math", COMPLETED, None)))
+            sock.sendall(HELLO + call(1, "take_batch", of_math(b"k", 10)))
             seen = await buffer.wait_for_change(buffer.version)
             while len(buffer) != 10:
                 seen = await buffer.wait_for_change(seen)

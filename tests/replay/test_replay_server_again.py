@@ -100,7 +100,7 @@ async def test_what_comes_too_late_on_a_lost_connection_is_refused(buffer, path)
     await buffer.put(make_group("a"), "math")
     async with serve(buffer, path) as server:
         served = server._served
-        handover = await take_over(buffer, {"math": 1}, COMPLETED, max_bytes=1 << 20)
+        handover = await take_over(buffer, TakeArguments(b"", {"math": 1}, COMPLETED), max_bytes=1 << 20)
         with pytest.raises(ConnectionLost, match="in the buffer again"):
             await served.keep(b"key", None)
         with pytest.raises(ConnectionLost, match="in the buffer again"):
@@ -108,7 +108,7 @@ async def test_what_comes_too_late_on_a_lost_connection_is_refused(buffer, path)
         await served.release(b"key", handover)
         assert await live_names(buffer) == ["a"]
         # Asked twice at the same time, it is done once.
-        handover = await take_over(buffer, {"math": 1}, COMPLETED, max_bytes=1 << 20)
+        handover = await take_over(buffer, TakeArguments(b"", {"math": 1}, COMPLETED), max_bytes=1 << 20)
         await asyncio.gather(served.keep(b"other", handover), served.keep(b"other", None))
         assert await live_names(buffer) == []
 

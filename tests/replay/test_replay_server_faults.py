@@ -97,6 +97,10 @@ def call(number, method, arguments, sizes=()):
     return frame(Call(number, method, encode_value(arguments), [size for pair in sizes for size in pair]))
 
 
+def of_math(key, number, tags=None):
+    return messages.TakeArguments(key, {"math": number}, COMPLETED, None, tags)
+
+
 COUNT = {"task_name": "math", "group_status": COMPLETED, "tags": None}
 PUT = messages.PutArguments(b"", "t", Arrival())
 PACKED = pack_group(make_group("raw", steps=[1]))
@@ -215,9 +219,7 @@ async def test_a_client_that_does_not_read_holds_up_nobody(buffer, path):
     async with serve(buffer, path), await connect(path) as other:
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(str(path))
-        takes = b"".join(
-            call(n, "get", messages.GetArguments(bytes([n]), 10, "math", COMPLETED, None)) for n in (1, 2, 3)
-        )
+        takes = b"".join(call(n, "take_batch", of_math(bytes([n]), 10)) for n in (1, 2, 3))
         sock.sendall(HELLO + takes)
         while await other.count("math", COMPLETED) == 30:
             await other.wait_for_change(other.version)
@@ -237,7 +239,7 @@ async def test_a_client_that_never_confirms_is_given_up(buffer, path, monkeypatc
     async with serve(buffer, path):
         link = await BufferLink.open(Address.parse(path), None)
         seen = buffer.version
-        _, groups = await link.ask("get", messages.GetArguments(b"key", 2, "math", COMPLETED, None))
+        _, groups = await link.ask("take_batch", of_math(b"key", 2))
         assert len(groups) == 2
         while len(buffer) != 2:
             seen = await buffer.wait_for_change(seen)
@@ -251,7 +253,7 @@ async def test_a_client_that_takes_nothing_is_given_up(buffer, path, monkeypatch
     async with serve(buffer, path):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(str(path))
-            sock.sendall(HELLO + call(1, "get", messages.GetArguments(b"k", 10, "math", COMPLETED, None)))
+            sock.sendall(HELLO + call(1, "take_batch", of_math(b"k", 10)))
             seen = await buffer.wait_for_change(buffer.version)
             while len(buffer) != 10:
                 seen = await buffer.wait_for_change(seen)
@@ -266,7 +268,7 @@ async def test_what_a_dead_client_did_not_confirm_is_back_in_its_place(path, tmp
     before = await buffer.storage.get({})
     async with serve(buffer, path), await connect(path) as other:
         link = await BufferLink.open(Address.parse(path), None)
-        await link.ask("get", messages.GetArguments(b"key", 2, "math", COMPLETED, {"x": 1}))
+        await link.ask("take_batch", of_math(b"key", 2, {"x": 1}))
         assert await other.count("math", COMPLETED) == 1
         await put_named(other, "c")
         seen = other.version

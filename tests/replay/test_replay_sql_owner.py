@@ -8,6 +8,7 @@ from replay_factory import make_group, make_row, names
 
 from forebay.replay import ConnectionLost, FIFOReplayPolicy, RemoteReplayBuffer, ReplayBuffer, serve
 from forebay.replay.remote.handover import PARKED, recover, take_over
+from forebay.replay.remote.messages import TakeArguments
 from forebay.replay.stores.errors import OwnerLost
 from forebay.types import Status
 
@@ -93,7 +94,9 @@ async def test_what_a_later_server_recovered_is_not_kept(open_store, train_step)
     buffer = ReplayBuffer(FIFOReplayPolicy(), open_store())
     for name in "abc":
         await buffer.put(make_group(name), "math")
-    handover = await take_over(buffer, {"math": 2}, COMPLETED, max_bytes=1 << 20, train_step=train_step)
+    handover = await take_over(
+        buffer, TakeArguments(b"", {"math": 2}, COMPLETED, train_step), max_bytes=1 << 20
+    )
     rival = ReplayBuffer(FIFOReplayPolicy(), open_store())
     (row, _) = await rival.storage.get(PARKED, rows_only=True)
     await rival.storage.delete([row.uid])
@@ -114,7 +117,7 @@ async def test_what_was_recovered_while_it_was_taken_is_given_back(open_store, m
 
     monkeypatch.setattr(buffer.storage, "update_if", too_late)
     with pytest.raises(RuntimeError, match="by another one on the same database"):
-        await take_over(buffer, {"math": 2}, COMPLETED, max_bytes=1 << 20)
+        await take_over(buffer, TakeArguments(b"", {"math": 2}, COMPLETED), max_bytes=1 << 20)
     assert names(await rival.get(9, "math", COMPLETED)) == ["a", "b"]
     assert await buffer.storage.count({"status": "archived"}) == 0
 

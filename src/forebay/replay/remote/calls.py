@@ -199,17 +199,11 @@ class Served:
 
     # Takes
 
-    async def take(self, arguments: messages.GetArguments | messages.TakeArguments) -> Handover:
-        """Take groups; they are parked until they are kept, or ARCHIVED for the train step."""
-        options: dict[str, Any]
-        if isinstance(arguments, messages.GetArguments):
-            sizes, options = {arguments.task_name: arguments.batch_size}, {"tags": arguments.tags}
-        else:
-            sizes, options = arguments.task_batch_sizes, {"train_step": arguments.train_step}
-        status, max_bytes = arguments.group_status, self.limits.max_frame_bytes
+    async def take(self, arguments: messages.TakeArguments) -> Handover:
+        """Take groups, which are parked until they are kept."""
         async with self.census.within():
-            handover = await take_over(self.buffer, sizes, status, max_bytes=max_bytes, **options)
-            if status is not Status.ARCHIVED:
+            handover = await take_over(self.buffer, arguments, max_bytes=self.limits.max_frame_bytes)
+            if arguments.group_status is not Status.ARCHIVED:
                 self.census.add(-len(handover.rows))
         return handover
 

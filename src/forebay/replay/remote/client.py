@@ -37,7 +37,6 @@ from forebay.replay.remote.messages import ConnectionLost
 from forebay.replay.stores.contract import StorageItem, TagValue, check_priority, check_tags
 from forebay.types import RolloutState, Status, expire_group
 
-Taking = messages.GetArguments | messages.TakeArguments
 Locate = Callable[[], Awaitable[tuple[Address, str | None]]]
 """Where the server is now, and the token that it asks for."""
 
@@ -181,8 +180,9 @@ class RemoteReplayBuffer:
         """Take groups; those that do not arrive here are in the buffer again."""
         if batch_size <= 0:
             return []
-        arguments = messages.GetArguments(b"", batch_size, task_name, group_status, _checked(tags))
-        return (await self._take("get", arguments))[task_name]
+        sizes = {task_name: batch_size}
+        arguments = messages.TakeArguments(b"", sizes, group_status, None, _checked(tags))
+        return (await self._take(arguments))[task_name]
 
     async def count(
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
@@ -214,7 +214,7 @@ class RemoteReplayBuffer:
     ) -> tuple[dict[str, list[Group]], dict[str, int]]:
         """Take groups of several tasks; those that do not arrive here are in the buffer again."""
         arguments = messages.TakeArguments(b"", dict(task_batch_sizes), group_status, train_step)
-        taken = await self._take("take_batch", arguments)
+        taken = await self._take(arguments)
         return taken, {task: len(groups) for task, groups in taken.items()}
 
     async def commit(self, train_step: int) -> None:
@@ -299,8 +299,8 @@ class RemoteReplayBuffer:
             if isinstance(arguments, messages.PutArguments):
                 arguments.asked_first = first.instance
 
-    async def _take(self, method: str, arguments: Taking) -> dict[str, list[Group]]:
-        """Call a method that takes, and confirm what came; again if the connection breaks before that.
+    async def _take(self, arguments: messages.TakeArguments) -> dict[str, list[Group]]:
+        """Take, and confirm the groups that came; again if the connection breaks before that.
 
         Groups that are not confirmed go back into the buffer: with a connection that breaks by itself, and
         from a cancelled caller because the server is told.
@@ -310,7 +310,7 @@ class RemoteReplayBuffer:
             arguments.key = new_key()
             settling = messages.KeyArguments(arguments.key)
             try:
-                counts, groups = await link.ask(method, arguments)
+                counts, groups = await link.ask("take_batch", arguments)
                 if groups:
                     await self._repeat("keep", settling)
             except ConnectionLost:

@@ -276,7 +276,7 @@ class ClientConnection(Session):
         match call.method:
             case "put_groups":
                 return await self._put(call, arguments, self._groups_of(call, buffers))
-            case "get" | "take_batch":
+            case "take_batch":
                 return await self._hand_over(call, arguments)
             case "keep":
                 return await self._keep(arguments.key)
@@ -305,9 +305,7 @@ class ClientConnection(Session):
                 await self._served.admit(arguments.key, len(groups))
         return await self._served.put(arguments, groups) if result is None else result
 
-    async def _hand_over(
-        self, call: Call, arguments: messages.GetArguments | messages.TakeArguments
-    ) -> dict[str, int]:
+    async def _hand_over(self, call: Call, arguments: messages.TakeArguments) -> dict[str, int]:
         """Take and send, when all groups of earlier calls are sent; the number of groups by task."""
         with self._waits():
             await self._output.acquire()

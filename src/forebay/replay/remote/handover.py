@@ -27,7 +27,8 @@ from typing import Any
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.format.encoded import pack_out
-from forebay.replay.stores.contract import StorageItem, TagValue, archive_row, copy_row
+from forebay.replay.remote.messages import TakeArguments
+from forebay.replay.stores.contract import StorageItem, archive_row, copy_row
 from forebay.replay.stores.slices import change, revive
 from forebay.types import Status
 
@@ -42,8 +43,8 @@ PARKED: Mapping[str, Any] = {"status": Status.ARCHIVED, "train_step": None}
 class Handover:
     """The groups of one take, and how to give them back.
 
-    >>> handover = await take_over(buffer, {"math": 64}, Status.COMPLETED)
-    >>> await handover.keep()      # or: await handover.release()
+    >>> handover = await take_over(buffer, arguments, max_bytes=1 << 28)
+    >>> await handover.keep(key)      # or: await handover.release()
     """
 
     buffer: ReplayBuffer
@@ -99,15 +100,7 @@ class Handover:
         return min(num_back, sum(not row.is_archived for row in rows))
 
 
-async def take_over(
-    buffer: ReplayBuffer,
-    task_batch_sizes: Mapping[str, int],
-    group_status: Status,
-    *,
-    max_bytes: int,
-    tags: Mapping[str, TagValue] | None = None,
-    train_step: int | None = None,
-) -> Handover:
+async def take_over(buffer: ReplayBuffer, arguments: TakeArguments, *, max_bytes: int) -> Handover:
     """Take as `ReplayBuffer.take_batch` and `ReplayBuffer.get` do, so that it can be undone later.
 
     The groups are packed before the lock is released, so that it does not matter what becomes of them.
@@ -115,14 +108,15 @@ async def take_over(
     Raises:
         ValueError: a group cannot be sent, or has more than `max_bytes`; then nothing is taken.
     """
-    parks = group_status is not Status.ARCHIVED
+    train_step, status = arguments.train_step, arguments.group_status
+    parks = status is not Status.ARCHIVED
     groups: dict[str, list[PackedGroup]] = {}
     async with buffer._lock.alone(), buffer._taking(PARKED_STEP if parks else train_step) as view:
-        for task, size in task_batch_sizes.items():
+        for task, size in arguments.task_batch_sizes.items():
+            groups[task] = []
             if size > 0:
-                groups[task] = await buffer._take(size, task, group_status, view, tags=tags, present=pack_out)
-            else:
-                groups[task] = []
+                taking = buffer._take(size, task, status, view, tags=arguments.tags, present=pack_out)
+                groups[task] = await taking
             _check_sizes(groups[task], max_bytes)
         rows = view.taken
         # Only what still is as it was taken, and all of it: another server may have recovered some.

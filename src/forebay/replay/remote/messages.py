@@ -171,23 +171,14 @@ class PutArguments(_Arguments):
     """The instance of the server that was asked before, if this is not the first time."""
 
 
-class GetArguments(_Arguments):
-    """Of `ReplayBuffer.get`."""
-
-    key: bytes
-    batch_size: int
-    task_name: str
-    group_status: Status
-    tags: Tags | None
-
-
 class TakeArguments(_Arguments):
-    """Of `ReplayBuffer.take_batch`."""
+    """Of `ReplayBuffer.take_batch`, and of `ReplayBuffer.get`, which takes of one task."""
 
     key: bytes
     task_batch_sizes: dict[str, int]
     group_status: Status
-    train_step: int | None
+    train_step: int | None = None
+    tags: Tags | None = None
 
 
 class KeyArguments(_Arguments):
@@ -203,7 +194,6 @@ def _plain(method: str, *arguments: tuple[str, Any]) -> Any:
 _ROWS = ("query", dict[str, Any]), ("order", str | None), ("limit", int | None)
 ARGUMENTS: dict[str, Any] = {
     "put_groups": PutArguments,
-    "get": GetArguments,
     "take_batch": TakeArguments,
     "keep": KeyArguments,
     "release": KeyArguments,

@@ -198,11 +198,7 @@ class ReplyParser:
         Raises:
             ValueError: the reply holds none.
         """
-        if self._function is not None:
-            return self._scaled(self._function(reply))
-        if self._pattern is not None:
-            return self._scaled(_last_of(self._numbers(reply), 1, reply)[0])
-        return self._scaled(_last_object(reply, "score"))
+        return self._scaled(_last_of(self._raw(reply, of_group=False), 1, reply)[0])
 
     def verdicts(self, reply: str, count: int) -> list[Verdict]:
         """The verdicts on the `count` rollouts of a group, in their order.
@@ -210,21 +206,20 @@ class ReplyParser:
         Raises:
             ValueError: the reply does not hold as many.
         """
-        if self._function is not None:
-            found = list(self._function(reply))
-        elif self._pattern is not None:
-            found = self._numbers(reply)
-        else:
-            found = _last_object(reply, "scores")["scores"]
-        return [self._scaled(item) for item in _last_of(found, count, reply)]
+        return [self._scaled(item) for item in _last_of(self._raw(reply, of_group=True), count, reply)]
 
-    def _numbers(self, reply: str) -> list[float]:
-        assert self._pattern is not None
-        return [float(text.replace(",", "")) for text in self._pattern.findall(reply)]
+    def _raw(self, reply: str, *, of_group: bool) -> Any:
+        """The list of scores in the reply, if it has one; all numbers of it may be scores."""
+        if self._function is not None:
+            found = self._function(reply)
+            return list(found) if of_group else [found]
+        if self._pattern is not None:
+            return [float(text.replace(",", "")) for text in self._pattern.findall(reply)]
+        return _last_object(reply, "scores")["scores"] if of_group else [_last_object(reply, "score")]
 
     def _scaled(self, verdict: Any) -> Verdict:
         details = dict(verdict) if isinstance(verdict, Mapping) else {"score": verdict}
-        details = {name: float(value) for name, value in details.items() if _is_number(value)}
+        details = {name: float(value) for name, value in details.items() if isinstance(value, int | float)}
         if "score" not in details:
             raise ValueError(f"no number for a score in {verdict!r}")
         if self._scale is not None:
@@ -233,10 +228,6 @@ class ReplyParser:
                 raise ValueError(f"the score {details['score']:g} is not within {low:g} .. {high:g}")
             details["score"] = (details["score"] - low) / (high - low)
         return details if len(details) > 1 else details["score"]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
 
 
 def _last_of(found: Any, count: int, reply: str) -> list[Any]:

@@ -57,11 +57,9 @@ class GroupGenerator(Protocol):
 
     async def generate_group(self, states: Group, *, enable_partial_rollout: bool = False) -> Group:
         """Generate and judge one group."""
-        ...
 
     async def pause(self) -> None:
         """End what is running as ABORTED."""
-        ...
 
 
 class GroupSampler(Protocol):
@@ -69,15 +67,12 @@ class GroupSampler(Protocol):
 
     async def sample(self, task_name: str, group_status: Status | list[Status] | None = None) -> Group:
         """A group of the listed statuses from the buffer, else the next prompt."""
-        ...
 
     def save(self, path: Path, /) -> None:
         """Write position, epoch and seed to `path`."""
-        ...
 
     def resume(self, path: Path, /) -> None:
         """Go to the position in `path`."""
-        ...
 
 
 class Generation(Protocol):
@@ -85,11 +80,9 @@ class Generation(Protocol):
 
     async def pause_generation(self) -> None:
         """End what is running as aborted."""
-        ...
 
     async def continue_generation(self) -> None:
         """Take requests again."""
-        ...
 
 
 def default_is_valid_sample_fn(samples: Group) -> bool:

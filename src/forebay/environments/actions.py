@@ -1,4 +1,4 @@
-"""What a policy's numbers mean: a distribution over the actions of an action space.
+"""The meaning of a policy's numbers: a distribution over the actions of an action space.
 
 ::
 
@@ -19,6 +19,49 @@ import torch
 from forebay.config import ConfigError
 
 _HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
+
+
+class Gaussian:
+    """Independent normal numbers; the parameters are means, then logarithms of standard deviations.
+
+    An action is in units of half the space's range around its middle, and is clipped on its way to the
+    environment. The stored action is not clipped, so its density is exact.
+
+    >>> head = Gaussian(np.array([-2.0]), np.array([2.0]))
+    >>> head.to_env(np.array([[0.5], [3.0]])).tolist()
+    [[1.0], [2.0]]
+    """
+
+    def __init__(self, low_A: np.ndarray[Any, Any], high_A: np.ndarray[Any, Any]) -> None:
+        """Bounds of the action space; without finite ones the unit is 1."""
+        bounded = np.isfinite(low_A) & np.isfinite(high_A)
+        self._low, self._high = low_A, high_A
+        low, high = np.where(bounded, low_A, -1.0), np.where(bounded, high_A, 1.0)
+        self._middle, self._half = (low + high) / 2, (high - low) / 2
+        self.num_params, self.num_free = 2 * len(low), len(low)
+
+    def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """One action for each row of ``params [..., P]``."""
+        mean, log_std = params.chunk(2, -1)
+        return mean + log_std.exp() * torch.empty_like(mean).normal_(generator=generator)
+
+    def mode(self, params: torch.Tensor) -> torch.Tensor:
+        """The likeliest action."""
+        return params.chunk(2, -1)[0]
+
+    def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """[...] of `action`."""
+        mean, log_std = params.chunk(2, -1)
+        return (-0.5 * ((action - mean) / log_std.exp()) ** 2 - log_std - _HALF_LOG_2PI).sum(-1)
+
+    def entropy(self, params: torch.Tensor) -> torch.Tensor:
+        """[...] in nats."""
+        return (params.chunk(2, -1)[1] + 0.5 + _HALF_LOG_2PI).sum(-1)
+
+    def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The actions as the environment takes them."""
+        clipped = np.clip(self._middle + self._half * action, self._low, self._high)
+        return np.asarray(clipped, self._low.dtype)
 
 
 class Categorical:
@@ -58,49 +101,6 @@ class Categorical:
     def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """The actions as the environment takes them."""
         return action + self._start
-
-
-class Gaussian:
-    """Independent normal numbers; the parameters are means, then logarithms of standard deviations.
-
-    An action is in units of half the space's range around its middle, and is clipped on its way to the
-    environment. What is stored is not clipped, so its density is exact.
-
-    >>> head = Gaussian(np.array([-2.0]), np.array([2.0]))
-    >>> head.to_env(np.array([[0.5], [3.0]])).tolist()
-    [[1.0], [2.0]]
-    """
-
-    def __init__(self, low_A: np.ndarray[Any, Any], high_A: np.ndarray[Any, Any]) -> None:
-        """Bounds of the action space; without finite ones the unit is 1."""
-        bounded = np.isfinite(low_A) & np.isfinite(high_A)
-        self._low, self._high = low_A, high_A
-        low, high = np.where(bounded, low_A, -1.0), np.where(bounded, high_A, 1.0)
-        self._middle, self._half = (low + high) / 2, (high - low) / 2
-        self.num_params, self.num_free = 2 * len(low), len(low)
-
-    def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """One action for each row of ``params [..., P]``."""
-        mean, log_std = params.chunk(2, -1)
-        return mean + log_std.exp() * torch.empty_like(mean).normal_(generator=generator)
-
-    def mode(self, params: torch.Tensor) -> torch.Tensor:
-        """The likeliest action."""
-        return params.chunk(2, -1)[0]
-
-    def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
-        """[...] of `action`."""
-        mean, log_std = params.chunk(2, -1)
-        return (-0.5 * ((action - mean) / log_std.exp()) ** 2 - log_std - _HALF_LOG_2PI).sum(-1)
-
-    def entropy(self, params: torch.Tensor) -> torch.Tensor:
-        """[...] in nats."""
-        return (params.chunk(2, -1)[1] + 0.5 + _HALF_LOG_2PI).sum(-1)
-
-    def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """The actions as the environment takes them."""
-        clipped = np.clip(self._middle + self._half * action, self._low, self._high)
-        return np.asarray(clipped, self._low.dtype)
 
 
 ActionHead: TypeAlias = Categorical | Gaussian

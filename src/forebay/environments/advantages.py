@@ -29,7 +29,7 @@ MAX_RATIO = 1.0
 
 
 class Targets(NamedTuple):
-    """What a batch teaches; 0, and the value itself, at steps that are not live."""
+    """Advantages and value targets; 0, and the value itself, at steps that are not live."""
 
     advantages_SB: Array
     values_SB: Array

@@ -66,7 +66,7 @@ class PolicyConfig(BaseModel, extra="forbid", frozen=True):
     hidden_size: int = Field(default=64, ge=1)
     """Units of every hidden layer, and H."""
     memory: Literal["none", "gru", "lstm"] = "none"
-    """What the policy remembers from step to step: nothing, or a GRU's or LSTM's state."""
+    """The memory from step to step: none, or the state of a GRU or an LSTM."""
 
 
 class PPOConfig(BaseModel, extra="forbid", frozen=True):
@@ -118,12 +118,12 @@ class FragmentRunConfig(RunFile):
 
     @property
     def fragments_per_batch(self) -> int:
-        """What a train step fetches."""
+        """Fragments that a train step fetches."""
         return self.batch_size * self.fragments.fragments_per_chunk
 
     @property
     def stream(self) -> dict[str, Any]:
-        """What fragments must have in common to be trained together, as plain values."""
+        """All that fragments must have in common to be trained together, as plain values."""
         environment = self.environment.model_dump(mode="json", include={"id", "arguments", "num_envs"})
         shape = self.fragments.model_dump(include={"length", "fragments_per_chunk"})
         # The buffer of version 0.1, which named no format, cannot be read: such fragments stay behind.

@@ -120,7 +120,7 @@ def watch(config: FragmentRunConfig, policy: Policy) -> dict[int, Array]:
 
 
 def _film(env: Any, player: Player, seed: int) -> dict[int, Array]:
-    """See `watch`: as the episode grows longer, every other frame is let go, and fewer are drawn."""
+    """Frames by step: as the episode grows longer, every other one is let go, and fewer are drawn."""
     obs_D, _ = env.reset(seed=seed)
     frames, stride = {0: env.render()}, 1
     for step in range(1, MAX_STEPS + 1):

@@ -81,7 +81,7 @@ class Policy(nn.Module):
     def features(
         self, obs_SBD: torch.Tensor, first_SB: torch.Tensor, state: State
     ) -> tuple[torch.Tensor, State]:
-        """What actor and critic see, [S, B, ...], and the state after the last step."""
+        """The input of actor and critic, [S, B, ...], and the state after the last step."""
         normal = (obs_SBD.float() - self.obs_mean) / self.obs_std
         normal = normal.clamp(-MAX_OBSERVATION, MAX_OBSERVATION)
         if self.cell is None or self.encoder is None:

@@ -316,7 +316,7 @@ class Moments:
         self.count = count
 
     def arrays(self) -> dict[str, Array]:
-        """What `load` takes."""
+        """Everything, for `load`."""
         return {"count": np.array(self.count), "mean": self.mean, "squares": self._squares}
 
     def load(self, arrays: dict[str, Array]) -> None:

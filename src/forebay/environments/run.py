@@ -54,15 +54,6 @@ NUM_CHECKPOINTS = 2
 _BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "waiting_additions")
 
 
-class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
-
-    arrays: dict[str, np.ndarray[Any, Any]]
-    counts: dict[str, Any]
-    fragments: Path
-    """The copy of the buffer."""
-
-
 class FragmentRun:
     """Everything that a run consists of, and its loop.
 
@@ -276,6 +267,15 @@ class FragmentRun:
         if self.pool.num_restarts:
             facts["restarts"] = f"{self.pool.num_restarts} workers died and were started again"
         return facts
+
+
+class Checkpoint(NamedTuple):
+    """The content of a checkpoint."""
+
+    arrays: dict[str, np.ndarray[Any, Any]]
+    counts: dict[str, Any]
+    fragments: Path
+    """The copy of the buffer."""
 
 
 def load_checkpoint(path: Path) -> Checkpoint:

@@ -1,4 +1,4 @@
-"""What a person sees of a run in environments: as of any run (`forebay.runs.show`), with other numbers.
+"""The display of a run in environments: that of any run (`forebay.runs.show`), with other numbers.
 
 ::
 

@@ -10,8 +10,8 @@
 
 One plain class for a program that uses it embedded and for an actor in a process of its own
 (`forebay.cluster`). All methods run on one event loop and take time from its clock; nothing here starts a
-thread but deleting and copying. What a killed buffer knew, the next one on the same folder knows; every lease
-gets its whole term again.
+thread but deleting and copying. The next buffer on the folder of a killed one knows all that it knew; every
+lease gets its whole term again.
 """
 
 from __future__ import annotations
@@ -152,9 +152,11 @@ class ReplayBufferActor:
         await self._collector.drained()
 
     async def wait_for_room(self) -> None:
-        """Return when the rate limit would let a writer in: who asks before it acts, acts with newer weights.
+        """Return when the rate limit would let a writer in.
 
-        Nothing is reserved: several who asked may write, and those who are too many wait then.
+        A worker that asks before it acts, and not only when it writes, acts with newer weights.
+
+        Nothing is reserved: of several that were let in, some may have to wait when they write.
 
         Raises:
             BufferClosed: the buffer was closed.
@@ -194,7 +196,7 @@ class ReplayBufferActor:
             return self._state.serve(num_chunks, self._now_s(), lease_s)
 
     async def prepared_fragments(self) -> FragmentBatch:
-        """What the last fetch gave, whether its lease is still in force or not; empty before the first."""
+        """The batch of the last fetch, whether its lease is in force or not; empty before the first."""
         return self._state.prepared
 
     async def release(self, lease: Lease | str) -> bool:
@@ -232,7 +234,7 @@ class ReplayBufferActor:
     # For everybody.
 
     async def get_database_config(self) -> dict[str, Any]:
-        """What opens the store: ``FragmentStore(**config)``."""
+        """The arguments that open the store: ``FragmentStore(**config)``."""
         return dict(self._database_config)
 
     async def metrics(self) -> Metrics:
@@ -277,7 +279,7 @@ class ReplayBufferActor:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """Change the state inside; after it the rows are on disk, and whoever can go on is woken."""
+        """Change the state inside; then the change is on disk, and calls that can go on are woken."""
         self._refresh()
         yield
         self._commit()
@@ -310,7 +312,7 @@ class ReplayBufferActor:
         self._writers.wake()
 
     def _may_insert(self) -> bool:
-        # Whoever waits for more chunks can only be helped by writers.
+        # A reader that waits for more chunks can only be helped by writers.
         return self._state.may_insert() or self._readers.blocked
 
     def _is_named(self, fragment_id: str) -> bool:

@@ -30,7 +30,7 @@ MIN_TIDY = 64
 
 
 class Fragment(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """What the buffer keeps of a fragment."""
+    """A fragment as the buffer knows it."""
 
     fragment_id: str
     worker_uuid: str
@@ -156,8 +156,8 @@ class ChunkTable:
 def _draw(weights: np.ndarray[Any, Any], count: int, rng: np.random.Generator) -> np.ndarray[Any, Any]:
     """Positions of `count` draws without replacement, each by weight among those left.
 
-    The largest of ``log(weight) + Gumbel noise`` are such a sample (Efraimidis and Spirakis, 2006; Kool et
-    al., 2019, arXiv 1903.06059).
+    The largest of ``log(weight) + Gumbel noise`` are a sample of this kind (Efraimidis and Spirakis, 2006;
+    Kool et al., 2019, arXiv 1903.06059).
     """
     keys = np.log(weights) + rng.gumbel(size=len(weights))
     order: np.ndarray[Any, Any] = np.argsort(-keys)[:count]

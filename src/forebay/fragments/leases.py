@@ -26,110 +26,6 @@ NUM_REMEMBERED = 1 << 15
 send an addition again whose answer was lost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
-    """The right to read the payloads of one batch.
-
-    >>> Lease("17", term_s=600.0).lease_id
-    '17'
-    """
-
-    lease_id: str
-    term_s: float
-    """Seconds it is in force, from the fetch or the last renewal on."""
-
-
-class FragmentBatch(list[tuple[FragmentIndex, str]]):
-    """What one fetch gave: ``(FragmentIndex, fragment id)``, the fragments of a chunk together and in order.
-
-    >>> batch = FragmentBatch([(FragmentIndex("w", 0), "id")], Lease("17", 600.0), [2])
-    >>> batch[0], batch.lease.lease_id, batch.staleness
-    ((FragmentIndex(worker_uuid='w', fid_in_worker=0), 'id'), '17', [2])
-    """
-
-    def __init__(
-        self,
-        entries: Iterable[tuple[FragmentIndex, str]] = (),
-        lease: Lease | None = None,
-        staleness: Iterable[int] = (),
-    ) -> None:
-        super().__init__(entries)
-        self.lease = lease
-        """None: nothing was fetched yet."""
-        self.staleness = list(staleness)
-        """Of each fragment, in model versions, when it was served: that of the oldest in its chunk."""
-
-    @property
-    def fragment_ids(self) -> list[str]:
-        """The ids alone, for the store."""
-        return [fragment_id for _, fragment_id in self]
-
-
-class LeaseRow(msgspec.Struct, array_like=True):
-    """What is kept of a lease."""
-
-    number: int
-    term_s: float
-    fragments: list[Fragment]
-    staleness: list[int]
-
-    def batch(self) -> FragmentBatch:
-        """What was served with it."""
-        entries = [
-            (FragmentIndex(fragment.worker_uuid, fragment.fid_in_worker), fragment.fragment_id)
-            for fragment in self.fragments
-        ]
-        return FragmentBatch(entries, Lease(str(self.number), self.term_s), self.staleness)
-
-
-class LeaseTable:
-    """The leases in force, with the time of the event loop at which each ends.
-
-    >>> table = LeaseTable()
-    >>> table.add(LeaseRow(0, 600.0, [], []), now_s=1.0)
-    >>> table.next_end_s(), [row.number for row in table.over(now_s=601.0)]
-    (601.0, [0])
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[int, LeaseRow] = {}
-        self._ends_s: dict[int, float] = {}
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __iter__(self) -> Iterator[LeaseRow]:
-        return iter(self._rows.values())
-
-    def add(self, row: LeaseRow, now_s: float) -> None:
-        """Hold `row` for its term from now on."""
-        self._rows[row.number] = row
-        self._ends_s[row.number] = now_s + row.term_s
-
-    def find(self, lease: Lease | str) -> LeaseRow | None:
-        """The row of `lease`, or of the lease with this id; None: it ended."""
-        lease_id = lease.lease_id if isinstance(lease, Lease) else lease
-        if not isinstance(lease_id, str) or not lease_id.isdecimal():
-            raise ValueError(f"a lease is what a batch has as .lease, or its lease_id, got {lease!r}")
-        return self._rows.get(int(lease_id))
-
-    def remove(self, row: LeaseRow) -> None:
-        """Hold it no longer."""
-        del self._rows[row.number], self._ends_s[row.number]
-
-    def restart(self, now_s: float) -> None:
-        """Give every lease its whole term again."""
-        self._ends_s = {number: now_s + row.term_s for number, row in self._rows.items()}
-
-    def over(self, now_s: float) -> list[LeaseRow]:
-        """Those whose term is over."""
-        return [self._rows[number] for number, end_s in self._ends_s.items() if end_s <= now_s]
-
-    def next_end_s(self) -> float | None:
-        """When the next one ends."""
-        return min(self._ends_s.values(), default=None)
-
-
 class References:
     """How many hold each payload: a chunk or partial chunk counts once, every lease once.
 
@@ -181,3 +77,107 @@ class References:
         if len(self._gone) > 2 * NUM_REMEMBERED:
             for fragment_id in list(islice(self._gone, NUM_REMEMBERED)):
                 del self._gone[fragment_id]
+
+
+class LeaseTable:
+    """The leases in force, with the time of the event loop at which each ends.
+
+    >>> table = LeaseTable()
+    >>> table.add(LeaseRow(0, 600.0, [], []), now_s=1.0)
+    >>> table.next_end_s(), [row.number for row in table.over(now_s=601.0)]
+    (601.0, [0])
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, LeaseRow] = {}
+        self._ends_s: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[LeaseRow]:
+        return iter(self._rows.values())
+
+    def add(self, row: LeaseRow, now_s: float) -> None:
+        """Hold `row` for its term from now on."""
+        self._rows[row.number] = row
+        self._ends_s[row.number] = now_s + row.term_s
+
+    def find(self, lease: Lease | str) -> LeaseRow | None:
+        """The row of `lease`, or of the lease with this id; None: it ended."""
+        lease_id = lease.lease_id if isinstance(lease, Lease) else lease
+        if not isinstance(lease_id, str) or not lease_id.isdecimal():
+            raise ValueError(f"a lease is what a batch has as .lease, or its lease_id, got {lease!r}")
+        return self._rows.get(int(lease_id))
+
+    def remove(self, row: LeaseRow) -> None:
+        """Hold it no longer."""
+        del self._rows[row.number], self._ends_s[row.number]
+
+    def restart(self, now_s: float) -> None:
+        """Give every lease its whole term again."""
+        self._ends_s = {number: now_s + row.term_s for number, row in self._rows.items()}
+
+    def over(self, now_s: float) -> list[LeaseRow]:
+        """Those whose term is over."""
+        return [self._rows[number] for number, end_s in self._ends_s.items() if end_s <= now_s]
+
+    def next_end_s(self) -> float | None:
+        """When the next one ends."""
+        return min(self._ends_s.values(), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right to read the payloads of one batch.
+
+    >>> Lease("17", term_s=600.0).lease_id
+    '17'
+    """
+
+    lease_id: str
+    term_s: float
+    """Seconds it is in force, from the fetch or the last renewal on."""
+
+
+class FragmentBatch(list[tuple[FragmentIndex, str]]):
+    """The result of one fetch: ``(FragmentIndex, fragment id)``, fragments of a chunk together and in order.
+
+    >>> batch = FragmentBatch([(FragmentIndex("w", 0), "id")], Lease("17", 600.0), [2])
+    >>> batch[0], batch.lease.lease_id, batch.staleness
+    ((FragmentIndex(worker_uuid='w', fid_in_worker=0), 'id'), '17', [2])
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[tuple[FragmentIndex, str]] = (),
+        lease: Lease | None = None,
+        staleness: Iterable[int] = (),
+    ) -> None:
+        super().__init__(entries)
+        self.lease = lease
+        """None: nothing was fetched yet."""
+        self.staleness = list(staleness)
+        """Of each fragment, in model versions, when it was served: that of the oldest in its chunk."""
+
+    @property
+    def fragment_ids(self) -> list[str]:
+        """The ids alone, for the store."""
+        return [fragment_id for _, fragment_id in self]
+
+
+class LeaseRow(msgspec.Struct, array_like=True):
+    """A lease as it is kept."""
+
+    number: int
+    term_s: float
+    fragments: list[Fragment]
+    staleness: list[int]
+
+    def batch(self) -> FragmentBatch:
+        """The batch that was served with it."""
+        entries = [
+            (FragmentIndex(fragment.worker_uuid, fragment.fid_in_worker), fragment.fragment_id)
+            for fragment in self.fragments
+        ]
+        return FragmentBatch(entries, Lease(str(self.number), self.term_s), self.staleness)

@@ -1,5 +1,4 @@
-"""What workers send: a fragment of consecutive environment steps, and who made it, when and with which
-weights.
+"""The records that workers send: a fragment of consecutive environment steps, and its origin.
 
 ::
 
@@ -82,7 +81,7 @@ class SampleFragment:
     worker_uuid: str
     fid_in_worker: int
     next_obs: Any = None
-    """What the policy would see next: the value of it goes on where the fragment ends."""
+    """The observation after the last step: its value stands for the future beyond the fragment."""
     episode_uuids: Sequence[str] = ()
     """[T]: the episode of each step."""
     logprobs: Any = None

@@ -1,4 +1,4 @@
-"""What a fragment buffer may hold and serve, and how far writers may run ahead of readers.
+"""The rules of a fragment buffer: what it may hold and serve, and how far writers may run ahead.
 
 ::
 
@@ -10,7 +10,7 @@
 The rule of Reverb's rate limiter (Cassirer et al., 2021, arXiv 2102.04736), with two changes that keep it
 from standing still: a chunk that left the buffer unsampled takes its share of the difference with it, and
 writers never wait while a reader waits for them. With ``samples_per_insert=2, min_chunks=1, error_buffer=6``
-the difference may lie between -4 and 8: four chunks that nobody has sampled make writers wait.
+the difference may lie between -4 and 8: four chunks without a sample make writers wait.
 """
 
 from __future__ import annotations
@@ -20,48 +20,6 @@ from dataclasses import dataclass
 
 SAMPLING = ("uniform", "recency", "priority")
 """How chunks are drawn."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RateLimit:
-    """The bounds, in chunks.
-
-    >>> limit = RateLimit(samples_per_insert=2.0, min_chunks=4, error_buffer=8.0)
-    >>> limit.min_difference, limit.max_difference
-    (0.0, 16.0)
-
-    Raises:
-        ValueError: bounds that no insert or no sample could ever keep.
-    """
-
-    samples_per_insert: float
-    """How often each chunk is to be sampled, on average."""
-    min_chunks: int = 1
-    """Nothing is sampled from fewer."""
-    error_buffer: float = math.inf
-    """How far the difference may lie from ``samples_per_insert * min_chunks``."""
-
-    def __post_init__(self) -> None:
-        if self.samples_per_insert <= 0 or self.min_chunks < 1:
-            raise ValueError(
-                f"samples_per_insert must be above 0 and min_chunks at least 1, got "
-                f"{self.samples_per_insert} and {self.min_chunks}"
-            )
-        if self.error_buffer < max(1.0, self.samples_per_insert):
-            raise ValueError(
-                f"error_buffer must be at least 1 and samples_per_insert={self.samples_per_insert}, so that "
-                f"one chunk more on either side fits, got {self.error_buffer}"
-            )
-
-    @property
-    def min_difference(self) -> float:
-        """Sampling must not bring the difference below this."""
-        return self.samples_per_insert * self.min_chunks - self.error_buffer
-
-    @property
-    def max_difference(self) -> float:
-        """Inserting must not bring the difference above this."""
-        return self.samples_per_insert * self.min_chunks + self.error_buffer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +74,45 @@ class Rules:
                 f"got {num_fragments}"
             )
         return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateLimit:
+    """The bounds, in chunks.
+
+    >>> limit = RateLimit(samples_per_insert=2.0, min_chunks=4, error_buffer=8.0)
+    >>> limit.min_difference, limit.max_difference
+    (0.0, 16.0)
+
+    Raises:
+        ValueError: bounds that no insert or no sample could ever keep.
+    """
+
+    samples_per_insert: float
+    """How often each chunk is to be sampled, on average."""
+    min_chunks: int = 1
+    """Nothing is sampled from fewer."""
+    error_buffer: float = math.inf
+    """How far the difference may lie from ``samples_per_insert * min_chunks``."""
+
+    def __post_init__(self) -> None:
+        if self.samples_per_insert <= 0 or self.min_chunks < 1:
+            raise ValueError(
+                f"samples_per_insert must be above 0 and min_chunks at least 1, got "
+                f"{self.samples_per_insert} and {self.min_chunks}"
+            )
+        if self.error_buffer < max(1.0, self.samples_per_insert):
+            raise ValueError(
+                f"error_buffer must be at least 1 and samples_per_insert={self.samples_per_insert}, so that "
+                f"one chunk more on either side fits, got {self.error_buffer}"
+            )
+
+    @property
+    def min_difference(self) -> float:
+        """Sampling must not bring the difference below this."""
+        return self.samples_per_insert * self.min_chunks - self.error_buffer
+
+    @property
+    def max_difference(self) -> float:
+        """Inserting must not bring the difference above this."""
+        return self.samples_per_insert * self.min_chunks + self.error_buffer

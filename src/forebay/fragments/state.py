@@ -1,5 +1,4 @@
-"""What a fragment buffer decides, without waiting, disk or clock: every change is one call that cannot be
-cut.
+"""The decisions of a fragment buffer, without waiting, disk or clock: a change is one call, never cut short.
 
 ::
 

@@ -56,7 +56,7 @@ class _Rollout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a real run took."""
+    """The figures of a real run."""
 
     steps: int
     step_s: float

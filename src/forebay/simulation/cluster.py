@@ -6,7 +6,7 @@
     lengths: log-normal | constant | measured     --> how many tokens it has
     seconds to train, sync and judge              --> everything else
 
-What a run file says (batch, group size, staleness, over-sampling, tasks) is not repeated here.
+Batch, group size, staleness, over-sampling and tasks are not repeated here: the run file says them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LengthConfig(_Description):
 
 
 class ClusterConfig(_Description):
-    """What a simulation needs to know of engines, trainer and responses.
+    """The facts that a simulation needs of engines, trainer and responses.
 
     >>> cluster = ClusterConfig(slots=64, tokens_per_s=2000, train_s=30, lengths={"constant": 100})
     >>> cluster.decode_rate(32), cluster.generation_s(num_tokens=60_000)

@@ -1,4 +1,4 @@
-"""What `forebay simulate` does: reads or measures a cluster, simulates, shows and writes what came out."""
+"""The work of `forebay simulate`: read or measure a cluster, simulate, show and write the findings."""
 
 from __future__ import annotations
 

@@ -37,34 +37,6 @@ _LONGEST = 1 << 20
 """Tokens: the context of an engine whose limits are those of the run file."""
 
 
-class Segment(NamedTuple):
-    """One request's time in a slot."""
-
-    engine: int
-    slot: int
-    start_s: float
-    end_s: float
-    num_tokens: int
-    model_step: int
-    """Of the weights when it began."""
-    is_aborted: bool
-
-
-@dataclass
-class _Work:
-    """A request in a slot."""
-
-    slot: int
-    start_s: float
-    length: int
-    first_step: int
-    first_progress: float = math.inf
-    """Where the engine's progress was when it began to decode."""
-    num_tokens: int = 0
-    is_aborted: bool = True
-    """As long as nothing else is said: the request of a cancelled caller leaves without a word."""
-
-
 class ModeledEngine(ScriptedEngine):
     """Serves requests of known lengths at a known rate, without making their tokens.
 
@@ -219,6 +191,34 @@ class ModeledEngine(ScriptedEngine):
         starts, steps = zip(*self._loads, strict=True)
         labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(starts, made, side="right") - 1]
         return labels
+
+
+class Segment(NamedTuple):
+    """One request's time in a slot."""
+
+    engine: int
+    slot: int
+    start_s: float
+    end_s: float
+    num_tokens: int
+    model_step: int
+    """Of the weights when it began."""
+    is_aborted: bool
+
+
+@dataclass
+class _Work:
+    """A request in a slot."""
+
+    slot: int
+    start_s: float
+    length: int
+    first_step: int
+    first_progress: float = math.inf
+    """Where the engine's progress was when it began to decode."""
+    num_tokens: int = 0
+    is_aborted: bool = True
+    """As long as nothing else is said: the request of a cancelled caller leaves without a word."""
 
 
 _LOGPROBS: FloatArray = np.full(1 << 16, SCRIPTED_LOGPROB, np.float32)

@@ -42,6 +42,80 @@ PAUSE = "pause"
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 
+@dataclass(frozen=True, kw_only=True)
+class SimulationResult:
+    """The numbers of one simulated run; times in (virtual) seconds."""
+
+    steps: int
+    step_s: float
+    """From the end of a step to the end of the next, on average."""
+    generation_s: float
+    """The step's trained tokens over the engines' full-batch rate: T_gen."""
+    training_s: float
+    engine_idle: float
+    """Share of the slots that were empty."""
+    trainer_idle: float
+    """Share of the time in which it did not train."""
+    sync_share: float
+    """Share of the time in which weights were handed over."""
+    mean_tokens: float
+    """Of a trained response."""
+    token_lag: Lag
+    group_lag: Lag
+    stalest_mean: float
+    """Mean over train steps of the stalest group."""
+    generated: int
+    """Groups taken up."""
+    dropped: Mapping[str, int]
+    """Groups, by reason."""
+    made_tokens: int
+    trained_tokens: int
+    kept_tokens: int
+    """Made and still there at the end, in the buffer or in flight."""
+    slots: int
+    """Of one engine."""
+    step_ends_s: Sequence[float] = field(repr=False)
+    segments: Sequence[Segment] = field(repr=False)
+    spans: Sequence[Span] = field(repr=False)
+
+    @property
+    def steps_per_hour(self) -> float:
+        """Train steps."""
+        return 3600 / self.step_s
+
+    @property
+    def bound_s(self) -> float:
+        """No schedule makes a step faster: the slower of generation and training."""
+        return max(self.generation_s, self.training_s)
+
+    @property
+    def over_bound(self) -> float:
+        """Step time over its lower bound."""
+        return self.step_s / self.bound_s
+
+    @property
+    def wasted_share(self) -> float:
+        """Share of the tokens made that nothing will train on."""
+        if not self.made_tokens:
+            return 0.0
+        return max(0.0, 1 - (self.trained_tokens + self.kept_tokens) / self.made_tokens)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of the groups taken up that were dropped."""
+        return sum(self.dropped.values()) / self.generated if self.generated else 0.0
+
+    def numbers(self) -> dict[str, Any]:
+        """Everything but the timeline, as JSON values."""
+        lags = {"token_staleness": self.token_lag, "group_staleness": self.group_lag}
+        return {
+            **{name: getattr(self, name) for name in _NUMBERS},
+            **{name: lag.numbers() for name, lag in lags.items()},
+            "groups": self.generated,
+            "dropped": dict(self.dropped),
+        }
+
+
 def simulate(
     config: RunConfig,
     cluster: ClusterConfig,
@@ -219,77 +293,3 @@ _NUMBERS = (
     "wasted_share",
 )
 """Of `SimulationResult.numbers`, those that are plain."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulationResult:
-    """The numbers of one simulated run; times in (virtual) seconds."""
-
-    steps: int
-    step_s: float
-    """From the end of a step to the end of the next, on average."""
-    generation_s: float
-    """The step's trained tokens over the engines' full-batch rate: T_gen."""
-    training_s: float
-    engine_idle: float
-    """Share of the slots that were empty."""
-    trainer_idle: float
-    """Share of the time in which it did not train."""
-    sync_share: float
-    """Share of the time in which weights were handed over."""
-    mean_tokens: float
-    """Of a trained response."""
-    token_lag: Lag
-    group_lag: Lag
-    stalest_mean: float
-    """Mean over train steps of the stalest group."""
-    generated: int
-    """Groups taken up."""
-    dropped: Mapping[str, int]
-    """Groups, by reason."""
-    made_tokens: int
-    trained_tokens: int
-    kept_tokens: int
-    """Made and still there at the end, in the buffer or in flight."""
-    slots: int
-    """Of one engine."""
-    step_ends_s: Sequence[float] = field(repr=False)
-    segments: Sequence[Segment] = field(repr=False)
-    spans: Sequence[Span] = field(repr=False)
-
-    @property
-    def steps_per_hour(self) -> float:
-        """Train steps."""
-        return 3600 / self.step_s
-
-    @property
-    def bound_s(self) -> float:
-        """No schedule makes a step faster: the slower of generation and training."""
-        return max(self.generation_s, self.training_s)
-
-    @property
-    def over_bound(self) -> float:
-        """Step time over its lower bound."""
-        return self.step_s / self.bound_s
-
-    @property
-    def wasted_share(self) -> float:
-        """Share of the tokens made that nothing will train on."""
-        if not self.made_tokens:
-            return 0.0
-        return max(0.0, 1 - (self.trained_tokens + self.kept_tokens) / self.made_tokens)
-
-    @property
-    def dropped_share(self) -> float:
-        """Share of the groups taken up that were dropped."""
-        return sum(self.dropped.values()) / self.generated if self.generated else 0.0
-
-    def numbers(self) -> dict[str, Any]:
-        """Everything but the timeline, as JSON values."""
-        lags = {"token_staleness": self.token_lag, "group_staleness": self.group_lag}
-        return {
-            **{name: getattr(self, name) for name in _NUMBERS},
-            **{name: lag.numbers() for name, lag in lags.items()},
-            "groups": self.generated,
-            "dropped": dict(self.dropped),
-        }

@@ -80,7 +80,7 @@ def share(value: float) -> str:
 
 
 def result_rows(result: SimulationResult) -> list[tuple[str, str]]:
-    """What to say of one simulation, in order."""
+    """The lines about one simulation, in order."""
     dropped = ", ".join(f"{count:,} {reason}" for reason, count in sorted(result.dropped.items()))
     return [
         ("step", f"{number(result.step_s)} s"),

@@ -43,14 +43,14 @@ class Case:
     """One simulation to do."""
 
     settings: Mapping[str, str]
-    """What it has of each axis."""
+    """Its value on each axis."""
     config: RunConfig
     cluster: ClusterConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a case."""
+    """The findings of a case."""
 
     case: Case
     result: SimulationResult | None

@@ -18,10 +18,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from rich.console import Console
@@ -215,13 +215,12 @@ def _hand_over(result: asyncio.Future[Result], later: asyncio.Future[Result]) ->
         later.set_result(result.result())
 
 
-@dataclass
-class TrainedStep:
-    """What one train step was made of."""
+class TrainedStep(NamedTuple):
+    """The content of one train step: how many tokens, and how many tokens and groups by staleness."""
 
     num_tokens: int
-    token_staleness: Counter[int] = field(default_factory=Counter)
-    group_staleness: Counter[int] = field(default_factory=Counter)
+    token_staleness: Counter[int]
+    group_staleness: Counter[int]
 
 
 class TimedTrainer:
@@ -238,12 +237,13 @@ class TimedTrainer:
     ) -> SimpleNamespace:
         """Take the time of a train step; what is masked takes as long as what is not."""
         states = [state for group in groups for state in group]
-        step = TrainedStep(sum(len(state.response_ids) for state in states))
         made_by = np.concatenate([state.response_model_steps for state in states])
-        for lag, count in zip(*np.unique(self.model_step - made_by, return_counts=True), strict=True):
-            step.token_staleness[int(lag)] = int(count)
-        for group in groups:
-            step.group_staleness[max(state.seq_staleness for state in group)] += 1
+        lags, counts = np.unique(self.model_step - made_by, return_counts=True)
+        step = TrainedStep(
+            num_tokens=len(made_by),
+            token_staleness=Counter(dict(zip(lags.tolist(), counts.tolist(), strict=True))),
+            group_staleness=Counter(max(state.seq_staleness for state in group) for group in groups),
+        )
         self.steps.append(step)
         self._thread.charged_s += self._cluster.training_s(step.num_tokens)
         self.model_step += 1

@@ -45,7 +45,7 @@ NUM_RECENT = 100
 class _Watch:
     limit: asyncio.Timeout
     reason: str
-    """What the worker did not do when the limit is over."""
+    """Why the worker is given up when the limit is over."""
 
 
 class Hub:

@@ -1,4 +1,4 @@
-"""What workers and the trainer say to each other.
+"""The messages between workers and the trainer.
 
 ::
 

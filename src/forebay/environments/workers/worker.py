@@ -30,6 +30,56 @@ WORK_LIMIT_S = 900.0
 """Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""
 
 
+class HubLink:
+    """A worker's connection to the hub's Unix socket, without an event loop.
+
+    >>> link = HubLink(address, "worker-0")
+    >>> orders = link.report(Report("worker-0", version=-1))
+    """
+
+    def __init__(self, address: str, worker_uuid: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
+        """A hub that is silent for `limit_s` is gone."""
+        self._limit_s = limit_s
+        self._working_since: float | None = time.monotonic()
+        sock = dial_blocking(address, limit_s)
+        # Weights may be of any size.
+        self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
+        self._channel.send(Note(encode_value(worker_uuid)))
+        self._channel.beat(Alive(), limit_s / BEATS, self._is_alive)
+
+    def _is_alive(self) -> bool:
+        since = self._working_since
+        return since is None or time.monotonic() - since < WORK_LIMIT_S
+
+    def report(self, report: Report) -> Orders:
+        """Send the report and wait for the answer, however long the buffer keeps writers waiting.
+
+        Raises:
+            EOFError: the trainer is gone.
+        """
+        self._working_since = None
+        try:
+            self._channel.send(Call(0, "report", encode_value(report)))
+            while isinstance((received := self._channel.receive())[0], Alive):
+                pass
+        except TimeoutError:
+            raise EOFError(f"the trainer is gone: it has been silent for {self._limit_s:g} s") from None
+        except (ConnectionError, EOFError) as error:
+            raise EOFError(f"the trainer is gone: {error}") from error
+        finally:
+            self._working_since = time.monotonic()
+        message, weights = received
+        if isinstance(message, Failure):
+            raise error_of(message)
+        assert isinstance(message, Answer)
+        stop, version = msgspec.msgpack.decode(message.value, type=tuple[bool, int])
+        return Orders(stop, version, weights[0].tobytes() if weights else b"")
+
+    def close(self) -> None:
+        """End the connection."""
+        self._channel.close()
+
+
 def run_worker(address: str, encoded_spec: str) -> None:
     """The whole life of a worker, which ends quietly when the trainer is gone.
 
@@ -79,56 +129,6 @@ def work(spec: WorkerSpec, link: HubLink) -> None:
             orders = link.report(report)
     finally:
         envs.close()
-
-
-class HubLink:
-    """A worker's connection to the hub's Unix socket, without an event loop.
-
-    >>> link = HubLink(address, "worker-0")
-    >>> orders = link.report(Report("worker-0", version=-1))
-    """
-
-    def __init__(self, address: str, worker_uuid: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
-        """A hub that is silent for `limit_s` is gone."""
-        self._limit_s = limit_s
-        self._working_since: float | None = time.monotonic()
-        sock = dial_blocking(address, limit_s)
-        # Weights may be of any size.
-        self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
-        self._channel.send(Note(encode_value(worker_uuid)))
-        self._channel.beat(Alive(), limit_s / BEATS, self._is_alive)
-
-    def _is_alive(self) -> bool:
-        since = self._working_since
-        return since is None or time.monotonic() - since < WORK_LIMIT_S
-
-    def report(self, report: Report) -> Orders:
-        """Send the report and wait for the answer, however long the buffer keeps writers waiting.
-
-        Raises:
-            EOFError: the trainer is gone.
-        """
-        self._working_since = None
-        try:
-            self._channel.send(Call(0, "report", encode_value(report)))
-            while isinstance((received := self._channel.receive())[0], Alive):
-                pass
-        except TimeoutError:
-            raise EOFError(f"the trainer is gone: it has been silent for {self._limit_s:g} s") from None
-        except (ConnectionError, EOFError) as error:
-            raise EOFError(f"the trainer is gone: {error}") from error
-        finally:
-            self._working_since = time.monotonic()
-        message, weights = received
-        if isinstance(message, Failure):
-            raise error_of(message)
-        assert isinstance(message, Answer)
-        stop, version = msgspec.msgpack.decode(message.value, type=tuple[bool, int])
-        return Orders(stop, version, weights[0].tobytes() if weights else b"")
-
-    def close(self) -> None:
-        """End the connection."""
-        self._channel.close()
 
 
 if __name__ == "__main__":

@@ -47,20 +47,6 @@ PROCESS_ENVIRONMENT = {
 """Of worker processes, beside the trainer's own, which has precedence."""
 
 
-class WorkerMode(Protocol):
-    """Runs workers in a certain way."""
-
-    async def run(self, spec: WorkerSpec, hub: Hub) -> None:
-        """Run one worker, which reports to `hub.address`, until it is told to stop.
-
-        A cancelled call ends it at once.
-
-        Raises:
-            WorkerDied: it ended in another way.
-        """
-        ...
-
-
 class WorkerPool:
     """Runs `count` workers until the hub tells them to stop.
 
@@ -116,6 +102,20 @@ class WorkerPool:
             lines = reason.splitlines()
             summary = ": ".join(dict.fromkeys([lines[0], lines[-1]]))
             logger.warning("worker %d died (%s) and is started again", number, summary)
+
+
+class WorkerMode(Protocol):
+    """Runs workers in a certain way."""
+
+    async def run(self, spec: WorkerSpec, hub: Hub) -> None:
+        """Run one worker, which reports to `hub.address`, until it is told to stop.
+
+        A cancelled call ends it at once.
+
+        Raises:
+            WorkerDied: it ended in another way.
+        """
+        ...
 
 
 class ProcessWorkers:

@@ -1,4 +1,4 @@
-"""Deletes payloads that nothing needs: those let go, and those that nobody ever announced.
+"""Deletes payloads that nothing needs: those let go, and those that were never announced.
 
 ::
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Collector:
-    """What deletes payloads from `store`, beside the event loop.
+    """Deletes payloads from a store, beside the event loop.
 
     >>> collector = Collector(store, is_named=lambda fragment_id: False, grace_s=600.0)
     >>> collector.discard([fragment_id])
@@ -37,7 +37,7 @@ class Collector:
     def __init__(self, store: FragmentStore, is_named: Callable[[str], bool], grace_s: float) -> None:
         """`is_named` says whether anything needs the payload, or is about to."""
         self.num_orphans = 0
-        """Payloads deleted that nobody had announced in time."""
+        """Payloads deleted that were not announced in time."""
         self._store = store
         self._is_named = is_named
         self._grace_s = grace_s

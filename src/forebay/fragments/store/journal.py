@@ -38,6 +38,74 @@ _OWNER_KEY, _SNAPSHOT_KEY, _OLD_KEY = b"owner", b"snapshot", b"meta"
 _NUMBER = struct.Struct(">Q")
 
 
+class Journal:
+    """The journal of one buffer, which the last to open the folder owns.
+
+    >>> journal = Journal(Path(tempfile.mkdtemp()))
+    >>> journal.load()
+    Saved(snapshot=None, changes=[])
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._environment = Environment.open(path, max_bytes=MAX_BYTES)
+        self._table, self._entries = self._environment.table("rows"), self._environment.table("entries")
+        with self._environment.write() as transaction:
+            raw = transaction.get(_OWNER_KEY, db=self._table)
+            self._owner = struct.unpack("<Q", raw)[0] + 1 if raw is not None else 1
+            transaction.put(_OWNER_KEY, struct.pack("<Q", self._owner), db=self._table)
+        self._path = path
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._num_entries = 0
+        # The first commit writes a snapshot: entries are replayed under the rules that it names.
+        self._room_bytes = 0
+
+    def load(self) -> Saved:
+        """The snapshot, and all changes since.
+
+        Raises:
+            ValueError: another program, or another version of this one, wrote it.
+        """
+        view = self._environment.read()
+        if view.get(_OLD_KEY, self._table) is not None:
+            raise ValueError(
+                f"{str(self._path)!r} was written by forebay 0.1: go on with that, or take an empty folder"
+            )
+        raw = view.get(_SNAPSHOT_KEY, self._table)
+        try:
+            snapshot = None if raw is None else msgspec.msgpack.decode(raw, type=Snapshot)
+            decode = msgspec.msgpack.Decoder(list[Change]).decode
+            changes = [change for _, entry in view.items(self._entries) for change in decode(entry)]
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{str(self._path)!r} is not of a fragment buffer: {error}") from error
+        return Saved(snapshot, changes)
+
+    def commit(self, changes: Sequence[Change], take_snapshot: Callable[[], Snapshot]) -> None:
+        """Add `changes`, or the snapshot that is due, which holds them: all of it or nothing.
+
+        Raises:
+            BufferClosed: another buffer opened the folder since.
+        """
+        entry = self._encode(changes)
+        is_due = len(entry) > self._room_bytes
+        row = self._encode(take_snapshot()) if is_due else entry
+        with self._environment.write(len(row)) as transaction:
+            raw = transaction.get(_OWNER_KEY, db=self._table)
+            assert raw is not None
+            if struct.unpack("<Q", raw)[0] != self._owner:
+                raise BufferClosed(f"another buffer has opened {str(self._path)!r}")
+            if is_due:
+                transaction.drop(self._entries, delete=False)
+                transaction.put(_SNAPSHOT_KEY, row, db=self._table)
+            elif changes:
+                transaction.put(_NUMBER.pack(self._num_entries), row, db=self._entries)
+        self._num_entries += 1
+        self._room_bytes = max(MIN_ENTRY_BYTES, len(row)) if is_due else self._room_bytes - len(row)
+
+    def copy(self, path: Path) -> None:
+        """A copy in the new folder `path`."""
+        self._environment.copy(path)
+
+
 class Added(msgspec.Struct, array_like=True, tag=True):
     """`ReplayState.add`."""
 
@@ -119,71 +187,3 @@ class Saved(NamedTuple):
     """None: the journal is new."""
     changes: list[Change]
     """Since the snapshot."""
-
-
-class Journal:
-    """The journal of one buffer, which the last to open the folder owns.
-
-    >>> journal = Journal(Path(tempfile.mkdtemp()))
-    >>> journal.load()
-    Saved(snapshot=None, changes=[])
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._environment = Environment.open(path, max_bytes=MAX_BYTES)
-        self._table, self._entries = self._environment.table("rows"), self._environment.table("entries")
-        with self._environment.write() as transaction:
-            raw = transaction.get(_OWNER_KEY, db=self._table)
-            self._owner = struct.unpack("<Q", raw)[0] + 1 if raw is not None else 1
-            transaction.put(_OWNER_KEY, struct.pack("<Q", self._owner), db=self._table)
-        self._path = path
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._num_entries = 0
-        # The first commit writes a snapshot: entries are replayed under the rules that it names.
-        self._room_bytes = 0
-
-    def load(self) -> Saved:
-        """The snapshot, and all changes since.
-
-        Raises:
-            ValueError: another program, or another version of this one, wrote it.
-        """
-        view = self._environment.read()
-        if view.get(_OLD_KEY, self._table) is not None:
-            raise ValueError(
-                f"{str(self._path)!r} was written by forebay 0.1: go on with that, or take an empty folder"
-            )
-        raw = view.get(_SNAPSHOT_KEY, self._table)
-        try:
-            snapshot = None if raw is None else msgspec.msgpack.decode(raw, type=Snapshot)
-            decode = msgspec.msgpack.Decoder(list[Change]).decode
-            changes = [change for _, entry in view.items(self._entries) for change in decode(entry)]
-        except msgspec.MsgspecError as error:
-            raise ValueError(f"{str(self._path)!r} is not of a fragment buffer: {error}") from error
-        return Saved(snapshot, changes)
-
-    def commit(self, changes: Sequence[Change], take_snapshot: Callable[[], Snapshot]) -> None:
-        """Add `changes`, or the snapshot that is due, which holds them: all of it or nothing.
-
-        Raises:
-            BufferClosed: another buffer opened the folder since.
-        """
-        entry = self._encode(changes)
-        is_due = len(entry) > self._room_bytes
-        row = self._encode(take_snapshot()) if is_due else entry
-        with self._environment.write(len(row)) as transaction:
-            raw = transaction.get(_OWNER_KEY, db=self._table)
-            assert raw is not None
-            if struct.unpack("<Q", raw)[0] != self._owner:
-                raise BufferClosed(f"another buffer has opened {str(self._path)!r}")
-            if is_due:
-                transaction.drop(self._entries, delete=False)
-                transaction.put(_SNAPSHOT_KEY, row, db=self._table)
-            elif changes:
-                transaction.put(_NUMBER.pack(self._num_entries), row, db=self._entries)
-        self._num_entries += 1
-        self._room_bytes = max(MIN_ENTRY_BYTES, len(row)) if is_due else self._room_bytes - len(row)
-
-    def copy(self, path: Path) -> None:
-        """A copy in the new folder `path`."""
-        self._environment.copy(path)

@@ -41,62 +41,16 @@ PAGE_BYTES = 4096
 INLINE_BYTES = PAGE_BYTES // 2
 """Smaller values share a page with others and are not aligned: a copy is cheaper than holding the page."""
 RESERVE_STEP_BYTES = (1 << 20, 64 << 20)
-"""What is reserved beyond the need: half of it again, within these bounds."""
+"""Reserved beyond the need: half of it again, within these bounds."""
 MAX_PROCESSES = 256
 MAX_SNAPSHOTS = 15
 """Held by the arrays of one process at a time; beyond that arrays are copies. One more is for reading."""
 
 
-class StoreFullError(RuntimeError):
-    """There is no room for what was to be written; nothing of it was."""
-
-
-class Snapshot:
-    """The database as it was at one moment, for as long as this or an array from it lives.
-
-    Pages that were freed since cannot be used again before, so a snapshot kept for long makes the file grow.
-    """
-
-    __slots__ = ("__weakref__", "_transaction")
-
-    def __init__(self, transaction: lmdb.Transaction[memoryview]) -> None:
-        self._transaction = transaction
-
-    def get(self, key: bytes, table: Any) -> memoryview | None:
-        """The value, for use before this is let go; None: there is none."""
-        return self._transaction.get(key, db=table)
-
-    def keys(self, table: Any) -> Iterator[bytes]:
-        """All keys in order; it holds the snapshot until it is exhausted or let go."""
-        for key in self._transaction.cursor(table).iternext(values=False):
-            yield bytes(key)
-
-    def items(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
-        """All keys and values in order."""
-        for key, value in self._transaction.cursor(table):
-            yield bytes(key), bytes(value)
-
-    def value(self, raw: memoryview, *, copy: bool) -> Bytes:
-        """`raw` as an array that may outlive this: a copy of a small one, else it holds the snapshot."""
-        if copy or len(raw) < INLINE_BYTES:
-            return np.frombuffer(bytes(raw), np.uint8)
-        return np.asarray(_Mapped(np.frombuffer(raw, np.uint8), self))
-
-
-class _Mapped:
-    """What numpy asks for the memory, and holds as the base of every array that looks into it."""
-
-    __slots__ = ("__array_interface__", "snapshot")
-
-    def __init__(self, memory: Bytes, snapshot: Snapshot) -> None:
-        self.__array_interface__ = memory.__array_interface__
-        self.snapshot = snapshot
-
-
 class Environment:
     """One database folder, opened once in a process however many use it (LMDB asks for that).
 
-    It closes when nobody refers to it: neither a user nor an array.
+    It closes when no user and no array refers to it.
 
     >>> environment = Environment.open(Path(tempfile.mkdtemp()), max_bytes=1 << 20)
     >>> with environment.write() as transaction:
@@ -226,3 +180,49 @@ class Environment:
         self._lmdb.copy(str(path), compact=True)
         durable.sync(path / "data.mdb")
         durable.sync(path)
+
+
+class StoreFullError(RuntimeError):
+    """There is no room for what was to be written; nothing of it was."""
+
+
+class Snapshot:
+    """The database as it was at one moment, for as long as this or an array from it lives.
+
+    Pages that were freed since cannot be used again before, so a snapshot kept for long makes the file grow.
+    """
+
+    __slots__ = ("__weakref__", "_transaction")
+
+    def __init__(self, transaction: lmdb.Transaction[memoryview]) -> None:
+        self._transaction = transaction
+
+    def get(self, key: bytes, table: Any) -> memoryview | None:
+        """The value, for use before this is let go; None: there is none."""
+        return self._transaction.get(key, db=table)
+
+    def keys(self, table: Any) -> Iterator[bytes]:
+        """All keys in order; it holds the snapshot until it is exhausted or let go."""
+        for key in self._transaction.cursor(table).iternext(values=False):
+            yield bytes(key)
+
+    def items(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
+        """All keys and values in order."""
+        for key, value in self._transaction.cursor(table):
+            yield bytes(key), bytes(value)
+
+    def value(self, raw: memoryview, *, copy: bool) -> Bytes:
+        """`raw` as an array that may outlive this: a copy of a small one, else it holds the snapshot."""
+        if copy or len(raw) < INLINE_BYTES:
+            return np.frombuffer(bytes(raw), np.uint8)
+        return np.asarray(_Mapped(np.frombuffer(raw, np.uint8), self))
+
+
+class _Mapped:
+    """The memory as numpy asks for it; it is the base of every array that looks into it."""
+
+    __slots__ = ("__array_interface__", "snapshot")
+
+    def __init__(self, memory: Bytes, snapshot: Snapshot) -> None:
+        self.__array_interface__ = memory.__array_interface__
+        self.snapshot = snapshot

@@ -14,7 +14,6 @@ import asyncio
 import json
 import re
 import sqlite3
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,11 +69,10 @@ class Search:
         if num_results < 1:
             raise ConfigError(f"tool 'search': num_results must be at least 1, got {num_results}")
         self._num_results = num_results
-        self._lock = threading.Lock()
         self._turn = asyncio.Semaphore(1)
         # Its own: a query is short, and must not wait for what fills asyncio's threads.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        # Used by one thread at a time, under the lock.
+        # Built by this thread, then used by that one alone.
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, body, tokenize='porter')")
         documents = _read_corpus(Path(corpus)) if isinstance(corpus, str) else corpus
@@ -110,8 +108,7 @@ class Search:
     def close(self) -> None:
         """Free the index."""
         self._thread.shutdown()
-        with self._lock:
-            self._index.close()
+        self._index.close()
 
     def _add(self, documents: Iterable[Document]) -> int:
         with self._index:
@@ -119,11 +116,10 @@ class Search:
 
     def _find(self, query: str) -> list[Document]:
         passage = f"snippet(documents, 1, '', '', '...', {_PASSAGE_WORDS})"
-        with self._lock:
-            return self._index.execute(
-                f"SELECT title, {passage} FROM documents WHERE documents MATCH ? ORDER BY rank LIMIT ?",
-                (query, self._num_results),
-            ).fetchall()
+        return self._index.execute(
+            f"SELECT title, {passage} FROM documents WHERE documents MATCH ? ORDER BY rank LIMIT ?",
+            (query, self._num_results),
+        ).fetchall()
 
 
 def _read_corpus(path: Path) -> Iterator[Document]:

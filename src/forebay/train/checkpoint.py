@@ -177,21 +177,22 @@ def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, writes: 
     if writes:
         _save_model(folder / "model", parts.model, weights)
     del weights
-    if is_lora(parts.model):
-        adapter = _on_cpu(adapter_weights(parts.model), writes)
-        if writes:
-            (folder / "adapter").mkdir()
-            save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
-            save_tensors(adapter, folder / "adapter" / ADAPTER_FILE)
     rest = {"optimizer": parts.optimizer.state_tensors()}
     if parts.critic is not None and parts.critic_optimizer is not None:
         rest["critic"] = iter(parts.critic.state_dict().items())
         rest["critic_optimizer"] = parts.critic_optimizer.state_tensors()
-    for name, tensors in rest.items():
+    files = {f"{name}.safetensors": tensors for name, tensors in rest.items()}
+    if is_lora(parts.model):
+        files[f"adapter/{ADAPTER_FILE}"] = adapter_weights(parts.model)
+    for name, tensors in files.items():
+        # One file's tensors after the other's: they are gathered whole.
         gathered = _on_cpu(tensors, writes)
         if writes:
-            save_tensors(gathered, folder / f"{name}.safetensors")
+            (folder / name).parent.mkdir(exist_ok=True)
+            save_tensors(gathered, folder / name)
     if writes:
+        if is_lora(parts.model):
+            save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
         dtype = str(next(parts.model.parameters()).dtype).removeprefix("torch.")
         save_json({**parts.kind(), "train_step": train_step, "dtype": dtype}, folder / "trainer.json")
 

@@ -216,11 +216,10 @@ class TrainController:
         Raises:
             ValueError: the engine's are asked for and some are unknown.
         """
+        if self.config.correction != "ratio":
+            return self._fill("old_logprobs", batch)
         with timed(batch, "old_logprobs"):
-            if self.config.correction == "ratio":
-                batch.old_logprobs = _known_rollout_logprobs(batch)
-            else:
-                batch.old_logprobs = self._token_values("old_logprobs", batch)
+            batch.old_logprobs = _known_rollout_logprobs(batch)
         return batch
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -229,9 +228,7 @@ class TrainController:
         Raises:
             ValueError: there is no reference, because ``kl_coef`` is 0 and no model was given.
         """
-        with timed(batch, "ref_logprobs"):
-            batch.ref_logprobs = self._token_values("ref_logprobs", batch)
-        return batch
+        return self._fill("ref_logprobs", batch)
 
     def compute_values(self, batch: TrainBatch) -> TrainBatch:
         """Fill ``values`` by the critic.
@@ -239,8 +236,11 @@ class TrainController:
         Raises:
             ValueError: there is no critic.
         """
-        with timed(batch, "values"):
-            batch.values = self._token_values("values", batch)
+        return self._fill("values", batch)
+
+    def _fill(self, name: str, batch: TrainBatch) -> TrainBatch:
+        with timed(batch, name):
+            setattr(batch, name, self._token_values(name, batch))
         return batch
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:

@@ -65,7 +65,8 @@ class ChatEndpoint:
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
                 f"set allow_remote = true where the network is trusted"
             )
-        _require_server()
+        for name in ("starlette", "uvicorn"):
+            require_library(name, "the chat endpoint")
         self._host, self._port = host, port
         self._bound_port = port
         self._sessions: dict[str, ChatSession] = {}
@@ -122,7 +123,7 @@ class ChatEndpoint:
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="chat endpoint")
 
     async def _chat(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import StreamingResponse
 
         session = self._sessions.get(request.path_params["secret"])
         if session is None:
@@ -146,19 +147,13 @@ class ChatEndpoint:
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
             return StreamingResponse(_chunks(turn, name, usage), media_type="text/event-stream")
-        return JSONResponse(_completion(turn, name, bool(body.get("logprobs"))))
+        return _json(_completion(turn, name, bool(body.get("logprobs"))))
 
     async def _models(self, request: Request) -> Response:
-        from starlette.responses import JSONResponse
-
         if request.path_params["secret"] not in self._sessions:
             return await _unknown(request)
-        return JSONResponse(
-            {
-                "object": "list",
-                "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "forebay"}],
-            }
-        )
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "forebay"}
+        return _json({"object": "list", "data": [model]})
 
 
 def _is_loopback(host: str) -> bool:
@@ -166,11 +161,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _require_server() -> None:
-    for name in ("starlette", "uvicorn"):
-        require_library(name, "the chat endpoint")
 
 
 async def _unknown(request: Request) -> Response:
@@ -216,12 +206,15 @@ def _stop(body: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _error(status: int, message: str, code: str) -> Response:
+    error = {"message": message, "type": code, "param": None, "code": code}
+    return _json({"error": error}, status)
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
     from starlette.responses import JSONResponse
 
-    # Clients retry what they take for a passing fault; none of these passes.
-    headers = {"x-should-retry": "false"}
-    error = {"message": message, "type": code, "param": None, "code": code}
-    return JSONResponse({"error": error}, status_code=status, headers=headers)
+    # Clients retry errors that they take for passing faults; none of these passes.
+    return JSONResponse(content, status_code=status, headers={"x-should-retry": "false"})
 
 
 def _api_message(turn: Turn) -> dict[str, Any]:
@@ -254,13 +247,15 @@ def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
             for token, value in turn.logprobs
         ]
         choice["logprobs"] = {"content": content, "refusal": None}
+    return {**_frame("chat.completion", model), "choices": [choice], "usage": _usage(turn)}
+
+
+def _frame(kind: str, model: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion",
+        "object": kind,
         "created": int(time.time()),
         "model": model,
-        "choices": [choice],
-        "usage": _usage(turn),
     }
 
 
@@ -270,20 +265,15 @@ def _chunks(turn: Turn, model: str, with_usage: bool) -> Iterator[bytes]:
     delta: dict[str, Any] = {"role": "assistant", "content": message["content"]}
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    frame = {
-        "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": "chat.completion.chunk",
-        "created": int(time.time()),
-        "model": model,
-    }
-    choices = [
-        [{"index": 0, "delta": delta, "finish_reason": None}],
-        [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason}],
+    frame = _frame("chat.completion.chunk", model)
+    parts: list[dict[str, Any]] = [
+        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason}]},
     ]
-    for choice in choices:
-        yield b"data: " + json.dumps({**frame, "choices": choice}).encode() + b"\n\n"
     if with_usage:
-        yield b"data: " + json.dumps({**frame, "choices": [], "usage": _usage(turn)}).encode() + b"\n\n"
+        parts.append({"choices": [], "usage": _usage(turn)})
+    for part in parts:
+        yield b"data: " + json.dumps({**frame, **part}).encode() + b"\n\n"
     yield b"data: [DONE]\n\n"
 
 

@@ -105,23 +105,18 @@ class ChatSession:
         self._reserved = 0
         self._waiting = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
-        self._num_open = 0
         self._closed = False
         self._news = asyncio.Event()
-        self._restore()
+        # The record of an earlier run of the program, which a pause ended.
+        record = state.extra_fields.pop(RECORD_KEY, None)
+        if record is not None and len(state.response_ids):
+            self._trajectories.append(Trajectory(state, **record, num_replayed=0))
+            self._trajectories[0].note()
 
     @property
     def is_exhausted(self) -> bool:
         """Whether the budget or the context cut or refused what was asked last, in any trajectory."""
         return self._refused_prompt or any(trajectory.is_exhausted for trajectory in self._trajectories)
-
-    # The record of an earlier run of the program
-
-    def _restore(self) -> None:
-        record = self.state.extra_fields.pop(RECORD_KEY, None)
-        if record is not None and len(self.state.response_ids):
-            self._trajectories.append(Trajectory(self.state, **record, num_replayed=0))
-            self._trajectories[0].note()
 
     def _replayed(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Turn | None:
         """The recorded answer to `messages`, if the program repeats itself; None: the turn is to be made.
@@ -175,7 +170,6 @@ class ChatSession:
             return answer
         trajectory = self._continued(given, tools) or self._begun(given, tools)
         trajectory.is_busy = True
-        self._num_open += 1
         try:
             room = await self._reserve(trajectory, max_tokens)
             try:
@@ -188,7 +182,6 @@ class ChatSession:
             raise
         finally:
             trajectory.is_busy = False
-            self._num_open -= 1
             self._wake()
 
     def _continued(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Trajectory | None:
@@ -371,7 +364,7 @@ class ChatSession:
         if self.end_status is not Status.ABORTED or is_cancelled():
             for turn in self._running:
                 turn.cancel()
-        while self._num_open:
+        while any(trajectory.is_busy for trajectory in self._trajectories):
             await self._news.wait()
 
     def finished(self) -> list[RolloutState]:

@@ -217,14 +217,16 @@ def _gae_of_batch(batch: TrainBatch, config: TrainConfig) -> tuple[Floats, Float
     return advantages_R, returns_R
 
 
+def _by_attempt(estimator: Callable[..., Floats]) -> AdvantageFunction:
+    return lambda batch, config: estimator(batch.scores, batch.group_index, batch.attempt_first)
+
+
 ADVANTAGES: Mapping[str, AdvantageFunction] = {
-    "grpo": lambda batch, config: grpo(batch.scores, batch.group_index, batch.attempt_first),
-    "dr_grpo": lambda batch, config: dr_grpo(batch.scores, batch.group_index, batch.attempt_first),
-    "rloo": lambda batch, config: rloo(batch.scores, batch.group_index, batch.attempt_first),
+    "grpo": _by_attempt(grpo),
+    "dr_grpo": _by_attempt(dr_grpo),
+    "rloo": _by_attempt(rloo),
     "opo": lambda batch, config: opo(batch.scores, batch.group_index, batch.generated_lengths),
-    "reinforce_pp_baseline": lambda batch, config: reinforce_pp_baseline(
-        batch.scores, batch.group_index, batch.attempt_first
-    ),
+    "reinforce_pp_baseline": _by_attempt(reinforce_pp_baseline),
     "gae": _gae_of_batch,
 }
 

@@ -14,10 +14,9 @@ history was shortened). They join the group, marked in ``extra_fields``, and hav
 unless they bring their own. An attempt is kept only whole: where one of its trajectories is not COMPLETED,
 the further ones are dropped and made anew with the first.
 
-Whatever goes wrong with one rollout makes it FAILED, with a reason that names it and who failed, and leaves
-its siblings alone: an engine's error (the controller's doing), an agent that raises (here), a judge that
-raises or takes too long (`forebay.judges.base`).
-"""
+An error in one rollout makes it FAILED, with a reason that names the rollout and the part that failed, and
+leaves its siblings alone: an engine's error (the controller's doing), an agent that raises (here), a judge
+that raises or takes too long (`forebay.judges.base`)."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class AgentLoop(ABC):
         judge: gives the rewards; None leaves them out.
         tokenizer: of the model.
         sample_params: for rollouts that bring none; None: the defaults.
-        activities: where to note what is being done; may also be assigned later. None: nobody looks.
+        activities: where to note what is being done; may also be assigned later.
         arguments: those of ``Arguments``, by name.
 
     Raises:
@@ -212,7 +211,7 @@ Attempt = list[RolloutState]
 
 
 class Generator(Protocol):
-    """What an agent loop needs of a rollout controller."""
+    """The part of a rollout controller that an agent loop uses."""
 
     async def generate_sample(self, state: RolloutState) -> RolloutState:
         """Continue ``state.tokens`` within the remaining budget, in place."""
@@ -271,7 +270,7 @@ def _share_verdict(attempt: Attempt) -> None:
             state.reward = dict(first.reward)
 
 
-def _fail(state: RolloutState, who: str, error: BaseException) -> None:
+def _fail(state: RolloutState, part: str, error: BaseException) -> None:
     state.status = Status.FAILED
-    state.error_msg = f"rollout {state.rollout_id}: {who}: {type(error).__name__}: {error}"
+    state.error_msg = f"rollout {state.rollout_id}: {part}: {type(error).__name__}: {error}"
     note_place(state, raised_at(error))

@@ -24,10 +24,10 @@ AGENTS: dict[str, Any] = {
     "tools": ToolAgentLoop,
     "verifiers": VerifiersAgentLoop,
 }
-"""What ``agent.name`` may be; besides, ``package.module:Class`` with the same first arguments."""
+"""The names that ``agent.name`` may have; besides, ``package.module:Class`` with the same first arguments."""
 
 AGENT_ARGUMENTS: dict[str, type[StrictModel]] = {name: agent.Arguments for name, agent in AGENTS.items()}
-"""What the ``arguments`` of each may be."""
+"""The model of each one's ``arguments``."""
 
 GIVEN = ("rollout_controller", "judge", "tokenizer", "sample_params", "activities")
 """Arguments of every agent loop that the run fills in."""

@@ -50,8 +50,8 @@ def mean_counts(rollouts: Sequence[RolloutState]) -> dict[str, float]:
 def conversation_of(state: RolloutState) -> list[Message]:
     """The messages after the prompt; none where the response is all there is.
 
-    A program may not have begun with the prompt it was given; then they are all that it sent. What is no
-    message is left out: agents are anybody's, and stores keep what they are given.
+    A program may not have begun with the prompt it was given; then they are all that it sent. Values
+    that are no messages are left out: agents are user code, and stores keep any value.
 
     >>> turns = [{"role": "assistant", "content": "50"}, {"role": "user", "content": "more!"}]
     >>> conversation_of(RolloutState([], extra_fields={"conversation": turns})) == turns

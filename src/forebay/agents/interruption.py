@@ -80,6 +80,6 @@ class Interruptible:
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancelled the current task; else what it called let a cancellation escape."""
+    """Whether the current task was cancelled; otherwise a call in it let a cancellation escape."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

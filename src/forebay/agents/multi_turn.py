@@ -70,11 +70,11 @@ class MultiTurnAgentLoop(AgentLoop):
     """
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``multi_turn`` agent."""
+        """Keys of a ``multi_turn`` agent in a run file."""
 
         environment: Annotated[Any, AfterValidator(check_environment)]
-        """What answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of an
-        `Environment`, or a table with such a ``name`` and its ``arguments``."""
+        """The environment that answers the model: ``live``, ``second_chances`` or ``package.module:Class`` of
+        an `Environment`, or a table with such a ``name`` and its ``arguments``."""
         max_turns: int = Field(default=8, ge=1)
         """Turns of the model; the environment still replies to the last."""
         max_turn_tokens: int | None = Field(default=None, ge=1)
@@ -209,13 +209,13 @@ class MultiTurnAgentLoop(AgentLoop):
             self._note(state, {"role": "assistant", "content": self._read(turn_ids, record)})
         if not record.is_cut or turn_limit <= num_used < whole.max_tokens:
             record.awaits_reply = True
-            # Until the environment has replied, nobody may take this rollout for a finished one.
+            # Until the environment has replied, this rollout must not pass for a finished one.
             state.status = Status.INIT
         else:
             self._end(state, record, "max_tokens" if num_used >= whole.max_tokens else "context")
 
     def _read(self, turn_ids: list[int], record: EpisodeRecord) -> str:
-        """What the environment, and whoever looks at the conversation, reads of a turn."""
+        """The text of a turn, for the environment and in the conversation."""
         special = self.environment.reads_special_tokens
         if special and not record.is_cut and turn_ids[-1] in self.tokenizer.all_special_ids:
             # The end of the turn, not a part of it.
@@ -302,7 +302,7 @@ class EpisodeRecord:
     awaits_reply: bool = False
     """The turn is finished and the environment has not replied to it."""
     rewards: list[float] = field(default_factory=list)
-    """What the environment has given so far."""
+    """The environment's rewards so far."""
     ended_by: str | None = None
     """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
 

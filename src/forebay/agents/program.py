@@ -7,7 +7,7 @@
                      v                                 v returns, maybe with a reward; raises: FAILED
               trajectories: tokens, logprobs, versions, masks, recorded on the way through
 
-The program is anybody's: an async function, a plain one (in a thread), or a command. It needs no import of
+The program is the user's: an async function, a plain one (in a thread), or a command. It needs no import of
 this package. A pause ends the program, which runs again when the rollout goes on; see
 `forebay.agents.chat.session` for what becomes of the turns it had.
 """
@@ -72,7 +72,7 @@ class ProgramAgentLoop(AgentLoop):
     """
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``program`` agent."""
+        """Keys of a ``program`` agent in a run file."""
 
         program: Annotated[Any, AfterValidator(_check_program)]
         """``package.module:function`` of a function of a `ProgramSession`, or the words of a command as a
@@ -141,7 +141,7 @@ class ProgramAgentLoop(AgentLoop):
         await super().close()
 
     async def _run(self, session: ChatSession, base_url: str) -> Any:
-        """What the program returns; None if the session ended before it did."""
+        """The program's result; None if the session ended before it did."""
         state = session.state
         given = ProgramSession(
             base_url,
@@ -217,7 +217,7 @@ class ProgramAgentLoop(AgentLoop):
 
 @dataclass(frozen=True)
 class ProgramSession:
-    """What a program is given.
+    """The argument of a program.
 
     >>> async def program(session):
     ...     client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
@@ -295,7 +295,7 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
             try:
                 await _ended(process)
             finally:
-                # What it left running would also keep its output open.
+                # Processes that it left running would also keep its output open.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
     finally:

@@ -192,7 +192,7 @@ class ToolAgentLoop(AgentLoop):
     """Lets the model call tools until it answers.
 
     Invariants: as for `MultiTurnAgentLoop`, whose turns these are. The calls of one turn run at the same
-    time and their results come in the order of the calls. What goes wrong with a call is a result that the
+    time and their results come in the order of the calls. An error of a call is a result that the
     model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors, and
     ``tool_calls`` are those of all turns. A rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
 
@@ -208,10 +208,10 @@ class ToolAgentLoop(AgentLoop):
     """
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``tools`` agent."""
+        """Keys of a ``tools`` agent in a run file."""
 
         tools: Annotated[Sequence[Any], AfterValidator(_check_tools)]
-        """What may be called: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
+        """The tools: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
         or class of tools, or tables with such a ``name`` and its ``arguments``."""
         parser: Annotated[Any, AfterValidator(check_parser)] = None
         """How the model writes calls: a dialect's name, or a regular expression with a group ``arguments``

@@ -55,7 +55,7 @@ class VerifiersAgentLoop(AgentLoop):
     """
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``verifiers`` agent."""
+        """Keys of a ``verifiers`` agent in a run file."""
 
         env: Mapping[str, Any]
         """The library's own ``[env]`` table: ``taskset`` with its ``id``, perhaps ``agent.harness``, ..."""
@@ -189,7 +189,7 @@ def load_tasks(*, env: Mapping[str, Any], size: int | None = None) -> list[Row]:
 
 
 def _messages(data: Any) -> list[Message]:
-    """What is known of the prompt before the harness has made it."""
+    """The prompt as far as it is known before the harness has made it."""
     messages: list[Message] = []
     if data.system_prompt:
         messages.append({"role": "system", "content": data.system_prompt})

@@ -43,7 +43,7 @@ class TinyConfig(StrictModel):
 
 
 Precision = Literal["float32", "bfloat16"]
-"""What weights are held in, or passes computed in."""
+"""The number format of weights, or of passes."""
 
 
 class ModelConfig(StrictModel):

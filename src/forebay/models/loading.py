@@ -102,7 +102,7 @@ logger = logging.getLogger(__name__)
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""What a decoder needs; repositories often hold the same weights again in other formats."""
+"""The files of a decoder; repositories often hold the same weights again in other formats."""
 
 
 def default_cache_dir() -> Path:

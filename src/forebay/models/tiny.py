@@ -28,7 +28,7 @@ _MLP_RATIO = 3
 
 
 DEFAULT_ALPHABET = string.printable[:95] + "\n"
-"""Where the config leaves the alphabet open and nobody looked at the data: ASCII text."""
+"""ASCII text, where the config leaves the alphabet open and the data was not looked at."""
 DEFAULT_CONTEXT = 512
 """Tokens, where the config leaves the context open: plenty for tasks that so small a model can learn."""
 

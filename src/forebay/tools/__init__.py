@@ -1,4 +1,4 @@
-"""What a model may call while it answers: a calculator, Python, search, and functions of your own."""
+"""Tools that a model may call while it answers: a calculator, Python, search, and functions of your own."""
 
 from forebay.tools.base import TOOLS, FunctionTool, build_tool, check_tool, schema_of
 from forebay.tools.calculator import Calculator

@@ -16,13 +16,13 @@ from forebay.tools.python import Python
 from forebay.tools.search import Search
 
 TOOLS: dict[str, Callable[..., Tool]] = {"calculator": Calculator, "python": Python, "search": Search}
-"""What a run file may name; besides, ``package.module:Name`` of a function or of a class of tools."""
+"""The names of tools in a run file; besides, ``package.module:Name`` of a function or of a class of tools."""
 
 TOOL_ARGUMENTS: dict[str, type[StrictModel]] = {"python": Python.Arguments, "search": Search.Arguments}
-"""What the ``arguments`` of each may be; a calculator takes none."""
+"""The model of each one's ``arguments``; a calculator takes none."""
 
 NUM_THREADS = 16
-"""Of one function: most of them wait for somebody else."""
+"""Of one function: most of them wait for another service."""
 
 
 class FunctionTool:
@@ -30,7 +30,7 @@ class FunctionTool:
 
     Invariants: an ``async`` function runs on the event loop; a plain one runs in a thread of its own, at most
     `num_threads` at a time, which goes on by itself where the call is given up. The time limit of a call
-    starts with its thread. What is not text becomes JSON. Exceptions become `ToolError`.
+    starts with its thread. A result that is not text becomes JSON. Exceptions become `ToolError`.
 
     >>> def weather(city: str) -> str:
     ...     '''Tell the weather.
@@ -61,7 +61,7 @@ class FunctionTool:
         self._threads = CallThreads(timeout_s=None, num_threads=num_threads)
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """What the function returns.
+        """The result of the function, as text.
 
         Raises:
             ToolError: the arguments do not fit its signature, or it raised or took too long.
@@ -128,7 +128,7 @@ def check_tool(tool: Any) -> Any:
 
 
 def _find(tool: str | Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """What `tool` names, and the arguments for it, which fit."""
+    """The tool, or class of tools, that `tool` names, and its arguments, which fit."""
     config = parse_component(tool, source="tools")
     found = look_up("tool", config.name, TOOLS)
     if isinstance(found, type):

@@ -1,4 +1,4 @@
-"""What a tool is, and the two ways it can fail.
+"""The contract of a tool, and the two ways it can fail.
 
 ::
 

@@ -29,7 +29,7 @@ class Python:
     )
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of the tool ``python``."""
+        """Keys of the tool ``python`` in a run file."""
 
         limits: Limits | None = None
         """Of one program."""
@@ -40,7 +40,7 @@ class Python:
         self._sandbox = Sandbox(limits) if sandbox is None else sandbox
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """What the program printed, and what it said of its errors.
+        """The program's output and error output.
 
         Raises:
             ToolError: the program failed or was ended.

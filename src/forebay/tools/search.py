@@ -57,7 +57,7 @@ class Search:
     schema = make_schema(name, "Search a collection of documents.", query="the words to look for")
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of the tool ``search``."""
+        """Keys of the tool ``search`` in a run file."""
 
         corpus: str | Sequence[Document]
         """A folder with ``.txt`` and ``.md`` files, or a ``.jsonl`` file with ``text`` and perhaps ``title``

@@ -8,7 +8,7 @@ It holds no tensors and knows no model: `collate` turns parts of it into tensors
       --compute_old_logprobs--> .old_logprobs   --compute_ref_logprobs--> .ref_logprobs
       --compute_values--> .values               --compute_advantages--> .advantages   --train--> .metrics
 
-Shapes: S sequences, T tokens of all sequences one after the other, R response tokens likewise.
+Shapes: S sequences, T tokens of all sequences one after the other, R response tokens in the same order.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TrainBatch:
     rollout_logprobs: FloatArray
     """float32, R: the engine's; NaN where unknown."""
     model_steps: IntArray
-    """int32, R: the weights that made each token; -1 where nobody knows."""
+    """int32, R: the weights that made each token; -1 where they are unknown."""
     scores: NDArray[np.float64]
     """S rewards."""
     group_index: NDArray[np.int64]
@@ -99,7 +99,7 @@ class TrainBatch:
     importance: FloatArray | None = None
     """float32, R: importance weights, trainer over engine. None: none, or worked out in the training pass."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """What the steps measured, as ``train/NAME``."""
+    """Measures of the steps, as ``train/NAME``."""
 
     @classmethod
     def from_groups(cls, groups: Iterable[Sequence[RolloutState]], *, temperature: float = 1.0) -> TrainBatch:

@@ -91,7 +91,7 @@ def _disk_errors_of_safetensors(path: Path) -> Iterator[None]:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """What `save_tensors` wrote, on the CPU."""
+    """The tensors that `save_tensors` wrote, on the CPU."""
     tensors: dict[str, torch.Tensor] = load_file(path)
     return tensors
 
@@ -147,7 +147,7 @@ class TrainerParts:
     """`fingerprint` of the frozen weights that are not saved: below adapters, or the reference model."""
 
     def kind(self) -> dict[str, Any]:
-        """What must be equal in the trainer that saves and the one that resumes."""
+        """The facts that must be equal in the trainer that saves and the one that resumes."""
         return {
             "format": FORMAT,
             "adapters": is_lora(self.model),

@@ -109,7 +109,7 @@ class TrainConfig(StrictModel):
     correction_band: Band | None = None
     """(low, high): importance weights outside are truncated to it, or masked; None: the correction's own."""
     guard: GuardAction = "warn"
-    """What to do when the measures leave `guard_bands`: ``off``, ``warn``, ``lower_lag`` or ``stop``."""
+    """The reaction when the measures leave `guard_bands`: ``off``, ``warn``, ``lower_lag`` or ``stop``."""
     guard_bands: dict[str, float] = GUARD_BANDS
     """The least ``ess_token`` and ``ess_sequence`` and the most ``mismatch_kl`` and ``clip_share`` allowed;
     what is left out is not watched."""

@@ -1,8 +1,8 @@
 """`TrainController`: the steps that a train step is made of, for a model in this process or on several ranks.
 
 It knows rollouts only as a `TrainBatch`, engines only as something that takes weights, and the model only
-through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. What concerns the
-whole batch (packs, advantages, token weights, metrics) is done here, once. All steps but `sync_weights` are
+through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. The work on
+whole batches (packs, advantages, token weights, metrics) is done here, once. All steps but `sync_weights` are
 plain blocking code: a caller with an event loop runs them in a thread.
 
 ::

@@ -324,7 +324,7 @@ class Learner:
 
 
 class Update(NamedTuple):
-    """What one train step did."""
+    """The record of one train step."""
 
     columns: Columns
     """Arrays by trained token in the order of the passes, epoch by epoch; ``token_index`` says which."""

@@ -1,4 +1,4 @@
-"""What a train step reports: per-token records of its forward passes, reduced once to a flat dict.
+"""Measures of a train step: per-token records of its forward passes, reduced once to a flat dict.
 
     each micro-batch --TokenRecords.add--> 1-D tensors (no transfer) --columns--> arrays (of all ranks)
                                                         --token_measures--> {"train/NAME": float}

@@ -88,7 +88,7 @@ class Packer:
 
 
 def num_cells(batch: TrainBatch, pack: Pack, layout: Layout) -> int:
-    """What a micro-batch of these sequences costs."""
+    """The cost of a micro-batch of these sequences."""
     if len(pack) == 0:
         return 0
     if layout == "packed":

@@ -38,8 +38,8 @@ class WeightReceiver(Protocol):
     async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         """Generate with `weights` from now on; they are those after train step `model_step`.
 
-        The tensors belong to the trainer and change with its next step: whoever keeps them copies them
-        before returning.
+        The tensors belong to the trainer and change with its next step: a receiver that keeps them copies
+        them before it returns.
         """
         ...
 

@@ -193,7 +193,7 @@ def _plain_call(call: Any) -> dict[str, Any]:
         raise RequestError(f"a tool call has no function with a name: {json.dumps(call, default=str)[:200]}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        # What is not JSON stays the text that the model wrote.
+        # Text that is not JSON stays the text that the model wrote.
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
     return {

@@ -4,8 +4,8 @@
 
     http://127.0.0.1:PORT/SECRET/v1/chat/completions --> ChatSession of that SECRET --> answer, or SSE chunks
 
-The secret in the address is the session: it separates programs that run at the same time, and nobody can talk
-into a rollout without it. The API key that a client sends is not looked at. What is not text in and text (or
+The secret in the address is the session: it separates programs that run at the same time, and without it no
+request reaches a rollout. The API key that a client sends is not looked at. Anything but text in and text (or
 tool calls) out is refused with an error that the official clients raise.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MODEL = "policy"
-"""What clients call the model; any name is accepted."""
+"""The model's name for clients; any other is accepted too."""
 MAX_BODY_BYTES = 32 << 20
 """Far longer than any context."""
 BACKLOG = 2048
@@ -50,10 +50,8 @@ class ChatEndpoint:
     >>> async with endpoint.serving(session) as base_url:                           # doctest: +SKIP
     ...     client = openai.AsyncOpenAI(base_url=base_url, api_key="any")
 
-    Args:
-        host: the interface to listen on.
-        port: 0 chooses a free one.
-        allow_remote: must be True for a `host` that is not loopback: who reaches it can load the engines.
+    Args: host: the interface to listen on. port: 0 chooses a free one. allow_remote: must be True for a
+    `host` that is not loopback: whatever reaches it can load the engines.
 
     Raises:
         ConfigError: the host is not loopback and that was not allowed, or starlette or uvicorn is missing.

@@ -24,7 +24,7 @@ import numpy as np
 from forebay.types import IntArray, Message, RolloutState
 
 MARKER = "MARKED"
-"""Plain letters, which no template escapes or strips. What is rendered holds no other text of ours."""
+"""Plain letters, which no template escapes or strips. No other text of ours is rendered."""
 
 CALL_ID = "call00000"
 """Nine letters and digits, which some templates insist on."""
@@ -171,7 +171,7 @@ def _probe(role: str) -> Message:
 
 
 def _after_marker(text: str) -> str:
-    """What follows the last marker.
+    """The text after the last marker.
 
     Raises:
         ValueError: the template left it out.

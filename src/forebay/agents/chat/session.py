@@ -8,7 +8,7 @@
                                                                                            |
     answer to the program <-- text and tool calls of the turn <----------------------------+
 
-What the model wrote is never tokenized again: a program that sends the conversation back, as chat programs
+The model's own text is never tokenized again: a program that sends the conversation back, as chat programs
 do, is recognized by the messages. One that rewrites it (drops old turns, asks in the voice of a sub-agent,
 samples the same question twice), or adds what the template cannot render as an increment, gets a further
 trajectory of the same attempt.
@@ -353,11 +353,12 @@ class ChatSession:
     # The end
 
     def interrupt(self) -> None:
-        """End the attempt for a pause: turns are left to whoever pauses the engines, nothing new begins."""
+        """End the attempt for a pause: running turns are left to the pause of the engines, nothing new
+        begins."""
         self._end(Status.ABORTED, None)
 
     async def close(self) -> None:
-        """Return once nothing is written any more; turns that nobody waits for are given up."""
+        """Return once nothing is written any more; turns without a waiting request are given up."""
         self._closed = True
         self._wake()
         # A pause ends them itself, and lets them keep the tokens they have.
@@ -390,7 +391,7 @@ class ChatSession:
         return [self.state, *further]
 
     def _end(self, status: Status, error_msg: str | None) -> None:
-        # What came first stands, but a failure is never taken for a pause.
+        # The first status stands, but a failure is never taken for a pause.
         if self.end_status is None or status is Status.FAILED:
             self.end_status, self.error_msg = status, error_msg
         self.ended.set()
@@ -415,7 +416,7 @@ class SessionEndedError(RuntimeError):
 
 @dataclass
 class Turn:
-    """What a request is answered with."""
+    """The answer to a request."""
 
     message: Message
     """Role ``assistant``, with ``content`` and, if it called tools, ``tool_calls``."""

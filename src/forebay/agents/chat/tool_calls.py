@@ -176,7 +176,7 @@ def parse_by(tokenizer: Any) -> Parser:
             calls = tokenizer.parse_response(text, prefix="").get("tool_calls") or []
             _check_depth(calls)
             return [_from_json(call.get("function", call)) for call in calls]
-        # A template is somebody's program, and a model may write what its author never thought of.
+        # A template is a program of its author, and a model may write text that breaks it.
         except Exception as error:
             return [_malformed(text, error)]
 
@@ -232,7 +232,7 @@ def _named(parser: str) -> Parser:
 
 
 def text_before_calls(text: str) -> str:
-    """What a turn with calls says before the first one; nothing where no tag shows its beginning."""
+    """The text of a turn before its first call; empty where no tag shows its beginning."""
     starts = [position for sign in _SIGNS if (position := text.find(sign)) >= 0]
     return text[: min(starts)] if starts else ""
 

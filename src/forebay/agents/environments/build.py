@@ -10,12 +10,12 @@ from forebay.agents.environments.retry import SecondChances
 from forebay.config import ConfigError, StrictModel, find_component, parse_component
 
 ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
-"""What ``environment`` may name in a run file; besides, ``package.module:Class``."""
+"""The names that ``environment`` may have in a run file; besides, ``package.module:Class``."""
 
 ENVIRONMENT_ARGUMENTS: dict[str, type[StrictModel]] = {
     name: environment.Arguments for name, environment in ENVIRONMENTS.items()
 }
-"""What the ``arguments`` of each may be."""
+"""The model of each one's ``arguments``."""
 
 
 def environment_class(environment: str | Mapping[str, Any]) -> Any:

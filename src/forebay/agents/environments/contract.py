@@ -1,4 +1,4 @@
-"""What answers the model between its turns, and what of it is kept with the rollout.
+"""Environments answer the model between its turns; their memory is kept with the rollout.
 
 ::
 
@@ -38,7 +38,7 @@ class Reply:
     """
 
     says: str | Sequence[Message] = ""
-    """What the model reads next: a text, which becomes a user message, or messages."""
+    """The next text that the model reads: a text, which becomes a user message, or messages."""
     done: bool = False
     """The episode is over; nothing of `says` reaches the model."""
     reward: float | None = None
@@ -78,7 +78,8 @@ class Environment(ABC):
     gives_rewards: bool = True
     """Whether no reward from it is a reward of 0, where no judge judges."""
     prompt_tools: Sequence[dict[str, Any]] | None = None
-    """What `reset` sets ``state.tools`` to where the data has none, for checks of the prompts' lengths."""
+    """The tools that `reset` puts into ``state.tools`` where the data has none, for checks of the prompts'
+    lengths."""
 
     @abstractmethod
     async def reset(self, state: RolloutState) -> Memory:
@@ -134,7 +135,7 @@ class LiveEnvironment(Environment):
     """
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``live`` environment."""
+        """Keys of a ``live`` environment in a run file."""
 
         make: Annotated[Any, AfterValidator(_check_make)]
         """``package.module:Name`` of a class or function that makes the `Episode` of a rollout."""
@@ -155,7 +156,7 @@ class LiveEnvironment(Environment):
         return {"texts": []}
 
     async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
-        """What the object replies."""
+        """The object's reply."""
         reply = await self._live[id(state)].step(text)
         memory["texts"].append(text)
         return reply

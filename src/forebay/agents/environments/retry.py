@@ -43,16 +43,16 @@ class SecondChances(Environment):
     """
 
     class Arguments(StrictModel, strict=True):
-        """What a run file may say of a ``second_chances`` environment."""
+        """Keys of a ``second_chances`` environment in a run file."""
 
         judge: JudgeConfig
         """The judge of every try, as a task's ``judge``."""
         num_tries: int = Field(default=3, ge=1)
         """Turns that are judged."""
         discount: float = Field(default=1.0, gt=0, le=1)
-        """What a success is worth for every try before it; 1.0: as much."""
+        """Factor of a success for every try before it; 1.0: later ones are worth as much."""
         says: str = NOT_RIGHT
-        """What the model reads after a try that was not right."""
+        """The model's next message after a try that was not right."""
 
         @field_validator("judge")
         @classmethod

@@ -44,7 +44,7 @@ Entropy = Literal["none", "measure", "train"]
 
 
 class TokenOutputs(NamedTuple):
-    """What the model says about the N trained tokens."""
+    """The model's results for the N trained tokens."""
 
     logprobs: torch.Tensor
     """float32, N."""

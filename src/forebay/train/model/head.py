@@ -147,7 +147,7 @@ class _ChunkedLinear(torch.autograd.Function):
 class _Linear:
     """The operands in the dtype of the product, cast once.
 
-    Autocast would do so too, but keep the copy for whoever asks next, and this one is made without a graph.
+    Autocast would do so too, but it would keep the copy for the next call, and this one has no graph.
     """
 
     def __init__(

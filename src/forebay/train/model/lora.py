@@ -21,7 +21,7 @@ from forebay.models.config import Precision
 from forebay.train.parallel.sharding import buckets, gathered, is_sharded
 
 ADAPTER = "default"
-"""What peft calls the one adapter of a model."""
+"""peft's name of the one adapter of a model."""
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[str, ...]) -> nn.Module:
@@ -41,7 +41,7 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[
     with warnings.catch_warnings():
         # peft asks transformers for attributes under names that newer versions of it deprecate.
         warnings.simplefilter("ignore", FutureWarning)
-        # What it warns of, `_refuse_shared` makes an error.
+        # It warns of shared weights, which `_refuse_shared` makes an error.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         adapted: nn.Module = get_peft_model(model, config)
     _refuse_shared(adapted)
@@ -115,7 +115,7 @@ def cast(weights: Iterable[tuple[str, torch.Tensor]], dtype: Precision) -> Itera
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """What peft writes to ``adapter_config.json``."""
+    """The content of peft's ``adapter_config.json``."""
     config = model.peft_config[ADAPTER].to_dict() | {"inference_mode": True}
     values: dict[str, Any] = json.loads(json.dumps(config, default=sorted, sort_keys=True))
     return values

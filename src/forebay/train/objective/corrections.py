@@ -24,7 +24,7 @@ How much of a rollout shares one weight:
 * ``geometric``: the geometric mean ``exp(mean d_t)``. It does not grow with the length, and is no importance
   weight of anything: use it to find rollouts that are off as a whole.
 
-What happens outside the band [low, high]:
+Weights outside the band [low, high]:
 
 * ``tis``: the weight becomes the nearer end. Truncated importance sampling: Ionides 2008, "Truncated
   Importance Sampling"; for engine against trainer, Yao et al. 2025, "Your Efficient RL Framework Secretly

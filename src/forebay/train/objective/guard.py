@@ -127,7 +127,7 @@ class OffPolicyError(RuntimeError):
 
 
 class GuardDecision(NamedTuple):
-    """What the guard makes of a train step."""
+    """The guard's verdict on a train step."""
 
     action: Literal["none", "warn", "lower_lag"]
     message: str

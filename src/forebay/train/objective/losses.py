@@ -31,7 +31,7 @@ MAX_LOG_RATIO = 20.0
 
 
 class PolicyInputs(NamedTuple):
-    """What a policy loss is computed from; all of shape N, and only tokens that the policy generated."""
+    """The inputs of a policy loss; all of shape N, and only tokens that the policy generated."""
 
     logprobs: torch.Tensor
     """float32, with gradient."""

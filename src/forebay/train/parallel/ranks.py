@@ -141,7 +141,7 @@ class LocalRanks:
         return [answer.result() for answer in answers]
 
     def _answer(self, number: int, method: str, message: Any) -> Any:
-        """What one rank answers to `message`; its signs of life are skipped."""
+        """One rank's answer to `message`; its signs of life are skipped."""
         rank = self._ranks[number]
         try:
             if message is not None:
@@ -161,7 +161,7 @@ class LocalRanks:
         return reply["result"]
 
     def _error(self, method: str, failed: Mapping[int, tuple[str, ...]], silent: list[int]) -> Exception:
-        """What to raise; the ranks live on only if all of them say the same."""
+        """The error to raise; the ranks live on only if all of them say the same."""
         kind, message, trace = failed[min(failed)]
         report = RankError(
             f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {kind}: {message}"

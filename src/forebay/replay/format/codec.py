@@ -43,7 +43,9 @@ class GroupCodec:
         Raises:
             ValueError: a rollout holds a value that cannot be stored; the message says where.
         """
-        packed = payload.packed() if isinstance(payload, PackedPayload) else pack_group(payload)
+        packed = (
+            payload.packed() if isinstance(payload, PackedPayload) else pack_group(payload, join_small=False)
+        )
         return b"".join((_PRELUDE.pack(MAGIC, len(packed.head)), packed.head, *packed.buffers))
 
     def decode(self, data: bytes) -> StoredGroup | PackedPayload:

@@ -127,21 +127,21 @@ class PackedGroup:
         return len(self.head), self.num_bytes
 
 
-def pack_group(group: Sequence[RolloutState]) -> PackedGroup:
-    """The packed form of a group.
+def pack_group(group: Sequence[RolloutState], *, join_small: bool = True) -> PackedGroup:
+    """The packed form of a group; a caller that joins all buffers itself gets the small ones as they lie.
 
     Raises:
         ValueError: a rollout holds a value that cannot be stored; the message says where.
     """
     stored = group if isinstance(group, StoredGroup) else StoredGroup(group)
     try:
-        return _pack(stored, all_as_trees=False)
+        return _pack(stored, all_as_trees=False, join_small=join_small)
     except (OverflowError, UnicodeEncodeError):
         # MessagePack has no integers over 64 bits and no lone surrogates; the trees' JSON text has both.
-        return _pack(stored, all_as_trees=True)
+        return _pack(stored, all_as_trees=True, join_small=join_small)
 
 
-def _pack(group: StoredGroup, *, all_as_trees: bool) -> PackedGroup:
+def _pack(group: StoredGroup, *, all_as_trees: bool, join_small: bool) -> PackedGroup:
     head = Head([state.status for state in group], list(group.steps), {}, {}, "", bytearray(), {}, {}, [])
     encoder = Encoder()
     trees: dict[str, list[Any]] = {}
@@ -153,6 +153,8 @@ def _pack(group: StoredGroup, *, all_as_trees: bool) -> PackedGroup:
     head.trees = json.dumps(trees) if trees else ""
     head.blobs = list(map(len, encoder.blobs))
     buffers, num_bytes = _pack_arrays(group, head)
+    if join_small and 0 < num_bytes < MIN_APART_BYTES * len(buffers):
+        buffers = [b"".join(buffers)]
     return PackedGroup(_encode(head), [*buffers, *encoder.blobs], num_bytes + sum(head.blobs))
 
 
@@ -245,8 +247,6 @@ def _gather_sent(
         if num_apart < len(of_all):
             sent += arrays[name] if not num_apart else compress(arrays[name], map(NOT_SENT.__lt__, of_all))
             num_bytes += (sum(of_all) + num_apart) * dtype.itemsize
-    if num_bytes < MIN_APART_BYTES * len(sent):
-        return [_join(sent)] if num_bytes else [], num_bytes
     return [array.data for array in sent if len(array)], num_bytes
 
 

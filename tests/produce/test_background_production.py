@@ -20,7 +20,7 @@ from forebay.produce import (
 )
 from forebay.produce.batches import HELD_UP_S, HUNGRY_BATCHES, START_GRACE_S
 from forebay.produce.tasks import pause_seconds
-from forebay.replay import AsyncReplayBufferConfig, ConnectionLost
+from forebay.replay import AsyncReplayBufferConfig, BufferClosed, ConnectionLost
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import StallError, StallWatch
@@ -421,6 +421,20 @@ def test_waiting_for_a_producer_that_nobody_started_is_an_error_after_a_grace():
         producing = asyncio.create_task(world.manager.produce_loop(3))
         assert len((await waiting).rollout_states) == 3
         await stop(world, producing)
+
+    virtual_time.run(main())
+
+
+def test_a_closed_buffer_ends_the_wait():
+    async def main():
+        world = World().build()
+        waiting = asyncio.create_task(world.manager.get_batch(3, 1))
+        await asyncio.sleep(1)
+        await world.buffer.close()
+        with pytest.raises(BufferClosed):
+            await waiting
+        assert now() == 1.0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     virtual_time.run(main())
 

@@ -118,6 +118,7 @@ class ChatClient:
         request = self._request(messages)
         if self._cache is not None and (reply := self._cache.get(request)) is not None:
             return reply
+        # Before the turn is taken: a refused request must not cost the others time.
         self._check_budget()
         await self._pace.turn()
         async with self._slots:
@@ -149,6 +150,7 @@ class ChatClient:
 
         if self._http is None:
             self._http = httpx.AsyncClient(timeout=None, headers=self._headers)
+        # Failed requests count, too: the server may charge for them.
         self._spent["max_calls"] += 1
         try:
             async with asyncio.timeout(self._timeout_s):

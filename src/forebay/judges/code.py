@@ -118,6 +118,7 @@ class CodeJudge(Judge):
 
     async def _count_passed(self, program: str, tests: Sequence[Any]) -> int:
         """How many tests the program passes, in their order; the first failure ends it unless it pays on."""
+        # All code tests share one run, so that a program that is slow to start is started once.
         codes = [test for test in tests if isinstance(test, str)]
         num_passed, spent_s = 0, 0.0
         if codes:

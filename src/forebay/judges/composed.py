@@ -121,6 +121,7 @@ class ComposedJudge(Judge):
         reward: dict[str, Any] = {"score": 0.0}
         for part, verdict in verdicts.items():
             if isinstance(verdict, JudgeError):
+                # Without one part the sum would be on another scale than its siblings'.
                 return JudgeError(f"part {part.label}: {verdict}", place=verdict.place)
             reward["score"] += part.weight * verdict["score"]
             reward[part.label] = verdict["score"]

@@ -118,6 +118,7 @@ class LLMJudge(Judge):
             found = read(reply)
         except ValueError as error:
             raise TransientJudgeError(f"the judge's reply cannot be read: {error}", after_s=0.0) from error
+        # Only now: a reply that cannot be read would be unreadable from the cache for ever.
         self._client.keep(messages, reply)
         return found
 

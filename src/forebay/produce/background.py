@@ -173,6 +173,7 @@ class BackgroundProducer:
     async def _next_step(self, batch_size: int) -> int | None:
         """The train step to produce for; None while there is nothing that these weights may do."""
         progress = self.progress
+        # Ahead first: a step that was covered already is looked at only while the weights allow no new one.
         if self._can_produce_for(progress.producer_future_step, batch_size):
             return progress.producer_future_step
         covered = progress.target_upto_future_step
@@ -229,6 +230,7 @@ class BackgroundProducer:
             ConnectionLost: the buffer is lost, or was when `run` ended.
             ProductionError: groups could not be stored, or their agents did not stop.
         """
+        # One pause or resume at a time: a resume that takes its time must not undo a later pause.
         async with self._switching:
             self._stop_starting()
             step = self.progress.producer_future_step
@@ -258,6 +260,7 @@ class BackgroundProducer:
         """Store what is in flight, and cut it short where that takes long."""
         self._stop_starting()
         try:
+            # Engines nearby stop at once, and the tokens so far are kept; nothing else is waited for.
             async with asyncio.timeout(END_GRACE_S):
                 await self.pause()
         except TimeoutError:
@@ -280,6 +283,7 @@ class BackgroundProducer:
         """
         async with self._switching:
             self.model_step = model_step
+            # A round that saw nothing of a short pause goes on, and must label with the new step.
             for ctx in self._contexts.values():
                 ctx.model_step = model_step
             await continue_generation(self.controller)

@@ -118,6 +118,7 @@ class Batches:
                 if not lacking:
                     return True
                 if relay.done():
+                    # It ends only by an error: there will be no further put.
                     relay.result()
                 if producer.has_ended:
                     await self._raise_end(sizes, train_step)
@@ -129,6 +130,7 @@ class Batches:
                     elif not self._may_still_come(lacking):
                         await self._require_newer_weights(sizes, train_step)
                         return False
+                # One timer for both: the next warning, and the grace since the latest change.
                 warn_s = started_s + held_up_s if has_siblings else math.inf
                 grace_s = math.inf if producer.was_started else now_s() + START_GRACE_S
                 if await self._has_changed(seen, min(warn_s, grace_s)):
@@ -242,6 +244,7 @@ class Batches:
             progress.mark_consumed(counts)
             progress.finish_consume(train_step)
             self._consumed = {train_step: counts}
+        # Counted before they are dropped: the result tells how many groups ended badly.
         leftovers = await self._count_leftovers()
         await self._drop_terminal()
         results = {
@@ -279,6 +282,7 @@ class Batches:
 
     async def _take_whole(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
         """The groups of a batch, entered as trained; None if it is not whole."""
+        # Asked first, because a batch that is taken and restored costs much more.
         if not await self.buffer.is_ready(sizes):
             return None
         groups_by_task, counts = await self.buffer.take_batch(dict(sizes), train_step=train_step)

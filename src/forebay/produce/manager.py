@@ -228,6 +228,7 @@ class AgentLoopManager:
             StallError: nothing has progressed for too long.
         """
         sizes = self._split(batch_size, train_step)
+        # From here on, groups are stored for this step, and too old ones are not counted as ready.
         self.progress.begin_consume(train_step)
         await self._batches.age(train_step)
         while True:
@@ -319,6 +320,7 @@ class AgentLoopManager:
             raise RuntimeError("cannot save while production is going on; pause it first")
         path = Path(path)
         await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
+        # Nothing is in flight, so the parts fit together in any order; `seal` makes them count.
         await self.replay_buffer.save(path / "buffer")
         for name, runner in self._runners.items():
             await asyncio.to_thread(runner.sampler.save, _sampler_path(path, name))

@@ -37,6 +37,7 @@ class TaskResult:
     raw_rewards_count: int = 0
 
     def __post_init__(self) -> None:
+        # Read now: a group that is given back or trained may lose its extra fields.
         if not self.group_gen_times_s:
             times = (group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY) for group in self.rollout_states)
             self.group_gen_times_s = [time for time in times if time is not None]

@@ -96,6 +96,7 @@ def check_split(sizes: object, task_names: Collection[str], batch_size: int) -> 
 def worst_status(statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
     """The status of several tasks together."""
     found = set(statuses)
+    # A pause concerns all tasks, weights that are too old may concern one.
     return next((status for status in STATUS_PRECEDENCE if status in found), ProduceBatchStatus.NORMAL)
 
 

@@ -162,6 +162,7 @@ def check_prompt_lengths(
     kept: list[int] = []
     for index in range(len(prompts)):
         prompt = prompts[index]
+        # Tools are part of the prompt as the model sees it, and can be longer than the question.
         offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
         with known_characters(prompt, tokenizer):
             num_tokens = len(render_prompt(tokenizer, prompt.message, offered))

@@ -274,6 +274,7 @@ class AsyncProduceStrategy(ProduceStrategy):
         started_s = clock()
         ask_s, deadline_s = started_s, started_s + self.config.pause_timeout_s
         while len(self._pending):
+            # Read before the clock: a group that ends from here on ends the wait below at once.
             seen = self._pending.version
             if clock() >= deadline_s:
                 logger.warning(

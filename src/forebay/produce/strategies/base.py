@@ -212,6 +212,7 @@ class SyncProduceStrategy(ProduceStrategy):
         if (stop := self._must_stop(ctx)) is not None:
             return stop
         self._ctx = ctx
+        # Failures of an earlier call, which may have been cancelled, are no reason to give up on this one.
         self._budget.reset()
         self._completed = await self._count_fresh(ctx)
         try:

@@ -164,6 +164,7 @@ class ProduceContext:
 
         `from_expired_pool` puts EXPIRED and MAX_TRIES groups (the tail batch) before everything else.
         """
+        # An interrupted group comes before new prompts: it holds tokens, and its age grows.
         tail = [Status.EXPIRED, Status.MAX_TRIES] if from_expired_pool else []
         group = await self.sampler.sample(self.task_name, group_status=[*tail, Status.ABORTED])
         group_id = name_group(group)

@@ -152,9 +152,7 @@ class ProduceConfig(StrictModel):
                 "in_flight_update needs mode 'separate', since colocated engines rest while training: set "
                 "produce.mode = 'separate', or leave it out"
             )
-        unread = [
-            name for name in _ASYNC_ONLY if getattr(self, name) != type(self).model_fields[name].default
-        ]
+        unread = [name for name in ASYNC_ONLY if getattr(self, name) != type(self).model_fields[name].default]
         if unread and not self.is_async:
             raise ConfigError(
                 f"{', '.join(unread)}: only read by strategy 'async'; {_MAKE_ASYNC}, or leave them out"
@@ -168,7 +166,7 @@ class ProduceConfig(StrictModel):
 
 
 _MAKE_ASYNC = "set produce.mode = 'separate', or produce.strategy = 'async' in a colocated run"
-_ASYNC_ONLY = (
+ASYNC_ONLY = (
     "max_staleness",
     "staleness_rule",
     "over_sample_threshold",
@@ -177,6 +175,7 @@ _ASYNC_ONLY = (
     "tail_batch_max_tries",
     "max_retries",
 )
+"""Keys of ``[produce]`` that are options of the asynchronous strategy."""
 
 
 class EvalConfig(StrictModel):

@@ -36,7 +36,7 @@ from forebay.produce import (
 )
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
-from forebay.runs.config import FILTERS, RunConfig, TaskConfig
+from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
 from forebay.runs.data import TaskData, fitting
 from forebay.runs.placement import Cluster
 from forebay.runs.task_loops import build_task_loop
@@ -171,11 +171,19 @@ def build_rollouts(
             )
         strategy = build_strategy(config, task, controller)
         runners.append(_runner(config, task, prompts, agent_loop(task), strategy, buffer))
+    stall_after_s = config.produce.stall_after_s
+    watch = StallWatch(
+        activities,
+        warn_after_s=min(WARN_AFTER_S, stall_after_s / 2),
+        fail_after_s=stall_after_s,
+        describe=controller.describe,
+        progress=controller.count_tokens_made,
+    )
     manager = AgentLoopManager(
         task_runners=runners,
         replay_buffer=buffer,
         rollout_controller=controller,
-        stall_watch=_watch(config, activities, controller),
+        stall_watch=watch,
         activities=activities,
         rules=group_rules(config, context) if trains else None,
     )
@@ -240,21 +248,6 @@ def _why_untrainable(train: TrainConfig, context: int, state: RolloutState) -> s
     return None
 
 
-def _watch(config: RunConfig, activities: Activities, controller: RolloutController) -> StallWatch:
-    return StallWatch(
-        activities,
-        warn_after_s=warn_after_s(config),
-        fail_after_s=config.produce.stall_after_s,
-        describe=controller.describe,
-        progress=controller.count_tokens_made,
-    )
-
-
-def warn_after_s(config: RunConfig) -> float:
-    """Seconds without progress after which a run with this config says so."""
-    return min(WARN_AFTER_S, config.produce.stall_after_s / 2)
-
-
 def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutController) -> ProduceStrategy:
     """The strategy that produces `task`, as the run file says."""
     produce = config.produce
@@ -263,17 +256,15 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
         return SyncProduceStrategyConfig(is_valid_sample_fn=accept).build(
             sync_weights_interval=produce.sync_weights_interval
         )
-    own, rule = task.max_staleness, look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
-    return AsyncProduceStrategyConfig(
-        is_valid_sample_fn=accept,
-        over_sample_threshold=produce.over_sample_threshold,
-        enable_partial_rollout=produce.enable_partial_rollout,
-        max_staleness=produce.max_staleness if own is None else own,
-        tail_batch_trigger_size=produce.tail_batch_trigger_size,
-        tail_batch_max_tries=produce.tail_batch_max_tries,
-        max_retries=produce.max_retries,
-        staleness_rule=rule() if isinstance(rule, type) else rule,
-    ).build(sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller)
+    rule = look_up("staleness_rule", produce.staleness_rule, STALENESS_RULES)
+    options = produce.model_dump(include=set(ASYNC_ONLY)) | {
+        "staleness_rule": rule() if isinstance(rule, type) else rule
+    }
+    if task.max_staleness is not None:
+        options["max_staleness"] = task.max_staleness
+    return AsyncProduceStrategyConfig(is_valid_sample_fn=accept, **options).build(
+        sync_weights_interval=produce.sync_weights_interval, rollout_controller=controller
+    )
 
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:

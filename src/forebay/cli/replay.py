@@ -24,7 +24,7 @@ from rich.console import Console
 from forebay.cli.errors import one_message
 
 if TYPE_CHECKING:
-    from forebay.runs.record.rerun import BatchFile, Rerun, RerunStep
+    from forebay.runs.record.rerun import Rerun, RerunStep
 
 MAX_LINES = 50
 """About so many steps are listed, however many there are; those that differ always are."""
@@ -46,6 +46,8 @@ def replay(
 ) -> None:
     """Run a recorded training again, without an engine, and compare batches and losses."""
     with one_message(ValueError, OSError):
+        if output is not None and output.exists() and any(output.iterdir()):
+            raise ValueError(f"{str(output)!r} is not empty; name a new folder for --output")
         is_equal = asyncio.run(_replay(folder, until, output, batches_only))
     if not is_equal:
         raise typer.Exit(1)
@@ -54,17 +56,17 @@ def replay(
 async def _replay(folder: Path, until: int | None, output: Path | None, batches_only: bool) -> bool:
     from transformers.utils.logging import disable_progress_bar
 
-    from forebay.runs.record.rerun import Rerun
+    from forebay.runs.record.rerun import BatchFile, Rerun
 
     disable_progress_bar()
-    run = Rerun(folder, trains=not batches_only)
-    last_recorded = max(run.recorded, default=0)
+    rerun = Rerun(folder, trains=not batches_only)
+    last_recorded = max(rerun.recorded, default=0)
     # One more: the step that the run failed at has no numbers.
     if until is not None and until > last_recorded + 1:
         raise ValueError(f"no train step {until} to stop after: the record ends with step {last_recorded}")
     report = _Report(last_recorded if until is None else min(until, last_recorded))
-    with _batch_file(output) as batches:
-        async for step in run.steps(until=until):
+    with contextlib.nullcontext() if output is None else BatchFile(output / "batches.parquet") as batches:
+        async for step in rerun.steps(until=until):
             report.add(step)
             if batches is not None:
                 batches.add(step.train_step, step.groups)
@@ -72,9 +74,9 @@ async def _replay(folder: Path, until: int | None, output: Path | None, batches_
     if last is None or (until is not None and last.train_step < until):
         raise ValueError(f"no train step {until or 1} in the record: it ends with step {last_recorded}")
     if output is not None:
-        await _save(run, last, output)
+        await _save(rerun, last, output)
     if until is not None:
-        _show_batch(run, last)
+        _show_batch(rerun, last)
     typer.echo(report.verdict(last, batches_only))
     return report.num_differing == 0
 
@@ -115,23 +117,12 @@ class _Report:
         return f"{steps}, the same batches" if batches_only else f"{steps}, bit-equal"
 
 
-def _batch_file(output: Path | None) -> contextlib.AbstractContextManager[BatchFile | None]:
-    if output is None:
-        return contextlib.nullcontext()
-    from forebay.runs.record.rerun import BatchFile
-
-    if output.exists() and any(output.iterdir()):
-        raise ValueError(f"{str(output)!r} is not empty; name a new folder for --output")
-    output.mkdir(parents=True, exist_ok=True)
-    return BatchFile(output / "batches.parquet")
-
-
-async def _save(run: Rerun, last: RerunStep, output: Path) -> None:
+async def _save(rerun: Rerun, last: RerunStep, output: Path) -> None:
     saved = ["batches.parquet", "buffer"]
-    await run.buffer.save(output / "buffer")
+    await rerun.buffer.save(output / "buffer")
     # After a failed step the weights are those of no step.
-    if run.trainer is not None and last.failure is None:
-        run.trainer.save(output / "trainer")
+    if rerun.trainer is not None and last.failure is None:
+        rerun.trainer.save(output / "trainer")
         saved.append("trainer")
     typer.echo(f"after step {last.train_step}: {', '.join(saved)} in {output}")
 
@@ -163,13 +154,13 @@ def _number(value: float | None, digits: int = 12) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def _show_batch(run: Rerun, step: RerunStep) -> None:
+def _show_batch(rerun: Rerun, step: RerunStep) -> None:
     """The batch: a line per rollout."""
     from forebay.inspection.views import number, plain, table, version_spans
     from forebay.runs.record.reader import read_seeds
 
     states = [state for group in step.groups for state in group]
-    seeds = read_seeds(run.history, {str(state.rollout_id) for state in states})
+    seeds = read_seeds(rerun.history, {str(state.rollout_id) for state in states})
     shown = table("rollout", "score", "tokens", "finish", "staleness", "seed", "made by", left=1)
     shown.columns[6].justify = shown.columns[3].justify = "left"
     for state in states:

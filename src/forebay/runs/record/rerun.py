@@ -209,6 +209,7 @@ class BatchFile:
     """
 
     def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
         self._writer: Any = pq.ParquetWriter(path, BATCHES_SCHEMA, compression="zstd")
 
     def add(self, train_step: int, groups: Groups) -> None:

@@ -1,6 +1,8 @@
 """The channel between two processes: whole messages, bounds, ends; and the calls over it."""
 
 import asyncio
+import doctest
+import importlib
 import socket
 import threading
 
@@ -17,6 +19,17 @@ from forebay.io.messages import Alive, Call, Cancel, FrameError, Note, encode_va
 from forebay.io.session import Session
 
 MIB = 1 << 20
+
+EXAMPLES = (
+    *("io.address", "io.channel", "io.session", "replay.remote.calls", "replay.remote.server"),
+    *("replay.remote.command", "fragments.remote.server"),
+)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_run_as_they_stand(name):
+    failed, tried = doctest.testmod(importlib.import_module(f"forebay.{name}"))
+    assert (failed, tried > 0) == (0, True)
 
 
 def note(value, buffers=()):

@@ -46,21 +46,6 @@ MAX_FRAME_BYTES = 256 << 20
 STALL_S = 60.0
 """A peer that reads nothing for so long is as good as dead; one that is merely slow reads something."""
 
-_MAGIC = b"FBC1"
-_PRELUDE = struct.Struct("<4sI")
-_INBOX_BYTES = 4 << 10
-"""Read beyond a message, so that small messages that came together take one system call."""
-_BUFFERS_AT_ONCE = 64
-"""In one system call, which looks at all of them and takes some 200 kB, the arrays of 20 to 40 rollouts."""
-_ROOM_BYTES = 1 << 20
-"""For which room is asked at a time: what a peer has announced and not sent occupies no more."""
-_SKIPPED_BYTES = 64 << 10
-"""Read at once of what is forgotten."""
-_TURN_BYTES, _TURN_MESSAGES = 1 << 20, 32
-"""After so much without waiting, other tasks have their turn: below a millisecond of copying."""
-_QUEUE_BYTES = 64 << 10
-"""`Channel.send` returns while no more waits to be sent."""
-
 
 class Channel:
     """A connected, non-blocking socket on which whole messages are sent and received.
@@ -68,9 +53,16 @@ class Channel:
     Invariants: messages go out in the order of `post` and `send`, each wholly or not at all; after an error
     the connection has ended. One task receives; any number send.
 
-    >>> channel = Channel(sock)
-    >>> message, buffers = await channel.receive()
-    >>> await channel.send(Answer(message.number, value), [array.data])
+    >>> from forebay.io.messages import Part
+    >>> async def example():
+    ...     here, there = map(Channel, socket.socketpair())
+    ...     await here.send(Part(1, sizes=[3]), [b"xyz"])
+    ...     message, [buffer] = await there.receive()
+    ...     here.close()
+    ...     there.close()
+    ...     return message, bytes(buffer)
+    >>> asyncio.run(example())
+    (Part(number=1, sizes=[3]), b'xyz')
     """
 
     def __init__(
@@ -221,7 +213,7 @@ class Channel:
         for targets in incoming:
             if not await self._fill(targets):
                 if incoming.is_begun:
-                    raise FrameError(BROKE_OFF)
+                    raise FrameError(_BROKE_OFF)
                 return None
         return incoming.message, incoming.buffers
 
@@ -239,7 +231,7 @@ class Channel:
                 number = await self._read([*islice(left, _BUFFERS_AT_ONCE), self._inbox], len(left))
                 if not number:
                     if is_begun:
-                        raise FrameError(BROKE_OFF)
+                        raise FrameError(_BROKE_OFF)
                     return False
             is_begun = True
             if rest := _drop(left, number):
@@ -306,9 +298,13 @@ class BlockingChannel:
     Invariants: any thread may send, one receives; nothing is read ahead, so that the socket can be used by a
     `Channel` afterwards.
 
-    >>> ours, theirs = (BlockingChannel(sock) for sock in socket.socketpair())
-    >>> ours.send(Note(encode_value("hello")))
-    >>> theirs.receive()[0].value
+    >>> from forebay.io.messages import Part
+    >>> ours, theirs = map(BlockingChannel, socket.socketpair())
+    >>> ours.send(Part(1, sizes=[3]), [b"xyz"])
+    >>> theirs.receive()[0]
+    Part(number=1, sizes=[3])
+    >>> ours.close(), theirs.close()
+    (None, None)
     """
 
     def __init__(
@@ -387,16 +383,25 @@ class BlockingChannel:
         self.sock.close()
 
 
-BROKE_OFF = "the connection ended in the middle of a message"
+_MAGIC = b"FBC1"
+_PRELUDE = struct.Struct("<4sI")
+_INBOX_BYTES = 4 << 10
+"""Read beyond a message, so that small messages that came together take one system call."""
+_BUFFERS_AT_ONCE = 64
+"""In one system call, which looks at all of them and takes some 200 kB, the arrays of 20 to 40 rollouts."""
+_ROOM_BYTES = 1 << 20
+"""For which room is asked at a time: what a peer has announced and not sent occupies no more."""
+_SKIPPED_BYTES = 64 << 10
+"""Read at once of what is forgotten."""
+_TURN_BYTES, _TURN_MESSAGES = 1 << 20, 32
+"""After so much without waiting, other tasks have their turn: below a millisecond of copying."""
+_QUEUE_BYTES = 64 << 10
+"""`Channel.send` returns while no more waits to be sent."""
+_BROKE_OFF = "the connection ended in the middle of a message"
 
 
 class Incoming:
-    """One message as it is read, by whatever reads it: iterate for the memory to fill next.
-
-    >>> for targets in incoming:
-    ...     fill(targets)
-    >>> incoming.message, incoming.buffers
-    """
+    """One message as it is read, by either channel: iterate for the memory to fill next."""
 
     def __init__(self, max_header_bytes: int, max_frame_bytes: int, reserve: Reserve | None = None) -> None:
         self._limits, self._reserve = (max_header_bytes, max_frame_bytes), reserve

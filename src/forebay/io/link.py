@@ -59,8 +59,7 @@ class Link:
     Invariants: calls begin in the order in which they are made; one that was cancelled before it was sent has
     not happened.
 
-    >>> link = Link(Channel(sock), "the buffer server", limit_s=30.0)
-    >>> answer, buffers = await link.call("count", {"task_name": "math"})
+    An example is that of `forebay.io.session.Session`.
 
     Args:
         channel: connected; the link closes it.

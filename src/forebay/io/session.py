@@ -49,7 +49,21 @@ class Session:
     Invariants: every call that has come is answered once, also one that was cancelled, unless the connection
     ends first; when `run` returns, no call is left that `may_end`.
 
-    >>> await FragmentSession(Channel(sock), limit_s=60.0).run()
+    >>> class Adding(Session):
+    ...     async def handle(self, call, buffers):
+    ...         return sum(msgspec.msgpack.decode(call.arguments)), ()
+    >>> async def example():
+    ...     here, there = socket.socketpair()
+    ...     running = asyncio.create_task(Adding(Channel(there), limit_s=30.0).run())
+    ...     link = Link(Channel(here), "the adding process")
+    ...     value, _ = await link.call("add", [1, 2, 3])
+    ...     await link.close()
+    ...     await running
+    ...     return msgspec.msgpack.decode(value)
+    >>> import msgspec
+    >>> from forebay.io.link import Link
+    >>> asyncio.run(example())
+    6
     """
 
     reserve: Reserve | None = None
@@ -177,9 +191,6 @@ class Acceptor:
     """Accepts connections at a listening socket; a task serves each, and closes it.
 
     consumes: connections / waits for: the next one / woken by: the listening socket / produces: tasks
-
-    >>> acceptor = Acceptor(listener, lambda sock: FragmentSession(Channel(sock), limit_s=60.0).run())
-    >>> await acceptor.close()
     """
 
     def __init__(

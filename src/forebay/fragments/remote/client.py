@@ -38,10 +38,7 @@ _ERRORS = ERRORS | {
 
 
 class FragmentCalls(ABC):
-    """The methods of `ReplayBufferActor`, each one call; a client says how it is made.
-
-    >>> batch = await client.fetch_fragments(64)
-    """
+    """The methods of `ReplayBufferActor`, each one call; a client says how it is made."""
 
     @abstractmethod
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
@@ -98,10 +95,7 @@ class RemoteFragmentBuffer(FragmentCalls):
 
     Invariants: equal calls have equal results and errors; calls of one client begin in the order in which
     they were made; a cancelled call is cancelled there too, and its caller waits for the end of it.
-
-    >>> buffer = await RemoteFragmentBuffer.connect("run/fragments.sock")
-    >>> batch = await buffer.fetch_fragments(64)
-    >>> await buffer.disconnect()
+    `forebay.fragments.serve` has an example.
     """
 
     def __init__(self, link: Link) -> None:

@@ -45,8 +45,19 @@ async def serve(
 
     A client without a sign of life for `client_limit_s` is given up as one that went away.
 
-    >>> async with serve(buffer, "run/fragments.sock"):
-    ...     await done.wait()
+    >>> import asyncio, tempfile
+    >>> from forebay.fragments import RemoteFragmentBuffer
+    >>> async def example(folder):
+    ...     config = {"path": f"{folder}/store"}
+    ...     buffer = ReplayBufferActor(100, 2, 1, config, fragments_per_chunk=1)
+    ...     async with serve(buffer, f"{folder}/socket"):
+    ...         client = await RemoteFragmentBuffer.connect(f"{folder}/socket")
+    ...         metrics = await client.metrics()
+    ...         await client.close()
+    ...     return metrics["added_fragments"]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     asyncio.run(example(folder))
+    0.0
 
     Raises:
         OSError: another server listens there, or the place cannot be used.

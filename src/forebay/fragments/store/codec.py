@@ -39,17 +39,6 @@ _SMALL_BYTES = 4096
 _HUGE_BYTES = 4 << 20
 """Arrays of this size get huge pages from numpy."""
 _PADDING = bytes(_ALIGNMENT)
-_HEADER = struct.Struct("<8sIB3xQ")
-_HEADS = np.dtype(
-    [
-        ("schema_id", "<u8"),
-        ("meta_bytes", "<u4"),
-        ("compression", "u1"),
-        ("rest", "V3"),
-        ("body_bytes", "<u8"),
-    ]
-)
-"""The header, as numpy reads many at once."""
 _FIELDS = tuple(field.name for field in fields(SampleFragment))
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
@@ -134,6 +123,19 @@ def _leaves_of(node: Any) -> Iterator[tuple[str, Sequence[int], bool]]:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+_HEADER = struct.Struct("<8sIB3xQ")
+_HEADS = np.dtype(
+    [
+        ("schema_id", "<u8"),
+        ("meta_bytes", "<u4"),
+        ("compression", "u1"),
+        ("rest", "V3"),
+        ("body_bytes", "<u8"),
+    ]
+)
+"""The header, as numpy reads many at once."""
 
 
 class Packed(NamedTuple):

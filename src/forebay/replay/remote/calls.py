@@ -41,45 +41,9 @@ Incoming = PackedPayload | Sequence[RolloutState]
 MAX_REMEMBERED = 16_384
 """Groups put and takes whose outcome is remembered: many times what clients have under way at once."""
 
-CLIENT_LIMIT_S = 60.0
-"""Twice what a client allows a server: a trainer's event loop may be blocked by its work."""
-
-MAX_CLIENTS = 900
-"""Connections at a time: a process has 1,024 files by default, and its store and logs need some of them."""
-
-MAX_PUT_BYTES = 1 << 30
-"""Of groups of all clients that are not stored yet: one of 4 MB from 256 producers at the same time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Bounds of a server; see `serve`.
-
-    >>> Limits(max_live=1000).max_clients
-    900
-    """
-
-    max_live: int | None = None
-    max_frame_bytes: int = messages.MAX_FRAME_BYTES
-    max_clients: int = MAX_CLIENTS
-    max_put_bytes: int = MAX_PUT_BYTES
-    client_limit_s: float = CLIENT_LIMIT_S
-
-    def __post_init__(self) -> None:
-        if self.max_live is not None and self.max_live < 1:
-            raise ValueError(f"max_live must be at least 1 group, or None for no limit, got {self.max_live}")
-        for name in ("max_clients", "max_put_bytes"):
-            if (limit := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {limit}")
-        check_limit("client_limit_s", self.client_limit_s)
-
 
 class Served:
-    """One buffer, as all connections share it.
-
-    >>> served = Served(buffer, instance=secrets.token_bytes(16), limits=Limits(max_live=1000))
-    >>> await served.open()
-    """
+    """One buffer, as all connections share it."""
 
     def __init__(self, buffer: ReplayBuffer, *, instance: bytes, limits: Limits) -> None:
         self.buffer = buffer
@@ -264,11 +228,51 @@ class Served:
         await self._look()
 
 
+CLIENT_LIMIT_S = 60.0
+"""Twice what a client allows a server: a trainer's event loop may be blocked by its work."""
+
+MAX_CLIENTS = 900
+"""Connections at a time: a process has 1,024 files by default, and its store and logs need some of them."""
+
+MAX_PUT_BYTES = 1 << 30
+"""Of groups of all clients that are not stored yet: one of 4 MB from 256 producers at the same time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of a server; see `serve`.
+
+    >>> Limits(max_live=1000).max_clients
+    900
+    """
+
+    max_live: int | None = None
+    max_frame_bytes: int = messages.MAX_FRAME_BYTES
+    max_clients: int = MAX_CLIENTS
+    max_put_bytes: int = MAX_PUT_BYTES
+    client_limit_s: float = CLIENT_LIMIT_S
+
+    def __post_init__(self) -> None:
+        if self.max_live is not None and self.max_live < 1:
+            raise ValueError(f"max_live must be at least 1 group, or None for no limit, got {self.max_live}")
+        for name in ("max_clients", "max_put_bytes"):
+            if (limit := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+        check_limit("client_limit_s", self.client_limit_s)
+
+
 class Outcomes(Generic[Value]):
     """Work that is done once for each key, and its outcome; the oldest outcomes are forgotten.
 
-    >>> await outcomes.once(b"key", store)
-    >>> await outcomes.once(b"key", store)       # the same outcome: nothing is done
+    >>> async def store():
+    ...     print("storing")
+    ...     return 7
+    >>> async def example():
+    ...     outcomes = Outcomes()
+    ...     return [await outcomes.once(b"key", store) for _ in range(2)]
+    >>> asyncio.run(example())
+    storing
+    [7, 7]
     """
 
     def __init__(self) -> None:

@@ -51,10 +51,7 @@ class RemoteReplayBuffer:
     Methods, results and errors are those of `ReplayBuffer`; groups come and go by value. After a `put` the
     caller's rollouts are labeled, aged and, if they expired, wiped, as they are there. ``len(buffer)``,
     `version` and `num_evicted` are as of the last answer that this client got.
-
-    >>> async with await RemoteReplayBuffer.connect("run/buffer.sock") as buffer:
-    ...     await buffer.put(group, "math", model_step=3)
-    ...     groups, counts = await buffer.take_batch({"math": 64}, train_step=4)
+    `forebay.replay.serve` has an example.
     """
 
     def __init__(self, locate: Locate, link: BufferLink, limit_s: float = SILENCE_LIMIT_S) -> None:
@@ -358,11 +355,7 @@ class RemoteReplayBuffer:
 
 
 class RemoteRows:
-    """The rows of a server's buffer, to be looked at: it changes nothing and moves no payload.
-
-    >>> await buffer.storage.count({"task_name": "math", "staleness": {"$gte": 2}})
-    12
-    """
+    """The rows of a server's buffer, to be looked at: it changes nothing and moves no payload."""
 
     def __init__(self, call: Callable[..., Awaitable[Any]]) -> None:
         self._call = call

@@ -52,7 +52,8 @@ POLICIES: dict[str, Callable[[], ReplayPolicy]] = {
 class ServeOptions:
     """The options of the command line.
 
-    >>> ServeOptions(address="run/buffer.sock", store="run/buffer.db", max_live=4096)
+    >>> ServeOptions(address="run/buffer.sock", store="run/buffer.db", max_live=4096).policy
+    'staleness'
     """
 
     address: str

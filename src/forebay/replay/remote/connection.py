@@ -50,34 +50,9 @@ MIN_LIMIT_S = 0.01
 HELLO_BYTES = 4096
 """A client that has not shown its token makes the server read no more than this."""
 
-PART_BYTES = 1 << 20
-"""Groups that go in one message; small answers of other calls come between two."""
-
-SLACK = 2
-"""A client counts its calls under way by its own clock, and the server by the work that is left."""
-
-LASTING = ("put_groups", "keep", "release")
-"""Methods that come to their end once they have begun."""
-
-NOT_HAPPENED = "the server is closing; the call has not happened"
-
-
-@dataclass(slots=True)
-class _Put:
-    """The groups of a put that have come, ahead of its call or with it."""
-
-    groups: list[Incoming] = field(default_factory=list)
-    num_bytes: int = 0
-    """Counted as they come, until the put is answered."""
-    is_refused: bool = False
-    """Whether there was no room for some of it: its call is answered so when it comes."""
-
 
 class ClientConnection(Session):
-    """Serves one client until it leaves, breaks the rules, or the server closes.
-
-    >>> await ClientConnection(sock, served, token=None).run()
-    """
+    """Serves one client until it leaves, breaks the rules, or the server closes."""
 
     def __init__(self, sock: socket.socket, served: Served, *, token: str | None) -> None:
         channel = Channel(sock, max_frame_bytes=served.limits.max_frame_bytes)
@@ -367,6 +342,29 @@ class ClientConnection(Session):
             yield
         finally:
             self._waiting.discard(task)
+
+
+PART_BYTES = 1 << 20
+"""Groups that go in one message; small answers of other calls come between two."""
+
+SLACK = 2
+"""A client counts its calls under way by its own clock, and the server by the work that is left."""
+
+LASTING = ("put_groups", "keep", "release")
+"""Methods that come to their end once they have begun."""
+
+NOT_HAPPENED = "the server is closing; the call has not happened"
+
+
+@dataclass(slots=True)
+class _Put:
+    """The groups of a put that have come, ahead of its call or with it."""
+
+    groups: list[Incoming] = field(default_factory=list)
+    num_bytes: int = 0
+    """Counted as they come, until the put is answered."""
+    is_refused: bool = False
+    """Whether there was no room for some of it: its call is answered so when it comes."""
 
 
 def turn_away(sock: socket.socket, reason: str) -> None:

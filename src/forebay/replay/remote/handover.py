@@ -41,11 +41,7 @@ PARKED: Mapping[str, Any] = {"status": Status.ARCHIVED, "train_step": None}
 
 @dataclass(slots=True, eq=False)
 class Handover:
-    """The groups of one take, and how to give them back.
-
-    >>> handover = await take_over(buffer, arguments, max_bytes=1 << 28)
-    >>> await handover.keep(key)      # or: await handover.release()
-    """
+    """The groups of one take, and how to give them back: `keep` or `release` ends it."""
 
     buffer: ReplayBuffer
     groups: dict[str, list[PackedGroup]]

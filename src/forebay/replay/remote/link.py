@@ -41,11 +41,7 @@ Kind = TypeVar("Kind", Greeting, Reply)
 
 
 class BufferLink(Link):
-    """A connection to a buffer server that is up until it is lost or closed; it does not come back.
-
-    >>> link = await BufferLink.open(Address.parse("run/buffer.sock"), token=None)
-    >>> number, _ = await link.ask("count", {"task_name": "math", "group_status": "completed", "tags": None})
-    """
+    """A connection to a buffer server that is up until it is lost or closed; it does not come back."""
 
     def __init__(self, channel: Channel, greeting: Greeting, address: Address, limit_s: float) -> None:
         super().__init__(
@@ -170,11 +166,7 @@ class BufferLink(Link):
 
 
 class Pieces:
-    """Groups to send, labeled and packed as they are asked for; they may be asked for again.
-
-    >>> for piece, is_last in Pieces(groups, model_step=3):
-    ...     sizes, buffers = messages.sent(piece)
-    """
+    """Groups to send, labeled and packed as they are asked for; they may be asked for again."""
 
     def __init__(self, groups: Sequence[Sequence[RolloutState]], model_step: int | None) -> None:
         self._groups = groups

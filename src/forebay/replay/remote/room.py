@@ -20,66 +20,8 @@ from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.stores.contract import StorageBackend
 
 
-class Census:
-    """The number of live groups, without asking a database each time.
-
-    What changes it happens `within` it, so that a count of the database sees all of that or nothing.
-
-    >>> async with census.within():
-    ...     await buffer.put(group, "math")
-    ...     census.add(1)
-    >>> census.num_live
-    1
-    """
-
-    def __init__(self, buffer: ReplayBuffer) -> None:
-        self._buffer = buffer
-        # A store that has nothing to close is in memory, and counts itself at once.
-        self._counts_itself = type(buffer.storage).close is StorageBackend.close
-        self._num_live = 0
-        self._known_version = buffer.version
-        """Of the buffer, as far as its changes are in `_num_live`."""
-        self._lock = SharedLock()
-
-    @property
-    def num_live(self) -> int:
-        """As of now; on disk, changes by other processes show after the next `measure`."""
-        return len(self._buffer) if self._counts_itself else self._num_live
-
-    @property
-    def knows_all(self) -> bool:
-        """Whether all changes of the buffer in this process are in `num_live`."""
-        return self._counts_itself or self._buffer.version <= self._known_version
-
-    def within(self) -> AbstractAsyncContextManager[None]:
-        """The time between a change of the store and its `add`."""
-        return self._lock.shared()
-
-    def add(self, number: int) -> None:
-        """So many groups more (or fewer, if negative), by one change of the buffer."""
-        self._num_live += number
-        self._known_version += number != 0
-        if self._buffer.limit is not None and number > 0:
-            self._num_live = min(self._num_live, self._buffer.limit)
-
-    async def measure(self) -> int:
-        """Count the store, and return the number."""
-        if not self._counts_itself:
-            async with self._lock.alone():
-                # Before the count: what changes meanwhile may not be in it.
-                version = self._buffer.version
-                self._num_live = await self._buffer.storage.count({})
-                self._known_version = version
-        return self.num_live
-
-
 class Admission:
-    """Lets puts in while there are fewer than `max_live` groups, first come, first served.
-
-    >>> await admission.admit(1)
-    >>> await buffer.put(group, "math")
-    >>> admission.leave(1)
-    """
+    """Lets puts in while there are fewer than `max_live` groups, first come, first served."""
 
     def __init__(self, census: Census, max_live: int | None) -> None:
         self.max_live = max_live
@@ -131,3 +73,49 @@ class Admission:
         if self.max_live is not None:
             self._num_entering -= number
             self._gate.wake()
+
+
+class Census:
+    """The number of live groups, without asking a database each time.
+
+    What changes it happens `within` it, so that a count of the database sees all of that or nothing."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self._buffer = buffer
+        # A store that has nothing to close is in memory, and counts itself at once.
+        self._counts_itself = type(buffer.storage).close is StorageBackend.close
+        self._num_live = 0
+        self._known_version = buffer.version
+        """Of the buffer, as far as its changes are in `_num_live`."""
+        self._lock = SharedLock()
+
+    @property
+    def num_live(self) -> int:
+        """As of now; on disk, changes by other processes show after the next `measure`."""
+        return len(self._buffer) if self._counts_itself else self._num_live
+
+    @property
+    def knows_all(self) -> bool:
+        """Whether all changes of the buffer in this process are in `num_live`."""
+        return self._counts_itself or self._buffer.version <= self._known_version
+
+    def within(self) -> AbstractAsyncContextManager[None]:
+        """The time between a change of the store and its `add`."""
+        return self._lock.shared()
+
+    def add(self, number: int) -> None:
+        """So many groups more (or fewer, if negative), by one change of the buffer."""
+        self._num_live += number
+        self._known_version += number != 0
+        if self._buffer.limit is not None and number > 0:
+            self._num_live = min(self._num_live, self._buffer.limit)
+
+    async def measure(self) -> int:
+        """Count the store, and return the number."""
+        if not self._counts_itself:
+            async with self._lock.alone():
+                # Before the count: what changes meanwhile may not be in it.
+                version = self._buffer.version
+                self._num_live = await self._buffer.storage.count({})
+                self._known_version = version
+        return self.num_live

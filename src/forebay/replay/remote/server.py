@@ -44,63 +44,8 @@ GRACE_S = 5.0
 """For clients to read their last answers when the server closes."""
 
 
-@asynccontextmanager
-async def serve(
-    buffer: ReplayBuffer,
-    address: str | os.PathLike[str],
-    *,
-    token: str | None = None,
-    max_live: int | None = None,
-    max_frame_bytes: int = MAX_FRAME_BYTES,
-    max_clients: int = MAX_CLIENTS,
-    max_put_bytes: int = MAX_PUT_BYTES,
-    client_limit_s: float = CLIENT_LIMIT_S,
-) -> AsyncIterator[BufferServer]:
-    """Serve `buffer` at `address` for the time of the block; the buffer may be used here as well.
-
-    `max_live` makes the puts of clients wait while there are so many live groups. A group of more than
-    `max_frame_bytes` is refused, and so is a connection beyond `max_clients`. Over `max_put_bytes` of groups
-    on their way in, from all clients together, further ones wait with their clients. A client without a sign
-    of life for `client_limit_s` seconds is given up: the groups it took and did not confirm are live again.
-
-    One server at a time for a store: the next one takes groups that are parked in it for left over.
-
-    >>> async with serve(buffer, "run/buffer.sock", max_live=4096):
-    ...     await train(buffer)
-
-    Raises:
-        ValueError: the address is not one, or can be reached from other machines and there is no token;
-            a limit is not positive, or there is `max_live` and the buffer has a `limit` as well.
-        OSError: something else is at the address.
-    """
-    limits = Limits(
-        max_live=max_live,
-        max_frame_bytes=max_frame_bytes,
-        max_clients=max_clients,
-        max_put_bytes=max_put_bytes,
-        client_limit_s=client_limit_s,
-    )
-    if max_live is not None and buffer.limit is not None:
-        raise ValueError(
-            f"either puts wait (max_live {max_live}) or old groups are evicted (limit {buffer.limit}); "
-            f"leave one out"
-        )
-    listener, found = await listen(Address.parse(address), token)
-    server = BufferServer(buffer, found, token=token, limits=limits)
-    try:
-        await server.open(listener)
-        yield server
-    finally:
-        await server.close()
-        listener.close()
-
-
 class BufferServer:
-    """Accepts clients of one buffer; made by `serve`.
-
-    >>> async with serve(buffer, "tcp://127.0.0.1:0") as server:
-    ...     print(server.address)
-    """
+    """Accepts clients of one buffer; made by `serve`."""
 
     def __init__(self, buffer: ReplayBuffer, address: Address, *, token: str | None, limits: Limits) -> None:
         self.address = str(address)
@@ -149,3 +94,64 @@ class BufferServer:
         connection.abort()
         closing.cancel()
         await asyncio.gather(closing, serving, return_exceptions=True)
+
+
+@asynccontextmanager
+async def serve(
+    buffer: ReplayBuffer,
+    address: str | os.PathLike[str],
+    *,
+    token: str | None = None,
+    max_live: int | None = None,
+    max_frame_bytes: int = MAX_FRAME_BYTES,
+    max_clients: int = MAX_CLIENTS,
+    max_put_bytes: int = MAX_PUT_BYTES,
+    client_limit_s: float = CLIENT_LIMIT_S,
+) -> AsyncIterator[BufferServer]:
+    """Serve `buffer` at `address` for the time of the block; the buffer may be used here as well.
+
+    `max_live` makes the puts of clients wait while there are so many live groups. A group of more than
+    `max_frame_bytes` is refused, and so is a connection beyond `max_clients`. Over `max_put_bytes` of groups
+    on their way in, from all clients together, further ones wait with their clients. A client without a sign
+    of life for `client_limit_s` seconds is given up: the groups it took and did not confirm are live again.
+
+    One server at a time for a store: the next one takes groups that are parked in it for left over.
+
+    >>> from forebay.replay import FIFOReplayPolicy, IndexedStorage, RemoteReplayBuffer
+    >>> from forebay.types import RolloutState, Status
+    >>> async def example():
+    ...     buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
+    ...     async with serve(buffer, "tcp://127.0.0.1:0", max_live=4096) as server:
+    ...         async with await RemoteReplayBuffer.connect(server.address) as client:
+    ...             group = [RolloutState([], response_ids=[7, 8], status=Status.COMPLETED)]
+    ...             await client.put(group, "math", model_step=3)
+    ...             groups, counts = await client.take_batch({"math": 1}, train_step=4)
+    ...     return counts, groups["math"][0][0].response_model_steps
+    >>> asyncio.run(example())
+    ({'math': 1}, array([3, 3], dtype=int32))
+
+    Raises:
+        ValueError: the address is not one, or can be reached from other machines and there is no token;
+            a limit is not positive, or there is `max_live` and the buffer has a `limit` as well.
+        OSError: something else is at the address.
+    """
+    limits = Limits(
+        max_live=max_live,
+        max_frame_bytes=max_frame_bytes,
+        max_clients=max_clients,
+        max_put_bytes=max_put_bytes,
+        client_limit_s=client_limit_s,
+    )
+    if max_live is not None and buffer.limit is not None:
+        raise ValueError(
+            f"either puts wait (max_live {max_live}) or old groups are evicted (limit {buffer.limit}); "
+            f"leave one out"
+        )
+    listener, found = await listen(Address.parse(address), token)
+    server = BufferServer(buffer, found, token=token, limits=limits)
+    try:
+        await server.open(listener)
+        yield server
+    finally:
+        await server.close()
+        listener.close()

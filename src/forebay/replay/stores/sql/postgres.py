@@ -12,7 +12,6 @@ Without this, a thread that waits in the driver waits for ever.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
 from typing import Any
 
@@ -24,6 +23,8 @@ from forebay.replay.stores.sql.worker import is_cut
 
 SILENT_S = 60.0
 """A statement takes milliseconds; a server that is silent for so long is taken for lost."""
+WAKE_S = 0.1
+"""psycopg's own interval: it looks for a Ctrl-C ten times a second."""
 STATEMENT_S = 50.0
 """The server gives up earlier than the client, so that a live one says what was wrong."""
 LINK = {
@@ -58,20 +59,22 @@ class PatientConnection(psycopg.Connection[Any]):
     """A connection whose waits end: when the server is silent for too long, or the thread's job is cut."""
 
     def wait(self, gen: Any, *arguments: Any, **options: Any) -> Any:
-        """As psycopg's, which wakes `gen` ten times a second, whether there is something to read or not."""
-        return super().wait(self._while_heard(gen), *arguments, **options)
+        """As psycopg's, which wakes `gen` every `WAKE_S`, also if there is nothing to read."""
+        return super().wait(self._while_heard(gen, int(SILENT_S / WAKE_S)), *arguments, **options)
 
-    def _while_heard(self, steps: Any) -> Generator[Any, Any, Any]:
-        heard_s, ready = time.monotonic(), None
+    def _while_heard(self, steps: Any, most_silent: int) -> Generator[Any, Any, Any]:
+        send, num_silent, ready = steps.send, 0, None
         while True:
             try:
-                wanted = steps.send(ready)
+                wanted = send(ready)
             except StopIteration as end:
                 return end.value
             ready = yield wanted
             if ready:
-                heard_s = time.monotonic()
-            elif is_cut() or time.monotonic() - heard_s > SILENT_S:
+                num_silent = 0
+                continue
+            num_silent += 1
+            if is_cut() or num_silent > most_silent:
                 # Closed, so that the pool does not use it again; a late answer would be read as another's.
                 self.pgconn.finish()
                 raise psycopg.OperationalError("the server does not answer, the connection was given up")

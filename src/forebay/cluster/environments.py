@@ -26,10 +26,7 @@ class _Actor:
 
 
 class RayWorkers:
-    """Joins the Ray of ``RAY_ADDRESS``, or starts one that ends with the program.
-
-    >>> await RayWorkers().run(spec, hub)
-    """
+    """Joins the Ray of ``RAY_ADDRESS``, or starts one that ends with the program."""
 
     def __init__(self) -> None:
         """Raises ConfigError if Ray is not installed, or cannot be joined."""

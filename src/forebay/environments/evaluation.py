@@ -33,11 +33,7 @@ NUM_FRAMES = 8
 
 
 class Player:
-    """A policy that acts by itself, and remembers where it has a memory.
-
-    >>> player = Player(policy, num_envs=1)
-    >>> action = player.act(observation[None])[0]
-    """
+    """A policy that acts by itself, and remembers where it has a memory."""
 
     def __init__(self, policy: Policy, num_envs: int) -> None:
         self._policy = policy

@@ -40,6 +40,7 @@ class Policy(nn.Module):
     Invariants: what happened before a step with `first` has no influence on it; everything that acting needs
     is in `weights`.
 
+    >>> from forebay.environments.actions import Categorical
     >>> policy = Policy(4, Categorical(2), PolicyConfig())
     >>> params, state = policy.act_params(torch.zeros(1, 3, 4), torch.ones(1, 3), policy.initial_state(3))
     >>> params.shape

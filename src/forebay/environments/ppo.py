@@ -47,11 +47,6 @@ class PPOTrainer:
 
     Invariants: `step` counts updates, and is the version of the weights after them; equal states, batches
     and configs give equal weights.
-
-    >>> trainer = PPOTrainer(policy, PPOConfig(), total_steps=100, seed=0)
-    >>> metrics = trainer.update(batch)
-    >>> trainer.step
-    1
     """
 
     def __init__(self, policy: Policy, config: PPOConfig, *, total_steps: int, seed: int) -> None:
@@ -230,12 +225,7 @@ class PPOTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBatch:
-    """B streams of S consecutive steps; D numbers in an observation, H units of memory.
-
-    >>> batch = StepBatch.from_fragments(store.stack(fetched.fragment_ids), fragments_per_chunk=2)
-    >>> batch.obs_SBD.shape[:2] == batch.reward_SB.shape
-    True
-    """
+    """B streams of S consecutive steps; D numbers in an observation, H units of memory."""
 
     obs_SBD: torch.Tensor
     """[S + 1, B, D]: the last row is what would come next."""

@@ -55,13 +55,7 @@ _BUFFER_METRICS = ("mean_staleness", "max_staleness", "mean_reuse", "chunks", "w
 
 
 class FragmentRun:
-    """Everything that a run consists of, and its loop.
-
-    >>> run = FragmentRun(config, trainer, ThreadWorkers(), display, Path("runs/mine/buffer"))
-    >>> async with run.working():
-    ...     await run.train()
-    >>> await run.close()
-    """
+    """Everything that a run consists of, and its loop."""
 
     def __init__(
         self,

@@ -27,12 +27,7 @@ CURVES = Curves(
 
 
 class FragmentDisplay(RunDisplay):
-    """Shows one run on a console.
-
-    >>> with FragmentDisplay() as display:
-    ...     display.start("cartpole", {"environment": "CartPole-v1"}, step=0, total=60)
-    ...     display.step(1, 60, {"return": 21.5})
-    """
+    """Shows one run on a console."""
 
     numbers: ClassVar[Mapping[str, tuple[str, int]]] = {
         "return": (RETURN, 10),

@@ -51,16 +51,16 @@ class ReplayBufferActor:
     a batch stay until its lease is released or its term is over; a fetch that is cancelled has taken nothing;
     every fragment that leaves unused is counted by reason.
 
-    >>> config = {"path": tempfile.mkdtemp()}
-    >>> buffer = ReplayBufferActor(
-    ...     max_chunks=100, max_staleness=2, max_reuse=1, database_config=config, fragments_per_chunk=1)
-    >>> store = FragmentStore(**await buffer.get_database_config())
-    >>> await buffer.add_fragment(store.add_fragment(fragment), FragmentMetadata("w", 0, -1, ""))
-    >>> batch = await buffer.fetch_fragments(1)
-    >>> store.stack(batch.fragment_ids).reward.shape
-    (1, 8)
-    >>> await buffer.release(batch.lease)
-    True
+    >>> import tempfile
+    >>> async def example():
+    ...     buffer = ReplayBufferActor(
+    ...         max_chunks=100, max_staleness=2, max_reuse=1, fragments_per_chunk=1,
+    ...         database_config={"path": tempfile.mkdtemp()})
+    ...     await buffer.add_fragment("id", FragmentMetadata("worker-0", 0, model_version=-1, session_id=""))
+    ...     batch = await buffer.fetch_fragments(1)
+    ...     print(batch, batch.staleness, await buffer.release(batch.lease))
+    >>> asyncio.run(example())
+    [(FragmentIndex(worker_uuid='worker-0', fid_in_worker=0), 'id')] [0] True
     """
 
     def __init__(

@@ -58,6 +58,7 @@ class SampleFragment:
     A field holds a numpy array, a plain value, or dicts, lists and tuples of those; other arrays (torch
     tensors on the CPU) are stored as numpy ones.
 
+    >>> import numpy as np
     >>> fragment = SampleFragment(
     ...     obs=np.zeros((8, 4), np.float32), action=np.zeros(8, np.int64), next_done=np.zeros(8, np.bool_),
     ...     reward=np.ones(8, np.float32), first=np.zeros(8, np.bool_), in_state=[], worker_uuid="worker-0",

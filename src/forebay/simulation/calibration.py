@@ -47,13 +47,6 @@ class _Bar(NamedTuple):
     note: str
 
 
-class _Rollout(NamedTuple):
-    start_s: float
-    end_s: float
-    num_tokens: int
-    """That this call added."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """The figures of a real run."""
@@ -171,8 +164,8 @@ def _usual_from(train: Sequence[_Bar], folder: Path) -> float:
     return train[max(1, int(len(train) * WARM_UP_SHARE)) - 1].end_s
 
 
-def _rollouts(bars: Sequence[_Bar], start_s: float) -> tuple[list[_Rollout], list[int]]:
-    """Calls that began after `start_s`, and the lengths of what was completed after it."""
+def _rollouts(bars: Sequence[_Bar], start_s: float) -> tuple[list[tuple[float, float, int]], list[int]]:
+    """Start, end and tokens of calls that began after `start_s`; lengths of responses completed after it."""
     calls, lengths, so_far = [], [], dict[str, int]()
     for bar in bars:
         found = _NOTE.fullmatch(bar.note) if bar.stage == GENERATE else None
@@ -183,7 +176,7 @@ def _rollouts(bars: Sequence[_Bar], start_s: float) -> tuple[list[_Rollout], lis
         # A rollout that starts over has fewer tokens than before.
         so_far[bar.name] = length
         if bar.start_s >= start_s:
-            calls.append(_Rollout(bar.start_s, bar.end_s, added if added >= 0 else length))
+            calls.append((bar.start_s, bar.end_s, added if added >= 0 else length))
         if bar.end_s >= start_s and status == "completed" and length:
             lengths.append(length)
     return calls, lengths

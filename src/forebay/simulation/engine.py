@@ -44,10 +44,15 @@ class ModeledEngine(ScriptedEngine):
     ``rate(number decoding)``, but for the started token of each request that was aborted; a request costs a
     logarithm of those that run, however long it is.
 
-    >>> engine = ModeledEngine(rate=lambda running: 10.0 * running, slots=4, length=lambda request: 20)
-    >>> completion = await engine.generate(request)                                 # two seconds later
-    >>> len(completion.response_ids), completion.finish_reason
-    (20, 'stop')
+    >>> from forebay.aio import virtual_time
+    >>> from forebay.types import SampleParams
+    >>> async def example():
+    ...     engine = ModeledEngine(rate=lambda running: 10.0 * running, slots=4, length=lambda request: 20)
+    ...     ids, params = np.zeros(3, np.int32), SampleParams(max_tokens=99)
+    ...     request = GenerateRequest(request_id="a", input_ids=ids, params=params, max_tokens=99, seed=0)
+    ...     print(len((await engine.generate(request)).response_ids), asyncio.get_running_loop().time())
+    >>> virtual_time.run(example())
+    20 2.0
 
     Args:
         rate: tokens per second with so many requests decoding.

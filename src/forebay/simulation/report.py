@@ -14,7 +14,7 @@ import base64
 import html
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,45 +121,36 @@ def comparison_table(outcome: Outcome, title: str) -> Table:
     return table
 
 
+_SWEEP_COLUMNS: dict[str, Callable[[Outcome, SimulationResult], str]] = {
+    "step s": lambda _, result: number(result.step_s),
+    "steps/h": lambda _, result: number(result.steps_per_hour),
+    "x sync": lambda outcome, _: f"{outcome.speed_up:.2f}",
+    "/ bound": lambda _, result: f"{result.over_bound:.3f}",
+    "empty slots": lambda _, result: share(result.engine_idle),
+    "trainer idle": lambda _, result: share(result.trainer_idle),
+    "lag mean": lambda _, result: f"{result.token_lag.mean:.2f}",
+    "p95": lambda _, result: str(result.token_lag.p95),
+    "max": lambda _, result: str(result.token_lag.max),
+    "dropped": lambda _, result: share(result.dropped_share),
+    "wasted": lambda _, result: share(result.wasted_share),
+}
+
+
 def sweep_table(ranked: Sequence[Outcome]) -> Table:
     """All cases, the best first and marked."""
     table = Table(box=box.SIMPLE_HEAD)
     keys = list(ranked[0].case.settings)
     table.add_column("")
-    for key in keys:
-        table.add_column(key.removeprefix("produce."), justify="right")
-    for name in ("step s", "steps/h", "x sync", "/ bound", "empty slots", "trainer idle"):
-        table.add_column(name, justify="right")
-    for name in ("lag mean", "p95", "max", "dropped", "wasted"):
+    for name in (*(key.removeprefix("produce.") for key in keys), *_SWEEP_COLUMNS):
         table.add_column(name, justify="right")
     for place, outcome in enumerate(ranked):
-        is_best = place == 0 and outcome.result is not None
-        table.add_row(
-            "best" if is_best else "",
-            *(outcome.case.settings[key] for key in keys),
-            *_sweep_cells(outcome),
-            style="bold" if is_best else "",
-        )
+        result, cells = outcome.result, list[Text | str]([Text("cannot run", "red")])
+        if result is not None:
+            cells = [cell(outcome, result) for cell in _SWEEP_COLUMNS.values()]
+        is_best = place == 0 and result is not None
+        settings = [outcome.case.settings[key] for key in keys]
+        table.add_row("best" if is_best else "", *settings, *cells, style="bold" if is_best else "")
     return table
-
-
-def _sweep_cells(outcome: Outcome) -> list[Text | str]:
-    result = outcome.result
-    if result is None:
-        return [Text("cannot run", "red")]
-    return [
-        number(result.step_s),
-        number(result.steps_per_hour),
-        f"{outcome.speed_up:.2f}",
-        f"{result.over_bound:.3f}",
-        share(result.engine_idle),
-        share(result.trainer_idle),
-        f"{result.token_lag.mean:.2f}",
-        str(result.token_lag.p95),
-        str(result.token_lag.max),
-        share(result.dropped_share),
-        share(result.wasted_share),
-    ]
 
 
 def calibration_table(measured: Measured, predicted: SimulationResult) -> Table:

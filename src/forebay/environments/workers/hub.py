@@ -53,11 +53,6 @@ class Hub:
 
     Invariants: a fragment is announced before its worker is told to go on; weights are handed out before the
     buffer hears of their version; after `forget` nothing of that worker reaches the buffer any more.
-
-    >>> hub = Hub(buffer, session_id="run")
-    >>> await hub.publish(0, policy.weights())
-    >>> (await hub.answer(Report("worker-0", version=-1))).version
-    0
     """
 
     def __init__(

@@ -46,9 +46,11 @@ class Stepper:
     Invariants: fragments follow each other without a gap; every step says which weights acted in it;
     `in_state` and the observations of a fragment are all that its log-probs depend on.
 
-    >>> stepper = Stepper(make_vector(config, 8), policy, length=32, worker_uuid="worker-0", seed=0)
-    >>> stepper.load(0, policy.weights())
-    >>> stepper.make_fragment().obs.shape
+    >>> from forebay.environments.actions import Categorical
+    >>> from forebay.environments.config import PolicyConfig
+    >>> envs = make_vector(EnvironmentConfig(id="CartPole-v1"), num_envs=8)
+    >>> policy = Policy(4, Categorical(2), PolicyConfig())
+    >>> Stepper(envs, policy, length=32, worker_uuid="worker-0", seed=0).make_fragment().obs.shape
     (32, 8, 4)
     """
 

@@ -31,11 +31,7 @@ WORK_LIMIT_S = 900.0
 
 
 class HubLink:
-    """A worker's connection to the hub's Unix socket, without an event loop.
-
-    >>> link = HubLink(address, "worker-0")
-    >>> orders = link.report(Report("worker-0", version=-1))
-    """
+    """A worker's connection to the hub's Unix socket, without an event loop."""
 
     def __init__(self, address: str, worker_uuid: str, *, limit_s: float = SILENCE_LIMIT_S) -> None:
         """A hub that is silent for `limit_s` is gone."""

@@ -51,9 +51,6 @@ class WorkerPool:
     """Runs `count` workers until the hub tells them to stop.
 
     Invariants: at any time each of them lives, is being started again, or has been told to stop.
-
-    >>> pool = WorkerPool(hub, ProcessWorkers(), make_spec=make_spec, seed=0)
-    >>> await pool.keep_all(2)
     """
 
     def __init__(
@@ -119,10 +116,7 @@ class WorkerMode(Protocol):
 
 
 class ProcessWorkers:
-    """Workers as processes of their own, each with an interpreter and a core to itself.
-
-    >>> await ProcessWorkers().run(spec, hub)
-    """
+    """Workers as processes of their own, each with an interpreter and a core to itself."""
 
     async def run(self, spec: WorkerSpec, hub: Hub) -> None:
         """Start an interpreter and wait for its end; its last output is in the error."""
@@ -156,8 +150,6 @@ class ThreadWorkers:
     """Workers as threads of the trainer's process: quick to start, but they share one interpreter with it.
 
     A thread cannot be ended from outside: one whose run is cancelled ends by itself, with its next report.
-
-    >>> await ThreadWorkers().run(spec, hub)
     """
 
     async def run(self, spec: WorkerSpec, hub: Hub) -> None:

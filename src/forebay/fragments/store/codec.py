@@ -58,11 +58,7 @@ class _Leaf(NamedTuple):
 
 @dataclass(frozen=True)
 class Schema:
-    """The nesting, dtypes and shapes of a fragment, and where its arrays lie in the body.
-
-    >>> Schema.parse(schema.text) == schema
-    True
-    """
+    """The nesting, dtypes and shapes of a fragment, and where its arrays lie in the body."""
 
     text: bytes
     """JSON; what is stored."""

@@ -25,14 +25,7 @@ T = TypeVar("T")
 
 
 class Collector:
-    """Deletes payloads from a store, beside the event loop.
-
-    >>> collector = Collector(store, is_named=lambda fragment_id: False, grace_s=600.0)
-    >>> collector.discard([fragment_id])
-    >>> await collector.drained()
-    >>> fragment_id in store
-    False
-    """
+    """Deletes payloads from a store, beside the event loop."""
 
     def __init__(self, store: FragmentStore, is_named: Callable[[str], bool], grace_s: float) -> None:
         """`is_named` says whether anything needs the payload, or is about to."""

@@ -41,8 +41,8 @@ _NUMBER = struct.Struct(">Q")
 class Journal:
     """The journal of one buffer, which the last to open the folder owns.
 
-    >>> journal = Journal(Path(tempfile.mkdtemp()))
-    >>> journal.load()
+    >>> import tempfile
+    >>> Journal(Path(tempfile.mkdtemp())).load()
     Saved(snapshot=None, changes=[])
     """
 

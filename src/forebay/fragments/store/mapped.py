@@ -52,9 +52,11 @@ class Environment:
 
     It closes when no user and no array refers to it.
 
+    >>> import tempfile
     >>> environment = Environment.open(Path(tempfile.mkdtemp()), max_bytes=1 << 20)
+    >>> table = environment.table("rows")
     >>> with environment.write() as transaction:
-    ...     transaction.put(b"key", b"value", db=environment.table("rows"))
+    ...     transaction.put(b"key", b"value", db=table)
     True
     """
 
@@ -123,11 +125,6 @@ class Environment:
         self._pinned.add(snapshot)
         return True
 
-    @property
-    def num_pinned(self) -> int:
-        """Snapshots that arrays of this process hold."""
-        return len(self._pinned)
-
     @contextmanager
     def write(self, num_bytes: int = 0) -> Iterator[lmdb.Transaction[memoryview]]:
         """All that is put and deleted inside, or nothing; `num_bytes` of values are to be put.
@@ -167,7 +164,8 @@ class Environment:
         size = self._lmdb.info()["map_size"]
         return (
             f"{str(self._file)!r} has reached {size} bytes, and arrays of this process hold "
-            f"{self.num_pinned} snapshots, whose freed pages cannot be used: drop arrays, or raise max_bytes"
+            f"{len(self._pinned)} snapshots, whose freed pages cannot be used: "
+            f"drop arrays, or raise max_bytes"
         )
 
     def used_bytes(self) -> int:

@@ -47,9 +47,12 @@ class FragmentStore:
     Invariants: an id is never used for another fragment; a fragment is there whole or not at all, whichever
     process is killed when; opening a folder keeps what is in it. Ids are texts, unique across processes.
 
+    >>> import tempfile
+    >>> import numpy as np
     >>> store = FragmentStore(path=tempfile.mkdtemp())
-    >>> fragment_id = store.add_fragment(fragment)
-    >>> store.get_fragment(fragment_id).reward
+    >>> steps = {name: np.ones(3, np.float32) for name in ("obs", "action", "next_done", "reward", "first")}
+    >>> fragment = SampleFragment(**steps, in_state=[], worker_uuid="worker-0", fid_in_worker=0)
+    >>> store.get_fragment(store.add_fragment(fragment)).reward
     array([1., 1., 1.], dtype=float32)
     """
 

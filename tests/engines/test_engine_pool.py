@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from forebay.aio import virtual_time
-from forebay.engines import Completion, GenerateRequest, RolloutController
+from forebay.engines import Completion, GenerateRequest, RolloutController, pool
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import MAX_RETRIES, EnginePool
 from forebay.testing import ScriptedEngine
@@ -356,7 +356,7 @@ def test_a_rollout_whose_last_token_was_made_by_a_lost_engine_is_complete():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whoever_is_lost_whenever_no_rollout_is_lost_or_doubled(seed):
+def test_whoever_is_lost_whenever_no_rollout_is_lost_or_doubled(seed, monkeypatch):
     async def main() -> None:
         rng = random.Random(seed)
         engines = [Fallible(start_s=rng.uniform(0, 3)) for _ in range(3)]
@@ -384,7 +384,7 @@ def test_whoever_is_lost_whenever_no_rollout_is_lost_or_doubled(seed):
                         await controller.update_weights([], step)
 
         # An engine fails far more often here than a call may bear.
-        controller._pool._max_retries = 1_000
+        monkeypatch.setattr(pool, "MAX_RETRIES", 1_000)
         disturbing = asyncio.create_task(disturb())
         states = await asyncio.gather(*(produce(number) for number in range(40)))
         assert all(is_whole(state) for state in states)

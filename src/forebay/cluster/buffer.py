@@ -26,7 +26,7 @@ from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
 from forebay.io.address import Address
-from forebay.replay import ConnectionLost, RemoteReplayBuffer, ReplayBuffer, serve
+from forebay.replay import ConnectionLost, RemoteReplayBuffer, serve
 from forebay.replay.remote.command import IN_MEMORY, ServeOptions, keep_freed_memory, open_buffer
 
 DEFAULT_NAME = "forebay_buffer"
@@ -53,12 +53,9 @@ class BufferActor:
     """
 
     def __init__(self, options: ServeOptions, token: str, host: str | None = None) -> None:
-        self._options = options
-        self._token = token
-        self._host = host
+        self._options, self._token, self._host = options, token, host
         self._opening = asyncio.Lock()
         self._stack = AsyncExitStack()
-        self._buffer: ReplayBuffer | None = None
         self._place: Place | None = None
 
     async def place(self) -> Place:
@@ -69,24 +66,24 @@ class BufferActor:
         """
         async with self._opening:
             if self._place is None:
-                self._place = await self._open()
+                self._place = await self._open(), self._token
         return self._place
 
-    async def _open(self) -> Place:
+    async def _open(self) -> str:
         host = self._host or _node_address(import_ray())
-        # What Ray has loaded stays: the garbage collector need not visit it with every many groups that come.
+        # What Ray has loaded stays: the garbage collector need not visit it after every so many groups.
         gc.collect()
         gc.freeze()
         keep_freed_memory()
-        self._buffer = await open_buffer(self._options)
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._buffer.close)
-            # Whatever port is free: who lost the connection asks again.
+            buffer = await open_buffer(self._options)
+            stack.push_async_callback(buffer.close)
+            # Any free port: a client that lost the connection asks again.
             address = str(Address(host=host, port=0))
-            serving = serve(self._buffer, address, token=self._token, max_live=self._options.max_live)
+            serving = serve(buffer, address, token=self._token, max_live=self._options.max_live)
             server = await stack.enter_async_context(serving)
             self._stack = stack.pop_all()
-        return server.address, self._token
+        return server.address
 
     async def close(self) -> None:
         """Let what runs come to its end, and close the store."""

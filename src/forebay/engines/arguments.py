@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from forebay.config import ConfigError, StrictModel, check_arguments
 from forebay.engines.servers.launch import START_LIMIT_S
@@ -125,15 +124,12 @@ def check_engine(name: str, arguments: Mapping[str, Any]) -> None:
                 f"proves after every hand-over that engines hold the weights"
             )
         own = {key: value for key, value in arguments.items() if key in model.model_fields}
-        check_arguments("engine", name, model, own)
-        inside = own.get("engine", "transformers")
-        rest = {key: value for key, value in arguments.items() if key not in own}
-        known = [*model.model_fields, *getattr(ENGINE_ARGUMENTS.get(inside), "model_fields", rest)]
-        for key in set(rest) - set(known):
-            # It may be meant for either, so the nearest of both is named.
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"engine {name!r}: no argument {key!r}; {hint}known: {', '.join(known)}")
-        check_engine(inside, rest)
-    elif model is not None:
+        inside = ENGINE_ARGUMENTS.get(own.get("engine", "transformers"))
+        if inside is None:
+            # The other arguments are those of an engine that is not known here.
+            arguments = own
+        elif inside is not model:
+            # One model, so that a misspelled argument is compared with those of both.
+            model = create_model(name, __base__=(model, inside))
+    if model is not None:
         check_arguments("engine", name, model, arguments)

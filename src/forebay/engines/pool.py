@@ -116,16 +116,11 @@ class EnginePool:
     [7, 8]
     """
 
-    def __init__(self, engines: Sequence[Engine], *, max_retries: int = MAX_RETRIES) -> None:
-        """`max_retries` is how many engines one call may lose and still go on.
-
-        Raises:
-            ValueError: no engine.
-        """
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        """ValueError without any engine."""
         if not engines:
             raise ValueError("a rollout controller needs at least one engine, got none")
         self.engines = tuple(engines)
-        self._max_retries = max_retries
         self._engine_of_session: dict[str, int] = {}
         self._calls: dict[str, _Call] = {}
         self._given_step: int | None = None
@@ -197,7 +192,7 @@ class EnginePool:
                 why = completion.error_msg or "lost"
                 self._lose(member, why)
                 lost.append(f"{member}: {why}")
-                if len(lost) > self._max_retries:
+                if len(lost) > MAX_RETRIES:
                     message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
                     return call.joined(replace(completion, error_msg=message))
                 call.parts.append(completion)
@@ -268,10 +263,10 @@ class EnginePool:
 
     async def _load(self, model_step: int, load: Callable[[_Member], Awaitable[None]]) -> None:
         self._given_step = model_step
-        await self._ask_all(
-            f"load the weights of step {model_step}", load, among=self._not_gone(), limit_s=LOAD_LIMIT_S
-        )
-        await self._until_one_is_up()
+        left = [member for member in self._members if not member.gone]
+        await self._ask_all(f"load the weights of step {model_step}", load, among=left, limit_s=LOAD_LIMIT_S)
+        while not any(member.is_up for member in self._members):
+            await self._change()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; at an engine that is lost they have ended."""
@@ -285,8 +280,7 @@ class EnginePool:
         Raises:
             StallError: an engine did not answer within a minute.
         """
-        answers = await self._ask_all("report its health", lambda member: member.engine.health())
-        parts = {member.number: health for member, health in answers}
+        parts = await self._ask_all("report its health", lambda member: member.engine.health())
         details = {member.number: member.lost_because for member in self._members}
         details |= {number: health.detail for number, health in parts.items()}
         return EngineHealth(
@@ -395,11 +389,6 @@ class EnginePool:
         member.paused = self._paused
         await (member.engine.pause() if member.paused else member.engine.resume())
 
-    async def _until_one_is_up(self) -> None:
-        self._start()
-        while not any(member.is_up for member in self._members):
-            await self._change()
-
     async def _change(self) -> None:
         """Wait until an engine comes back, is given up, or a pause begins.
 
@@ -410,9 +399,6 @@ class EnginePool:
             why = "; ".join(f"{member}: {member.lost_because}" for member in self._members)
             raise EngineLost(f"no engine is left: {why}")
         await self._news.wait()
-
-    def _not_gone(self) -> list[_Member]:
-        return [member for member in self._members if not member.gone]
 
     def _wake(self) -> None:
         self._news.set()
@@ -425,11 +411,11 @@ class EnginePool:
         *,
         among: Sequence[_Member] | None = None,
         limit_s: float = ANSWER_LIMIT_S,
-    ) -> list[tuple[_Member, T]]:
-        """What every engine that is up, or `among` these, answers; the error of the first that gives none,
-        once all others have.
+    ) -> dict[int, T]:
+        """The answers of every engine that is up, or `among` these, by its place.
 
-        A remote one that fails to answer is lost instead.
+        The error of the first that gives none is raised once all others have answered; a remote one that
+        fails to answer is lost instead.
         """
         self._start()
 
@@ -439,7 +425,7 @@ class EnginePool:
 
         members = [member for member in self._members if member.is_up] if among is None else among
         answers = await asyncio.gather(*map(asked, members), return_exceptions=True)
-        good: list[tuple[_Member, T]] = []
+        good: dict[int, T] = {}
         failed: BaseException | None = None
         for member, answer in zip(members, answers, strict=True):
             if isinstance(answer, EngineLost) or (isinstance(answer, StallError) and member.is_remote):
@@ -447,7 +433,7 @@ class EnginePool:
             elif isinstance(answer, BaseException):
                 failed = failed or answer
             else:
-                good.append((member, answer))
+                good[member.number] = answer
         if failed is not None:
             raise failed
         return good

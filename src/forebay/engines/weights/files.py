@@ -112,20 +112,14 @@ class WeightFiles:
         self._starting_dtype = starting_dtype
         self._whole: list[WrittenWeights] = []
         self._adapters: list[WrittenWeights] = []
-        self._current: WrittenWeights | None = None
+        self.current: WrittenWeights | None = None
+        """The latest weights; None before the first."""
         self._fingerprints: dict[str, str] = {}
         """Of whole weights, by version: it takes a while."""
-        self._writing: _Writing | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Where everything is written; servers must see it, too."""
-        return self._folder
-
-    @property
-    def current(self) -> WrittenWeights | None:
-        """The latest weights; None before the first."""
-        return self._current
+        self._writing: asyncio.Task[WrittenWeights] | None = None
+        """The last write that has begun, until its end; it follows the one before it."""
+        self._given: tuple[object, int] = (None, 0)
+        """The object that is written there, which says whose weights they are, and the step."""
 
     async def write(
         self,
@@ -143,27 +137,27 @@ class WeightFiles:
             ConfigError: the folder cannot be written to, or there is no room left.
             BaseDiffersError: these adapters are not known to be for what servers have below adapters.
         """
-        earlier = self._writing
-        if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
-            return await asyncio.shield(earlier.task)
-        after = None if earlier is None else earlier.task
-        task = asyncio.create_task(self._write(dict(weights), model_step, adapters, after))
-        self._writing = _Writing(weights, model_step, task)
-        task.add_done_callback(self._note_written)
-        return await asyncio.shield(task)
+        if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
+            self._given = weights, model_step
+            self._writing = asyncio.create_task(
+                self._write(dict(weights), model_step, adapters, self._writing)
+            )
+            self._writing.add_done_callback(self._note_written)
+        return await asyncio.shield(self._writing)
+
+    def _note_written(self, task: asyncio.Task[WrittenWeights]) -> None:
+        if task is self._writing:
+            # A copy made for this hand-over must not stay in memory until the next one.
+            self._writing, self._given = None, (None, 0)
+        if not task.cancelled():
+            # Told to the callers that wait; there may be none.
+            task.exception()
 
     async def latest(self) -> WrittenWeights | None:
         """`current`, once nothing is being written any more; None before the first."""
         while self._writing is not None:
-            await asyncio.wait([self._writing.task])
+            await asyncio.wait([self._writing])
         return self.current
-
-    def _note_written(self, task: asyncio.Task[WrittenWeights]) -> None:
-        if self._writing is not None and self._writing.task is task:
-            self._writing = None
-        if not task.cancelled():
-            # Told to those who wait; there may be none.
-            task.exception()
 
     async def _write(
         self,
@@ -189,12 +183,12 @@ class WeightFiles:
                 f"room there, or set the engine's weights_folder to another folder"
             ) from error
         version = f"{self._name}-{name}" if base is None else f"{base.version}+{name}"
-        self._current = WrittenWeights(model_step, folder, version, base)
+        self.current = WrittenWeights(model_step, folder, version, base)
         kept = self._whole if base is None else self._adapters
-        kept.append(self._current)
+        kept.append(self.current)
         while len(kept) > NUM_KEPT:
             await asyncio.to_thread(shutil.rmtree, kept.pop(0).folder, ignore_errors=True)
-        return self._current
+        return self.current
 
     def _base(self, config: Mapping[str, Any]) -> WrittenWeights:
         """The whole weights that these adapters are for."""
@@ -252,15 +246,7 @@ class WeightFiles:
             self._part = None
         self._whole.clear()
         self._adapters.clear()
-        self._current = None
-
-
-@dataclass(frozen=True, eq=False)
-class _Writing:
-    weights: Iterable[tuple[str, torch.Tensor]]
-    """The object itself says whose they are."""
-    model_step: int
-    task: asyncio.Task[WrittenWeights]
+        self.current = None
 
 
 class _Part:

@@ -223,11 +223,11 @@ async def test_a_time_limit_ends_the_straggler_with_its_tokens_and_no_other(llam
     straggler, other, queued = (rollout(SAMPLED, name) for name in ("slow", "other", "queued"))
     running = asyncio.gather(*(controller.generate_sample(s) for s in (straggler, other, queued)))
     await tokens.stopped()
-    (row, timer), _ = engine._time_limits.items()
-    assert row.request.request_id == "slow:0:0"
-    assert timer.when() - clock.time() > 3000
+    call, _ = engine._running
+    assert call.request.request_id == "slow:0:0"
+    assert call.timer.when() - clock.time() > 3000
     # An hour passes for the straggler.
-    timer._run()
+    call.timer._run()
     tokens.go()
     await running
     assert (straggler.status, len(straggler.response_ids)) == (Status.ABORTED, 6)
@@ -236,7 +236,7 @@ async def test_a_time_limit_ends_the_straggler_with_its_tokens_and_no_other(llam
     await controller.generate_sample(straggler)
     assert (straggler.status, straggler.error_msg) == (Status.COMPLETED, None)
     assert len(straggler.response_ids) == 40
-    assert engine._time_limits == {}
+    assert engine._running == {}
     await controller.close()
 
 

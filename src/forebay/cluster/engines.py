@@ -22,7 +22,7 @@ from forebay.cluster.engine_actor import EngineSpec
 from forebay.cluster.library import Published, import_ray, why
 from forebay.cluster.supervisor import START_LIMIT_S, Listener, Supervised
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.pool import LOAD_LIMIT_S, MAX_RETRIES
+from forebay.engines.pool import LOAD_LIMIT_S
 from forebay.runs.placement import PartLost
 from forebay.watching.stalls import StallError, answered
 
@@ -157,32 +157,15 @@ class PlacedEngine(Supervised):
         return 0 if self._weights is None else self._weights.model_step
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Continue ``request.input_ids``; rollouts come from the workers, this is for probes.
+        """Continue ``request.input_ids``, for probes: rollouts come from the workers.
 
-        If the engine is lost meanwhile it is waited for, and asked again; one that does not come back, or is
-        lost again and again, gives a completion that says ``lost``.
+        An engine that is lost meanwhile gives a completion that says ``lost``.
         """
-        self.watch()
-        for num_lost in range(MAX_RETRIES + 1):
-            try:
-                await self.until_up()
-            except PartLost as error:
-                return Completion(finish_reason="error", error_msg=str(error), lost=True)
-            incarnation = self.incarnation
-            completion = await self._requests.generate(request)
-            if completion.lost:
-                self.suspect(incarnation, EngineLost(completion.error_msg))
-            if not completion.lost or num_lost == MAX_RETRIES:
-                break
+        incarnation = self.incarnation
+        completion = await self._requests.generate(request)
+        if completion.lost:
+            self.suspect(incarnation, EngineLost(completion.error_msg))
         return completion
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests with ``"abort"``."""
-        await self._requests.abort(request_ids)
-
-    def num_made(self, request_id: str) -> int:
-        """How many tokens a running request has, for reports."""
-        return self._requests.num_made(request_id)
 
     async def load_weights(self, weights: Published, model_step: int) -> None:
         """Have these weights in use; those of an engine that starts again too.

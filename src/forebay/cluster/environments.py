@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forebay.cluster.library import Given, connect, on_this_node, why
+from forebay.cluster.library import Given, connect, import_ray, on_this_node, why
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import WorkerDied, WorkerSpec
 
@@ -30,7 +30,8 @@ class RayWorkers:
 
     def __init__(self) -> None:
         """Raises ConfigError if Ray is not installed, or cannot be joined."""
-        self._ray = connect(Given.find(None), num_cpus=1).ray
+        connect(Given.find(None), num_cpus=1)
+        self._ray = import_ray()
 
     async def run(self, spec: WorkerSpec, hub: Hub) -> None:
         """Run one worker in an actor of its own; see `WorkerMode.run`."""

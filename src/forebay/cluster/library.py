@@ -64,24 +64,6 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Connection:
-    """A Ray cluster that this process is on.
-
-    >>> connection = connect(None, num_cpus=4)
-    >>> connection.close()
-    """
-
-    ray: Any
-    is_ours: bool
-    """Started here, so ended here."""
-
-    def close(self) -> None:
-        """End the cluster if it was started here."""
-        if self.is_ours:
-            self.ray.shutdown()
-
-
-@dataclass(frozen=True)
 class Given:
     """The address of a running cluster.
 
@@ -129,17 +111,17 @@ class Given:
             ) from error
 
 
-def connect(given: Given | None, *, num_cpus: int) -> Connection:
+def connect(given: Given | None, *, num_cpus: int) -> bool:
     """Join the cluster that is `given`; else start one with `num_cpus` logical CPUs.
 
-    In a process that is on a cluster already, that one is used.
+    False: this process is on a cluster already, which is used. True: ``ray.shutdown`` leaves or ends it.
 
     Raises:
         ConfigError: Ray is missing, or nothing answers at the address.
     """
     ray = import_ray()
     if ray.is_initialized():
-        return Connection(ray, is_ours=False)
+        return False
     _hush()
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if given is not None:
@@ -150,7 +132,7 @@ def connect(given: Given | None, *, num_cpus: int) -> Connection:
             raise ConfigError(
                 f"{given.name} = {given.address!r}: cannot join this cluster: {error}"
             ) from error
-        return Connection(ray, is_ours=True)
+        return True
     ray.init(
         address="local",
         num_cpus=num_cpus,
@@ -158,7 +140,7 @@ def connect(given: Given | None, *, num_cpus: int) -> Connection:
         _node_ip_address="127.0.0.1",
         **quiet,
     )
-    return Connection(ray, is_ours=True)
+    return True
 
 
 def _hush() -> None:

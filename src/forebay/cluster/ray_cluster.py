@@ -27,13 +27,13 @@ from typing import Any
 from forebay.cluster.arguments import RayArguments
 from forebay.cluster.engine_actor import EngineActor, EngineSpec
 from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.library import Connection, Given, PartSpec, connect, import_ray, why
+from forebay.cluster.library import Given, PartSpec, connect, import_ray, why
 from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
 from forebay.cluster.ranks import RankActor
 from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
 from forebay.cluster.supervisor import Listener, Restarts, Supervised, all_started, none_is_left
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
-from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, Workers
+from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, RetryListener, Workers
 from forebay.config import ConfigError, parse_config
 from forebay.engines import RolloutController
 from forebay.replay import ReplayBuffer, SQLStorage, StorageBackend
@@ -91,23 +91,17 @@ class RayCluster:
         self._trains = True
         self._buffer: ReplayBuffer | None = None
         self._restarts = Restarts()
-        self._connection: Connection | None = None
+        self._is_ours = False
+        """Whether this process joined or started Ray here, and so leaves it here."""
         self._reservation: Reservation | None = None
         self._actors: list[Any] = []
         self._trainer_actor: Any = None
         self._ranks: list[Any] = []
         self._trainer: RayTrainer | None = None
         self._engines: list[PlacedEngine] = []
-        self._workers = Workers([])
-
-    @property
-    def on_retry(self) -> Callable[[str | None, str | int | None, str], None]:
+        self._workers = Workers([], lambda *what: self.on_retry(*what))
+        self.on_retry: RetryListener = lambda task, group, reason: None
         """Told that a group is generated again: its task, its id, why."""
-        return self._workers.on_retry
-
-    @on_retry.setter
-    def on_retry(self, on_retry: Callable[[str | None, str | int | None, str], None]) -> None:
-        self._workers.on_retry = on_retry
 
     @property
     def on_restart(self) -> Listener | None:
@@ -141,11 +135,11 @@ class RayCluster:
             num_ranks=self._config.train.ranks if self._trains else 0,
         )
         num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
-        self._connection = connect(self._given, num_cpus=num_cpus)
+        self._is_ours = connect(self._given, num_cpus=num_cpus)
         try:
             self._reservation = await asyncio.to_thread(
                 Reservation.make,
-                self._connection.ray,
+                import_ray(),
                 self._plan.bundles,
                 timeout_s=settings.placement_timeout_s,
                 may_grow=joins,
@@ -379,15 +373,14 @@ class RayCluster:
             self._end()
 
     def _end(self) -> None:
-        if self._connection is None:
-            return
         for actor in self._actors:
-            self._connection.ray.kill(actor)
+            import_ray().kill(actor)
         if self._reservation is not None:
             self._reservation.release()
-        self._connection.close()
-        self._connection = self._reservation = None
-        self._actors, self._engines, self._workers = [], [], Workers([])
+        if self._is_ours:
+            import_ray().shutdown()
+        self._reservation, self._is_ours = None, False
+        self._actors, self._engines, self._workers.all = [], [], []
 
 
 def _silence_of(actors: Sequence[Any]) -> str:

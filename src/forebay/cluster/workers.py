@@ -38,6 +38,10 @@ LOOK_EVERY_S = 1.0
 """Between two reports of the workers: for people, and for the stall watch, which looks once a minute."""
 
 
+RetryListener = Callable[[str | None, str | int | None, str], None]
+"""Takes the task and the id of a group that is generated again, and why."""
+
+
 class GroupFailed(RuntimeError):
     """A group could not be generated; the message says why."""
 
@@ -130,12 +134,17 @@ class Workers:
     >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
     """
 
-    def __init__(self, workers: Sequence[PlacedWorker]) -> None:
+    def __init__(
+        self,
+        workers: Sequence[PlacedWorker],
+        on_retry: RetryListener = lambda task, group, reason: None,
+    ) -> None:
+        """`on_retry` is told of each group that is generated again."""
         self.all = list(workers)
         """One that is gone for good may be replaced."""
         self.num_retries = 0
         """Groups that were generated again because their worker had ended."""
-        self.on_retry: Callable[[str | None, str | int | None, str], None] = lambda task, group, reason: None
+        self._on_retry = on_retry
         self._numbers = itertools.count()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
@@ -168,7 +177,7 @@ class Workers:
             if len(lost) == MAX_LOST_WORKERS:
                 raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
             self.num_retries += 1
-            self.on_retry(states[0].task_name, states[0].group_id, "worker died")
+            self._on_retry(states[0].task_name, states[0].group_id, "worker died")
 
     async def pause(self) -> None:
         """Have what is running end as ABORTED, and what waits for a worker too."""

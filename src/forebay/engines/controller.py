@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest, request_seed
@@ -31,15 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["RolloutController", "request_seed"]
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A request at the engines."""
-
-    request: GenerateRequest
-    num_counted: int = 0
-    """Its tokens that `RolloutController.count_tokens_made` has seen."""
 
 
 class RolloutController:
@@ -83,8 +73,8 @@ class RolloutController:
         self._seed = seed
         self._places = None if concurrency is None else asyncio.Semaphore(concurrency)
         self._num_unnamed = 0
-        self._at_engine: dict[str | int | None, _Call] = {}
-        self._num_tokens_made = 0
+        self._at_engine: dict[str | int | None, GenerateRequest] = {}
+        """Running requests, by the rollout."""
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -145,19 +135,16 @@ class RolloutController:
 
         For `forebay.watching.stalls.StallWatch`.
         """
-        if activity.name not in self._at_engine:
+        if (request := self._at_engine.get(activity.name)) is None:
             return ""
-        call = self._at_engine[activity.name]
-        return f"{call.request.num_earlier + self._num_made(call)} tokens"
+        return f"{request.num_earlier + self._pool.num_made(request.request_id)} tokens"
 
     def count_tokens_made(self) -> int:
         """Tokens that engines have made so far, those of running requests included; it never falls.
 
         For `forebay.watching.stalls.StallWatch`. It asks for every request at an engine: not for every token.
         """
-        for call in self._at_engine.values():
-            self._note_made(call, self._num_made(call))
-        return self._num_tokens_made
+        return self._pool.count_tokens_made()
 
     async def pause_generation(self) -> None:
         """End what runs and waits as aborted, and take nothing new until `continue_generation`.
@@ -226,21 +213,11 @@ class RolloutController:
     async def _generate(self, state: RolloutState, request: GenerateRequest) -> Completion:
         # Those without an id have a request id that is theirs alone.
         name = request.request_id if state.rollout_id is None else state.rollout_id
-        call = self._at_engine[name] = _Call(request)
+        self._at_engine[name] = request
         try:
-            completion = await self._pool.generate(request)
+            return await self._pool.generate(request)
         finally:
             self._at_engine.pop(name, None)
-        self._note_made(call, len(completion.response_ids))
-        return completion
-
-    def _num_made(self, call: _Call) -> int:
-        return self._pool.num_made(call.request.request_id)
-
-    def _note_made(self, call: _Call, num_made: int) -> None:
-        # An engine that fails takes back what it has made; what was counted stays counted.
-        self._num_tokens_made += max(0, num_made - call.num_counted)
-        call.num_counted = max(call.num_counted, num_made)
 
     def _request(self, state: RolloutState, params: SampleParams, budget: int) -> GenerateRequest:
         name = state.rollout_id
@@ -256,10 +233,6 @@ class RolloutController:
             max_tokens=budget,
             # The name is mixed into a user's seed too, or a group would be k equal rollouts.
             seed=request_seed(self._seed if params.seed is None else params.seed, name, state.num_tries, 0),
-            session_id=_session_name(state),
+            session_id=None if state.session_id is None else str(state.session_id),
             time_limit_s=self._time_limit_s,
         )
-
-
-def _session_name(state: RolloutState) -> str | None:
-    return None if state.session_id is None else str(state.session_id)

@@ -80,6 +80,8 @@ class _Call:
     request: GenerateRequest
     parts: list[Completion] = field(default_factory=list)
     engine: Engine | None = None
+    num_counted: int = 0
+    """Its tokens that `EnginePool.count_tokens_made` has seen."""
 
     def num_made(self) -> int:
         made = sum(len(part.response_ids) for part in self.parts)
@@ -123,6 +125,7 @@ class EnginePool:
         self.engines = tuple(engines)
         self._engine_of_session: dict[str, int] = {}
         self._calls: dict[str, _Call] = {}
+        self._num_tokens_made = 0
         self._given_step: int | None = None
         """Of the weights that the engines should have."""
         self._paused = False
@@ -180,28 +183,45 @@ class EnginePool:
             ValueError: the engine refuses the request.
         """
         call = self._calls[request.request_id] = _Call(request)
-        lost: list[str] = []
         try:
-            while True:
-                member = await self._place(request.session_id)
-                if member is None:
-                    return call.joined(Completion(finish_reason="abort"))
-                completion = await self._ask(member, call)
-                if not completion.lost:
-                    return call.joined(completion)
-                why = completion.error_msg or "lost"
-                self._lose(member, why)
-                lost.append(f"{member}: {why}")
-                if len(lost) > MAX_RETRIES:
-                    message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
-                    return call.joined(replace(completion, error_msg=message))
-                call.parts.append(completion)
-                rest = call.rest()
-                if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
-                    return call.joined(Completion(finish_reason="length"))
-                self.num_retries += 1
+            completion = call.joined(await self._complete(call))
         finally:
             self._calls.pop(request.request_id, None)
+        self._note_made(call, len(completion.response_ids))
+        return completion
+
+    async def _complete(self, call: _Call) -> Completion:
+        """The last part of the call's completion; the parts of lost engines are with the call."""
+        lost: list[str] = []
+        while True:
+            member = await self._place(call.request.session_id)
+            if member is None:
+                return Completion(finish_reason="abort")
+            completion = await self._ask(member, call)
+            if not completion.lost:
+                return completion
+            why = completion.error_msg or "lost"
+            self._lose(member, why)
+            lost.append(f"{member}: {why}")
+            if len(lost) > MAX_RETRIES:
+                message = f"given up after {len(lost)} lost engines: {'; '.join(lost)}"
+                return replace(completion, error_msg=message)
+            call.parts.append(completion)
+            rest = call.rest()
+            if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
+                return Completion(finish_reason="length")
+            self.num_retries += 1
+
+    def count_tokens_made(self) -> int:
+        """Tokens made so far, those of running requests included; it never falls."""
+        for call in self._calls.values():
+            self._note_made(call, call.num_made())
+        return self._num_tokens_made
+
+    def _note_made(self, call: _Call, num_made: int) -> None:
+        # An engine that fails takes back what it has made; what was counted stays counted.
+        self._num_tokens_made += max(0, num_made - call.num_counted)
+        call.num_counted = max(call.num_counted, num_made)
 
     async def pause(self) -> None:
         """End what runs and waits as aborted, and take nothing new until `resume`.

@@ -187,7 +187,8 @@ class ScriptedEngine:
         if end_s < math.inf:
             entry.timers.append(loop.call_at(end_s, self._end, entry))
         if (limit_s := entry.request.time_limit_s) is not None:
-            entry.timers.append(loop.call_later(limit_s, self._end_overdue, entry, limit_s))
+            why = f"aborted after its time limit of {limit_s} s"
+            entry.timers.append(loop.call_later(limit_s, self._end, entry, True, why))
 
     def _answer(self, request: GenerateRequest) -> Completion:
         try:
@@ -219,9 +220,6 @@ class ScriptedEngine:
         # A caller that was cancelled this very turn has cancelled the future with it.
         if not entry.ended.done():
             entry.ended.set_result(completion)
-
-    def _end_overdue(self, entry: ScriptedRequest, limit_s: float) -> None:
-        self._end(entry, aborted=True, why=f"aborted after its time limit of {limit_s} s")
 
     def _leave(self, entry: ScriptedRequest) -> None:
         for timer in entry.timers:

@@ -58,7 +58,7 @@ _ROW_FIELDS = np.dtype(
 _TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Row:
     """One request's place in the batch; compared by identity, so a request may be asked twice."""
 

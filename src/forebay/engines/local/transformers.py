@@ -24,7 +24,7 @@ import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_TURNS = 1000
 """Of the event loop for which requests wait for others of the same moment; a large batch takes hundreds."""
+
+
+@dataclass(eq=False)
+class _Call(Row):
+    """A request on its way through the engine."""
+
+    ended: asyncio.Future[Completion]
+    timer: asyncio.TimerHandle | None = None
+    overdue: str | None = None
+    """Why it was aborted, where its time limit did so."""
 
 
 class TransformersEngine:
@@ -101,11 +111,10 @@ class TransformersEngine:
         self._adapted = AdaptedWeights(self._model) if takes_adapters else None
         self.model_step = model_step
         """The step of the weights that make the next token."""
-        self._waiting: dict[Row, asyncio.Future[Completion]] = {}
-        self._running: dict[Row, asyncio.Future[Completion]] = {}
-        self._aborting: set[Row] = set()
-        self._time_limits: dict[Row, asyncio.TimerHandle] = {}
-        self._overdue: set[Row] = set()
+        # Dicts are the ordered sets of Python: first in, first out.
+        self._waiting: dict[_Call, None] = {}
+        self._running: dict[_Call, None] = {}
+        self._aborting: set[_Call] = set()
         self._paused = False
         self._closed = False
         self._num_arrivals = 0
@@ -131,8 +140,8 @@ class TransformersEngine:
             return Completion(finish_reason="error", error_msg="the engine is closed")
         if self._paused:
             return Completion(finish_reason="abort")
-        row, future = Row(request), asyncio.get_running_loop().create_future()
-        self._waiting[row] = future
+        call = _Call(request, asyncio.get_running_loop().create_future())
+        self._waiting[call] = None
         self._num_arrivals += 1
         if self._driver is None:
             self._driver = asyncio.create_task(self._drive())
@@ -140,16 +149,16 @@ class TransformersEngine:
             self._news.set()
         try:
             # Shielded: the row leaves the batch before its future is done, also when the caller is cancelled.
-            return await asyncio.shield(future)
+            return await asyncio.shield(call.ended)
         except asyncio.CancelledError:
-            self._end([row])
+            self._end([call])
             raise
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these requests with ``"abort"``; unknown ids are ignored."""
         wanted = set(request_ids)
-        rows = [row for row in (*self._waiting, *self._running) if row.request.request_id in wanted]
-        await self._end_and_wait(rows)
+        calls = (*self._waiting, *self._running)
+        await self._end_and_wait([call for call in calls if call.request.request_id in wanted])
 
     async def pause(self) -> None:
         """End every request with ``"abort"`` and take no new one until `resume`; free the cache."""
@@ -231,20 +240,20 @@ class TransformersEngine:
 
     # The event loop's side
 
-    def _end(self, rows: Iterable[Row]) -> None:
-        """Abort rows: those that wait at once, those that run before their next token."""
-        for row in rows:
-            if row in self._running:
-                self._aborting.add(row)
+    def _end(self, calls: Iterable[_Call]) -> None:
+        """Abort calls: those that wait at once, those that run before their next token."""
+        for call in calls:
+            if call in self._running:
+                self._aborting.add(call)
                 self._news.set()
-            elif (future := self._waiting.pop(row, None)) is not None:
-                future.set_result(Completion(finish_reason="abort"))
+            elif call in self._waiting:
+                del self._waiting[call]
+                call.ended.set_result(Completion(finish_reason="abort"))
 
-    async def _end_and_wait(self, rows: Sequence[Row]) -> None:
-        futures = [future for row in rows if (future := self._running.get(row)) is not None]
-        self._end(rows)
-        if futures:
-            await asyncio.wait(futures)
+    async def _end_and_wait(self, calls: Sequence[_Call]) -> None:
+        self._end(calls)
+        if running := [call.ended for call in calls if not call.ended.done()]:
+            await asyncio.wait(running)
 
     async def _in_thread(self, function: Any, *arguments: Any) -> None:
         """Run between two forward passes: the worker returns at the news and takes calls in turn."""
@@ -259,8 +268,10 @@ class TransformersEngine:
                 if len(self._running) < self._max_batch:
                     await self._settle()
                 admitted = list(self._waiting)[: self._max_batch - len(self._running)]
-                self._running |= {row: self._waiting.pop(row) for row in admitted}
-                self._start_time_limits(admitted)
+                for call in admitted:
+                    del self._waiting[call]
+                    self._running[call] = None
+                    self._start_time_limit(call)
                 aborting, self._aborting = self._aborting, set()
                 self._news.clear()
                 self._deliver(
@@ -284,34 +295,29 @@ class TransformersEngine:
         """Let all who are about to submit do so: then who runs together does not depend on timing."""
         await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
 
-    def _start_time_limits(self, rows: Iterable[Row]) -> None:
-        loop = asyncio.get_running_loop()
-        for row in rows:
-            if row.request.time_limit_s is not None:
-                self._time_limits[row] = loop.call_later(row.request.time_limit_s, self._end_overdue, row)
+    def _start_time_limit(self, call: _Call) -> None:
+        def end() -> None:
+            call.overdue = f"aborted after its time limit of {limit_s} s"
+            self._end([call])
 
-    def _end_overdue(self, row: Row) -> None:
-        self._overdue.add(row)
-        self._end([row])
+        if (limit_s := call.request.time_limit_s) is not None:
+            call.timer = asyncio.get_running_loop().call_later(limit_s, end)
 
-    def _deliver(self, ended: Sequence[Ended]) -> None:
-        for row, completion in ended:
-            if (timer := self._time_limits.pop(row, None)) is not None:
-                timer.cancel()
-            if row in self._overdue:
-                self._overdue.remove(row)
-                if completion.finish_reason == "abort":
-                    why = f"aborted after its time limit of {row.request.time_limit_s} s"
-                    completion = replace(completion, error_msg=why)
-            self._running.pop(row).set_result(completion)
+    def _deliver(self, ended: Iterable[tuple[Row, Completion]]) -> None:
+        for call, completion in ended:
+            assert isinstance(call, _Call)
+            if call.timer is not None:
+                call.timer.cancel()
+            if call.overdue and completion.finish_reason == "abort":
+                completion = replace(completion, error_msg=call.overdue)
+            self._running.pop(call, None)
+            call.ended.set_result(completion)
 
     def _fail_all(self, error: Exception) -> None:
-        for future in (*self._waiting.values(), *self._running.values()):
-            future.set_result(Completion(finish_reason="error", error_msg=_describe(error)))
-        for timer in self._time_limits.values():
-            timer.cancel()
-        for rows in (self._waiting, self._running, self._aborting, self._time_limits, self._overdue):
-            rows.clear()
+        completion = Completion(finish_reason="error", error_msg=_describe(error))
+        self._deliver([(call, completion) for call in (*self._waiting, *self._running)])
+        self._waiting.clear()
+        self._aborting.clear()
 
     # The worker thread's side
 

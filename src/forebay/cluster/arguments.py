@@ -1,4 +1,4 @@
-"""What a run file may say in ``cluster.arguments``: checked before anything is started; needs no Ray."""
+"""The keys of ``cluster.arguments``: checked before anything is started; needs no Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class RayArguments(StrictModel, strict=True):
-    """What a run file may say of the cluster ``ray``."""
+    """Arguments of the cluster ``ray``."""
 
     num_engines: int = Field(default=1, ge=1)
     """Processes with an engine each."""

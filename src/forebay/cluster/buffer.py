@@ -10,7 +10,7 @@
 
 Ray places the actor, finds it by name and makes it anew when its process dies. The groups do not pass through
 Ray: they travel out of band from process to process, so that a put needs no task, no pickle and no reference.
-What a killed actor held is what its store kept: all of it on a database, nothing in memory. It comes back on
+Of a killed actor's groups its store keeps all on a database, none in memory. It comes back on
 the node it was on before if the store is an SQLite file, which is on that node's disk.
 """
 
@@ -46,7 +46,7 @@ Place = tuple[str, str]
 
 
 class BufferActor:
-    """What runs in the actor: a buffer and its server, opened when the first client asks for them.
+    """The actor: a buffer and its server, opened when the first client asks for them.
 
     >>> actor = ray.remote(BufferActor).remote(ServeOptions(address="", store="run/buffer.db"), token)
     >>> address, token = await actor.place.remote()
@@ -123,7 +123,7 @@ def start_buffer(
     if options.store != IN_MEMORY and "://" not in options.store:
         placed.setdefault("scheduling_strategy", on_this_node(ray))
     placed |= {"max_restarts": -1, "max_task_retries": -1, "max_concurrency": MAX_CALLS}
-    # The same one after a restart. It also keeps out those who reach the node and are not of the cluster.
+    # The same one after a restart. It also keeps out programs that reach the node and are not of the cluster.
     token = secrets.token_urlsafe(32)
     actor = ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed)
     return actor.remote(options, token, host)
@@ -170,7 +170,7 @@ async def locate(actor: Any) -> tuple[Address, str]:
 
 
 async def stop_buffer(name: str = DEFAULT_NAME) -> None:
-    """End the buffer `name` for good; clients are told goodbye. What a database holds stays there.
+    """End the buffer `name` for good; clients are told goodbye. Groups in a database stay there.
 
     Raises:
         ValueError: there is no actor of that name.

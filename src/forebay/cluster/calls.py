@@ -36,7 +36,7 @@ class ActorLost(RuntimeError):
 
 
 class ItemFailed(RuntimeError):
-    """What a call raised, in words: the class itself may not be known, or not travel, to the caller."""
+    """The error of a call, in words: its class may not be known to the caller, or not travel."""
 
 
 class BatchedCalls(Generic[ItemT, ResultT]):
@@ -97,7 +97,7 @@ class BatchedCalls(Generic[ItemT, ResultT]):
                         future.set_result(result)
         except (exceptions.RayActorError, exceptions.ObjectLostError, NotBuilt) as lost:
             error = ActorLost(why(lost))
-        # Whatever else the actor raised is an error of the call, and those who wait get it.
+        # Any other error of the actor is an error of the call, for all callers that wait.
         except Exception as other:
             error = other
         finally:
@@ -127,7 +127,7 @@ async def as_they_end(
         num_left = len(tasks)
         while num_left:
             await news.wait()
-            # Not a wait: who ends in the same turn goes along.
+            # Not a wait: items that end in the same turn go along.
             await asyncio.sleep(0)
             news.clear()
             batch, ended[:] = ended[:], []

@@ -8,7 +8,7 @@
     failure: ends if every engine is lost for good, as a server that does not come back; then the run ends
              this process, and another one builds engines anew
 
-It wraps whatever the run file's ``[engine]`` names; several engines of one factory stand in for each other.
+It wraps the engines that the run file's ``[engine]`` names; several of them stand in for each other.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class EngineSpec(PartSpec):
     device: str
     """``cuda`` where the cluster gave it one."""
     serves_at_once: bool
-    """With the weights in the model folder: nobody will give it others."""
+    """With the weights in the model folder: it will be given no others."""
     sleeps: bool
     """Give the device's memory to the trainer while paused."""
 

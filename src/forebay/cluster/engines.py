@@ -33,95 +33,6 @@ TOLD_LOAD_LIMIT_S = LOAD_LIMIT_S + 60.0
 engine, so that it is that engine which is lost, and not the process with all of them."""
 
 
-class RayEngine:
-    """The engine behind an `EngineActor`, for the rollouts of one process; it can be lost and come back.
-
-    The run's own process drives the engine: `pause`, `resume`, `load_weights` and `close` of others change
-    nothing.
-
-    >>> controller = RolloutController([RayEngine(actor, 4096, caller="worker 0")])
-    """
-
-    def __init__(self, actor: Any, max_context_tokens: int, *, caller: str) -> None:
-        self.actor = actor
-        """Ray's handle."""
-        self.max_context_tokens = max_context_tokens
-        """The most tokens, prompt and response together, one request may reach."""
-        self.model_step = 0
-        """The step of the latest weights that tokens came from."""
-        self._caller = caller
-        self._num_made: dict[str, int] = {}
-        stream = actor.generate.options(num_returns="streaming").remote
-        self._calls: BatchedCalls[GenerateRequest, Completion | ValueError] = BatchedCalls(
-            lambda requests: stream(requests, caller)
-        )
-
-    async def bring_up(self) -> None:
-        """Wait until the engine serves; the run's own process sees to it.
-
-        Raises:
-            EngineLost: it does not come.
-        """
-        waiting = self.actor.serving.options(max_task_retries=-1).remote()
-        try:
-            await answered(waiting, "an engine was waited for", START_LIMIT_S)
-        except (import_ray().exceptions.RayError, StallError) as error:
-            raise EngineLost(why(error)) from error
-
-    async def generate(self, request: GenerateRequest) -> Completion:
-        """Continue ``request.input_ids``; an actor that ends gives an error completion that says ``lost``.
-
-        Raises:
-            ValueError: the request can never run.
-        """
-        try:
-            completion = await self._calls.ask(request)
-        except ActorLost as error:
-            return Completion(finish_reason="error", error_msg=str(error), lost=True)
-        except asyncio.CancelledError:
-            self.actor.abort.remote([request.request_id])
-            raise
-        finally:
-            self._num_made.pop(request.request_id, None)
-        if isinstance(completion, ValueError):
-            raise completion
-        if len(completion.model_steps):
-            self.model_step = int(completion.model_steps[-1])
-        return completion
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests with ``"abort"``."""
-        await self.actor.abort.remote(list(request_ids))
-
-    async def look(self) -> None:
-        """Bring `num_made` up to date, as far as the engine answers."""
-        try:
-            self._num_made = await self.actor.made_for.remote(self._caller)
-        except import_ray().exceptions.RayError:
-            self._num_made = {}
-
-    def num_made(self, request_id: str) -> int:
-        """How many tokens a running request had at the last `look`; else 0."""
-        return self._num_made.get(request_id, 0)
-
-    async def health(self) -> EngineHealth:
-        """Whether it can serve, and how busy it is.
-
-        Raises:
-            EngineLost: its process ended over the question.
-        """
-        try:
-            health: EngineHealth = await self.actor.health.remote()
-        except import_ray().exceptions.RayError as error:
-            raise EngineLost(why(error)) from error
-        return health
-
-    async def _leave_alone(self, *_: Any) -> None:
-        """Nothing: see the class."""
-
-    pause = resume = load_weights = close = _leave_alone
-
-
 class PlacedEngine(Supervised):
     """The run's own side of an engine elsewhere: says what the engine is to do, and keeps it up.
 
@@ -211,3 +122,92 @@ class PlacedEngine(Supervised):
     async def _failure(self) -> str:
         reason: str = await self.actor.failure.remote()
         return reason
+
+
+class RayEngine:
+    """The engine behind an `EngineActor`, for the rollouts of one process; it can be lost and come back.
+
+    The run's own process drives the engine: `pause`, `resume`, `load_weights` and `close` of others change
+    nothing.
+
+    >>> controller = RolloutController([RayEngine(actor, 4096, caller="worker 0")])
+    """
+
+    def __init__(self, actor: Any, max_context_tokens: int, *, caller: str) -> None:
+        self.actor = actor
+        """Ray's handle."""
+        self.max_context_tokens = max_context_tokens
+        """The most tokens, prompt and response together, one request may reach."""
+        self.model_step = 0
+        """The step of the latest weights that tokens came from."""
+        self._caller = caller
+        self._num_made: dict[str, int] = {}
+        stream = actor.generate.options(num_returns="streaming").remote
+        self._calls: BatchedCalls[GenerateRequest, Completion | ValueError] = BatchedCalls(
+            lambda requests: stream(requests, caller)
+        )
+
+    async def bring_up(self) -> None:
+        """Wait until the engine serves; the run's own process sees to it.
+
+        Raises:
+            EngineLost: it does not come.
+        """
+        waiting = self.actor.serving.options(max_task_retries=-1).remote()
+        try:
+            await answered(waiting, "an engine was waited for", START_LIMIT_S)
+        except (import_ray().exceptions.RayError, StallError) as error:
+            raise EngineLost(why(error)) from error
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Continue ``request.input_ids``; an actor that ends gives an error completion that says ``lost``.
+
+        Raises:
+            ValueError: the request can never run.
+        """
+        try:
+            completion = await self._calls.ask(request)
+        except ActorLost as error:
+            return Completion(finish_reason="error", error_msg=str(error), lost=True)
+        except asyncio.CancelledError:
+            self.actor.abort.remote([request.request_id])
+            raise
+        finally:
+            self._num_made.pop(request.request_id, None)
+        if isinstance(completion, ValueError):
+            raise completion
+        if len(completion.model_steps):
+            self.model_step = int(completion.model_steps[-1])
+        return completion
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests with ``"abort"``."""
+        await self.actor.abort.remote(list(request_ids))
+
+    async def look(self) -> None:
+        """Bring `num_made` up to date, as far as the engine answers."""
+        try:
+            self._num_made = await self.actor.made_for.remote(self._caller)
+        except import_ray().exceptions.RayError:
+            self._num_made = {}
+
+    def num_made(self, request_id: str) -> int:
+        """How many tokens a running request had at the last `look`; else 0."""
+        return self._num_made.get(request_id, 0)
+
+    async def health(self) -> EngineHealth:
+        """Whether it can serve, and how busy it is.
+
+        Raises:
+            EngineLost: its process ended over the question.
+        """
+        try:
+            health: EngineHealth = await self.actor.health.remote()
+        except import_ray().exceptions.RayError as error:
+            raise EngineLost(why(error)) from error
+        return health
+
+    async def _leave_alone(self, *_: Any) -> None:
+        """Nothing: see the class."""
+
+    pause = resume = load_weights = close = _leave_alone

@@ -92,6 +92,6 @@ class ReplayBufferClient(FragmentCalls):
             raise
 
     async def close(self) -> None:
-        """See `ReplayBufferActor.close`; the actor's process ends too."""
+        """As `ReplayBufferActor.close`; the actor's process ends too."""
         await self._call("close")
         import_ray().kill(self.actor)

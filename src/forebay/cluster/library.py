@@ -40,29 +40,6 @@ def import_ray() -> Any:
         return import_module("ray")
 
 
-@dataclass(frozen=True, kw_only=True)
-class PartSpec:
-    """All that the process of one part is told when it is started."""
-
-    name: str
-    config: RunConfig
-    model_folder: Path
-    search_path: tuple[str, ...]
-    """Where the run's own process finds its modules."""
-
-
-@dataclass(frozen=True, eq=False)
-class Published:
-    """Weights in the object store, after train step `model_step`.
-
-    The object is a result of a call that the run's own process made, and so is that process's: it stays when
-    the trainer ends, and an engine that starts again gets it.
-    """
-
-    ref: Any
-    model_step: int
-
-
 @dataclass(frozen=True)
 class Given:
     """The address of a running cluster.
@@ -95,10 +72,10 @@ class Given:
         return cls(value, name)
 
     def check(self) -> None:
-        """Find out whether anybody listens there; "auto" is Ray's to find.
+        """Find out whether a cluster listens there; "auto" is Ray's to find.
 
         Raises:
-            ConfigError: nobody does.
+            ConfigError: none does.
         """
         if self.address == "auto":
             return
@@ -143,6 +120,29 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
     return True
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartSpec:
+    """All that the process of one part is told when it is started."""
+
+    name: str
+    config: RunConfig
+    model_folder: Path
+    search_path: tuple[str, ...]
+    """Where the run's own process finds its modules."""
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """Weights in the object store, after train step `model_step`.
+
+    The object is a result of a call that the run's own process made, and so is that process's: it stays when
+    the trainer ends, and an engine that starts again gets it.
+    """
+
+    ref: Any
+    model_step: int
+
+
 def _hush() -> None:
     """Have Ray not print a page about every process that ends: the run says it in a line of its own.
 
@@ -167,7 +167,7 @@ def on_this_node(ray: Any) -> Any:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in the other process, where `error` is what Ray carries it in; else `error` itself."""
+    """The error of the other process, where `error` is Ray's carrier of it; else `error` itself."""
     carrier = import_ray().exceptions.RayTaskError
     while isinstance(error, carrier) and isinstance(error.cause, BaseException):
         error = error.cause
@@ -183,7 +183,7 @@ _COLOR = re.compile(r"\x1b\[\d+m")
 
 
 def why(error: BaseException) -> str:
-    """What happened in a few words; of what Ray itself says, most is advice and addresses."""
+    """The reason in a few words; most of Ray's own text is advice and addresses."""
     cause = cause_of(error)
     if cause is not error:
         return f"{type(cause).__name__}: {cause}"
@@ -196,4 +196,4 @@ def why(error: BaseException) -> str:
 
 
 _EXIT = re.compile(r"Worker exit detail: (.*?)\.(?: Some common causes|\s|$)")
-"""What Ray knows of the end of an actor's process."""
+"""The part of Ray's text that says how an actor's process ended."""

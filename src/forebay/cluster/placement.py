@@ -1,4 +1,4 @@
-"""Room on a cluster for the parts of a run: one placement group, and who goes where in it.
+"""Room on a cluster for the parts of a run: one placement group, and each part's place in it.
 
 ::
 
@@ -18,6 +18,50 @@ from typing import Any
 from forebay.config import ConfigError
 
 Bundle = dict[str, float]
+
+
+class Reservation:
+    """A placement group that is there.
+
+    >>> reservation = Reservation.make(ray, plan.bundles, timeout_s=60, may_grow=False)
+    >>> actor = ray.remote(EngineActor).options(**reservation.options(plan.engines[0])).remote(spec)
+    >>> reservation.release()
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @classmethod
+    def make(cls, ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: bool) -> Reservation:
+        """Reserve all bundles, near each other; `may_grow`: nodes may join while it waits.
+
+        Raises:
+            ConfigError: there is no room within `timeout_s`, or there never will be.
+        """
+        if not may_grow and (reason := _never_fits(ray, bundles)):
+            raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
+        groups = import_module("ray.util.placement_group")
+        group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+        if not group.wait(timeout_s):
+            groups.remove_placement_group(group)
+            reason = _never_fits(ray, bundles) or "other programs hold what is missing"
+            raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")
+        return cls(group)
+
+    def options(self, room: Room) -> dict[str, Any]:
+        """Where an actor goes, as Ray's `options` take it."""
+        strategies = import_module("ray.util.scheduling_strategies")
+        return {
+            "num_cpus": room.cpus,
+            "num_gpus": room.gpus,
+            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=room.bundle
+            ),
+        }
+
+    def release(self) -> None:
+        """Give the room back; what runs in it ends."""
+        import_module("ray.util.placement_group").remove_placement_group(self._group)
 
 
 @dataclass(frozen=True)
@@ -84,50 +128,6 @@ def plan_parts(
     engines += [room(gpus_per_engine) for _ in range(num_engines - len(engines))]
     workers = [room(0) for _ in range(num_workers)]
     return Plan(tuple(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
-
-
-class Reservation:
-    """A placement group that is there.
-
-    >>> reservation = Reservation.make(ray, plan.bundles, timeout_s=60, may_grow=False)
-    >>> actor = ray.remote(EngineActor).options(**reservation.options(plan.engines[0])).remote(spec)
-    >>> reservation.release()
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @classmethod
-    def make(cls, ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: bool) -> Reservation:
-        """Reserve all bundles, near each other; `may_grow`: nodes may join while it waits.
-
-        Raises:
-            ConfigError: there is no room within `timeout_s`, or there never will be.
-        """
-        if not may_grow and (reason := _never_fits(ray, bundles)):
-            raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
-        groups = import_module("ray.util.placement_group")
-        group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
-        if not group.wait(timeout_s):
-            groups.remove_placement_group(group)
-            reason = _never_fits(ray, bundles) or "other programs hold what is missing"
-            raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")
-        return cls(group)
-
-    def options(self, room: Room) -> dict[str, Any]:
-        """Where an actor goes, as Ray's `options` take it."""
-        strategies = import_module("ray.util.scheduling_strategies")
-        return {
-            "num_cpus": room.cpus,
-            "num_gpus": room.gpus,
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=room.bundle
-            ),
-        }
-
-    def release(self) -> None:
-        """Give the room back; what runs in it ends."""
-        import_module("ray.util.placement_group").remove_placement_group(self._group)
 
 
 def _never_fits(ray: Any, bundles: Sequence[Bundle]) -> str:

@@ -25,50 +25,6 @@ from forebay.train.parallel.ranks import EXPECTED, GRACE_S, RankError
 from forebay.train.parallel.worker import RankWorker
 
 
-class RankActor:
-    """A `RankWorker`; what runs in its process.
-
-    >>> actor = ray.remote(RankActor).remote()
-    >>> meeting = ray.get(actor.meeting.remote())
-    >>> actor.join.remote(rank, num_ranks, meeting, "cpu", threads=1, search_path=())
-    """
-
-    def __init__(self) -> None:
-        self._worker: RankWorker
-
-    def meeting(self) -> str:
-        """Where the ranks may meet on this machine, as ``torch.distributed`` reads it."""
-        address = import_ray().util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((address, 0))
-            return f"tcp://{address}:{free.getsockname()[1]}"
-
-    def join(
-        self,
-        rank: int,
-        num_ranks: int,
-        meeting: str,
-        device: str,
-        *,
-        threads: int,
-        search_path: tuple[str, ...],
-    ) -> int:
-        """Meet the other ranks; the process id."""
-        import torch
-
-        find_modules_in(search_path)
-        # A machine's own name may lead to its loopback, where other machines' ranks find nobody.
-        if (name := _interface_of(import_ray().util.get_node_ip_address())) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        torch.set_num_threads(threads)
-        self._worker = RankWorker(rank, num_ranks, meeting, device=device)
-        return os.getpid()
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """A method of the `RankWorker`."""
-        return getattr(self._worker, method)(*arguments)
-
-
 class RayRanks:
     """Rank actors that have joined; for the process of the trainer.
 
@@ -158,6 +114,50 @@ class RayRanks:
         first = min(failed)
         said = f"{why(failed[first])}\n{trace_of(failed[first])}".rstrip()
         raise RankError(f"rank {first} of {len(refs)} failed in {method}: {said}")
+
+
+class RankActor:
+    """A `RankWorker`; what runs in its process.
+
+    >>> actor = ray.remote(RankActor).remote()
+    >>> meeting = ray.get(actor.meeting.remote())
+    >>> actor.join.remote(rank, num_ranks, meeting, "cpu", threads=1, search_path=())
+    """
+
+    def __init__(self) -> None:
+        self._worker: RankWorker
+
+    def meeting(self) -> str:
+        """Where the ranks may meet on this machine, as ``torch.distributed`` reads it."""
+        address = import_ray().util.get_node_ip_address()
+        with socket.socket() as free:
+            free.bind((address, 0))
+            return f"tcp://{address}:{free.getsockname()[1]}"
+
+    def join(
+        self,
+        rank: int,
+        num_ranks: int,
+        meeting: str,
+        device: str,
+        *,
+        threads: int,
+        search_path: tuple[str, ...],
+    ) -> int:
+        """Meet the other ranks; the process id."""
+        import torch
+
+        find_modules_in(search_path)
+        # A machine's own name may lead to its loopback, where other machines' ranks find no peer.
+        if (name := _interface_of(import_ray().util.get_node_ip_address())) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        torch.set_num_threads(threads)
+        self._worker = RankWorker(rank, num_ranks, meeting, device=device)
+        return os.getpid()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """A method of the `RankWorker`."""
+        return getattr(self._worker, method)(*arguments)
 
 
 def _interface_of(address: str) -> str | None:

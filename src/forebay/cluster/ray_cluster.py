@@ -306,11 +306,11 @@ class RayCluster:
         self._restarts.note("trainer", reason)
 
     def controller(self) -> RolloutController:
-        """What pauses and continues the engines and gives them weights."""
+        """The controller that pauses and continues the engines and gives them weights."""
         return ClusterController(self._engines, self._workers)
 
     def agent_loop(self, task_name: str, *, held_out: bool, activities: Activities) -> RayAgentLoop:
-        """What has the groups of a task generated and judged by the workers."""
+        """The agent loop of a task, whose groups the workers generate and judge."""
         return RayAgentLoop(self._workers, (task_name, held_out), activities)
 
     def trainer(self) -> RayTrainer:
@@ -322,7 +322,7 @@ class RayCluster:
         """An empty buffer over an SQLite file; a cluster that does not train needs no file."""
         if not self._trains:
             return build(None)
-        # A run that was killed has left one. What it held is in the run's checkpoints.
+        # A run that was killed has left one, whose groups are in the run's checkpoints.
         self._delete_buffer()
         self._buffer = build(SQLStorage(self._config.folder / BUFFER_FILE))
         return self._buffer

@@ -33,38 +33,6 @@ LoopName = tuple[str, bool]
 """Task name, and whether it is for held-out prompts."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerSpec(PartSpec):
-    """All that a worker's process is told."""
-
-    engines: tuple[Any, ...]
-    """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
-    max_context_tokens: int
-    """Of every engine."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A group to be generated and judged."""
-
-    number: int
-    """By which it can be cancelled."""
-    loop: LoopName
-    states: list[RolloutState]
-    enable_partial_rollout: bool
-
-
-@dataclass(frozen=True)
-class Report:
-    """How far a worker is."""
-
-    notes: Mapping[str, str]
-    """By rollout or group that something is done to: what, for how long, how far."""
-    num_tokens_made: int
-    num_retries: int = 0
-    """Requests that went to another engine, or to the same again, because one was lost."""
-
-
 class RolloutWorker:
     """The agent loops of every task of a run.
 
@@ -125,7 +93,7 @@ class RolloutWorker:
         self._built = controller
 
     def _ready(self) -> RolloutController:
-        """What the agent loops generate with.
+        """The controller that the agent loops generate with.
 
         Raises:
             NotBuilt: this process was started in place of one that has ended.
@@ -135,7 +103,7 @@ class RolloutWorker:
         return self._built
 
     async def live(self) -> None:
-        """Never returns: whoever waits for it learns of this process's end."""
+        """Never returns: a caller that waits for it learns of this process's end."""
         await asyncio.Event().wait()
 
     async def generate(
@@ -162,7 +130,7 @@ class RolloutWorker:
             del self._jobs[job.number]
 
     async def cancel(self, number: int) -> None:
-        """End a job; nobody waits for its group any more."""
+        """End a job, whose group is not waited for any more."""
         if (work := self._jobs.get(number)) is not None:
             work.cancel()
 
@@ -182,7 +150,7 @@ class RolloutWorker:
             await loop.close()
 
     async def report(self) -> Report:
-        """What is being done, and how far it is."""
+        """The work that is under way, and how far it is."""
         controller = self._ready()
         await asyncio.gather(*(engine.look() for engine in self._engines.values()))
         notes = {}
@@ -191,6 +159,38 @@ class RolloutWorker:
             age_s = self._activities.age_s(activity)
             notes[str(activity.name)] = f"{known + ', ' if known else ''}{activity.stage} for {age_s:.0f} s"
         return Report(notes, controller.count_tokens_made(), int(controller.counts()["retries"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec(PartSpec):
+    """All that a worker's process is told."""
+
+    engines: tuple[Any, ...]
+    """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
+    max_context_tokens: int
+    """Of every engine."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A group to be generated and judged."""
+
+    number: int
+    """By which it can be cancelled."""
+    loop: LoopName
+    states: list[RolloutState]
+    enable_partial_rollout: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a worker is."""
+
+    notes: Mapping[str, str]
+    """By rollout or group that something is done to: what, for how long, how far."""
+    num_tokens_made: int
+    num_retries: int = 0
+    """Requests that went to another engine, or to the same again, because one was lost."""
 
 
 def _load_tokenizer(model_folder: Path) -> Any:

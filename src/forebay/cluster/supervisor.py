@@ -6,7 +6,7 @@
         '-it lives, but cannot work, or gives |
           no sign of life: killed             | it does not come, or raises
                                               v
-                                            gone: everybody who needs it gets a PartLost
+                                            gone: every caller that needs it gets a PartLost
 
     consumes: ends of the process    waits for: `live`, a call that does not end as long as the process lives
     woken by: Ray, or by a call that got no answer    produces: a process that is set up, and a count
@@ -184,7 +184,7 @@ class Supervised:
             try:
                 pid = await answered(self._revive(), f"{self.name} was started again", START_LIMIT_S)
                 self._came_back(pid, cause)
-            # Any error: a part that nobody sets up again must be gone, or its callers wait for ever.
+            # Any error: a part that is not set up again must be gone, or its callers wait for ever.
             except Exception as error:
                 self.is_up = False
                 self.gone = PartLost(f"{self.name} is lost ({cause}) and did not come back: {why(error)}")
@@ -300,8 +300,8 @@ def none_is_left(parts: Sequence[Supervised]) -> PartLost | None:
 class Restarts:
     """The restarts of a cluster.
 
-    Invariants: each is counted once, and told once if anybody ever listens; in order. What a listener raises
-    is logged: books that cannot be written are no reason to give up a part that is back.
+    Invariants: each is counted once, and told once if there ever is a listener; in order. An error of a
+    listener is logged: books that cannot be written are no reason to give up a part that is back.
 
     >>> restarts = Restarts()
     >>> restarts.note("engine 0", "its process has ended")
@@ -342,7 +342,7 @@ class Restarts:
 
 
 def all_started(starting: Mapping[str, Any]) -> dict[str, Any]:
-    """What every part says once it is built, by name; `starting` has Ray's references.
+    """The answer of every part once it is built, by name; `starting` has Ray's references.
 
     Raises:
         ConfigError: one of them cannot be built, at once; or some take too long.

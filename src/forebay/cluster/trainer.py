@@ -32,73 +32,6 @@ if TYPE_CHECKING:
     from forebay.train.batch import TrainBatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerSpec(PartSpec):
-    """All that a trainer's process is told."""
-
-    device: str
-    """``cuda`` where the cluster gave it, or its ranks, one each."""
-    ranks: tuple[Any, ...]
-    """Ray's handles of new `RankActor`s; empty for a trainer on one rank."""
-
-
-class TrainerActor:
-    """A `TrainController`; what runs in its process, one call at a time.
-
-    >>> actor = ray.remote(TrainerActor).remote()
-    >>> pids = ray.get(actor.start.remote(spec))
-    """
-
-    def __init__(self) -> None:
-        self._trainer: Any = None
-
-    def start(self, spec: TrainerSpec) -> tuple[int, ...]:
-        """Build the trainer; the ids of its process and of its ranks'.
-
-        Raises:
-            ConfigError: the model or the training's settings do not fit.
-        """
-        import torch
-
-        from forebay.models import load_tokenizer
-        from forebay.runs.build import build_trainer
-
-        config = spec.config
-        find_modules_in(spec.search_path)
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
-        ranks = _join(spec) if spec.ranks else None
-        self._trainer = build_trainer(
-            config,
-            spec.model_folder,
-            load_tokenizer(spec.model_folder),
-            device=None if spec.ranks else spec.device,
-            ranks=ranks,
-        )
-        return os.getpid(), *(ranks.pids if ranks is not None else ())
-
-    def fit(self, batch: TrainBatch, stale_thresholds: int | Mapping[str, int] | None) -> dict[str, float]:
-        """The metrics of one train step."""
-        metrics: dict[str, float] = self._trainer.fit(batch, stale_thresholds=stale_thresholds).metrics
-        return metrics
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        """Any other method of the `TrainController`."""
-        return getattr(self._trainer, method)(*arguments)
-
-    def weights(self) -> tuple[int, list[PlainWeight]]:
-        """The step of the weights, and the weights: two results, of which the caller fetches the first."""
-        receiver = _Receiver()
-        asyncio.run(self._trainer.sync_weights(receiver))
-        return receiver.model_step, receiver.weights
-
-    def resume(self, path: Path) -> int:
-        """Go on from a checkpoint; its train step."""
-        self._trainer.resume(path)
-        step: int = self._trainer.model_step
-        return step
-
-
 def _join(spec: TrainerSpec) -> RayRanks:
     from forebay.cluster.ranks import RayRanks
 
@@ -219,13 +152,80 @@ class RayTrainer:
             raise raised from None if isinstance(raised, _EXPECTED) else error
 
     def _error(self, error: Exception) -> BaseException:
-        """What to raise: what was raised there, or that nothing can be any more."""
+        """The error to raise: that of the process, or that it has ended."""
         cause = cause_of(error)
         if not isinstance(cause, RankError | import_ray().exceptions.RayError):
             return cause
-        who = "a rank of the trainer" if isinstance(cause, RankError) else "the trainer"
+        part = "a rank of the trainer" if isinstance(cause, RankError) else "the trainer"
         self.lost_because = str(cause) if isinstance(cause, RankError) else why(error)
-        return PartLost(f"{who} is lost: {self.lost_because}")
+        return PartLost(f"{part} is lost: {self.lost_because}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec(PartSpec):
+    """All that a trainer's process is told."""
+
+    device: str
+    """``cuda`` where the cluster gave it, or its ranks, one each."""
+    ranks: tuple[Any, ...]
+    """Ray's handles of new `RankActor`s; empty for a trainer on one rank."""
+
+
+class TrainerActor:
+    """A `TrainController`; what runs in its process, one call at a time.
+
+    >>> actor = ray.remote(TrainerActor).remote()
+    >>> pids = ray.get(actor.start.remote(spec))
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Any = None
+
+    def start(self, spec: TrainerSpec) -> tuple[int, ...]:
+        """Build the trainer; the ids of its process and of its ranks'.
+
+        Raises:
+            ConfigError: the model or the training's settings do not fit.
+        """
+        import torch
+
+        from forebay.models import load_tokenizer
+        from forebay.runs.build import build_trainer
+
+        config = spec.config
+        find_modules_in(spec.search_path)
+        torch.set_num_threads(config.threads)
+        torch.manual_seed(config.seed)
+        ranks = _join(spec) if spec.ranks else None
+        self._trainer = build_trainer(
+            config,
+            spec.model_folder,
+            load_tokenizer(spec.model_folder),
+            device=None if spec.ranks else spec.device,
+            ranks=ranks,
+        )
+        return os.getpid(), *(ranks.pids if ranks is not None else ())
+
+    def fit(self, batch: TrainBatch, stale_thresholds: int | Mapping[str, int] | None) -> dict[str, float]:
+        """The metrics of one train step."""
+        metrics: dict[str, float] = self._trainer.fit(batch, stale_thresholds=stale_thresholds).metrics
+        return metrics
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Any other method of the `TrainController`."""
+        return getattr(self._trainer, method)(*arguments)
+
+    def weights(self) -> tuple[int, list[PlainWeight]]:
+        """The step of the weights, and the weights: two results, of which the caller fetches the first."""
+        receiver = _Receiver()
+        asyncio.run(self._trainer.sync_weights(receiver))
+        return receiver.model_step, receiver.weights
+
+    def resume(self, path: Path) -> int:
+        """Go on from a checkpoint; its train step."""
+        self._trainer.resume(path)
+        step: int = self._trainer.model_step
+        return step
 
 
 _EXPECTED = tuple(EXPECTED.values())

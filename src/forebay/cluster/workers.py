@@ -1,4 +1,4 @@
-"""Rollout workers as the run's own process sees them: who gets a group, and what happens if a worker ends.
+"""Rollout workers as the run's own process sees them: which gets a group, and what happens if one ends.
 
 ::
 
@@ -37,17 +37,119 @@ MAX_LOST_WORKERS = 3
 LOOK_EVERY_S = 1.0
 """Between two reports of the workers: for people, and for the stall watch, which looks once a minute."""
 
-
 RetryListener = Callable[[str | None, str | int | None, str], None]
 """Takes the task and the id of a group that is generated again, and why."""
 
 
-class GroupFailed(RuntimeError):
-    """A group could not be generated; the message says why."""
+class Workers:
+    """All rollout workers of a run.
 
+    Invariant: a group is at one worker at a time; the caller's rollouts are as they were until it is back.
 
-class Paused(RuntimeError):
-    """A group has no worker, and a pause does not wait for one."""
+    >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[PlacedWorker],
+        on_retry: RetryListener = lambda task, group, reason: None,
+    ) -> None:
+        """`on_retry` is told of each group that is generated again."""
+        self.all = list(workers)
+        """One that is gone for good may be replaced."""
+        self.num_retries = 0
+        """Groups that were generated again because their worker had ended."""
+        self._on_retry = on_retry
+        self._numbers = itertools.count()
+        self._looking: asyncio.Task[None] | None = None
+        self._looked_s = float("-inf")
+        self._last_tries = asyncio.Lock()
+        self._is_paused = False
+        self._changed = asyncio.Event()
+        """Set when a worker is up again or gone, and when a pause begins."""
+
+    async def generate(
+        self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
+    ) -> list[RolloutState]:
+        """The group, generated and judged by some worker: other objects than those given.
+
+        Raises:
+            GroupFailed: the agent loop raised, or three workers ended over the group.
+            Paused: it would have to wait for a worker.
+            PartLost: no worker is left, and none comes back.
+        """
+        lost: list[str] = []
+        while True:
+            # Before its last try a group may only have been beside the one that brings workers down.
+            turn = self._last_tries if len(lost) == MAX_LOST_WORKERS - 1 else contextlib.nullcontext()
+            async with turn:
+                worker = await self._least_busy()
+                job = Job(next(self._numbers), loop, states, enable_partial_rollout)
+                try:
+                    return await worker.generate(job)
+                except ActorLost as error:
+                    lost.append(f"{worker.name}: {error}")
+            if len(lost) == MAX_LOST_WORKERS:
+                raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
+            self.num_retries += 1
+            self._on_retry(states[0].task_name, states[0].group_id, "worker died")
+
+    async def pause(self) -> None:
+        """Have what is running end as ABORTED, and what waits for a worker too."""
+        self._is_paused = True
+        self._changed.set()
+        await asyncio.gather(*(worker.pause() for worker in self.all))
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._is_paused = False
+        await asyncio.gather(*(worker.resume() for worker in self.all))
+
+    def note_of(self, name: str) -> str:
+        """The last report on the rollout or group `name`, which may be a second old; empty without one."""
+        self._look()
+        return next((worker.report.notes[name] for worker in self.all if name in worker.report.notes), "")
+
+    def count_tokens_made(self) -> int:
+        """Tokens made so far, as of the last report; it never falls."""
+        self._look()
+        return sum(worker.num_tokens_made for worker in self.all)
+
+    def count_retries(self) -> int:
+        """Requests that were made again because an engine was lost, as of the last report."""
+        self._look()
+        return sum(worker.num_retries for worker in self.all)
+
+    async def close(self) -> None:
+        """Watch no more, and free what the workers hold."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in self.all), return_exceptions=True)
+
+    async def _least_busy(self) -> PlacedWorker:
+        while True:
+            for worker in self.all:
+                worker.on_change = self._changed.set
+                worker.watch()
+            if up := [worker for worker in self.all if worker.is_up]:
+                return min(up, key=lambda worker: worker.num_in_flight)
+            if self._is_paused:
+                raise Paused
+            # One that is given up is no loss while another may come back.
+            if (lost := none_is_left(self.all)) is not None:
+                raise lost
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _look(self) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if (self._looking is None or self._looking.done()) and now_s - self._looked_s >= LOOK_EVERY_S:
+            self._looked_s = now_s
+            self._looking = asyncio.create_task(self._look_at_all())
+
+    async def _look_at_all(self) -> None:
+        await asyncio.gather(*(worker.look() for worker in self.all))
 
 
 class PlacedWorker(Supervised):
@@ -68,7 +170,7 @@ class PlacedWorker(Supervised):
         self.num_tokens_made = 0
         """Of all its processes, as of the last report; it never falls."""
         self.num_retries = 0
-        """Of requests, because an engine was lost; likewise."""
+        """Of requests, because an engine was lost, as of the last report."""
         self._on_end = on_end
 
     def begin(self, actor: Any, pid: int) -> None:
@@ -126,115 +228,12 @@ class PlacedWorker(Supervised):
         return pid
 
 
-class Workers:
-    """All rollout workers of a run.
+class GroupFailed(RuntimeError):
+    """A group could not be generated; the message says why."""
 
-    Invariant: a group is at one worker at a time; the caller's rollouts are as they were until it is back.
 
-    >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
-    """
-
-    def __init__(
-        self,
-        workers: Sequence[PlacedWorker],
-        on_retry: RetryListener = lambda task, group, reason: None,
-    ) -> None:
-        """`on_retry` is told of each group that is generated again."""
-        self.all = list(workers)
-        """One that is gone for good may be replaced."""
-        self.num_retries = 0
-        """Groups that were generated again because their worker had ended."""
-        self._on_retry = on_retry
-        self._numbers = itertools.count()
-        self._looking: asyncio.Task[None] | None = None
-        self._looked_s = float("-inf")
-        self._last_tries = asyncio.Lock()
-        self._is_paused = False
-        self._changed = asyncio.Event()
-        """Set when a worker is up again or gone, and when a pause begins."""
-
-    async def generate(
-        self, loop: LoopName, states: list[RolloutState], *, enable_partial_rollout: bool
-    ) -> list[RolloutState]:
-        """The group, generated and judged by some worker; not the very objects that were given.
-
-        Raises:
-            GroupFailed: the agent loop raised, or three workers ended over the group.
-            Paused: it would have to wait for a worker.
-            PartLost: no worker is left, and none comes back.
-        """
-        lost: list[str] = []
-        while True:
-            # Before its last try a group may only have been beside the one that brings workers down.
-            turn = self._last_tries if len(lost) == MAX_LOST_WORKERS - 1 else contextlib.nullcontext()
-            async with turn:
-                worker = await self._least_busy()
-                job = Job(next(self._numbers), loop, states, enable_partial_rollout)
-                try:
-                    return await worker.generate(job)
-                except ActorLost as error:
-                    lost.append(f"{worker.name}: {error}")
-            if len(lost) == MAX_LOST_WORKERS:
-                raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
-            self.num_retries += 1
-            self._on_retry(states[0].task_name, states[0].group_id, "worker died")
-
-    async def pause(self) -> None:
-        """Have what is running end as ABORTED, and what waits for a worker too."""
-        self._is_paused = True
-        self._changed.set()
-        await asyncio.gather(*(worker.pause() for worker in self.all))
-
-    async def resume(self) -> None:
-        """Go on."""
-        self._is_paused = False
-        await asyncio.gather(*(worker.resume() for worker in self.all))
-
-    def note_of(self, name: str) -> str:
-        """What is known of the rollout or group `name`; a report may be a second old."""
-        self._look()
-        return next((worker.report.notes[name] for worker in self.all if name in worker.report.notes), "")
-
-    def count_tokens_made(self) -> int:
-        """Tokens made so far, as of the last report; it never falls."""
-        self._look()
-        return sum(worker.num_tokens_made for worker in self.all)
-
-    def count_retries(self) -> int:
-        """Requests that were made again because an engine was lost, as of the last report."""
-        self._look()
-        return sum(worker.num_retries for worker in self.all)
-
-    async def close(self) -> None:
-        """Watch no more, and free what the workers hold."""
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.gather(self._looking, return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in self.all), return_exceptions=True)
-
-    async def _least_busy(self) -> PlacedWorker:
-        while True:
-            for worker in self.all:
-                worker.on_change = self._changed.set
-                worker.watch()
-            if up := [worker for worker in self.all if worker.is_up]:
-                return min(up, key=lambda worker: worker.num_in_flight)
-            if self._is_paused:
-                raise Paused
-            # One that is given up is no loss while another may come back.
-            if (lost := none_is_left(self.all)) is not None:
-                raise lost
-            self._changed.clear()
-            await self._changed.wait()
-
-    def _look(self) -> None:
-        now_s = asyncio.get_running_loop().time()
-        if (self._looking is None or self._looking.done()) and now_s - self._looked_s >= LOOK_EVERY_S:
-            self._looked_s = now_s
-            self._looking = asyncio.create_task(self._look_at_all())
-
-    async def _look_at_all(self) -> None:
-        await asyncio.gather(*(worker.look() for worker in self.all))
+class Paused(RuntimeError):
+    """A group has no worker, and a pause does not wait for one."""
 
 
 class RayAgentLoop:
@@ -253,7 +252,7 @@ class RayAgentLoop:
     async def generate_group(
         self, states: list[RolloutState], *, enable_partial_rollout: bool = False
     ) -> list[RolloutState]:
-        """See `forebay.agents.AgentLoop`; each rollout counts as generating until all are back.
+        """The group, generated elsewhere; each rollout counts as generating until all are back.
 
         A group that could not be generated anywhere comes back FAILED, with the reason.
         """
@@ -299,7 +298,7 @@ def _aborted(state: RolloutState) -> RolloutState:
 
 
 class ClusterController(RolloutController):
-    """What the run's own process has in place of a rollout controller: it generates nothing itself.
+    """The run's own process has this in place of a rollout controller: it generates nothing itself.
 
     >>> controller = ClusterController(engines, workers)
     >>> await trainer.sync_weights(controller)
@@ -338,7 +337,7 @@ class ClusterController(RolloutController):
         await asyncio.gather(*(engine.resume() for engine in self.engines), self._workers.resume())
 
     def describe(self, activity: Activity) -> str:
-        """What its worker does to the rollout that `activity` is named after, and how far it is."""
+        """The work on the rollout that `activity` is named after, and how far it is."""
         return self._workers.note_of(str(activity.name)) if activity.stage == GENERATE else ""
 
     def count_tokens_made(self) -> int:

@@ -1,4 +1,4 @@
-"""What a run file may say in ``engine.arguments`` of each engine; importing it loads no torch."""
+"""The keys of ``engine.arguments`` for each engine; importing this module loads no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_MAX_BATCH = 256
 
 
 class TransformersArguments(StrictModel, strict=True):
-    """What a run file may say of the engine ``transformers``."""
+    """Arguments of the engine ``transformers``."""
 
     max_batch: int = Field(default=DEFAULT_MAX_BATCH, ge=1)
     """Requests that decode together; the rest wait."""
@@ -32,7 +32,7 @@ class TransformersArguments(StrictModel, strict=True):
 
 
 class ProcessArguments(StrictModel, strict=True):
-    """What a run file may say of the engine ``process``, besides the arguments of the engine inside."""
+    """Arguments of the engine ``process``, besides those of the engine inside."""
 
     engines: int = Field(default=1, ge=1)
     """Processes on this machine, each with an engine of its own."""
@@ -43,7 +43,7 @@ class ProcessArguments(StrictModel, strict=True):
 
 
 class HTTPArguments(StrictModel, strict=True):
-    """What a run file may say of the engines ``vllm`` and ``sglang``."""
+    """Arguments of the engines ``vllm`` and ``sglang``."""
 
     urls: Sequence[str] = ()
     """Addresses of servers that are running already."""

@@ -52,15 +52,6 @@ if TYPE_CHECKING:
     import torch
 
 
-def request_seed(*parts: str | int) -> int:
-    """A seed of 63 bits that depends on all of `parts` and is the same in every process and version.
-
-    Rollouts' seeds end in a 0, which recorded runs have; without it they could not be repeated.
-    """
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
 class EngineLost(RuntimeError):
     """An engine cannot be reached, or has ended; it may come back, and others can do its work."""
 
@@ -114,9 +105,18 @@ class GenerateRequest:
             raise ValueError(f"{name} may add {self.max_tokens} tokens; at least 1")
 
 
+def request_seed(*parts: str | int) -> int:
+    """A seed of 63 bits that depends on all of `parts` and is the same in every process and version.
+
+    Rollouts' seeds end in a 0, which recorded runs have; without it they could not be repeated.
+    """
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """What an engine made of one request."""
+    """The answer of an engine to one request."""
 
     response_ids: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     """int32, R: new tokens only; an end-of-sequence token is included."""
@@ -150,7 +150,7 @@ class EngineSurroundings:
     """Hugging Face folder of the weights the run starts from."""
     model: ModelConfig
     dtype: Precision = "float32"
-    """What engines hold the weights in, and compute in."""
+    """In which engines hold the weights and compute."""
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""
@@ -159,7 +159,7 @@ class EngineSurroundings:
 
 
 class Engine(Protocol):
-    """What the rollout controller drives; see the module docstring for the contract."""
+    """An inference engine, as the rollout controller drives it; its contract is the module docstring."""
 
     @property
     def model_step(self) -> int:
@@ -206,7 +206,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Remote(Protocol):
-    """What an engine has besides `Engine` if it can be lost and come back."""
+    """An engine that can be lost and come back has this besides `Engine`."""
 
     async def bring_up(self) -> None:
         """Return once it serves, with the weights that it was given last: start it, restart it, or wait.
@@ -221,7 +221,7 @@ class Remote(Protocol):
 
 
 class TakesAdapters(Protocol):
-    """What an engine has besides `Engine` if it keeps its starting weights and puts LoRA adapters on them."""
+    """An engine that puts LoRA adapters on its starting weights has this besides `Engine`."""
 
     @property
     def takes_adapters(self) -> bool:

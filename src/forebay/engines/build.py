@@ -21,7 +21,7 @@ class EngineConfig(Component):
 
     name: str = "transformers"
     dtype: Precision = "float32"
-    """What engines hold the weights in, and compute in; on a CPU bfloat16 halves the memory and is several
+    """In which engines hold the weights and compute; on a CPU bfloat16 halves the memory and is several
     times slower. The trainer's weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
 
 
@@ -86,11 +86,11 @@ ENGINES: dict[str, Callable[..., list[Engine]]] = {
     "transformers": _transformers,
     "vllm": partial(_http, "vllm"),
 }
-"""What ``engine.name`` may be; besides, ``package.module:function`` of the same signature."""
+"""Values of ``engine.name``; besides, ``package.module:function`` of the same signature."""
 
 
 def find_engine(config: Component) -> Callable[..., list[Engine]]:
-    """What makes the engines that `config` describes; nothing is made.
+    """The function that makes the engines of `config`; nothing is made.
 
     Raises:
         ConfigError: the name is unknown, or an argument does not fit.
@@ -99,7 +99,7 @@ def find_engine(config: Component) -> Callable[..., list[Engine]]:
     if config.name in ENGINES:
         check_engine(config.name, config.arguments)
     else:
-        # It is called with what surrounds it, whatever it calls that.
+        # It is called with the surroundings first, by whatever name it has for them.
         check_arguments("engine", config.name, partial(factory, None), config.arguments)
     return factory
 

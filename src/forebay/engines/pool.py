@@ -1,4 +1,4 @@
-"""Several engines that stand in for each other: who gets a request, who is lost, who comes back.
+"""Several engines that stand in for each other: which one gets a request, is lost, comes back.
 
 ::
 
@@ -56,60 +56,12 @@ _MAX_SESSIONS = 65_536
 """Sessions whose engine is remembered; more than run at once, so only finished ones are forgotten."""
 
 
-@dataclass(eq=False, slots=True)
-class _Member:
-    engine: Engine
-    number: int
-    is_remote: bool
-    is_up: bool
-    paused: bool = False
-    num_in_flight: int = 0
-    bringing_up: asyncio.Task[None] | None = None
-    lost_because: str = "not started yet"
-    gone: bool = False
-    """It could not be brought up: it gets nothing any more."""
-
-    def __str__(self) -> str:
-        return f"engine {self.number} ({type(self.engine).__name__})"
-
-
-@dataclass(eq=False, slots=True)
-class _Call:
-    """A request on its way through one engine or several."""
-
-    request: GenerateRequest
-    parts: list[Completion] = field(default_factory=list)
-    engine: Engine | None = None
-    num_counted: int = 0
-    """Its tokens that `EnginePool.count_tokens_made` has seen."""
-
-    def num_made(self) -> int:
-        made = sum(len(part.response_ids) for part in self.parts)
-        return made + (0 if self.engine is None else self.engine.num_made(self.request.request_id))
-
-    def rest(self) -> GenerateRequest:
-        """The request that makes the tokens which are still missing."""
-        return self.request.after([token for part in self.parts for token in part.response_ids])
-
-    def joined(self, last: Completion) -> Completion:
-        """All parts as one completion that ended as `last` did."""
-        if not self.parts:
-            return last
-        parts = [*self.parts, last]
-        return replace(
-            last,
-            response_ids=np.concatenate([part.response_ids for part in parts]),
-            logprobs=np.concatenate([part.logprobs for part in parts]),
-            model_steps=np.concatenate([part.model_steps for part in parts]),
-        )
-
-
 class EnginePool:
     """Engines that stand in for each other; for the rollout controller.
 
-    Invariants: a request is at one engine at a time; tokens that a lost engine made are kept, and whoever
-    goes on gets them as input; an engine gets requests only with the latest weights; every wait ends, at the
-    latest with the limits of `Remote.bring_up`. Engines that are not `Remote` are always up.
+    Invariants: a request is at one engine at a time; tokens that a lost engine made are kept, and the
+    next engine gets them as input; an engine gets requests only with the latest weights; every wait ends, at
+    the latest with the limits of `Remote.bring_up`. Engines that are not `Remote` are always up.
 
     >>> pool = EnginePool([ScriptedEngine({(1,): [7, 8]}), ScriptedEngine({(1,): [7, 8]})])
     >>> request = GenerateRequest(request_id="a", input_ids=np.array([1], np.int32), params=SampleParams(),
@@ -168,7 +120,7 @@ class EnginePool:
 
     @property
     def max_context_tokens(self) -> int:
-        """What every engine can take."""
+        """The smallest context of all engines."""
         return min(member.engine.max_context_tokens for member in self._members)
 
     def num_made(self, request_id: str) -> int:
@@ -324,10 +276,10 @@ class EnginePool:
                 "close", lambda member: member.engine.close(), among=self._members, limit_s=LOAD_LIMIT_S
             )
         except StallError:
-            # The end of a run: there is nobody left whom an error would help.
+            # The end of a run: an error would help no caller any more.
             logger.exception("an engine was not closed")
 
-    # Who gets a request
+    # Which engine gets a request
 
     async def _place(self, session_id: str | None) -> _Member | None:
         """The session's engine if it is up, else the least busy one (the first of equals).
@@ -359,7 +311,7 @@ class EnginePool:
             call.engine = None
             member.num_in_flight -= 1
 
-    # Who is lost, and comes back
+    # Engines that are lost, and come back
 
     def _start(self) -> None:
         """Begin to bring up what has not been started yet; here, because it needs the event loop."""
@@ -384,7 +336,7 @@ class EnginePool:
             if again:
                 self.num_restarts += 1
                 logger.warning("%s is back", member)
-        # Whatever went wrong, nobody may wait for this engine any longer; the error is told to those who do.
+        # Any error: callers must not wait for this engine any longer. Those that do are told the error.
         except Exception as error:
             member.gone, member.lost_because = True, str(error)
             logger.error("%s is given up: %s", member, error)
@@ -457,3 +409,51 @@ class EnginePool:
         if failed is not None:
             raise failed
         return good
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    engine: Engine
+    number: int
+    is_remote: bool
+    is_up: bool
+    paused: bool = False
+    num_in_flight: int = 0
+    bringing_up: asyncio.Task[None] | None = None
+    lost_because: str = "not started yet"
+    gone: bool = False
+    """It could not be brought up: it gets nothing any more."""
+
+    def __str__(self) -> str:
+        return f"engine {self.number} ({type(self.engine).__name__})"
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A request on its way through one engine or several."""
+
+    request: GenerateRequest
+    parts: list[Completion] = field(default_factory=list)
+    engine: Engine | None = None
+    num_counted: int = 0
+    """Its tokens that `EnginePool.count_tokens_made` has seen."""
+
+    def num_made(self) -> int:
+        made = sum(len(part.response_ids) for part in self.parts)
+        return made + (0 if self.engine is None else self.engine.num_made(self.request.request_id))
+
+    def rest(self) -> GenerateRequest:
+        """The request that makes the tokens which are still missing."""
+        return self.request.after([token for part in self.parts for token in part.response_ids])
+
+    def joined(self, last: Completion) -> Completion:
+        """All parts as one completion that ended as `last` did."""
+        if not self.parts:
+            return last
+        parts = [*self.parts, last]
+        return replace(
+            last,
+            response_ids=np.concatenate([part.response_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+            model_steps=np.concatenate([part.model_steps for part in parts]),
+        )

@@ -42,31 +42,6 @@ lengths up to some thousands take a few dozen passes."""
 
 _NO_STOP_ID = -1
 
-_ROW_FIELDS = np.dtype(
-    [
-        ("token", np.int64),  # the next to feed
-        ("position", np.int64),  # its column
-        ("num_made", np.int64),
-        ("limit", np.int64),  # of num_made
-        ("stream", np.uint64),  # of random numbers
-        ("num_earlier", np.int64),  # of them used by earlier calls
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-    ]
-)
-_TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
-
-
-@dataclass(eq=False)
-class Row:
-    """One request's place in the batch; compared by identity, so a request may be asked twice."""
-
-    request: GenerateRequest
-
-
-Ended = tuple[Row, Completion]
-
 
 class DecodeBatch:
     """Rows that decode in lockstep over one model.
@@ -332,6 +307,32 @@ class DecodeBatch:
         for source, target in zip(sources, targets, strict=True):
             self._requests[target] = self._requests[source]
         del self._requests[left:]
+
+
+@dataclass(eq=False)
+class Row:
+    """One request's place in the batch; compared by identity, so a request may be asked twice."""
+
+    request: GenerateRequest
+
+
+Ended = tuple[Row, Completion]
+
+_ROW_FIELDS = np.dtype(
+    [
+        ("token", np.int64),  # the next to feed
+        ("position", np.int64),  # its column
+        ("num_made", np.int64),
+        ("limit", np.int64),  # of num_made
+        ("stream", np.uint64),  # of random numbers
+        ("num_earlier", np.int64),  # of them used by earlier calls
+        ("temperature", np.float32),
+        ("top_k", np.int64),
+        ("top_p", np.float32),
+    ]
+)
+
+_TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
 
 
 def _tokens(ids: IntArray, logprobs: NDArray[np.float32], model_step: int) -> NDArray[np.void]:

@@ -292,7 +292,7 @@ class TransformersEngine:
             self._driver = None
 
     async def _settle(self) -> None:
-        """Let all who are about to submit do so: then who runs together does not depend on timing."""
+        """Let all callers that are about to submit do so: then batches do not depend on timing."""
         await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
 
     def _start_time_limit(self, call: _Call) -> None:

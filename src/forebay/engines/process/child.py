@@ -47,5 +47,5 @@ def main() -> None:
     try:
         asyncio.run(serve())
     finally:
-        # Threads of the engine may be in a forward pass that nobody waits for.
+        # At once: threads of the engine may be in a forward pass, and their results are of no use now.
         os._exit(0)

@@ -45,22 +45,15 @@ if TYPE_CHECKING:
 
 CLOSE_LIMIT_S = 10.0
 """For an engine to end what it does; then its process is killed."""
+
 START_LIMIT_S = 600.0
 """For loading a model: minutes are usual where it is large."""
+
 CATCH_UP_LIMIT_S = 600.0
 """For a child that lives to take over weights once more; then it is taken for one that hangs."""
+
 SILENCE_LIMIT_S = 120.0
 """Without a sign of life: longer than elsewhere, for single operations that hold the child's interpreter."""
-_END_LIMIT_S = 10.0
-"""For a child whose connection is over to be gone: its interpreter unloads what it had loaded."""
-_HANG_LIMIT_S = 2.0
-"""The same for one that served, which then ends at once unless it hangs or is stopped."""
-_CHILD_CODE = "from forebay.engines.process.child import main; main()"
-_LOG_TAIL_BYTES = 2000
-_ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (ValueError, AdaptersRefusedError, BaseDiffersError)
-}
-"""Those that a call of the child raises as what they are."""
 
 
 class ProcessEngine:
@@ -260,6 +253,12 @@ class ProcessEngine:
             raise EngineLost(await asyncio.to_thread(child.cause_of_end, str(error), _HANG_LIMIT_S)) from None
 
 
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (ValueError, AdaptersRefusedError, BaseDiffersError)
+}
+"""Those that a call of the child raises as what they are."""
+
+
 class _Link(Link):
     """The connection to a child; keeps what the child says of its progress."""
 
@@ -272,6 +271,17 @@ class _Link(Link):
     def note(self, message: Message, buffers: list[Any]) -> None:
         assert isinstance(message, Note)
         self.made = msgspec.msgpack.decode(message.value)
+
+
+_END_LIMIT_S = 10.0
+"""For a child whose connection is over to be gone: its interpreter unloads what it had loaded."""
+
+_HANG_LIMIT_S = 2.0
+"""The same for one that served, which then ends at once unless it hangs or is stopped."""
+
+_CHILD_CODE = "from forebay.engines.process.child import main; main()"
+
+_LOG_TAIL_BYTES = 2000
 
 
 class _Child:
@@ -303,7 +313,7 @@ class _Child:
         return self._is_ready and (self.link is None or self.link.lost is None)
 
     def wait_until_ready(self, limit_s: float) -> dict[str, Any]:
-        """What the child says of its engine when it has loaded its model."""
+        """The facts that the child states of its engine once it has loaded its model."""
         try:
             note, _ = BlockingChannel(self._socket, limit_s=limit_s).receive()
         except TimeoutError:

@@ -29,74 +29,12 @@ from forebay.types import IntArray, SampleParams
 
 PROGRESS_EVERY_S = 0.5
 """Reports are for people and for noticing stalls, which take minutes."""
+
 MAX_HEADER_BYTES = 64 << 20
 """Where weights lie takes some 100 bytes for each parameter, and a model may have many thousands."""
+
 PARENT_LIMIT_S = 7 * 86_400.0
 """Without a sign of life of the parent: it may be stopped and go on, and if it ends the socket says so."""
-
-
-class NotBuilt(RuntimeError):
-    """The process is a new one, in which nothing has been built yet."""
-
-
-class EngineHost:
-    """The engines of one process, and the requests that its callers have there.
-
-    Invariant: a request is known by its caller from its first moment to its end.
-
-    >>> host = EngineHost([engine])                                                 # doctest: +SKIP
-    >>> completion = await host.complete(request, "worker 0")                       # doctest: +SKIP
-    """
-
-    def __init__(self, engines: Sequence[Engine] | None = None) -> None:
-        self._pool = None if engines is None else EnginePool(engines)
-        self._at_work: dict[str, set[str]] = {}
-        """The ids of running requests, by caller."""
-
-    @property
-    def pool(self) -> EnginePool:
-        """The engines, as one.
-
-        Raises:
-            NotBuilt: this process was started in place of one that has ended.
-        """
-        if self._pool is None:
-            raise NotBuilt("the engine has not been built in this process")
-        return self._pool
-
-    async def complete(self, request: GenerateRequest, caller: str) -> Completion:
-        """The completion of a request of `caller`; errors as of `EnginePool.generate`."""
-        at_work = self._at_work.setdefault(caller, set())
-        at_work.add(request.request_id)
-        try:
-            return await self.pool.generate(request)
-        finally:
-            at_work.discard(request.request_id)
-
-    def num_made(self, caller: str) -> dict[str, int]:
-        """How many tokens each running request of `caller` has by now."""
-        return {name: self.pool.num_made(name) for name in self._at_work.get(caller, ())}
-
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        """End these requests; at an engine that is lost they have ended."""
-        await self.pool.abort(request_ids)
-
-    async def forget(self, caller: str) -> None:
-        """End the requests of a caller whose process has ended."""
-        if request_ids := list(self._at_work.pop(caller, ())):
-            await self.abort(request_ids)
-
-
-class EngineRecipe(StrictModel):
-    """All that a process needs to make its engine, as plain data: its command line has it as JSON."""
-
-    model_folder: Path
-    model: ModelConfig
-    engine: Component
-    dtype: Precision = "float32"
-    """Of the weights that the engine holds."""
-    threads: int = 1
-    """For torch."""
 
 
 class HostSession(Session):
@@ -154,3 +92,67 @@ class HostSession(Session):
         self.channel.post(Note(encode_value(made)))
         if made:
             self._report_later()
+
+
+class EngineHost:
+    """The engines of one process, and the requests that its callers have there.
+
+    Invariant: a request is known by its caller from its first moment to its end.
+
+    >>> host = EngineHost([engine])                                                 # doctest: +SKIP
+    >>> completion = await host.complete(request, "worker 0")                       # doctest: +SKIP
+    """
+
+    def __init__(self, engines: Sequence[Engine] | None = None) -> None:
+        self._pool = None if engines is None else EnginePool(engines)
+        self._at_work: dict[str, set[str]] = {}
+        """The ids of running requests, by caller."""
+
+    @property
+    def pool(self) -> EnginePool:
+        """The engines, as one.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        if self._pool is None:
+            raise NotBuilt("the engine has not been built in this process")
+        return self._pool
+
+    async def complete(self, request: GenerateRequest, caller: str) -> Completion:
+        """The completion of a request of `caller`; errors as of `EnginePool.generate`."""
+        at_work = self._at_work.setdefault(caller, set())
+        at_work.add(request.request_id)
+        try:
+            return await self.pool.generate(request)
+        finally:
+            at_work.discard(request.request_id)
+
+    def num_made(self, caller: str) -> dict[str, int]:
+        """How many tokens each running request of `caller` has by now."""
+        return {name: self.pool.num_made(name) for name in self._at_work.get(caller, ())}
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """End these requests; at an engine that is lost they have ended."""
+        await self.pool.abort(request_ids)
+
+    async def forget(self, caller: str) -> None:
+        """End the requests of a caller whose process has ended."""
+        if request_ids := list(self._at_work.pop(caller, ())):
+            await self.abort(request_ids)
+
+
+class NotBuilt(RuntimeError):
+    """The process is a new one, in which nothing has been built yet."""
+
+
+class EngineRecipe(StrictModel):
+    """All that a process needs to make its engine, as plain data: its command line has it as JSON."""
+
+    model_folder: Path
+    model: ModelConfig
+    engine: Component
+    dtype: Precision = "float32"
+    """Of the weights that the engine holds."""
+    threads: int = 1
+    """For torch."""

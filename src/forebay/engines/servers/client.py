@@ -23,11 +23,51 @@ from urllib.parse import urlsplit
 CONNECT_LIMIT_S = 10.0
 
 _HEAD_LIMIT_BYTES = 1 << 20
+
 _PIECE_BYTES = 1 << 16
 
 
 class HTTPError(OSError):
     """There is no connection, it broke, or the bytes on it are not HTTP."""
+
+
+@dataclass
+class Response:
+    """The answer to a request; its body can be read once."""
+
+    status: int
+    headers: dict[str, str]
+    """Names in lower case."""
+    reader: asyncio.StreamReader
+
+    async def chunks(self) -> AsyncGenerator[bytes, None]:
+        """The body as it arrives.
+
+        Raises:
+            HTTPError: it ended early, or is not HTTP.
+        """
+        with _as_http_errors():
+            if self.headers.get("transfer-encoding", "").lower() == "chunked":
+                # A chunk's size may have an extension after a semicolon, which says nothing that is needed.
+                while size := int((await self.reader.readuntil(b"\r\n")).partition(b";")[0], 16):
+                    yield (await self.reader.readexactly(size + 2))[:-2]
+            elif "content-length" in self.headers:
+                left = int(self.headers["content-length"])
+                while left:
+                    piece = await self.reader.readexactly(min(left, _PIECE_BYTES))
+                    left -= len(piece)
+                    yield piece
+            else:
+                while piece := await self.reader.read(_PIECE_BYTES):
+                    yield piece
+
+    async def read(self) -> bytes:
+        """The whole body.
+
+        Raises:
+            HTTPError: as `chunks`.
+        """
+        return b"".join([piece async for piece in self.chunks()])
 
 
 @contextlib.asynccontextmanager
@@ -71,45 +111,6 @@ async def request(
     finally:
         # Not `close`, which would wait for the rest of the request to be sent.
         writer.transport.abort()
-
-
-@dataclass
-class Response:
-    """The answer to a request; its body can be read once."""
-
-    status: int
-    headers: dict[str, str]
-    """Names in lower case."""
-    reader: asyncio.StreamReader
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """The body as it arrives.
-
-        Raises:
-            HTTPError: it ended early, or is not HTTP.
-        """
-        with _as_http_errors():
-            if self.headers.get("transfer-encoding", "").lower() == "chunked":
-                # A chunk's size may have an extension after a semicolon, which says nothing that is needed.
-                while size := int((await self.reader.readuntil(b"\r\n")).partition(b";")[0], 16):
-                    yield (await self.reader.readexactly(size + 2))[:-2]
-            elif "content-length" in self.headers:
-                left = int(self.headers["content-length"])
-                while left:
-                    piece = await self.reader.readexactly(min(left, _PIECE_BYTES))
-                    left -= len(piece)
-                    yield piece
-            else:
-                while piece := await self.reader.read(_PIECE_BYTES):
-                    yield piece
-
-    async def read(self) -> bytes:
-        """The whole body.
-
-        Raises:
-            HTTPError: as `chunks`.
-        """
-        return b"".join([piece async for piece in self.chunks()])
 
 
 async def _read_head(reader: asyncio.StreamReader) -> Response:

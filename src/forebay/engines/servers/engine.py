@@ -51,27 +51,6 @@ from forebay.models.starting_weights import AdaptersRefusedError
 if TYPE_CHECKING:
     import torch
 
-_ASK_EVERY_S = 1.0
-"""Seconds between two questions whether a server is back that others start."""
-_TRY_AGAIN_S = 10.0
-"""Between two tries to use such a server: it cannot be started anew."""
-_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
-"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
-_END_LIMIT_S = 5.0
-"""For requests to end after the server was paused; then their connections are closed."""
-_START_TRIES = 3
-"""Failures in a row to bring a server back, after which it is given up."""
-
-
-class State(Enum):
-    """Where an `HTTPEngine` is; drawn above."""
-
-    NEW = auto()
-    UP = auto()
-    LOADING = auto()
-    LOST = auto()
-    CLOSED = auto()
-
 
 class HTTPEngine:
     """One inference server; see `forebay.engines.base` for the contract, and `bring_up` first.
@@ -311,7 +290,7 @@ class HTTPEngine:
 
     @contextlib.asynccontextmanager
     async def _controlling(self) -> AsyncIterator[None]:
-        """One control at a time; if it fails or is cancelled nobody knows what it did: the server is lost."""
+        """One control at a time; after one that failed or was cancelled the server is lost."""
         async with self._control:
             try:
                 yield
@@ -458,7 +437,7 @@ class HTTPEngine:
         limit = asyncio.timeout(self._start_limit_s)
         try:
             async with limit, self._controlling():
-                # Whoever brings it up pauses it again if need be; a stale pause would outlast the load.
+                # The pool pauses it again if need be; a stale pause would outlast the load.
                 self._paused = False
                 written = await self._files.latest()
                 if written is not None and not await self._weights.has(written):
@@ -492,3 +471,29 @@ class HTTPEngine:
         except (Refused, BadAnswer) as error:
             raise ServerFailed(f"{error}; {self._dialect.help}") from error
         self._link.check_probe(stream.completion().logprobs)
+
+
+class State(Enum):
+    """Where an `HTTPEngine` is; drawn above."""
+
+    NEW = auto()
+    UP = auto()
+    LOADING = auto()
+    LOST = auto()
+    CLOSED = auto()
+
+
+_BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
+"""Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
+
+_END_LIMIT_S = 5.0
+"""For requests to end after the server was paused; then their connections are closed."""
+
+_START_TRIES = 3
+"""Failures in a row to bring a server back, after which it is given up."""
+
+_TRY_AGAIN_S = 10.0
+"""Between two tries to use such a server: it cannot be started anew."""
+
+_ASK_EVERY_S = 1.0
+"""Seconds between two questions whether a server is back that others start."""

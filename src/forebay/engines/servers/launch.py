@@ -86,13 +86,14 @@ class LocalServer:
         await self.stop()
         self._port = _free_port()
         self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, **self._environment}
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, server_guard.__file__, *self._command(self._port)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=self._whole_environment(),
+                env={name: value for name, value in environment.items() if value is not None},
                 # Ctrl-C in a terminal is for the run, which still needs its servers to finish.
                 start_new_session=True,
             )
@@ -101,17 +102,15 @@ class LocalServer:
         ended = asyncio.create_task(self._process.wait())
         try:
             while not await is_ready():
+                elapsed_s = loop.time() - began_s
                 if ended.done():
-                    raise EngineLost(
-                        f"the server ended with exit code {ended.result()} after "
-                        f"{loop.time() - began_s:.0f} s; the end of {self.log}:\n{self.log_tail()}"
-                    )
-                if loop.time() - began_s > self._start_limit_s:
-                    raise EngineLost(
-                        f"the server was not ready after {self._start_limit_s:.0f} s; the end of "
-                        f"{self.log}:\n{self.log_tail()}"
-                    )
-                await asyncio.wait([ended], timeout=_ASK_EVERY_S)
+                    why = f"ended with exit code {ended.result()} after {elapsed_s:.0f} s"
+                elif elapsed_s > self._start_limit_s:
+                    why = f"was not ready after {self._start_limit_s:.0f} s"
+                else:
+                    await asyncio.wait([ended], timeout=_ASK_EVERY_S)
+                    continue
+                raise EngineLost(f"the server {why}; the end of {self.log}:\n{self.log_tail()}")
         except BaseException:
             await self.stop()
             raise
@@ -145,10 +144,6 @@ class LocalServer:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 await process.stdin.wait_closed()
 
-    def _whole_environment(self) -> dict[str, str]:
-        merged = {**os.environ, **self._environment}
-        return {name: value for name, value in merged.items() if value is not None}
-
     def log_tail(self) -> str:
         """The last lines of its log."""
         with self.log.open("rb") as log:
@@ -158,7 +153,5 @@ class LocalServer:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -31,37 +31,30 @@ from forebay.types import FloatArray
 
 _HEALTH_LIMIT_S = 30.0
 """For an answer about health: a busy server answers late."""
+
 CONTROL_LIMIT_S = 50.0
 """For calls that are answered between two steps of the model; the engine's own callers give it a minute."""
+
 _TRY_AGAIN_S = 0.2
 """Between two tries of a call that could not be done just now."""
+
 _LONGEST_RETRY_AFTER_S = 120.0
 """A server that wants to be left alone for longer is away."""
+
 _CERTAIN = -1e-3
 """Log probability of a certain token, but for rounding."""
+
 _SHOWN = 300
 """Characters of an answer in an error."""
+
 _OK, _NOT_FOUND = 200, 404
+
 _NO_KEY = frozenset({401, 403})
+
 _BUSY = frozenset({429, 503})
+
 _MAY_PASS = frozenset({408, 425}) | _NO_KEY
 """Client errors that are not the request's fault."""
-
-
-class ServerFailed(EngineLost):
-    """The server lives, but did not do what it was asked; it may be ill, and well when started anew."""
-
-
-class Busy(EngineLost):
-    """The server has too much to do for one more request; ask again after `after_s` (0: it does not say)."""
-
-    def __init__(self, message: str, after_s: float) -> None:
-        super().__init__(message)
-        self.after_s = after_s
-
-
-class Refused(ValueError):
-    """The server finds fault with the request; another server would, too."""
 
 
 class ServerLink:
@@ -210,6 +203,7 @@ class ServerLink:
 
 _HEALTH_EVERY_S = 10.0
 """Seconds between two questions while something runs: a machine that vanished closes no connection."""
+
 _SILENCE_S = 60.0
 """Without a token, after which the model's own process is asked: it may hang in a healthy server."""
 
@@ -283,6 +277,22 @@ class Watch:
     def _end_of_process(self, code: int) -> str:
         assert self._server is not None
         return f"it ended with exit code {code}; the end of its log:\n{self._server.log_tail()}"
+
+
+class ServerFailed(EngineLost):
+    """The server lives, but did not do what it was asked; it may be ill, and well when started anew."""
+
+
+class Busy(EngineLost):
+    """The server has too much to do for one more request; ask again after `after_s` (0: it does not say)."""
+
+    def __init__(self, message: str, after_s: float) -> None:
+        super().__init__(message)
+        self.after_s = after_s
+
+
+class Refused(ValueError):
+    """The server finds fault with the request; another server would, too."""
 
 
 def _decoded(data: bytes) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class Stream:
 
     @contextlib.asynccontextmanager
     async def leg(self, *, step: int) -> AsyncIterator[None]:
-        """What is done in here reads one answer, made by the weights of `step`; a cut ends it."""
+        """Read one answer in here, made by the weights of `step`; a cut ends the reading."""
         self._leg_start, self._step = len(self.ids), step
         self._stopping = self._goes_on = self.leg_has_ended = False
         async with self._until_cut():

@@ -9,7 +9,7 @@
 
     has(written)    asks the server for its label: somebody else may have restarted it
 
-The server must be paused for `take`. Who pauses it, and what becomes of its requests, is the engine's.
+The server must be paused for `take`: the engine does that, and sees to the requests.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ServerWeights:
         self.adapters: str | None = None
         """The version of the adapters that requests must name; None: they use the whole weights."""
         self._label = ""
-        """What the server called its weights when it was last known."""
+        """The server's name of its weights, when it was last known."""
         self._is_half_loaded = False
         """Whether it may have part of new weights under the name of the old ones."""
         self._was_refused = False
@@ -116,7 +116,7 @@ class ServerWeights:
         if self._is_half_loaded:
             await self._drop(written.version)
         self._is_half_loaded = True
-        # As long as whoever asked for it waits: minutes, where a model is large.
+        # Limited by the caller: a load takes minutes where a model is large.
         await self._link.do(calls, takes_long=True)
         self._is_half_loaded = False
         former, self.adapters = self.adapters, None if written.base is None else written.version

@@ -32,51 +32,6 @@ from forebay.models.starting_weights import (
     fingerprint,
 )
 
-_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<factor>[AB])\.weight")
-"""How peft names the two factors of a linear layer's adapter in files."""
-
-_UNDERSTOOD = {
-    *("peft_type", "r", "lora_alpha", "use_rslora", "bias", BASE_FINGERPRINT),
-    # Which layers have adapters, their names say; whether a weight is stored transposed, the layer's class.
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
-    # For training only, or notes.
-    *("task_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
-    *("lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size"),
-}
-"""What of an ``adapter_config.json`` is applied, or has no effect here; all else must be off."""
-
-_HARMLESS: dict[str, tuple[Any, ...]] = {
-    "bias": ("none",),
-    # The other ways to begin change the starting weights.
-    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
-}
-"""Values that mean nothing to the merge, where others do."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Adapter:
-    """What is added to one weight: ``scale * B @ A``."""
-
-    weight: torch.Tensor
-    """The model's own parameter: out, in; or in, out where `is_transposed`."""
-    a: torch.Tensor
-    """r, in."""
-    b: torch.Tensor
-    """out, r."""
-    scale: float
-    is_transposed: bool
-
-    def put_on(self, base: torch.Tensor) -> None:
-        """Make the weight `base` with it; in the order, and with the dtypes, of a trainer's merge."""
-        a, b = self.a.to(base.device), self.b.to(base.device)
-        if in_float32 := a.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
-            a, b = a.float(), b.float()
-        # In place where it can be: on a CPU, new memory for each result takes longer than the arithmetic.
-        product = (b @ a).mul_(self.scale)
-        delta = product.T if self.is_transposed else product
-        delta = (delta.to(self.a.dtype) if in_float32 else delta).to(base.dtype)
-        torch.add(base, delta, out=self.weight)
-
 
 class AdaptedWeights:
     """A model's parameters as its starting weights and the adapters of now.
@@ -168,8 +123,54 @@ class AdaptedWeights:
         return layer
 
 
+_NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<factor>[AB])\.weight")
+"""How peft names the two factors of a linear layer's adapter in files."""
+
+_UNDERSTOOD = {
+    *("peft_type", "r", "lora_alpha", "use_rslora", "bias", BASE_FINGERPRINT),
+    # Which layers have adapters, their names say; whether a weight is stored transposed, the layer's class.
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"),
+    # For training only, or notes.
+    *("task_type", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "auto_mapping"),
+    *("lora_dropout", "init_lora_weights", "megatron_core", "qalora_group_size"),
+}
+"""Keys of ``adapter_config.json`` that are applied, or have no effect here; all others must be off."""
+
+_HARMLESS: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    # The other ways to begin change the starting weights.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+"""Values that mean nothing to the merge, where others do."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Adapter:
+    """The matrix that is added to one weight: ``scale * B @ A``."""
+
+    weight: torch.Tensor
+    """The model's own parameter: out, in; or in, out where `is_transposed`."""
+    a: torch.Tensor
+    """r, in."""
+    b: torch.Tensor
+    """out, r."""
+    scale: float
+    is_transposed: bool
+
+    def put_on(self, base: torch.Tensor) -> None:
+        """Make the weight `base` with it; in the order, and with the dtypes, of a trainer's merge."""
+        a, b = self.a.to(base.device), self.b.to(base.device)
+        if in_float32 := a.device.type == "cpu" and a.dtype in (torch.float16, torch.bfloat16):
+            a, b = a.float(), b.float()
+        # In place where it can be: on a CPU, new memory for each result takes longer than the arithmetic.
+        product = (b @ a).mul_(self.scale)
+        delta = product.T if self.is_transposed else product
+        delta = (delta.to(self.a.dtype) if in_float32 else delta).to(base.dtype)
+        torch.add(base, delta, out=self.weight)
+
+
 def scale_of(config: Mapping[str, Any]) -> float:
-    """What the product of the factors is multiplied by: Hu et al. 2021; Kalajdzievski 2023 for rsLoRA.
+    """The factor of the product of both matrices: Hu et al. 2021; Kalajdzievski 2023 for rsLoRA.
 
     Raises:
         AdaptersRefusedError: the config wants something else besides.

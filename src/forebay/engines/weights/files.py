@@ -1,4 +1,4 @@
-"""Weights for servers that load them from a folder: written once per model step, whoever asks for them.
+"""Weights for servers that load them from a folder: written once per model step for all engines.
 
 ::
 
@@ -10,7 +10,7 @@
           | not known to have the base fingerprint in `config`: BaseDiffersError
 
     first write --> run-5f0c21aa/lock, held as long as the process lives
-                    other run-.../ whose lock nobody holds: left by a run that was killed, deleted
+                    other run-.../ without a held lock: left by a run that was killed, deleted
 
 The folder is whole as soon as it has its name. The one before the current one is kept: a server may still be
 reading it. In a folder in memory (``/dev/shm``) this is a hand-over through shared memory.
@@ -40,30 +40,15 @@ if TYPE_CHECKING:
     import torch
 
 NUM_KEPT = 2
-"""The current weights, and those that a slow server may still be reading; of adapters likewise."""
+"""The current weights, and those that a slow server may still be reading; as many of adapters."""
 
 _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
-"""What a model folder holds besides weights."""
+"""Files of a model folder besides weights."""
+
 _WEIGHT_INDEX = "*.index.json"
 """Says which file has which tensor; there is only one file here."""
+
 _RUN_PREFIX, _LOCK = "run-", "lock"
-
-
-@dataclass(frozen=True)
-class WrittenWeights:
-    """Weights that servers can load."""
-
-    model_step: int
-    folder: Path
-    version: str
-    """What servers are told to call them: no other weights, of this run or another, have this name.
-
-    That of adapters is that of their base, a plus sign, and more.
-    """
-    base: WrittenWeights | None = None
-    """Of adapters: the whole weights below them. None: these are whole."""
-    is_start: bool = False
-    """Whether servers have them when they start, though nobody has loaded them."""
 
 
 class WeightFiles:
@@ -249,6 +234,23 @@ class WeightFiles:
         self.current = None
 
 
+@dataclass(frozen=True)
+class WrittenWeights:
+    """Weights that servers can load."""
+
+    model_step: int
+    folder: Path
+    version: str
+    """The name that servers are told: no other weights, of this run or another, have it.
+
+    That of adapters is that of their base, a plus sign, and more.
+    """
+    base: WrittenWeights | None = None
+    """Of adapters: the whole weights below them. None: these are whole."""
+    is_start: bool = False
+    """Whether servers have them from their start, without a load."""
+
+
 class _Part:
     """A subfolder that is this process's own as long as it lives; made after those of dead ones are deleted.
 
@@ -266,7 +268,7 @@ class _Part:
         lock = os.open(unnamed / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         self._unlock = weakref.finalize(self, os.close, lock)
         os.write(lock, socket.gethostname().encode())
-        # A file system without locks: nobody will take it for dead either.
+        # A file system without locks: then no run takes another's part for a dead one's.
         with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unnamed.rename(self.folder)

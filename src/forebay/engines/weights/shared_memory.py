@@ -44,8 +44,9 @@ class SharedMemoryHandOver:
 
     Invariants: whatever the number of engines, there is one copy, which is written once a hand-over. Memory
     that an engine may still read is not written again: a hand-over that begins meanwhile gets memory of its
-    own, so that an engine that hangs holds nobody up. It goes when the last process that has it ends, however
-    that ends, and here with the last member. Adapters have memory of their own beside the whole weights.
+    own, so that an engine that hangs holds up no other. It goes when the last process that has it ends,
+    however that ends, and here with the last member. Adapters have memory of their own beside the whole
+    weights.
 
     >>> hand_over = SharedMemoryHandOver()
     >>> hand_over.close()
@@ -54,7 +55,7 @@ class SharedMemoryHandOver:
     def __init__(self) -> None:
         self._whole: _Written | None = None
         self._adapters: _Written | None = None
-        """What was given since then, if that were adapters."""
+        """The adapters that were given since then, if any."""
         self._num_members = 0
 
     def join(self) -> None:
@@ -112,7 +113,7 @@ class SharedMemoryHandOver:
             # It is gone, or has refused them: either way it does not read.
             written.num_readers -= 1
             raise
-        # Whoever was given up, or failed otherwise, may still be at it: then it counts for ever.
+        # An engine that was given up, or failed otherwise, may still read: then it counts for ever.
         written.num_readers -= 1
 
     def _latest(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> _Written:
@@ -199,7 +200,7 @@ class _Written:
 
 
 class _MemoryFile:
-    """Memory that other processes of this user can map by `path`, freed when nobody has it open."""
+    """Memory that other processes of this user can map by `path`, freed when no process has it open."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -216,5 +217,5 @@ class _MemoryFile:
         self.data = torch.from_file(self.path, shared=True, size=num_bytes, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give the memory back once nobody else has mapped it."""
+        """Give the memory back once no other process has mapped it."""
         self._finalizer()

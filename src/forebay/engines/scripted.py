@@ -186,9 +186,13 @@ class ScriptedEngine:
         end_s = entry.first_token_s + len(entry.answer.response_ids) * self._token_latency_s
         if end_s < math.inf:
             entry.timers.append(loop.call_at(end_s, self._end, entry))
+        self._start_time_limit(entry)
+
+    def _start_time_limit(self, entry: ScriptedRequest) -> None:
         if (limit_s := entry.request.time_limit_s) is not None:
             why = f"aborted after its time limit of {limit_s} s"
-            entry.timers.append(loop.call_later(limit_s, self._end, entry, True, why))
+            timer = asyncio.get_running_loop().call_later(limit_s, self._end, entry, True, why)
+            entry.timers.append(timer)
 
     def _answer(self, request: GenerateRequest) -> Completion:
         try:

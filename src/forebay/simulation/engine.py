@@ -100,10 +100,9 @@ class ModeledEngine(ScriptedEngine):
 
     def _start(self, entry: ScriptedRequest) -> None:
         loop, request = asyncio.get_running_loop(), entry.request
+        self._start_time_limit(entry)
         slot, length = heapq.heappop(self._free_slots), max(1, self._length(request))
         self._work[entry] = _Work(slot, loop.time(), length, self.model_step)
-        if (limit_s := request.time_limit_s) is not None:
-            entry.timers.append(loop.call_later(limit_s, self._end_overdue, entry, limit_s))
         if seconds := self._prefill_s(len(request.input_ids)):
             entry.timers.append(loop.call_later(seconds, self._decode, entry))
         else:

@@ -24,9 +24,9 @@ import json
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -126,49 +126,44 @@ class _Children:
             child.kill()
 
     def close(self) -> None:
-        """Give back the pipes of the children; no thread may be asking."""
+        """Give back the sockets of the children; no thread may be asking."""
         while self._running:
             self._running.pop().close()
 
 
 class _Child:
-    """One child process and the pipe to it."""
+    """One child process and the socket to it."""
 
     def __init__(self, factory: str, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._is_frozen = False
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD_CODE, factory, str(timeout_s or 0.0)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            encoding="utf-8",
-            # Ctrl-C at the terminal is for the run, which still judges what it has before it ends.
-            start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
-        )
+        self._socket, theirs = socket.socketpair()
+        self._lines = self._socket.makefile("rw", encoding="utf-8")
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD_CODE, factory, str(timeout_s or 0.0), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C at the terminal is for the run, which still judges what it has before it ends.
+                start_new_session=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            )
 
     def ask(self, request: str) -> str:
         """The reply line; empty if the process ended instead."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         # The child ends itself in time, unless it is stopped, or hangs before its first call.
-        limit_s = threading.TIMEOUT_MAX if self._timeout_s is None else self._timeout_s + START_LIMIT_S
-        timer = threading.Timer(limit_s, self._give_up)
-        timer.daemon = True
-        timer.start()
+        self._socket.settimeout(None if self._timeout_s is None else self._timeout_s + START_LIMIT_S)
         try:
-            self._process.stdin.write(f"{request}\n")
-            self._process.stdin.flush()
-            return self._process.stdout.readline()
-        except BrokenPipeError:
-            return ""
-        finally:
-            timer.cancel()
-
-    def _give_up(self) -> None:
-        self._is_frozen = True
-        self.kill()
+            self._lines.write(f"{request}\n")
+            self._lines.flush()
+            return self._lines.readline()
+        except TimeoutError:
+            self._is_frozen = True
+            self.kill()
+        # The process ended with a part of the request unread.
+        except OSError:
+            pass
+        return ""
 
     def cause_of_end(self) -> str:
         """Why there was no reply."""
@@ -185,37 +180,33 @@ class _Child:
 
     def close(self) -> int:
         """End the process and return its exit code, negative for the signal that ended it."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-        # Broken if it ended with a part of the request unread.
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+        # A request that it has not read cannot be sent any more.
+        with contextlib.suppress(OSError):
+            self._lines.close()
+        self._socket.close()
         return self._process.wait()
 
 
 def serve() -> None:
-    """The child's side: answer requests until the input ends."""
+    """The child's side: answer requests until the socket ends."""
     import resource
 
-    # The pipes move away from 0 and 1, so that what is judged can neither read requests nor forge replies by
-    # accident (input(), print()).
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    # The standard streams have nothing to do with it, so that a response can neither read requests nor forge
+    # replies by accident (input(), print()).
+    lines = socket.socket(fileno=int(sys.argv[3])).makefile("rw", encoding="utf-8")
     os.dup2(2, 1)
     # The default action ends the process from the kernel; a Python handler would wait for the interpreter.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     timeout_s = float(sys.argv[2])
     score = import_object("scorer", sys.argv[1])()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_LIMIT_BYTES, _MEMORY_LIMIT_BYTES))
-    for line in requests:
+    for line in lines:
         signal.setitimer(signal.ITIMER_REAL, timeout_s)
         try:
             reply = {"verdict": score(*json.loads(line))}
-        # Whatever a response provokes, exit() included, is this call's error and not the process's end.
+        # Anything that a response provokes, exit() included, is this call's error and not the process's end.
         except (Exception, SystemExit) as error:
             reply = {"error": f"{type(error).__name__}: {error}"}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps(reply) + "\n")
-        replies.flush()
+        lines.write(json.dumps(reply) + "\n")
+        lines.flush()

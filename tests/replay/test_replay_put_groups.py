@@ -149,14 +149,14 @@ async def test_stores_put_many_rows_in_order(store):
 async def test_a_database_takes_all_or_none_in_one_commit(open_store):
     store = open_store()
     writes = 0
-    begin = store._writing
+    begin = store._transactions.writing
 
     def count_writes():
         nonlocal writes
         writes += 1
         return begin()
 
-    store._writer._writing = count_writes
+    store._transactions.writing = count_writes
     uids = await store.put_many([make_row(str(number)) for number in range(200)])
     assert (len(uids), len(store), writes) == (200, 200, 1)
     with pytest.raises(ValueError, match="no JSON value"):

@@ -78,7 +78,8 @@ class Admission:
 class Census:
     """The number of live groups, without asking a database each time.
 
-    What changes it happens `within` it, so that a count of the database sees all of that or nothing."""
+    Changes of it happen `within` it, so that a count of the database sees all of each or nothing.
+    """
 
     def __init__(self, buffer: ReplayBuffer) -> None:
         self._buffer = buffer

@@ -151,10 +151,10 @@ async def test_a_database_takes_all_or_none_in_one_commit(open_store):
     writes = 0
     begin = store._transactions.writing
 
-    def count_writes():
+    def count_writes(*args, **keywords):
         nonlocal writes
         writes += 1
-        return begin()
+        return begin(*args, **keywords)
 
     store._transactions.writing = count_writes
     uids = await store.put_many([make_row(str(number)) for number in range(200)])

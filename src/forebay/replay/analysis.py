@@ -13,11 +13,11 @@ snapshots are for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from forebay.extras import needed_by
 from forebay.replay.format.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA, group_batch, rollout_batches
@@ -42,25 +42,12 @@ JOINED_SCHEMA = pa.schema(
 
 def join(groups: pa.Table, rollouts: pa.RecordBatch) -> pa.RecordBatch:
     """The rollouts whose group is in `groups`, each with the columns of its group."""
-    known = groups.column("uid").to_numpy()
-    order = np.argsort(known)
-    wanted = rollouts.column("uid").to_numpy()
-    places = np.searchsorted(known, wanted, sorter=order)
-    found = places < len(known)
-    found[found] = known[order[places[found]]] == wanted[found]
-    rollouts = rollouts.filter(pa.array(found))
-    lines = groups.take(pa.array(order[places[found]], pa.int64())).combine_chunks()
-    columns = [_whole(lines.column(name)) for name in GROUPS_SCHEMA.names]
+    places = pc.index_in(rollouts.column("uid"), groups.column("uid").combine_chunks())
+    rollouts = rollouts.filter(places.is_valid())
+    lines = groups.take(places.drop_null())
+    columns = [lines.column(name).combine_chunks() for name in GROUPS_SCHEMA.names]
     columns += [rollouts.column(name) for name in _ROLLOUT_COLUMNS]
     return pa.RecordBatch.from_arrays(columns, schema=JOINED_SCHEMA)
-
-
-def joined_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
-    """The joined table of these rows, whose staleness is taken as it is, in pieces of bounded size."""
-    items = list(items)
-    groups = pa.Table.from_batches([group_batch(items, {})])
-    for batch in rollout_batches(items):
-        yield join(groups, batch)
 
 
 def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> DataFrame:
@@ -68,8 +55,7 @@ def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> DataFrame:
     with needed_by("to_pandas"):
         if not payloads:
             return rows_to_frame(items)
-        return pa.Table.from_batches(joined_batches(items), JOINED_SCHEMA).to_pandas()
-
-
-def _whole(column: pa.ChunkedArray) -> pa.Array:
-    return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
+        # The staleness of these rows is taken as it is.
+        groups = pa.Table.from_batches([group_batch(items, {})])
+        batches = [join(groups, batch) for batch in rollout_batches(items)]
+        return pa.Table.from_batches(batches, JOINED_SCHEMA).to_pandas()

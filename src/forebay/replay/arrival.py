@@ -16,7 +16,7 @@ from typing import TypedDict
 import msgspec
 
 from forebay.aio.changed import Changes
-from forebay.replay.format.encoded import PackedPayload, as_stored
+from forebay.replay.format.encoded import HeldGroup, PackedPayload, as_stored
 from forebay.replay.format.storable import check_group
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.stores.contract import (
@@ -32,7 +32,6 @@ from forebay.types import (
     RolloutState,
     Status,
     expire_group,
-    get_group_status,
     label_and_fill,
 )
 
@@ -107,9 +106,7 @@ def check_threshold(task_name: str, threshold: int | None) -> None:
         raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
 
 
-async def label_groups(
-    groups: Iterable[Sequence[RolloutState]], model_step: int | None
-) -> list[Sequence[RolloutState]]:
+async def label_groups(groups: Iterable[Sequence[RolloutState]], model_step: int | None) -> list[HeldGroup]:
     """Those that are not empty, labeled by `label_group`; others have their turn in between.
 
     Raises:
@@ -119,7 +116,7 @@ async def label_groups(
     return [label_group(group, model_step) async for group in given]
 
 
-def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequence[RolloutState]:
+def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGroup:
     """The group, its tokens labeled and its token fields filled.
 
     Raises:
@@ -133,20 +130,14 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> Sequen
     return StoredGroup.with_steps(group, [label_and_fill(state, model_step) for state in group])
 
 
-def arrived_row(
-    items: Sequence[RolloutState],
-    task_name: str,
-    seen_step: int | None,
-    how: Arrival,
-) -> StorageItem:
+def arrived_row(group: HeldGroup, task_name: str, seen_step: int | None, how: Arrival) -> StorageItem:
     """The row of a group that arrives when `seen_step` is the train step last seen for its task.
 
     At or over the threshold the group is expired, its responses wiped; so is one that came EXPIRED.
     """
-    group = items if isinstance(items, (PackedPayload, StoredGroup)) else StoredGroup(items)
     if seen_step is not None:
         group.refresh(seen_step, reset_unlabeled=how.current_train_step is not None)
-    status, staleness = status_of(group), max(staleness_of(group))
+    status, staleness = group.status, max(group.staleness)
     is_old = how.stale_threshold is not None and staleness >= how.stale_threshold
     if status is Status.EXPIRED or (is_old and status in CAN_EXPIRE):
         states = as_stored(group)
@@ -197,13 +188,3 @@ async def expire_old(
         # The lock is held, but other work than the buffer's may go on.
         await asyncio.sleep(0)
     return num_expired
-
-
-def status_of(group: Sequence[RolloutState]) -> Status:
-    """The group's status."""
-    return group.status if isinstance(group, PackedPayload) else get_group_status(group)
-
-
-def staleness_of(group: Sequence[RolloutState]) -> Sequence[int]:
-    """The staleness of each member."""
-    return group.staleness if isinstance(group, PackedPayload) else [state.seq_staleness for state in group]

@@ -13,7 +13,15 @@ from dataclasses import make_dataclass
 from operator import attrgetter
 from typing import Any
 
-from forebay.types import FIELDS, ROLLOUT_FIELDS, RolloutState, calculate_seq_staleness, oldest_step_of
+from forebay.types import (
+    FIELDS,
+    ROLLOUT_FIELDS,
+    RolloutState,
+    Status,
+    calculate_seq_staleness,
+    get_group_status,
+    oldest_step_of,
+)
 
 
 class StoredGroup(list[RolloutState]):
@@ -39,6 +47,16 @@ class StoredGroup(list[RolloutState]):
         group.extend(states)
         group.steps = tuple(steps)
         return group
+
+    @property
+    def status(self) -> Status:
+        """The group's."""
+        return get_group_status(self)
+
+    @property
+    def staleness(self) -> Sequence[int]:
+        """The `seq_staleness` of each member."""
+        return [state.seq_staleness for state in self]
 
     def refresh(self, train_step: int, *, reset_unlabeled: bool = False) -> None:
         """Write the members' `seq_staleness` at `train_step`.

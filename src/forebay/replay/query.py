@@ -32,7 +32,7 @@ Scalar = str | int | float | bool | None
 ARCHIVED = "archived"
 """The status of rows that a train step consumed."""
 
-QUERY_FIELDS: Mapping[str, type] = {
+FIELD_KINDS: Mapping[str, type] = {
     "uid": int,
     "timestamp_id": int,
     "task_name": str,
@@ -44,6 +44,8 @@ QUERY_FIELDS: Mapping[str, type] = {
     "status_before": str,
 }
 """The fields of a `StorageItem` that a query may name, besides ``tags.<name>``, and the kind of each."""
+
+QUERY_FIELDS = tuple(FIELD_KINDS)
 
 TAG_PREFIX = "tags."
 

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from forebay.replay.format.encode import pack_group
-from forebay.replay.format.encoded import PackedPayload, hold_packed
-from forebay.replay.groups import StoredGroup
+from forebay.replay.format.encoded import HeldGroup, PackedPayload, hold_packed
 from forebay.types import Status
 
 MAGIC = b"FBG2"
@@ -48,7 +47,7 @@ class GroupCodec:
         )
         return b"".join((_PRELUDE.pack(MAGIC, len(packed.head)), packed.head, *packed.buffers))
 
-    def decode(self, data: bytes) -> StoredGroup | PackedPayload:
+    def decode(self, data: bytes) -> HeldGroup:
         """The group of `data`, with arrays that can be written to.
 
         Raises:

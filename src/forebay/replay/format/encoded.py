@@ -95,9 +95,11 @@ class PackedPayload(Sequence[RolloutState]):
         return PackedGroup(head, [self._data.data], len(self._data))
 
 
-def hold_packed(
-    head: Any, data: Any, *, keep_packed: bool = True, what: str = "a group"
-) -> StoredGroup | PackedPayload:
+HeldGroup = StoredGroup | PackedPayload
+"""A group as a row of a store holds it."""
+
+
+def hold_packed(head: Any, data: Any, *, keep_packed: bool = True, what: str = "a group") -> HeldGroup:
     """The group of this head and one buffer of arrays; as objects if it is an unusual one, or if asked for.
 
     Raises:

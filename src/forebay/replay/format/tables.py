@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from forebay.replay.format.values import Decoder, Encoder, damage_named
 from forebay.replay.groups import StoredGroup
-from forebay.replay.query import QUERY_FIELDS, plain_value
+from forebay.replay.query import FIELD_KINDS, plain_value
 from forebay.replay.stores.contract import StorageItem, check_priority, check_tags, staleness_at
 from forebay.types import FIELDS, ROLLOUT_SLOTS, RolloutState, Status
 
@@ -39,7 +39,7 @@ NESTED_FIELDS = [name for name, rule in FIELDS.items() if rule.kind in ("params"
 _ARROW_KINDS = {int: pa.int64(), float: pa.float64(), str: pa.string()}
 GROUPS_SCHEMA = pa.schema(
     {
-        **{name: _ARROW_KINDS[kind] for name, kind in QUERY_FIELDS.items()},
+        **{name: _ARROW_KINDS[kind] for name, kind in FIELD_KINDS.items()},
         "tags": pa.string(),
         "num_rollouts": pa.int64(),
     }

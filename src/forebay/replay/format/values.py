@@ -127,14 +127,10 @@ class Encoder:
         )
 
     def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
+        items = {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
         if all(type(key) is str and not key.startswith("$") for key in value):
-            return {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-        return {
-            "$dict": [
-                [self.encode(key, f"a key of {where}"), self.encode(item, f"{where}[{key!r}]")]
-                for key, item in value.items()
-            ]
-        }
+            return items
+        return {"$dict": [[self.encode(key, f"a key of {where}"), item] for key, item in items.items()]}
 
     def _encode_array(self, value: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
         if id(value) not in self._arrays:

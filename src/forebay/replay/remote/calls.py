@@ -24,19 +24,17 @@ import msgspec
 from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
 from forebay.io.heartbeat import check_limit
-from forebay.replay.arrival import arrived_row, staleness_of, status_of
+from forebay.replay.arrival import arrived_row
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.codec import GroupCodec
-from forebay.replay.format.encoded import PackedPayload
+from forebay.replay.format.encoded import HeldGroup
 from forebay.replay.remote import messages
 from forebay.replay.remote.handover import Handover, recover, take_over
 from forebay.replay.remote.room import Admission, Census
 from forebay.replay.stores.contract import StorageItem
-from forebay.types import RolloutState, Status
+from forebay.types import Status
 
 Value = TypeVar("Value")
-Incoming = PackedPayload | Sequence[RolloutState]
-"""A group that a client has sent."""
 
 MAX_REMEMBERED = 16_384
 """Groups put and takes whose outcome is remembered: many times what clients have under way at once."""
@@ -108,7 +106,7 @@ class Served:
 
     # Puts
 
-    async def look_back(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Any:
+    async def look_back(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         """The result of a put that an earlier server has stored; None if none has.
 
         Raises:
@@ -127,7 +125,7 @@ class Served:
         # Of the two the later one, as for the put itself.
         steps = [await storage.get_train_step(task), how.current_train_step]
         seen = max((step for step in steps if step is not None), default=None)
-        before = list(map(status_of, groups))
+        before = [group.status for group in groups]
         rows = [arrived_row(group, task, seen, how) for group in groups]
         return _put_result(rows, before, ())
 
@@ -139,7 +137,7 @@ class Served:
             if self._puts.knows(key):
                 self.gate.leave(number)
 
-    async def put(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Any:
+    async def put(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         """Store the groups, which were admitted, unless they were stored under this key before.
 
         The result is, for each group, whether it has expired and the staleness of its members; and what was
@@ -147,9 +145,9 @@ class Served:
         """
         return await self._puts.once(arguments.key, lambda: self._store(arguments, groups), len(groups))
 
-    async def _store(self, arguments: messages.PutArguments, groups: list[Incoming]) -> Any:
+    async def _store(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         try:
-            before = list(map(status_of, groups))
+            before = [group.status for group in groups]
             task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
             async with self.census.within():
                 key = arguments.key if self.buffer.storage.keeps_receipts else None
@@ -328,7 +326,7 @@ class Outcomes(Generic[Value]):
 
 def _put_result(rows: Sequence[StorageItem], before: Sequence[Status], evicted: Sequence[StorageItem]) -> Any:
     outcomes = [
-        [status is not Status.EXPIRED and row.status is Status.EXPIRED, list(staleness_of(row.item))]
+        [status is not Status.EXPIRED and row.status is Status.EXPIRED, list(row.item.staleness)]
         for row, status in zip(rows, before, strict=True)
     ]
     return [outcomes, list(map(messages.EvictedGroup.of, evicted))]

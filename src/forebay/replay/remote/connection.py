@@ -35,9 +35,9 @@ from forebay.io.channel import STALL_S, Channel
 from forebay.io.messages import Call, FrameError, Goodbye, Message, Note, Part, encode_value
 from forebay.io.session import Result, Session
 from forebay.replay.format.encode import PackedGroup
-from forebay.replay.format.encoded import hold_packed
+from forebay.replay.format.encoded import HeldGroup, hold_packed
 from forebay.replay.remote import messages
-from forebay.replay.remote.calls import Incoming, Served
+from forebay.replay.remote.calls import Served
 from forebay.replay.remote.handover import Handover
 from forebay.replay.remote.messages import ServerClosed, ServerFull
 
@@ -262,7 +262,7 @@ class ClientConnection(Session):
                     return await self._served.call(call.method, arguments)
         return await self._served.call(call.method, arguments)
 
-    def _groups_of(self, call: Call, buffers: list[Any] | None) -> list[Incoming]:
+    def _groups_of(self, call: Call, buffers: list[Any] | None) -> list[HeldGroup]:
         put = self._hold(self._puts.get(call.number) or _Put(), buffers)
         if put.is_refused:
             raise ServerFull(
@@ -273,7 +273,7 @@ class ClientConnection(Session):
             raise FrameError(f"{call.method} does not bring 0 groups")
         return put.groups
 
-    async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[Incoming]) -> Any:
+    async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         with self._waits():
             result = await self._served.look_back(arguments, groups)
             if result is None:
@@ -360,7 +360,7 @@ NOT_HAPPENED = "the server is closing; the call has not happened"
 class _Put:
     """The groups of a put that have come, ahead of its call or with it."""
 
-    groups: list[Incoming] = field(default_factory=list)
+    groups: list[HeldGroup] = field(default_factory=list)
     num_bytes: int = 0
     """Counted as they come, until the put is answered."""
     is_refused: bool = False

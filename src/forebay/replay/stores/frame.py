@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from forebay.extras import needed_by
-from forebay.replay.query import QUERY_FIELDS, TAG_PREFIX, plain_value
+from forebay.replay.query import FIELD_KINDS, TAG_PREFIX, plain_value
 from forebay.replay.stores.contract import StorageItem
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
     index = pd.Index([row.uid for row in rows], dtype="int64")
     columns = [
         pd.Series([plain_value(getattr(row, name)) for row in rows], index=index, dtype=_DTYPES[kind])
-        for name, kind in QUERY_FIELDS.items()
+        for name, kind in FIELD_KINDS.items()
     ]
     names = sorted({name for row in rows for name in row.tags})
     for name in names:
@@ -43,6 +43,6 @@ def rows_to_frame(rows: Sequence[StorageItem]) -> DataFrame:
         kinds = {type(value) for value in values if value is not None}
         dtype = _DTYPES[kinds.pop()] if len(kinds) == 1 else object
         columns.append(pd.Series(values, index=index, dtype=dtype))
-    labels = [*QUERY_FIELDS, *(TAG_PREFIX + name for name in names)]
+    labels = [*FIELD_KINDS, *(TAG_PREFIX + name for name in names)]
     # Labels as objects: pandas' own text type cannot hold every name.
     return pd.concat(columns, axis=1).set_axis(pd.Index(labels, dtype=object), axis=1)

@@ -54,12 +54,6 @@ class MultiTurnAgentLoop(AgentLoop):
     turns; ``response`` is the text of the model's latest turn; ``finish_reason`` is ``length`` where a limit
     ended the episode or the last turn. Without a judge the reward is the sum of the environment's.
 
-    >>> loop = MultiTurnAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=64),
-    ...                           environment=Guess(), max_turns=5)
-    >>> group = await loop.generate_group(await sampler.sample("guess"))
-    >>> group[0].extra_fields["turns"], group[0].reward
-    (3, {'score': 1.0})
-
     Args:
         arguments: those of `Arguments`, by name; `environment` may also be an `Environment`. The others are
             of every `AgentLoop`.

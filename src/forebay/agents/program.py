@@ -57,9 +57,6 @@ class ProgramAgentLoop(AgentLoop):
     program that raises, ends with an error or takes too long makes its rollout FAILED, except where the token
     budget was used up: then what there is counts as truncated (``length``).
 
-    >>> loop = ProgramAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=2048),
-    ...                         program="my_agent:solve")                           # doctest: +SKIP
-
     Without a judge, the program's result is the reward: a number, or a mapping with ``score``. Programs
     cannot change the sampling parameters. `name` is what messages call the program.
 

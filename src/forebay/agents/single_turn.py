@@ -21,11 +21,6 @@ class SingleTurnAgentLoop(AgentLoop):
     Invariants: ``prompt_ids`` are made once and kept, so that a continued or regenerated rollout has the same
     prompt; ``response`` is the text of ``response_ids``, also of an aborted rollout.
 
-    >>> loop = SingleTurnAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=64))
-    >>> group = await loop.generate_group(await sampler.sample("math"))
-    >>> group[0].response, group[0].reward
-    ('46', {'score': 1.0})
-
     Raises:
         ValueError: the tokenizer has no chat template.
     """

@@ -196,9 +196,6 @@ class ToolAgentLoop(AgentLoop):
     model reads; a tool that is broken fails the rollout. ``extra_fields`` count turns, calls and errors, and
     ``tool_calls`` are those of all turns. A rollout whose ``tool_choice`` is ``"none"`` is offered no tools.
 
-    >>> loop = ToolAgentLoop(controller, judge, tokenizer, sample_params=SampleParams(max_tokens=256),
-    ...                      tools=["calculator", {"name": "search", "arguments": {"corpus": "docs"}}])
-
     Args: arguments: those of `Arguments`, by name; `tools` may also hold functions and `Tool` objects, and
     `parser` be a function (see `forebay.agents.chat.tool_calls`). The others are of every `AgentLoop`.
 

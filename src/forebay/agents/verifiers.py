@@ -42,9 +42,6 @@ class VerifiersAgentLoop(AgentLoop):
     its metrics stand beside ``score``; an episode with an error makes its rollout FAILED. Agents of the
     environment that name no model of their own are played by the policy.
 
-    >>> loop = VerifiersAgentLoop(controller, None, tokenizer, sample_params=SampleParams(max_tokens=2048),
-    ...                           env={"taskset": {"id": "reverse-text"}})          # doctest: +SKIP
-
     The judge is asked only where the episode gave no reward.
 
     Args:

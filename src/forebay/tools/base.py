@@ -39,7 +39,8 @@ class FunctionTool:
     ...         city: its name
     ...     '''
     ...     return "rain"
-    >>> await FunctionTool(weather).call({"city": "Oslo"})
+    >>> import asyncio
+    >>> asyncio.run(FunctionTool(weather).call({"city": "Oslo"}))
     'rain'
 
     Args:

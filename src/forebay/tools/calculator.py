@@ -133,7 +133,8 @@ def write_number(value: Number) -> str:
 class Calculator:
     """Arithmetic on numbers of up to 4,096 bits, and the usual functions.
 
-    >>> await Calculator().call({"expression": "12 * (3 + 4) / 8"})
+    >>> import asyncio
+    >>> asyncio.run(Calculator().call({"expression": "12 * (3 + 4) / 8"}))
     '10.5'
     """
 

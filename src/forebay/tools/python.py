@@ -15,7 +15,8 @@ class Python:
 
     Invariants: each call is a program of its own; nothing is kept from one to the next.
 
-    >>> await Python().call({"code": "print(sum(range(10)))"})
+    >>> import asyncio
+    >>> asyncio.run(Python().call({"code": "print(sum(range(10)))"}))
     '45\\n'
 
     Args:

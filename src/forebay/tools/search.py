@@ -42,7 +42,8 @@ class Search:
     words. The index is in memory and is built when the tool is made.
 
     >>> tool = Search([("Oslo", "Oslo is the capital of Norway."), ("Rome", "Rome is in Italy.")])
-    >>> await tool.call({"query": "capital of Norway"})
+    >>> import asyncio
+    >>> asyncio.run(tool.call({"query": "capital of Norway"}))
     '[1] Oslo: Oslo is the capital of Norway.'
 
     Args:

@@ -71,11 +71,6 @@ class TrainController:
     over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other
     ranks to use, which stay the caller's. Results are those of one rank, up to rounding.
 
-    >>> trainer = TrainController(model, TrainConfig(lr=1e-4), pad_token_id=0)  # doctest: +SKIP
-    >>> batch = trainer.fit(groups)                                             # doctest: +SKIP
-    >>> batch.metrics["train/loss"], trainer.train_step                         # doctest: +SKIP
-    (-0.0123, 1)
-
     The same, step by step (here with what an on-policy GRPO run needs)::
 
         batch = trainer.pack(groups)

@@ -59,9 +59,6 @@ class Learner:
 
     `shard` is called on each model before its optimizer is made, and may split its weights over ranks; `rank`
     is which of a batch's packs are this learner's.
-
-    >>> learner = Learner(model, TrainConfig(), pad_token_id=0)   # doctest: +SKIP
-    >>> logprobs_R = learner.token_values("old_logprobs", batch)  # doctest: +SKIP
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class TokenRecords:
 
     >>> records = TokenRecords()
     >>> records.add(entropy=torch.tensor([1.0, 3.0]))
-    >>> records.columns()["entropy"].mean()
+    >>> float(records.columns()["entropy"].mean())
     2.0
     """
 

@@ -31,8 +31,6 @@ class Trajectory:
 
     Invariants: ``turn_starts`` has an entry for each turn that was asked for, and ``finish_reasons`` one for
     each that was finished; what `note` keeps is enough to make it again, with the rollout.
-
-    >>> trajectory = Trajectory(state, tools=None, messages=[{"role": "user", "content": "2 + 2?"}])
     """
 
     state: RolloutState

@@ -46,10 +46,6 @@ class ChatEndpoint:
     Invariants: a request reaches only the session whose address it was sent to; an ended session answers 410,
     an unknown address 404; nothing listens on other interfaces than `host`.
 
-    >>> endpoint = ChatEndpoint()
-    >>> async with endpoint.serving(session) as base_url:                           # doctest: +SKIP
-    ...     client = openai.AsyncOpenAI(base_url=base_url, api_key="any")
-
     Args: host: the interface to listen on. port: 0 chooses a free one. allow_remote: must be True for a
     `host` that is not loopback: whatever reaches it can load the engines.
 

@@ -38,10 +38,9 @@ class IncrementRenderer:
     token of its own inside a reply (special ones, and added ones such as ``<tool_call>``) is broken up, so
     that no tool or environment can write control tokens.
 
-    >>> renderer = IncrementRenderer(tokenizer, roles=["user"])         # ChatML
-    >>> ids = renderer.render(turn_ids, [{"role": "user", "content": "higher"}])
-    >>> tokenizer.decode(ids)                                           # the model wrote <|im_end|> itself
-    '\\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n'
+    In ChatML, after a turn in which the model wrote ``<|im_end|>`` itself, the reply "higher" is::
+
+        \\n<|im_start|>user\\nhigher<|im_end|>\\n<|im_start|>assistant\\n
 
     Args:
         tokenizer: with a chat template.

@@ -60,11 +60,6 @@ class ChatSession:
     any more. The sampling parameters are the rollout's, whatever a request asks for, because the trainer must
     know the distribution; only ``max_tokens`` and ``stop`` of a request count.
 
-    >>> session = ChatSession(state, controller, tokenizer, increments, TurnReader(tokenizer))
-    >>> turn = await session.complete([{"role": "user", "content": "2 + 2?"}])       # doctest: +SKIP
-    >>> turn.message["content"]                                                      # doctest: +SKIP
-    '4'
-
     Args:
         state: the rollout; its ``sample_params`` are set.
         rollout_controller: makes the tokens.

@@ -36,8 +36,6 @@ class TurnReader:
 
     A turn with a call that cannot be read is text: the program reads it.
 
-    >>> reader = TurnReader(tokenizer, choose_parser("hermes", tokenizer))      # doctest: +SKIP
-
     Args:
         tokenizer: of the model.
         parse: finds the calls in a turn; None: it knows text only, and refuses tools.

@@ -34,7 +34,8 @@ Memory = dict[str, Any]
 class Reply:
     """An environment's answer to one turn of the model.
 
-    >>> Reply("higher"), Reply(done=True, reward=1.0)
+    >>> Reply("higher").messages, Reply(done=True, reward=1.0).messages
+    ([{'role': 'user', 'content': 'higher'}], [])
     """
 
     says: str | Sequence[Message] = ""
@@ -123,8 +124,6 @@ class LiveEnvironment(Environment):
     Invariants: an object lives from the start to the end or interruption of its rollout; the memory holds
     the turns' texts, which are played again to an object that takes its place. So a step must depend only on
     the rollout and the texts before it. ``close()`` is called on objects that have one.
-
-    >>> environment = LiveEnvironment(Chess, {"skill": 3})
 
     Args:
         make: as in `Arguments`, or the class or function itself.

@@ -35,10 +35,6 @@ class RankedLearner:
 
     Invariants: results are in the order of the batch, whatever rank computed them; the gradient is that of
     one rank, up to rounding.
-
-    >>> settings = {"pad_token_id": 0}                                                      # doctest: +SKIP
-    >>> learner = RankedLearner(LocalRanks(2), {"model": model}, TrainConfig(), settings)   # doctest: +SKIP
-    >>> logprobs_R = learner.token_values("old_logprobs", batch)                            # doctest: +SKIP
     """
 
     def __init__(

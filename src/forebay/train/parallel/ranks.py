@@ -53,11 +53,6 @@ class LocalRanks:
 
     Processes are spawned: a script that makes one needs ``if __name__ == "__main__":`` around what it does.
     Several trainers may use them one after the other.
-
-    >>> ranks = LocalRanks(2)                                                      # doctest: +SKIP
-    >>> trainer = TrainController(model, TrainConfig(), pad_token_id=0, ranks=ranks)  # doctest: +SKIP
-    >>> trainer.fit(groups)                                                        # doctest: +SKIP
-    >>> ranks.close()                                                              # doctest: +SKIP
     """
 
     def __init__(

@@ -43,10 +43,6 @@ class RankWorker:
     ``tcp://host:port``). `device` ``cuda`` means the GPU with the rank's number, modulo how many there are.
     Backend: nccl on GPUs, gloo elsewhere. A collective that a rank does not come to ends with an error on
     the others after `timeout_s` seconds.
-
-    >>> worker = RankWorker(0, 1, "tcp://127.0.0.1:29500")           # doctest: +SKIP
-    >>> parts, settings = {"model": to_parts(model)}, {"pad_token_id": 0}  # doctest: +SKIP
-    >>> worker.build(parts, {"lr": 1e-4}, settings, torch.get_rng_state())  # doctest: +SKIP
     """
 
     def __init__(

@@ -78,7 +78,7 @@ async def measure_cost(num_groups: int, num_in_flight: int) -> float:
     status = RunStatus(
         AgentLoopManager(task_runners=[runner], replay_buffer=buffer),
         activities,
-        RolloutController([ScriptedEngine()]),
+        RolloutController([ScriptedEngine(lambda request: [])]),
         batch_size=64,
     )
     for number in range(num_groups):

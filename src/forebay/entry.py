@@ -72,8 +72,8 @@ def run(
             gets one, called ``task``.
         overrides: as ``forebay train`` takes them.
         judge: a plain or async function of a rollout; of several tasks, a mapping from task to function.
-        data: rows as a data file has them; of several tasks, a mapping likewise.
-        eval_data: held-out rows, likewise.
+        data: rows as a data file has them; of several tasks, a mapping from task to rows.
+        eval_data: held-out rows, given as `data` is.
         resume: folder of an earlier run; what was given to it as objects is given again.
         overwrite: replace an earlier run in the run's folder.
 

@@ -6,9 +6,9 @@
     train, rollout, eval --+--> MetricsLogger.log(step, values) --> JsonlSink   metrics.jsonl, always
                                                                --> trackers     TensorBoard, trackio, wandb
 
-It aggregates nothing: who measures also averages. Names end in their unit and may be grouped by slashes; the
-constants below are those that the display and the pictures read, everything else is free. A tracker that
-fails is reported once and left out: numbers about training never stop training.
+It aggregates nothing: the code that measures also averages. Names end in their unit and may be grouped by
+slashes; the constants below are those that the display and the pictures read, everything else is free. A
+tracker that fails is reported once and left out: numbers about training never stop training.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class WandbSink:
             name=folder.name,
             id=id_file.read_text() if resume_step is not None and id_file.exists() else None,
             dir=str(folder),
-            # Online by default would ask for a login, which nobody can answer in a batch job.
+            # Online by default would ask for a login, which no batch job can answer.
             mode=os.environ.get("WANDB_MODE", "offline"),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off"),

@@ -25,7 +25,7 @@ def first_error(error: BaseException) -> BaseException:
 
 def raised_at(error: BaseException) -> str | None:
     """The last frame in a user's own code, as ``FILE, line N``; None if the error has passed through none."""
-    # Without source lines, which nobody reads here and which would be looked up in the files.
+    # Without source lines, which would be looked up in the files and are not used here.
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
     for frame in reversed(frames):
         if not frame.filename.startswith(_NOT_THE_USERS):

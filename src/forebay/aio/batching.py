@@ -1,4 +1,4 @@
-"""Letting all who are about to act in one moment do so, so that what they ask goes together.
+"""A short wait in which all tasks that are about to ask for something do so, so that it goes together.
 
 ::
 

@@ -106,7 +106,7 @@ class CallThreads:
     def _forget(self, held: asyncio.Task[Any]) -> None:
         self._held.discard(held)
         if not held.cancelled():
-            # Retrieved, so that nobody warns of it where the caller was cancelled.
+            # Retrieved: asyncio would warn of it where the caller was cancelled.
             held.exception()
 
     def _check_overrunning(self) -> None:

@@ -62,7 +62,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         done: asyncio.Future[Result] = self.create_future()
         try:
             done.set_result(func(*args))
-        # Whatever it raises belongs to whoever awaits the future.
+        # Any exception belongs to the task that awaits the future.
         except Exception as error:
             done.set_exception(error)
         return done

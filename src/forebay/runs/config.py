@@ -32,7 +32,7 @@ from forebay.types import SampleParams
 CLUSTERS = {"ray": "forebay.cluster:RayCluster"}
 """The names that ``cluster`` may have, with import paths: this row knows no cluster."""
 CLUSTER_ARGUMENTS = {"ray": "forebay.cluster.arguments:RayArguments"}
-"""The models of their ``arguments``, likewise."""
+"""The models of their ``arguments``, by import path."""
 
 FILTERS = {"none": default_is_valid_sample_fn, "reward_variance": has_reward_variance}
 
@@ -77,7 +77,7 @@ class ProduceConfig(StrictModel):
     """How rollouts are produced. Keys that only the asynchronous strategy reads are errors without it.
 
     Separate mode has defaults of its own, `SEPARATE_DEFAULTS`, unless ``max_staleness = 0`` is set: that run
-    trains the very batches of the synchronous one, with the defaults below.
+    trains the same batches as the synchronous one, with the defaults below.
     """
 
     mode: Literal["colocated", "separate"] = "colocated"

@@ -83,7 +83,7 @@ def _own_context(model_folder: Path) -> int | None:
     try:
         config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # Whoever loads the model says what is wrong with it.
+        # The code that loads the model says what is wrong with it.
         return None
     found: int | None = config.get("text_config", config).get("max_position_embeddings")
     return found

@@ -83,7 +83,7 @@ def is_finished(folder: Path, checkpoint: Path) -> bool:
 
 
 def finished_line(folder: Path, num_steps: int) -> str:
-    """For who resumes a run that has nothing left to do."""
+    """The message for a resumed run that has nothing left to do."""
     place = shlex.quote(str(folder))
     return (
         f"the run in {place} is finished: all {num_steps} train steps are done; to go on, add steps=N, for "

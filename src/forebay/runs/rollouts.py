@@ -54,7 +54,7 @@ EVAL_SEED = -1
 
 @dataclass(kw_only=True)
 class EvalSet:
-    """The held-out prompts of one task and who answers them."""
+    """The held-out prompts of one task and the agent loop that answers them."""
 
     task_name: str
     prompts: Sequence[Prompt]
@@ -224,7 +224,7 @@ def _runner(
 def group_rules(config: RunConfig, context: int) -> GroupRules:
     """The conditions on groups; `context` is the longest sequence that the model is for, in tokens."""
     produce, train = config.produce, config.train
-    # A batch needs a sequence for each mini-batch, and pass@k needs k attempts, whoever left the groups.
+    # A batch needs a sequence for each mini-batch, and pass@k needs k attempts, however many rollouts failed.
     needed = max(train.pass_k or 1, math.ceil(train.mini_batches / config.batch_size))
     return GroupRules(
         why_untrainable=partial(_why_untrainable, train, context),

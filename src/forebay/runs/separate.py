@@ -35,9 +35,10 @@ async def run_separate(run: Run) -> None:
     Raises:
         ProductionError: rollouts cannot be produced any more; the last finished step is saved.
         StallError: nothing has moved for ``produce.stall_after_s``; the last finished step is saved.
-        OffPolicyError: the rollouts left the bands of the guard, which stops the run; saved likewise.
+        OffPolicyError: the rollouts left the bands of the guard, which stops the run; the last finished step
+            is saved.
         FloatingPointError: the training diverged; the last finished step is saved where it still exists.
-        ConfigError: the trainer refuses a batch; saved likewise.
+        ConfigError: the trainer refuses a batch; the last finished step is saved.
         PartLost, ConnectionLost: a part on a cluster has ended that a checkpoint brings back; the last one is
             the last state.
     """

@@ -261,7 +261,7 @@ async def evaluation_groups(
 
 
 def refuse_failed(groups: Iterable[Iterable[RolloutState]], cluster: Cluster | None) -> None:
-    """Do not take for the model's what failed because there was nobody to generate it.
+    """Refuse rollouts that failed for want of an engine or a worker: they say nothing about the model.
 
     Raises:
         PartLost: rollouts failed, and no engine or no worker is left.
@@ -313,7 +313,7 @@ async def resume(run: Run, path: Path) -> None:
         ConfigError: the checkpoint is not one of this run as it is configured.
     """
     try:
-        # The folders of the trainer and the manager are checked by those who read them.
+        # The trainer and the manager check their own folders as they read them.
         await compute(run, check, path)
         state = json.loads((path / "run.json").read_text(encoding="utf-8"))
         if path != checkpoint_path(path.parents[1], state["train_step"]):
@@ -338,7 +338,7 @@ async def rescue(run: Run, error: Exception) -> None:
     between = isinstance(error, FloatingPointError | ConfigError) and (
         run.config.train.optimizer_steps > 1 or run.config.train.uses_critic
     )
-    # Groups that failed because nobody was left to generate them must not be in what the run goes back to.
+    # Groups that failed for want of an engine must not be in the checkpoint that the run goes back to.
     is_damaged = run.cluster is not None and run.cluster.none_is_left()
     if run.train_step > 0 and not between and not is_damaged:
         path = await checkpoint(run)

@@ -10,9 +10,9 @@ listeners and forgotten).
                             in_flight():               listeners: trace, busy shares, displays
                             stall reports
 
-Whoever does something gets the register as an optional argument and, without one, makes its own, which nobody
-reads. Times are those of the event loop's clock, so the register works under virtual time. Spans begin and
-end in the event loop's thread.
+Code that does something gets the register as an optional argument and, without one, makes its own, which
+nothing reads. Times are those of the event loop's clock, so the register works under virtual time. Spans
+begin and end in the event loop's thread.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ Name = str | int | None
 class Activity:
     """One thing that is, or was, being done; made by `Activities.span`.
 
-    ``end_s`` is NaN while it is in flight. ``note`` may be set by whoever does it, for people who read a
+    ``end_s`` is NaN while it is in flight. ``note`` may be set while it lasts, for readers of a
     trace ("completed, 412 tokens").
     """
 

@@ -11,7 +11,7 @@
     woken by: one timer of the event loop, set to the next moment that matters
     produces: one log line per stall, and errors
 
-It does not know what progress is: whoever finishes something that others wait for (a stored group, a train
+It does not know what progress is: code that finishes something that others wait for (a stored group, a train
 step, an evaluated prompt) calls `progressed`, and what goes on in small steps (the tokens of one long
 rollout) may be a number that the watch looks at before it warns or fails. Guard only the waits that
 production has to end: a producer that waits for room while the trainer trains for an hour is not stalled.
@@ -52,10 +52,10 @@ class StallError(RuntimeError):
 class StallWatch:
     """Watches the waits of one event loop.
 
-    Invariants: while nobody waits no timer runs; one stall, however many wait, is one warning; at the limit
-    every guarded wait ends with a `StallError`. The time counts from the latest progress, or from when the
-    first of those who wait now began to, whichever is later. Growth of `progress` is dated to the look that
-    finds it, so a stall among such steps is noticed at most `warn_after_s` later.
+    Invariants: without a waiting task no timer runs; one stall, however many tasks wait, is one warning; at
+    the limit every guarded wait ends with a `StallError`. The time counts from the latest progress, or from
+    when the first of the waiting tasks began to, whichever is later. Growth of `progress` is dated to the
+    look that finds it, so a stall among such steps is noticed at most `warn_after_s` later.
 
     >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
     >>> async with watch.guard():                                                     # doctest: +SKIP
@@ -110,7 +110,7 @@ class StallWatch:
 
     @property
     def stalled_s(self) -> float:
-        """Seconds since the latest progress, or since the first of those who wait now began to; else 0."""
+        """Seconds since the latest progress, or since the first of the waiting tasks began to; else 0."""
         return loop_time() - self._since_s if self._waiting else 0.0
 
     @contextlib.asynccontextmanager
@@ -199,7 +199,7 @@ class StallWatch:
         self._failure = self.report()
         logger.error("%s", self._failure)
         now_s = loop_time()
-        # Who comes from now on starts a count of its own.
+        # A task that begins to wait from now on starts a count of its own.
         failing, self._waiting, self.has_warned = self._waiting, {}, False
         for limit in failing:
             limit.reschedule(now_s)
@@ -209,7 +209,7 @@ async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_
     """The result of `call` within `limit_s` seconds; then it is cancelled.
 
     Raises:
-        StallError: it took longer; the message begins with `what`, which says who is to do what.
+        StallError: it took longer; the message begins with `what`, which names part and request.
     """
     limit = asyncio.timeout(limit_s)
     try:

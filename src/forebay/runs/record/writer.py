@@ -41,7 +41,7 @@ FOLDER, EVENTS, ROLLOUTS, RUN_FILE = "record", "events.jsonl", "rollouts.arrows"
 FLUSH_AFTER_S = 1.0
 """A kill costs at most so much. Longer pieces are cheaper: each has 5 KB of its own and takes 1 ms."""
 BACKLOG = 2048
-"""Queued events from which on whoever stores a group waits: some seconds' worth, and bounded memory."""
+"""With more queued events a put waits: some seconds' worth, and bounded memory."""
 _MOST_LINES = 4096
 _MOST_TOKENS = 500_000
 """Of one piece: what is written at once holds the interpreter for some 10 ms."""

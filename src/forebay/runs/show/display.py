@@ -407,7 +407,7 @@ def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
 
 
 def _told(messages: Sequence[Message]) -> str:
-    """The messages one under the other, each behind who says it; a single one is only its text."""
+    """The messages one under the other, each behind its role; a single one is only its text."""
     texts = [clean(last_user_text([message]), _MAX_MESSAGE) for message in messages]
     if len(texts) == 1:
         return texts[0]

@@ -89,9 +89,9 @@ async def test_a_take_whose_commit_got_no_answer_comes_back(store, train_step, m
 
 
 async def test_a_server_that_is_silent_for_too_long_is_lost(store, freeze, monkeypatch):
-    monkeypatch.setattr(postgres, "SILENT_S", 0.05)
     await asyncio.gather(store.count({}), store.put(make_row("a")))
     freeze()
+    monkeypatch.setattr(postgres, "SILENT_S", 0.05)
     calls = [store.put(make_row("b")), store.take_first(1, {}), store.count({})]
     for result in await asyncio.gather(*calls[::2], return_exceptions=True):
         assert isinstance(result, sa.exc.OperationalError)

@@ -19,7 +19,7 @@ from forebay.environments.config import EnvironmentConfig, FragmentRunConfig
 from forebay.environments.policy import Policy
 from forebay.environments.show import EVAL_RETURN
 from forebay.environments.workers.messages import Episode
-from forebay.environments.workers.stepper import ended_episodes, import_gymnasium, make_env, make_vector
+from forebay.environments.workers.stepper import import_gymnasium, make_env, make_vector
 
 Array = np.ndarray[Any, Any]
 
@@ -59,20 +59,22 @@ def play(
     does not end counts as far as `max_steps`, by default `MAX_STEPS`.
     """
     envs = make_vector(config, num_episodes)
-    episodes: dict[int, Episode] = {}
     try:
         player = Player(policy, num_episodes)
         obs_ED = envs.reset(seed=seed)[0]
+        plays_E = np.ones(num_episodes, np.bool_)
+        rewards_E, lengths_E = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
         for _ in range(MAX_STEPS if max_steps is None else max_steps):
-            obs_ED, _, _, _, info = envs.step(player.act(obs_ED))
+            obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(player.act(obs_ED))
             # What an environment plays after its first episode does not count.
-            episodes = ended_episodes(info) | episodes
-            if len(episodes) == num_episodes:
+            rewards_E += reward_E * plays_E
+            lengths_E += plays_E
+            plays_E &= ~(terminated_E | truncated_E)
+            if not plays_E.any():
                 break
-        so_far = zip(envs.episode_returns.tolist(), envs.episode_lengths.tolist(), strict=True)
-        return [episodes.get(index, Episode(*each)) for index, each in enumerate(so_far)]
     finally:
         envs.close()
+    return [Episode(*each) for each in zip(rewards_E.tolist(), lengths_E.tolist(), strict=True)]
 
 
 def measure(config: FragmentRunConfig, policy: Policy) -> dict[str, float]:

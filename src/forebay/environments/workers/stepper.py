@@ -21,7 +21,7 @@ of memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -36,8 +36,6 @@ from forebay.extras import needed_by
 from forebay.fragments import SampleFragment
 
 Array = np.ndarray[Any, Any]
-_EPISODE = "forebay_episode"
-"""Where gymnasium puts the statistics of an episode that ended; "episode" may be the environment's own."""
 
 
 class Stepper:
@@ -65,6 +63,8 @@ class Stepper:
         self._state: State = policy.initial_state(envs.num_envs)
         self._first_E = np.ones(envs.num_envs, np.bool_)
         self._resets_E = np.zeros(envs.num_envs, np.bool_)
+        self._rewards_E = np.zeros(envs.num_envs, np.float64)
+        self._lengths_E = np.zeros(envs.num_envs, np.int64)
         self._episodes: list[Episode] = []
 
     def load(self, version: int, weights: bytes) -> None:
@@ -102,12 +102,12 @@ class Stepper:
     def _step(self) -> dict[str, Array]:
         obs_ED, first_E, live_E = self._obs_ED, self._first_E, ~self._resets_E
         action, logprob_E = self._act(obs_ED, first_E)
-        self._obs_ED, reward_E, terminated_E, truncated_E, info = self._envs.step(
+        self._obs_ED, reward_E, terminated_E, truncated_E, _ = self._envs.step(
             self._policy.head.to_env(action)
         )
         done_E = terminated_E | truncated_E
         self._first_E, self._resets_E = ~live_E, done_E
-        self._episodes += ended_episodes(info).values()
+        self._count(reward_E, live_E, done_E)
         return {
             "obs": obs_ED,
             "action": action,
@@ -119,6 +119,14 @@ class Stepper:
             "live": live_E,
         }
 
+    def _count(self, reward_E: Array, live_E: Array, done_E: Array) -> None:
+        # Here, because gymnasium's own statistics take 15 us of a step's 300.
+        self._rewards_E += reward_E
+        self._lengths_E += live_E
+        for index in np.flatnonzero(done_E):
+            self._episodes.append(Episode(float(self._rewards_E[index]), int(self._lengths_E[index])))
+            self._rewards_E[index], self._lengths_E[index] = 0.0, 0
+
     @torch.inference_mode()
     def _act(self, obs_ED: Array, first_E: Array) -> tuple[Array, Array]:
         policy = self._policy
@@ -126,17 +134,6 @@ class Stepper:
         params, self._state = policy.act_params(obs, first, self._state)
         action = policy.head.sample(params[0], self._generator)
         return action.numpy(), policy.head.log_prob(params[0], action).numpy()
-
-
-def ended_episodes(info: Mapping[str, Any]) -> dict[int, Episode]:
-    """The episodes that ended with the step of a `make_vector` that gave `info`, by environment."""
-    if _EPISODE not in info:
-        return {}
-    rewards_E, lengths_E = info[_EPISODE]["r"], info[_EPISODE]["l"]
-    return {
-        index: Episode(float(rewards_E[index]), int(lengths_E[index]))
-        for index in np.flatnonzero(info[f"_{_EPISODE}"]).tolist()
-    }
 
 
 def import_gymnasium() -> Any:
@@ -166,16 +163,15 @@ def make_env(config: EnvironmentConfig, render_mode: str | None = None) -> Any:
 
 
 def make_vector(config: EnvironmentConfig, num_envs: int) -> Any:
-    """`num_envs` of them, stepped together as the module says; `ended_episodes` reads their statistics.
+    """`num_envs` of them, stepped together as the module says.
 
     Raises:
         ConfigError: as `make_env`.
     """
-    vector, wrappers = import_gymnasium().vector, import_module("gymnasium.wrappers.vector")
-    envs = vector.SyncVectorEnv(
+    vector = import_gymnasium().vector
+    return vector.SyncVectorEnv(
         [lambda: make_env(config)] * num_envs, autoreset_mode=vector.AutoresetMode.NEXT_STEP
     )
-    return wrappers.RecordEpisodeStatistics(envs, stats_key=_EPISODE)
 
 
 def spaces(config: EnvironmentConfig) -> tuple[int, Any]:

@@ -64,11 +64,9 @@ class Gate:
         Raises:
             BufferClosed: the gate was closed.
         """
-
-        def fits() -> bool:
-            return self._used == held or self._used + amount <= self._size
-
-        await self.wait(fits)
+        # Every put and take of a buffer enters one: the usual case costs no further coroutine.
+        if self._line or self._closed is not None or not self._fits(amount, held):
+            await self.wait(lambda: self._fits(amount, held))
         self._used += amount
         if self._line:
             self.wake()
@@ -78,6 +76,9 @@ class Gate:
         self._used -= amount
         if self._line:
             self.wake()
+
+    def _fits(self, amount: int, held: int) -> bool:
+        return self._used == held or self._used + amount <= self._size
 
     async def wait(self, ready: Callable[[], bool]) -> None:
         """Return when it is the caller's turn and `ready()`.

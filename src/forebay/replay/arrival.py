@@ -80,13 +80,15 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if unknown := sorted(set(keywords).difference(cls.__struct_fields__)):
             known = ", ".join(cls.__struct_fields__)
             raise TypeError(f"a put has no keyword {unknown[0]!r}; it has {known}")
+        threshold = keywords.get("stale_threshold")
+        check_threshold(task_name, threshold)
         return cls(
             keywords.get("model_step"),
             keywords.get("current_train_step"),
-            keywords.get("stale_threshold"),
+            threshold,
             check_tags(keywords.get("tags")),
             check_priority(keywords.get("priority")),
-        ).checked(task_name)
+        )
 
     def checked(self, task_name: str) -> Arrival:
         """The same value, which may have come from another process.

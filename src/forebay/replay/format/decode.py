@@ -104,12 +104,14 @@ def check_head(head: Head, num_bytes: int) -> None:
             if len(constants) != missing or min(constants) < lowest or max(constants) > highest:
                 raise ValueError(f"{constants[:8]} are not the {name} of {missing} rollouts")
     _check_prompts(head)
-    needed: dict[str, list[Any]] = {} if head.trees else {"seq_staleness": [None]}
-    params: list[Any] = head.sample_params or [None]
-    for name, column in (needed | head.values | {"sample_params": params}).items():
-        _check_column(name, column, size)
+    for name, column in head.values.items():
+        if name not in _VALUE_NAMES or len(column) not in (1, size):
+            _check_column(name, column, size)
+    _check_column("sample_params", head.sample_params or (None,), size)
+    if not head.trees:
+        _check_column("seq_staleness", head.values.get("seq_staleness", (None,)), size)
     for name, text in head.copied.items():
-        _check_column(name, [0], size)
+        _check_column(name, (0,), size)
         if len(bytes(text)) * size > MAX_COPIED_BYTES:
             raise ValueError(f"{size} copies of {len(bytes(text))} bytes are too much")
     if "seq_staleness" in head.copied:

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import compress, repeat
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, cast
 
@@ -152,9 +152,10 @@ def _pack(group: StoredGroup, *, all_as_trees: bool, join_small: bool) -> Packed
             trees[name] = list(map(encoder.encode, _once(column), where))
     head.trees = json.dumps(trees) if trees else ""
     head.blobs = list(map(len, encoder.blobs))
-    buffers, num_bytes = _pack_arrays(group, head)
-    if join_small and 0 < num_bytes < MIN_APART_BYTES * len(buffers):
-        buffers = [b"".join(buffers)]
+    arrays = _pack_arrays(group, head)
+    num_bytes = sum([array.nbytes for array in arrays])
+    is_small = join_small and 0 < num_bytes < MIN_APART_BYTES * len(arrays)
+    buffers: list[Buffer] = [_join(arrays)] if is_small else [array.data for array in arrays]
     return PackedGroup(_encode(head), [*buffers, *encoder.blobs], num_bytes + sum(head.blobs))
 
 
@@ -222,43 +223,29 @@ def _text_of_all(column: Sequence[Any]) -> bytes | None:
     return text
 
 
-def _pack_arrays(group: Sequence[RolloutState], head: Head) -> tuple[list[Buffer], int]:
-    """Write what there is to say of the arrays into `head`; those that are sent, and their bytes."""
+def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[NDArray[Any]]:
+    """The arrays that are sent, in order; `head` gets the rest, and all lengths."""
     arrays = {name: list(map(read, group)) for name, read in _READ_ARRAYS.items()}
     prompts, ids = arrays.pop(PROMPTS), arrays["response_ids"]
-    _check_size(prompts, arrays["tokens"])
+    if (number := sum(map(len, prompts)) + sum(map(len, arrays["tokens"]))) > MAX_TOKENS:
+        raise ValueError(f"a group has at most {MAX_TOKENS} tokens in its prompts and tokens, got {number}")
     head.lengths = {name: list(map(len, column)) for name, column in arrays.items()}
     counts = head.lengths["response_ids"]
     for name in CONSTANTS:
         head.constants[name] = _find_constants(arrays[name], head.lengths[name], counts)
     head.lengths["tokens"] = _find_whole(arrays["tokens"], prompts, ids)
     head.lengths["prompt_ids"], head.prompts = _pack_prompts(prompts)
-    return _gather_sent(arrays, head.lengths)
-
-
-def _gather_sent(
-    arrays: Mapping[str, Sequence[NDArray[Any]]], lengths: Mapping[str, Sequence[int]]
-) -> tuple[list[Buffer], int]:
-    """The arrays that are sent, in order, and how many bytes they have."""
-    sent: list[NDArray[Any]] = []
-    num_bytes = 0
-    for name, dtype in ARRAYS.items():
-        of_all, num_apart = lengths[name], lengths[name].count(NOT_SENT)
-        if num_apart < len(of_all):
-            sent += arrays[name] if not num_apart else compress(arrays[name], map(NOT_SENT.__lt__, of_all))
-            num_bytes += (sum(of_all) + num_apart) * dtype.itemsize
-    return [array.data for array in sent if len(array)], num_bytes
+    return [
+        array
+        for name in ARRAYS
+        for array, length in zip(arrays[name], head.lengths[name], strict=True)
+        if length > 0
+    ]
 
 
 def _join(arrays: Iterable[NDArray[Any]]) -> bytes:
     # The types of numpy do not say that it takes arrays.
     return b"".join(cast("Iterable[Buffer]", arrays))
-
-
-def _check_size(prompts: Sequence[NDArray[Any]], tokens: Sequence[NDArray[Any]]) -> None:
-    number = sum(map(len, prompts)) + sum(map(len, tokens))
-    if number > MAX_TOKENS:
-        raise ValueError(f"a group has at most {MAX_TOKENS} tokens in its prompts and tokens, got {number}")
 
 
 def _find_constants(arrays: Sequence[NDArray[Any]], lengths: list[int], counts: Sequence[int]) -> list[int]:

@@ -7,8 +7,9 @@ import threading
 import pytest
 from replay_factory import make_row
 
+from forebay.io.messages import error_of, failure_of
 from forebay.replay import SQLStorage, StoreBusy
-from forebay.replay.remote.messages import error_of, failure_of
+from forebay.replay.remote.messages import ERRORS
 from forebay.replay.stores.sql import transactions
 
 HOLDER = """
@@ -45,4 +46,4 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
     assert [row.item for row in await store.get({})] == ["b"]
     store.close()
     # A client of a server is told the same.
-    assert type(error_of(failure_of(1, busy.value))) is StoreBusy
+    assert type(error_of(failure_of(1, busy.value), ERRORS)) is StoreBusy

@@ -174,7 +174,7 @@ class ScriptedEngine:
             self._running[entry] = None
             self._start(entry)
 
-    # What follows is about tokens and their times; `forebay.simulation.engine` has others.
+    # Tokens and their times: `forebay.simulation.engine` overrides the rest of the class with others.
 
     def _start(self, entry: ScriptedRequest) -> None:
         self.requests.append(entry.request)

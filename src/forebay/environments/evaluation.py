@@ -66,7 +66,7 @@ def play(
         rewards_E, lengths_E = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
         for _ in range(MAX_STEPS if max_steps is None else max_steps):
             obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(player.act(obs_ED))
-            # What an environment plays after its first episode does not count.
+            # Only the first episode of each environment counts.
             rewards_E += reward_E * plays_E
             lengths_E += plays_E
             plays_E &= ~(terminated_E | truncated_E)

@@ -78,7 +78,7 @@ class ReplayState:
     def _min_version(self) -> int:
         return self.meta.model_version - self.rules.max_staleness
 
-    # What comes in.
+    # Coming in.
 
     def add(self, fragments: Iterable[tuple[str, FragmentMetadata]], now_s: float) -> None:
         """Take the fragments in, or drop them; one that is here already changes nothing."""
@@ -173,7 +173,7 @@ class ReplayState:
             self._chunks.set_priority(chunk, priority)
             self.meta.max_priority = max(self.meta.max_priority, priority)
 
-    # What goes out.
+    # Going out.
 
     def may_insert(self) -> bool:
         """Whether the rate limit lets writers go on."""
@@ -221,7 +221,7 @@ class ReplayState:
         self.meta.tallies.used_up += len(fragments)
         self.free += self.references.let_go(fragments)
 
-    # What leaves.
+    # Leaving.
 
     def release(self, lease: Lease | str) -> bool:
         """End the lease; False: it had ended."""
@@ -320,7 +320,7 @@ class ReplayState:
             self._replay(change)
         self.rules = rules
         self._apply_rules(has_payload)
-        # What the changes set free is deleted already, or is found by the first sweep.
+        # Payloads that the changes set free are deleted already, or are found by the first sweep.
         self.changes.clear()
         self.free = [fragment_id for fragment_id in self.free if fragment_id not in self.references]
 

@@ -101,7 +101,7 @@ class Collector:
 
     def _suspect(self, ids: list[str], now_s: float) -> None:
         self._suspects = {fragment_id for fragment_id in ids if not self._is_named(fragment_id)}
-        # What is queued is unnamed too, and needs no second look.
+        # Queued payloads are unnamed too, and need no second look.
         self._suspects.difference_update(self._queue)
         self._due_s = now_s + self._grace_s if self._suspects else None
 

@@ -24,7 +24,7 @@ from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.surroundings import logs_shown
+from forebay.runs.show.surroundings import logs_shown
 from forebay.runs.warmup import _drawn
 from forebay.train import TrainController, WarmupConfig
 from forebay.types import RolloutState, Status

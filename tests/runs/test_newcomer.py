@@ -15,7 +15,7 @@ from forebay.runs.folder import occupied, saved_config
 from forebay.runs.launch import launch
 from forebay.runs.preflight import try_all
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.surroundings import ended_by_ctrl_c
+from forebay.runs.show.surroundings import ended_by_ctrl_c
 
 
 def score(state):

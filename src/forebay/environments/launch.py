@@ -32,7 +32,7 @@ from forebay.runs.folder import (
     write_run_file,
 )
 from forebay.runs.show.pictures import Rows, learning_curve
-from forebay.runs.surroundings import logs_shown, stopped_by_signals
+from forebay.runs.show.surroundings import logs_shown, stopped_by_signals
 from forebay.tracebacks import first_error
 
 

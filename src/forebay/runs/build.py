@@ -36,7 +36,7 @@ from forebay.runs.rollouts import Rollouts, build_rollouts
 from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
-from forebay.runs.surroundings import ended_by_ctrl_c
+from forebay.runs.show.surroundings import ended_by_ctrl_c
 from forebay.runs.verify import WeightCheck
 from forebay.runs.warmup import warm_up
 from forebay.train import OffPolicyGuard, TrainController

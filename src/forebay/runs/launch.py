@@ -45,7 +45,7 @@ from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import build_rollouts
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.surroundings import ended_by_ctrl_c, logs_shown, stopped_by_signals
+from forebay.runs.show.surroundings import ended_by_ctrl_c, logs_shown, stopped_by_signals
 from forebay.train.parallel.ranks import RankError
 
 MAX_RESTARTS = 3

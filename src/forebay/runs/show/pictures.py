@@ -43,7 +43,7 @@ class Curve(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a learning curve shows, by metric."""
+    """The metrics of a learning curve."""
 
     main: tuple[str, str, str]
     """Metric, label and unit."""

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.train.batch import TrainBatch
+from forebay.train.config import ADVANTAGE_NAMES
 from forebay.train.objective.advantages import (
+    ADVANTAGES,
     dr_grpo,
     gae,
     grpo,
@@ -216,3 +218,7 @@ def test_advantages_are_spread_over_tokens_and_must_be_one_per_sequence():
     assert spread(np.array([1.0, 2.0, 3.0]), batch).tolist() == [1.0, 1.0, 3.0]
     with pytest.raises(ValueError, match="returned 2 numbers for 3 sequences"):
         spread(np.zeros(2), batch)
+
+
+def test_the_config_knows_every_advantage():
+    assert tuple(ADVANTAGES) == ADVANTAGE_NAMES

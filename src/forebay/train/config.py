@@ -7,6 +7,7 @@ Names that choose code (`advantage`, `loss`, `correction`) come from a literal t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -14,14 +15,14 @@ from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
 from forebay.train.batch import Layout
-from forebay.train.objective.advantages import find_advantage, pass_at
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.objective.guard import GuardAction, check_bands
 
+ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "gae")
 LOSS_NAMES = ("clipped", "gspo", "cispo")
-"""The keys of `forebay.train.objective.losses.POLICY_LOSSES`, so that run files are checked without torch."""
-
+"""The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), here so that run files are checked
+without them: both modules read this one, and losses load torch."""
 
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -183,7 +184,8 @@ class TrainConfig(StrictModel):
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
-        find_advantage(self.advantage)
+        if self.pass_k is None:
+            look_up("advantage", self.advantage, dict.fromkeys((*ADVANTAGE_NAMES, "pass_at_8")))
         look_up("loss", self.loss, dict.fromkeys(LOSS_NAMES))
         look_up("correction", self.correction, CORRECTIONS)
         check_bands(self.guard_bands)
@@ -272,6 +274,16 @@ class TrainConfig(StrictModel):
             ),
         ]
         return [f"train: {message}" for is_different, message in found if is_different]
+
+
+def pass_at(name: str) -> int | None:
+    """The k of the advantage ``pass_at_K`` (``pass_at_8``: 8); None for other names.
+
+    >>> pass_at("pass_at_8"), pass_at("grpo")
+    (8, None)
+    """
+    match = re.fullmatch(r"pass_at_([1-9][0-9]*)", name)
+    return int(match[1]) if match else None
 
 
 PAPERS: Mapping[str, Mapping[str, Any]] = {

@@ -20,18 +20,15 @@ numbers, and every sequence is then compared with these by its own score. None: 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forebay.config import look_up
-
-if TYPE_CHECKING:
-    from forebay.train.batch import TrainBatch
-    from forebay.train.config import TrainConfig
+from forebay.train.batch import TrainBatch
+from forebay.train.config import TrainConfig, pass_at
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.integer[Any]]
@@ -201,7 +198,7 @@ def standardize(values_N: Floats, counted_N: NDArray[np.bool_] | None = None) ->
     return np.asarray((values_N - known_N.mean()) / (known_N.std(ddof=1) + EPSILON))
 
 
-AdvantageFunction = Callable[["TrainBatch", "TrainConfig"], "Floats | tuple[Floats, Floats]"]
+AdvantageFunction = Callable[[TrainBatch, TrainConfig], Floats | tuple[Floats, Floats]]
 """Gives advantages by sequence (S), or both advantages and returns by response token (R)."""
 
 
@@ -229,16 +226,6 @@ ADVANTAGES: Mapping[str, AdvantageFunction] = {
     "reinforce_pp_baseline": _by_attempt(reinforce_pp_baseline),
     "gae": _gae_of_batch,
 }
-
-
-def pass_at(name: str) -> int | None:
-    """The k of the advantage ``pass_at_K`` (``pass_at_8``: 8); None for other names.
-
-    >>> pass_at("pass_at_8"), pass_at("grpo")
-    (8, None)
-    """
-    match = re.fullmatch(r"pass_at_([1-9][0-9]*)", name)
-    return int(match[1]) if match else None
 
 
 def find_advantage(name: str) -> AdvantageFunction:

@@ -21,7 +21,7 @@ from forebay.train.objective.guard import GuardAction, check_bands
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "gae")
 LOSS_NAMES = ("clipped", "gspo", "cispo")
-"""The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), here so that run files are checked
+"""The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), so that run files are checked
 without them: both modules read this one, and losses load torch."""
 
 NonNegative = Annotated[float, Field(ge=0)]

@@ -61,7 +61,7 @@ def command(*words: str) -> str:
             "tasks",
             "from forebay.produce import *; load_prompts(DataConfig(source='reasoning_gym:countdown'))",
         ),
-        ("fragments", "from forebay.fragments import FragmentStore"),
+        ("fragments", "from forebay.fragments import FragmentStore; FragmentStore('fragments')"),
         ("environments", command("train", str(ROOT / "recipes/cartpole_fragments.toml"))),
         ("http", "from forebay.judges import LLMJudge; LLMJudge(base_url='http://x', model='m')"),
         ("ray", "from forebay.cluster.library import import_ray; import_ray()"),

@@ -50,8 +50,8 @@ class StrictModel(BaseModel):
 class Component(BaseModel):
     """Which implementation of a part of the run, and its own settings.
 
-    In a run file it is a table, or only the name: ``cluster = "ray"`` is ``cluster = { name = "ray" }``. What
-    `arguments` may hold is for the named thing to say: they are its keyword arguments.
+    In a run file it is a table, or only the name: ``cluster = "ray"`` is ``cluster = { name = "ray" }``. The
+    named thing says what `arguments` may hold: they are its keyword arguments.
 
     >>> Component.model_validate("transformers") == Component(name="transformers", arguments={})
     True

@@ -71,7 +71,7 @@ class BufferActor:
 
     async def _open(self) -> str:
         host = self._host or _node_address(import_ray())
-        # What Ray has loaded stays: the garbage collector need not visit it after every so many groups.
+        # Ray's loaded objects stay: the garbage collector need not visit them after every so many groups.
         gc.collect()
         gc.freeze()
         keep_freed_memory()

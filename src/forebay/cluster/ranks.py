@@ -68,7 +68,7 @@ class RayRanks:
             ValueError, FloatingPointError: every rank raised it; they can go on.
         """
         ray = import_ray()
-        # What all of them get, as a model, is in the object store once.
+        # An argument for all of them, such as a model, is in the object store once.
         shared = [ray.put(part) for part in arguments[0]] if _are_same(arguments) else None
         return self._collect(
             method,

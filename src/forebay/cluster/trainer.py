@@ -148,7 +148,7 @@ class RayTrainer:
             return ray.get(getattr(self._actor, method).remote(*arguments))
         except ray.exceptions.RayError as error:
             raised = self._error(error)
-            # What speaks of the batch or the settings needs no trace of the process that found it.
+            # An error about the batch or the settings needs no trace of the process that found it.
             raise raised from None if isinstance(raised, _EXPECTED) else error
 
     def _error(self, error: Exception) -> BaseException:

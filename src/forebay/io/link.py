@@ -197,7 +197,7 @@ class Link:
         limit_s, other_limit_s = self._limits_s
 
         def say() -> None:
-            # What waits to be sent is a sign of life as soon as the other side reads it.
+            # A message that waits to be sent is a sign of life as soon as the other side reads it.
             if not self.channel.is_sending:
                 self.channel.post(Alive())
 

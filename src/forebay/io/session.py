@@ -127,7 +127,7 @@ class Session:
         """consumes: nothing / waits for: the next beat / woken by: the clock / produces: signs of life"""
 
         def say() -> None:
-            # What waits to be sent is a sign of life already; a peer that does not read it is found by it.
+            # A message that waits to be sent is a sign of life; a peer that does not read it is found by it.
             if not self.channel.is_sending:
                 self.channel.post(Alive())
 

@@ -1,4 +1,4 @@
-"""What tests of programs and plug-ins need: engines without models, time that jumps, and what every replay
+"""Tools for tests of programs and plug-ins: engines without models, time that jumps, and what every replay
 store must do.
 
 `StorageConformance` needs pytest, which is loaded with it.

@@ -39,7 +39,7 @@ class StopTexts:
         if not any(self._may_end(text, tail_ids[-1]) for text in stop):
             return False
         text = self._decode(tail_ids)
-        # What the last token completes is a character, not the replacement characters that stood for it.
+        # The last token completes a character, not the replacement characters that stood for it.
         before = len(self._decode(tail_ids[:-1]).rstrip("\ufffd"))
         return any(text.find(wanted, max(0, before - len(wanted) + 1)) >= 0 for wanted in stop)
 

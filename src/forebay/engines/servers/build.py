@@ -68,7 +68,7 @@ def http_engines(kind: str, settings: HTTPArguments, surroundings: EngineSurroun
     def command(port: int) -> list[str]:
         return dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
 
-    # What cannot be started is an error now.
+    # A server that cannot be started is an error now.
     command(0)
     environment = {**dialect.environment, **(dialect.lora_environment if lora_rank else {})}
     servers = [

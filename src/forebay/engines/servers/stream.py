@@ -168,7 +168,7 @@ class Stream:
     def _completes_stop_text(self, num_new: int) -> bool:
         """Whether the response ends in a stop text that began before this leg, which no server can know.
 
-        What was made beyond it is dropped.
+        Tokens beyond it are dropped.
         """
         stop, texts, request = self.request.params.stop, self._stop_texts, self.request
         if not (stop and texts and request.num_earlier + self._leg_start):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RunResult", "__version__", "run", "run_async"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _IN_ENTRY = ("RunResult", "run", "run_async")
 

@@ -19,8 +19,8 @@ from forebay.config import load_config
 from forebay.runs.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-_PATH = re.compile(r"`((?:src|examples|recipes|tests)/[\w/.]+)`")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+_PATH = re.compile(r"(?:`|\]\(|\]\(\.\./)((?:src|examples|recipes|tests|benchmarks)/[\w/.]+)[`)]")
 GIVEN = Path(__file__).parent / "given_on_pages"
 
 RUN_PROGRAM = """

@@ -1,4 +1,4 @@
-"""The groups of one task, in columns: where each is now, since when, and what is known of it.
+"""The events of groups, and the groups of one task in columns: where each is now, since when, what is known.
 
 ::
 

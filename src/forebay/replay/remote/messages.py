@@ -1,4 +1,4 @@
-"""Messages between a buffer server and its clients, beyond calls and answers; limits and errors.
+"""The calls that a buffer server takes, by name and arguments; its other messages, limits and errors.
 
 ::
 

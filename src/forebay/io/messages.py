@@ -90,10 +90,6 @@ class Goodbye(Message, tag="goodbye"):
     message: str
 
 
-NOTHING = msgspec.Raw(b"\xc0")
-"""None, as a value."""
-
-
 def _plain(value: Any) -> Any:
     """A value of a kind that MessagePack lacks, as one that it has."""
     if isinstance(value, np.generic):

@@ -34,6 +34,7 @@ from forebay.replay.arrival import (
 )
 from forebay.replay.format.codec import GroupCodec
 from forebay.replay.format.encoded import hand_out
+from forebay.replay.groups import all_have
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.stores.archiving import ArchivingStorage, taking
@@ -236,7 +237,7 @@ class ReplayBuffer:
     ) -> bool:
         """Whether every task with a size over 0 has that many groups."""
         counts = await self.count_statuses(task_batch_sizes, [group_status])
-        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
+        return all_have(counts, task_batch_sizes, group_status)
 
     async def take_batch(
         self,

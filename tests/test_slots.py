@@ -16,8 +16,57 @@ from forebay.aio.time_limits import (
     not_counted,
     start_thread,
     time_limit,
+    timeout,
+    timeout_at,
 )
 from forebay.aio.virtual_time import run
+
+
+@pytest.mark.parametrize("limited", [timeout, lambda s: timeout_at(asyncio.get_running_loop().time() + s)])
+async def test_a_limit_in_a_task_that_was_cancelled_and_went_on_is_a_timeout(limited) -> None:
+    outlived = asyncio.Event()
+
+    async def outlive_a_cancellation() -> bool:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            outlived.set()
+        with pytest.raises(TimeoutError):
+            async with limited(0.01) as limit:
+                await asyncio.Event().wait()
+        assert asyncio.current_task().cancelling() == 1
+        return limit.expired()
+
+    task = asyncio.create_task(outlive_a_cancellation())
+    await asyncio.sleep(0)
+    task.cancel()
+    await outlived.wait()
+    assert await task
+
+
+async def test_a_cancellation_beside_an_expired_limit_stays_a_cancellation() -> None:
+    async def cancelled_as_the_limit_passes() -> None:
+        async with timeout(None) as limit:
+            limit.reschedule(asyncio.get_running_loop().time() - 1.0)
+            asyncio.current_task().cancel()
+            # Both requests are there before the task is told of either.
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(cancelled_as_the_limit_passes())
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_an_error_in_a_block_whose_limit_passes_stays_that_error() -> None:
+    async def fail_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        async with timeout(0.01):
+            await fail_when_cancelled()
 
 
 async def test_a_time_out_of_the_functions_own_is_told_from_an_overrun() -> None:

@@ -17,7 +17,6 @@ in any process: in the middle of a turn from its tokens, after a turn with the e
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import copy
 import logging
@@ -36,6 +35,7 @@ from forebay.agents.environments.build import build_environment, check_environme
 from forebay.agents.environments.contract import Environment, Memory
 from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
 from forebay.agents.interruption import Interrupted, Interruptible
+from forebay.aio.time_limits import timeout
 from forebay.config import StrictModel
 from forebay.types import Message, RolloutState, Status
 from forebay.watching.activity import TOOL
@@ -140,7 +140,7 @@ class MultiTurnAgentLoop(AgentLoop):
                 state.extra_fields[EPISODE_KEY] = asdict(record)
         finally:
             try:
-                async with asyncio.timeout(self.arguments.environment_timeout_s) as limit:
+                async with timeout(self.arguments.environment_timeout_s) as limit:
                     await self.environment.close(state)
             except TimeoutError:
                 if not limit.expired():

@@ -32,7 +32,7 @@ from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
 from forebay.agents.extra_fields import RECORD_KEY, REQUESTS_KEY
-from forebay.aio.time_limits import start_thread
+from forebay.aio.time_limits import start_thread, timeout
 from forebay.config import StrictModel, import_object
 from forebay.sandbox.runner import until_exit
 from forebay.types import Message, RolloutState, Status
@@ -159,7 +159,7 @@ class ProgramAgentLoop(AgentLoop):
             program = asyncio.create_task(_awaited(self._program(given)))
             ended = asyncio.create_task(session.ended.wait())
             try:
-                async with asyncio.timeout(self.arguments.timeout_s):
+                async with timeout(self.arguments.timeout_s):
                     await asyncio.wait([program, ended], return_when=asyncio.FIRST_COMPLETED)
             except TimeoutError:
                 raise TimeoutError(

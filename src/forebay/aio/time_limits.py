@@ -1,8 +1,10 @@
-"""Calls with a time limit whose clock starts when they get what they wait for: a thread, a sandbox.
+"""Time limits: asyncio's, and those of calls whose clock starts when they get a thread or a sandbox.
 
-Not a pool: each blocking call has a daemon thread of its own, and what hangs takes no thread of asyncio's.
+Not a pool: each blocking call has a daemon thread of its own, and one that hangs takes no thread of asyncio.
 
 ::
+
+    timeout(10 s), timeout_at(when): asyncio's, also right on Python 3.11.0 to 3.11.3
 
     time_limit(10 s) -> call -> not_counted(): waits for its slot -> runs, the clock runs with it -> result
                                    the clock stands still              | the limit passes: TimeoutError
@@ -23,9 +25,46 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from contextvars import ContextVar
+from types import TracebackType
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+
+
+class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use of one would have to be written anew
+    """asyncio's own; before Python 3.11.4 that one raises CancelledError where the task was cancelled before.
+
+    It takes every request for the task's cancellation for one that is still to come. A task that went on, as
+    one that waits for the end of its work does, would get no `TimeoutError` any more.
+    """
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        self._entered_by = asyncio.current_task()
+        self._num_before = 0 if self._entered_by is None else self._entered_by.cancelling()
+        return await super().__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await super().__aexit__(kind, error, trace)
+        if self.expired() and kind is asyncio.CancelledError and self._entered_by is not None:
+            has_other_requests = self._entered_by.cancelling() > self._num_before
+            if not has_other_requests:
+                raise TimeoutError from error
+
+
+def timeout(limit_s: float | None) -> asyncio.Timeout:
+    """As `asyncio.timeout`, in a task that was cancelled before too."""
+    return _Timeout(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
+
+
+def timeout_at(when_s: float | None) -> asyncio.Timeout:
+    """As `asyncio.timeout_at`, in a task that was cancelled before too."""
+    return _Timeout(when_s)
+
 
 # A few calls that hang are bad luck; more mean that the function hangs, and each holds a thread and a share
 # of the interpreter's time.
@@ -90,7 +129,7 @@ class CallThreads:
     async def _hold(self, call: Future[ResultT], limit_s: float | None) -> ResultT:
         """The result of `call`; the slot is given back with it, or when its time has passed."""
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with timeout(limit_s) as limit:
                 return await asyncio.wrap_future(call)
         except TimeoutError:
             if not limit.expired():
@@ -180,14 +219,14 @@ async def time_limit(limit_s: float | None) -> AsyncIterator[asyncio.Timeout]:
     >>> async with time_limit(10.0) as limit:
     ...     result = await tool.call(arguments)
     """
-    async with asyncio.timeout(None) as timeout:
+    async with timeout(None) as limit:
         if limit_s is None:
-            yield timeout
+            yield limit
             return
-        clock = CallClock(timeout, limit_s, _CLOCK.get())
+        clock = CallClock(limit, limit_s, _CLOCK.get())
         token = _CLOCK.set(clock)
         try:
-            yield timeout
+            yield limit
         finally:
             clock.end()
             _CLOCK.reset(token)

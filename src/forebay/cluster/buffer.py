@@ -24,6 +24,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+from forebay.aio.time_limits import timeout
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, RemoteReplayBuffer, serve
@@ -157,7 +158,7 @@ async def locate(actor: Any) -> tuple[Address, str]:
     exceptions = import_ray().exceptions
     try:
         # Ray answers when the actor runs: a call during a restart waits for its end.
-        async with asyncio.timeout(LOCATE_LIMIT_S):
+        async with timeout(LOCATE_LIMIT_S):
             address, token = await actor.place.remote()
     except TimeoutError:
         raise ConnectionLost(f"the buffer's actor did not answer within {LOCATE_LIMIT_S:g} s") from None
@@ -179,7 +180,7 @@ async def stop_buffer(name: str = DEFAULT_NAME) -> None:
     ray = import_ray()
     actor = ray.get_actor(name, NAMESPACE)
     try:
-        async with asyncio.timeout(CLOSE_LIMIT_S):
+        async with timeout(CLOSE_LIMIT_S):
             await actor.close.remote()
     finally:
         # Also one that hangs.

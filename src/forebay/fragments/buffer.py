@@ -26,6 +26,7 @@ from typing import Any
 from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate
+from forebay.aio.time_limits import timeout
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.rules import RateLimit, Rules
@@ -189,7 +190,7 @@ class ReplayBufferActor:
         if lease_s is not None and lease_s <= 0:
             raise ValueError(f"lease_s must be above 0, got {lease_s}")
         self._refresh()
-        async with asyncio.timeout(timeout_s):
+        async with timeout(timeout_s):
             await self._readers.wait(lambda: self._state.can_serve(num_chunks))
         # Nothing is awaited from here on: a cancelled fetch has taken nothing.
         with self._change():

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from forebay.aio.time_limits import timeout
 from forebay.tracebacks import raised_at
 from forebay.types import RolloutState, Status, note_place
 
@@ -147,7 +148,7 @@ class Judge(ABC):
 
     async def _attempts(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT | JudgeError:
         """The result of `work`, tried again where that may help, or why there is none."""
-        limit = asyncio.timeout(self.timeout_s)
+        limit = timeout(self.timeout_s)
         try:
             async with limit:
                 return await self._with_retries(work)

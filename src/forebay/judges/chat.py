@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
+from forebay.aio.time_limits import timeout
 from forebay.config import StrictModel
 from forebay.extras import require_library
 from forebay.judges.base import DEFAULT_MAX_RETRIES, JudgeError, TransientJudgeError
@@ -153,7 +154,7 @@ class ChatClient:
         # Failed requests count, too: the server may charge for them.
         self._spent["max_calls"] += 1
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with timeout(self._timeout_s):
                 response = await self._http.post(self._url, json=request)
         except TimeoutError:
             raise TransientJudgeError(f"{self._url}: no reply within {self._timeout_s} s") from None

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from forebay.aio.changed import Changes
+from forebay.aio.time_limits import timeout
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.context import Generation, ProduceContext
@@ -261,7 +262,7 @@ class BackgroundProducer:
         self._stop_starting()
         try:
             # Engines nearby stop at once, and the tokens so far are kept; nothing else is waited for.
-            async with asyncio.timeout(END_GRACE_S):
+            async with timeout(END_GRACE_S):
                 await self.pause()
         except TimeoutError:
             ending = [runner.produce_strategy.cut_short() for runner in self.runners.values()]

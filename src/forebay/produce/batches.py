@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from forebay.aio.cancellation import finish
+from forebay.aio.time_limits import timeout_at
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode
 from forebay.produce.progress import ProduceProgress
@@ -159,7 +160,7 @@ class Batches:
     async def _has_changed(self, seen: int, until_s: float) -> bool:
         """Wait for a change of the producer or the buffer; False if there is none `until_s`."""
         try:
-            async with asyncio.timeout_at(None if math.isinf(until_s) else until_s):
+            async with timeout_at(None if math.isinf(until_s) else until_s):
                 await self.producer.changes.wait(seen)
         except TimeoutError:
             return False

@@ -33,7 +33,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from forebay.aio.cancellation import finish
-from forebay.aio.time_limits import not_counted
+from forebay.aio.time_limits import not_counted, timeout
 from forebay.sandbox.control_group import ControlGroup, ControlGroups, find_control_groups
 from forebay.sandbox.isolation import (
     BOX,
@@ -354,7 +354,7 @@ async def until_end(process: subprocess.Popen[bytes], wall_s: float, *, tree: bo
     overran = False
     try:
         try:
-            async with asyncio.timeout(wall_s):
+            async with timeout(wall_s):
                 await until_exit(process.pid)
         except TimeoutError:
             overran = True

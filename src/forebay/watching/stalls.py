@@ -28,6 +28,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TypeVar
 
+from forebay.aio.time_limits import timeout
 from forebay.watching.activity import EVALUATE, STAGES, WAIT_BATCH, Activities, Activity, loop_time
 
 logger = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class StallWatch:
         Raises:
             StallError: nothing progressed for `fail_after_s`; what waited in here was cancelled.
         """
-        limit = asyncio.timeout(None)
+        limit = timeout(None)
         try:
             async with limit:
                 self._enter(limit)
@@ -211,7 +212,7 @@ async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_
     Raises:
         StallError: it took longer; the message begins with `what`, which names part and request.
     """
-    limit = asyncio.timeout(limit_s)
+    limit = timeout(limit_s)
     try:
         async with limit:
             return await call

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, EngineRecipe
 from forebay.io.channel import BlockingChannel, Channel
@@ -205,7 +206,7 @@ class ProcessEngine:
             await self._start()
         elif self._is_behind:
             try:
-                async with asyncio.timeout(CATCH_UP_LIMIT_S):
+                async with timeout(CATCH_UP_LIMIT_S):
                     await self._hand_over.again(self._send_weights)
                 self._is_behind = False
             except TimeoutError:
@@ -231,7 +232,7 @@ class ProcessEngine:
         self._closed = True
         try:
             with contextlib.suppress(EngineLost, TimeoutError):
-                async with asyncio.timeout(CLOSE_LIMIT_S):
+                async with timeout(CLOSE_LIMIT_S):
                     await self._ask("close")
         finally:
             await self._child.close()

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import cache
 from urllib.parse import urlsplit
 
+from forebay.aio.time_limits import timeout
+
 CONNECT_LIMIT_S = 10.0
 
 _HEAD_LIMIT_BYTES = 1 << 20
@@ -91,7 +93,7 @@ async def request(
     lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
     secure = parts.scheme == "https"
     try:
-        async with asyncio.timeout(CONNECT_LIMIT_S):
+        async with timeout(CONNECT_LIMIT_S):
             reader, writer = await asyncio.open_connection(
                 parts.hostname,
                 parts.port or (443 if secure else 80),

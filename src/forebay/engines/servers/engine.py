@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import VLLM, BadAnswer, Dialect, ErrorEvent
@@ -234,7 +235,7 @@ class HTTPEngine:
             await self._server.stop()
         elif was_up:
             with contextlib.suppress(EngineLost, TimeoutError):
-                async with asyncio.timeout(_END_LIMIT_S):
+                async with timeout(_END_LIMIT_S):
                     await self._link.do(self._dialect.release)
         self._files.num_users -= 1
         if not self._files.num_users:
@@ -357,7 +358,7 @@ class HTTPEngine:
             if not stream.num_in_leg:
                 stream.cut_leg()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_END_LIMIT_S):
+            async with timeout(_END_LIMIT_S):
                 await self._watch.quiet()
         for stream in streams:
             stream.cut_leg()
@@ -434,7 +435,7 @@ class HTTPEngine:
 
     async def _prepare(self) -> None:
         """Load the current weights if the server lacks them, let it make tokens, and check how it does."""
-        limit = asyncio.timeout(self._start_limit_s)
+        limit = timeout(self._start_limit_s)
         try:
             async with limit, self._controlling():
                 # The pool pauses it again if need be; a stale pause would outlast the load.

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
+from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost
 from forebay.engines.servers import guard as server_guard
 
@@ -133,7 +134,7 @@ class LocalServer:
             # Processes that were forked from this one may hold the pipe open, too.
             process.terminate()
         try:
-            async with asyncio.timeout(_STOP_LIMIT_S):
+            async with timeout(_STOP_LIMIT_S):
                 await process.wait()
         except TimeoutError:
             # The guard itself hangs.

@@ -23,6 +23,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from typing import Any
 from urllib.parse import urlencode
 
+from forebay.aio.time_limits import timeout
 from forebay.engines.base import EngineLost
 from forebay.engines.servers import client
 from forebay.engines.servers.dialects import BadAnswer, Call, Dialect
@@ -192,9 +193,9 @@ class ServerLink:
         url = str(self) + call.path + (f"?{urlencode(call.params)}" if call.params else "")
         body = None if call.body is None else json.dumps(call.body).encode()
         try:
-            async with asyncio.timeout(limit_s):
-                async with client.request(call.method, url, body, self._headers) as response:
-                    return response.status, await response.read()
+            request = client.request(call.method, url, body, self._headers)
+            async with timeout(limit_s), request as response:
+                return response.status, await response.read()
         except client.HTTPError as error:
             raise EngineLost(f"{self}: {error}") from error
         except TimeoutError:

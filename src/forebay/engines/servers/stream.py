@@ -20,6 +20,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
 from forebay.engines.servers.dialects import Piece
@@ -88,7 +89,7 @@ class Stream:
 
     @contextlib.asynccontextmanager
     async def _until_cut(self) -> AsyncIterator[None]:
-        self._reading = asyncio.timeout(None)
+        self._reading = timeout(None)
         try:
             # The limit is brought forward to now by a cut, which is how the reading ends without an error.
             with contextlib.suppress(TimeoutError):

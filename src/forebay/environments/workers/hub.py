@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 
+from forebay.aio.time_limits import timeout
 from forebay.environments.workers.messages import Episode, Orders, Report, WorkerDied
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
 from forebay.io.address import Address, listen
@@ -167,7 +168,7 @@ class Hub:
         """
         limit_s = self._start_limit_s
         try:
-            async with asyncio.timeout(limit_s) as limit:
+            async with timeout(limit_s) as limit:
                 watch = _Watch(limit, f"did not connect to its trainer within {limit_s:g} s")
                 self._watched[worker_uuid] = watch
                 await life

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from forebay.aio.changed import BufferClosed
+from forebay.aio.time_limits import timeout
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.remote.server import CLIENT_LIMIT_S, MAX_CALL_BYTES, METHODS, Batch
@@ -116,7 +116,7 @@ class RemoteFragmentBuffer(FragmentCalls):
         check_limit("limit_s", limit_s)
         found = os.fspath(path)
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 channel = Channel(await dial(Address(Path(found))), max_header_bytes=MAX_CALL_BYTES)
                 client = cls(
                     Link(

@@ -25,6 +25,7 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from forebay.aio.time_limits import timeout_at
 from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy, ProduceStrategyConfig
 from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
 from forebay.produce.strategies.pending import Ended, TakeGroup
@@ -289,7 +290,7 @@ class AsyncProduceStrategy(ProduceStrategy):
                 await self._ask_to_stop(ctx)
                 ask_s = clock() + PAUSE_REPEAT_S
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(min(ask_s, deadline_s)):
+                async with timeout_at(min(ask_s, deadline_s)):
                     await self._pending.wait(seen)
         self._pending.raise_error()
         return clock() - started_s

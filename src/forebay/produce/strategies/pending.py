@@ -24,6 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from forebay.aio.changed import Changes
+from forebay.aio.time_limits import timeout
 from forebay.produce.strategies.context import Group, ProduceContext
 from forebay.replay import ConnectionLost
 from forebay.replay.groups import StoredGroup, copy_group
@@ -139,7 +140,7 @@ class PendingGroups:
             for work in list(self._works):
                 work.interrupt(Ended.INTERRUPTED)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CANCEL_REPEAT_S):
+                async with timeout(CANCEL_REPEAT_S):
                     while self._works:
                         await self._changes.wait(self.version)
             if not self._works:

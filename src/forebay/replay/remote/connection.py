@@ -30,6 +30,7 @@ from typing import Any
 import msgspec
 
 from forebay.aio.cancellation import finish
+from forebay.aio.time_limits import timeout
 from forebay.io.address import is_proof
 from forebay.io.channel import STALL_S, Channel
 from forebay.io.messages import Call, FrameError, Goodbye, Message, Note, Part, encode_value
@@ -111,7 +112,7 @@ class ClientConnection(Session):
         channel.post(Note(encode_value(greeting)))
         allowed = channel.max_header_bytes, channel.max_frame_bytes
         channel.max_header_bytes, channel.max_frame_bytes = HELLO_BYTES, 0
-        async with asyncio.timeout(HELLO_S):
+        async with timeout(HELLO_S):
             received = await channel.receive()
         if received is None:
             return False

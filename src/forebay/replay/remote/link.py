@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from forebay.aio.gate import Gate
+from forebay.aio.time_limits import timeout
 from forebay.io.address import Address, dial, prove
 from forebay.io.channel import Channel
 from forebay.io.heartbeat import SILENCE_LIMIT_S
@@ -72,7 +73,7 @@ class BufferLink(Link):
                 refuses.
         """
         try:
-            async with asyncio.timeout(limit_s):
+            async with timeout(limit_s):
                 channel, greeting, welcome = await _connect(address, token, limit_s)
         except TimeoutError:
             raise ConnectionLost(

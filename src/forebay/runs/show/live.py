@@ -27,6 +27,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from forebay.aio.time_limits import timeout
 from forebay.runs.show.status import MAX_AGE, Now, TaskNow
 from forebay.runs.show.wording import age, clean, percent
 from forebay.types import Status
@@ -108,7 +109,7 @@ class LiveView:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(TICK_S - rest_s):
+                    async with timeout(TICK_S - rest_s):
                         await self._changed.wait()
                 self._changed.clear()
                 started_s = self._cpu_clock()

@@ -30,42 +30,6 @@ from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
 
-
-class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use of one would have to be written anew
-    """asyncio's own; before Python 3.11.4 that one raises CancelledError where the task was cancelled before.
-
-    It takes every request for the task's cancellation for one that is still to come. A task that went on, as
-    one that waits for the end of its work does, would get no `TimeoutError` any more.
-    """
-
-    async def __aenter__(self) -> asyncio.Timeout:
-        self._entered_by = asyncio.current_task()
-        self._num_before = 0 if self._entered_by is None else self._entered_by.cancelling()
-        return await super().__aenter__()
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await super().__aexit__(kind, error, trace)
-        if self.expired() and kind is asyncio.CancelledError and self._entered_by is not None:
-            has_other_requests = self._entered_by.cancelling() > self._num_before
-            if not has_other_requests:
-                raise TimeoutError from error
-
-
-def timeout(limit_s: float | None) -> asyncio.Timeout:
-    """As `asyncio.timeout`, in a task that was cancelled before too."""
-    return _Timeout(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
-
-
-def timeout_at(when_s: float | None) -> asyncio.Timeout:
-    """As `asyncio.timeout_at`, in a task that was cancelled before too."""
-    return _Timeout(when_s)
-
-
 # A few calls that hang are bad luck; more mean that the function hangs, and each holds a thread and a share
 # of the interpreter's time.
 MAX_OVERRUNNING = 8
@@ -255,6 +219,41 @@ def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[Re
     call.set_running_or_notify_cancel()
     threading.Thread(target=_run_call, args=(call, function, arguments), daemon=True).start()
     return call
+
+
+class _Timeout(asyncio.Timeout):  # type: ignore[misc]  # final, but every use of one would have to be written anew
+    """asyncio's own; before Python 3.11.4 that one raises CancelledError where the task was cancelled before.
+
+    It takes every request for the task's cancellation for one that is still to come. A task that went on, as
+    one that waits for the end of its work does, would get no `TimeoutError` any more.
+    """
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        self._entered_by = asyncio.current_task()
+        self._num_before = 0 if self._entered_by is None else self._entered_by.cancelling()
+        return await super().__aenter__()
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await super().__aexit__(kind, error, trace)
+        if self.expired() and kind is asyncio.CancelledError and self._entered_by is not None:
+            has_other_requests = self._entered_by.cancelling() > self._num_before
+            if not has_other_requests:
+                raise TimeoutError from error
+
+
+def timeout(limit_s: float | None) -> asyncio.Timeout:
+    """As `asyncio.timeout`, in a task that was cancelled before too."""
+    return _Timeout(None if limit_s is None else asyncio.get_running_loop().time() + limit_s)
+
+
+def timeout_at(when_s: float | None) -> asyncio.Timeout:
+    """As `asyncio.timeout_at`, in a task that was cancelled before too."""
+    return _Timeout(when_s)
 
 
 def _seconds(limit_s: float | None) -> str:

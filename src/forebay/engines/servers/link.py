@@ -49,7 +49,6 @@ _SHOWN = 300
 """Characters of an answer in an error."""
 
 _OK, _NOT_FOUND = 200, 404
-
 _NO_KEY = frozenset({401, 403})
 
 _BUSY = frozenset({429, 503})

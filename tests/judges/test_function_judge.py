@@ -1,5 +1,6 @@
 import asyncio
 import functools
+import sys
 import threading
 
 import pytest
@@ -64,6 +65,8 @@ async def test_a_plain_function_runs_off_the_event_loop() -> None:
 def picky(state: RolloutState) -> float:
     if state.response == "bad":
         raise KeyError("no such thing")
+    if state.response == "exit":
+        sys.exit(3)
     return 1.0
 
 
@@ -79,6 +82,14 @@ async def test_a_raising_judge_fails_its_rollout_and_no_other(function) -> None:
     assert group[1].reward is None
     assert group[1].error_msg == f"rollout None: judge {function.__name__}: KeyError: 'no such thing'"
     assert group[0].reward == {"score": 1.0}
+
+
+@pytest.mark.parametrize("function", [picky, async_picky])
+async def test_a_judge_that_exits_fails_its_rollout_and_not_the_run(function) -> None:
+    group = [completed("exit"), completed("good")]
+    await FunctionJudge(function).judge(group)
+    assert [state.status for state in group] == [Status.FAILED, Status.COMPLETED]
+    assert "SystemExit" in group[0].error_msg
 
 
 @pytest.mark.parametrize("verdict", [float("nan"), "much", {"scores": 1}, None])

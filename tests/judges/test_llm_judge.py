@@ -17,8 +17,7 @@ from starlette.routing import Route
 from forebay.aio import virtual_time
 from forebay.config import ConfigError
 from forebay.judges import JudgeConfig, LLMJudge, build_judge
-from forebay.judges.chat import Pace, ReplyCache
-from forebay.judges.llm import ReplyParser
+from forebay.judges.llm import Pace, ReplyCache, ReplyParser
 from forebay.types import RolloutState, Status
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from forebay.config import ConfigError
 from forebay.extras import require_library
-from forebay.judges import MathVerifyJudge, ReasoningGymJudge
-from forebay.judges import processes as judge_processes
-from forebay.judges.processes import JudgeProcessError, JudgeProcesses
+from forebay.judges import MathVerifyJudge, ReasoningGymJudge, libraries
+from forebay.judges.libraries import JudgeProcessError, JudgeProcesses
 from forebay.produce.prompts.dataset import DataConfig, load_prompts
 from forebay.types import RolloutState, Status
 
@@ -86,7 +85,7 @@ async def test_whatever_a_call_does_is_its_own_error(commander, command, message
 
 async def test_a_frozen_child_is_ended_and_judging_goes_on(monkeypatch, commander) -> None:
     await commander.run("pid")
-    monkeypatch.setattr(judge_processes, "START_LIMIT_S", 0.1)
+    monkeypatch.setattr(libraries, "START_LIMIT_S", 0.1)
     with pytest.raises(JudgeProcessError, match="its process was stopped"):
         await commander.run("stop")
     monkeypatch.undo()
@@ -94,8 +93,8 @@ async def test_a_frozen_child_is_ended_and_judging_goes_on(monkeypatch, commande
 
 
 def test_a_child_that_is_started_while_all_are_ended_ends_too(monkeypatch) -> None:
-    children = judge_processes._Children(f"{__name__}:make_commander", timeout_s=None)
-    children.kill()
+    children = libraries._Children(f"{__name__}:make_commander", None, 1)
+    children.end()
     with pytest.raises(JudgeProcessError, match=r"code -9"):
         children.ask('["hang"]')
 

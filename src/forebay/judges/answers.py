@@ -5,6 +5,7 @@ Fast, so the judge runs on the event loop.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -52,28 +53,16 @@ class ExactMatchJudge(Judge):
         answer = (
             state.response.strip() if self._pattern is None else find_answer(self._pattern, state.response)
         )
-        exact = float(answer is not None and self._equal(answer, truth))
+        exact = float(answer == truth)
+        if answer is not None and self._arguments.extract == "last_number":
+            # Compared by value; what is not a number is not equal.
+            with contextlib.suppress(InvalidOperation):
+                exact = float(Decimal(answer.replace(",", "")) == Decimal(truth.replace(",", "")))
         if not self._arguments.partial_credit:
             return exact
-        return {"score": exact or _share_of_places(answer or "", truth), "exact": exact}
-
-    def _equal(self, answer: str, truth: str) -> bool:
-        if answer == truth:
-            return True
-        by_value = self._arguments.extract == "last_number"
-        return by_value and _number(answer) is not None and _number(answer) == _number(truth)
-
-
-def _number(text: str) -> Decimal | None:
-    try:
-        return Decimal(text.replace(",", ""))
-    except InvalidOperation:
-        return None
-
-
-def _share_of_places(answer: str, truth: str) -> float:
-    num_places = max(len(answer), len(truth))
-    return sum(a == b for a, b in zip(answer, truth, strict=False)) / num_places if num_places else 0.0
+        answer = answer or ""
+        num_right = sum(a == b for a, b in zip(answer, truth, strict=False))
+        return {"score": exact or num_right / max(len(answer), len(truth), 1), "exact": exact}
 
 
 PATTERNS = {

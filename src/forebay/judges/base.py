@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +28,6 @@ from forebay.tracebacks import raised_at
 from forebay.types import RolloutState, Status, note_place
 
 Target = TypeVar("Target", RolloutState, list[RolloutState])
-ResultT = TypeVar("ResultT")
 Verdict = float | Mapping[str, Any]
 
 DEFAULT_TIMEOUT_S = 30.0
@@ -136,35 +135,25 @@ class Judge(ABC):
         self, states: Sequence[RolloutState]
     ) -> Sequence[dict[str, Any] | JudgeError]:
         """The verdicts of one call of `score_group`, with one time-out and its retries for all of them."""
-
-        async def attempt() -> list[dict[str, Any] | JudgeError]:
-            verdicts = await self.score_group(states)
-            if len(verdicts) != len(states):
-                raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
-            return [_checked_or_error(verdict) for verdict in verdicts]
-
-        result = await self._attempts(attempt)
-        return [result] * len(states) if isinstance(result, JudgeError) else result
-
-    async def _attempts(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT | JudgeError:
-        """The result of `work`, tried again where that may help, or why there is none."""
         limit = timeout(self.timeout_s)
         try:
             async with limit:
-                return await self._with_retries(work)
-        # Judges are user code: whatever they raise fails what they judged, and only that.
-        except Exception as error:
-            if limit.expired():
-                return JudgeError(f"no verdict within {self.timeout_s} s")
-            return error if isinstance(error, JudgeError) else _as_judge_error(error)
+                verdicts = await self._with_retries(states)
+            if len(verdicts) != len(states):
+                raise JudgeError(f"{len(verdicts)} verdicts for the {len(states)} rollouts of the group")
+        # Judges are user code: whatever one raises, sys.exit() included, fails what it judged, and only that.
+        except (Exception, SystemExit) as error:
+            late = JudgeError(f"no verdict within {self.timeout_s} s")
+            return [late if limit.expired() else _as_judge_error(error)] * len(states)
+        return [_checked_or_error(verdict) for verdict in verdicts]
 
-    async def _with_retries(self, work: Callable[[], Awaitable[ResultT]]) -> ResultT:
+    async def _with_retries(self, states: Sequence[RolloutState]) -> Sequence[Verdict | Exception]:
         pause_s = _FIRST_PAUSE_S
         num_tries = 0
         while True:
             num_tries += 1
             try:
-                return await work()
+                return await self.score_group(states)
             except TransientJudgeError as error:
                 if num_tries > self.max_retries:
                     raise JudgeError(f"{error} (tried {num_tries} times)") from error
@@ -212,14 +201,14 @@ def _checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeErr
         if isinstance(verdict, Exception):
             raise verdict
         return checked_reward(verdict)
-    except JudgeError as error:
-        return error
     # One member's failure, of whatever kind, must not be its siblings'.
     except Exception as error:
         return _as_judge_error(error)
 
 
-def _as_judge_error(error: Exception) -> JudgeError:
+def _as_judge_error(error: BaseException) -> JudgeError:
+    if isinstance(error, JudgeError):
+        return error
     return JudgeError(f"{type(error).__name__}: {error}", place=raised_at(error))
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from forebay.beside import ArgumentPaths
-from forebay.config import ConfigError, StrictModel, check_arguments, look_up, parse_config
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up, parse_config
 from forebay.judges.answers import ExactMatchJudge
 from forebay.judges.base import DEFAULT_TIMEOUT_S, Judge
 from forebay.judges.code import CodeJudge
@@ -18,13 +17,11 @@ from forebay.judges.libraries import MathVerifyJudge, ReasoningGymJudge
 from forebay.judges.llm import LLMJudge
 
 
-class PartConfig(StrictModel):
+class PartConfig(Component):
     """One part of the judge ``composed``."""
 
     name: str
     """Which judge, as of a task."""
-    arguments: dict[str, Any] = Field(default_factory=dict)
-    """Its keyword arguments."""
     timeout_s: float | None = Field(default=None, gt=0)
     """Seconds for one rollout; None: as long as the whole judge has."""
     label: str | None = None
@@ -64,18 +61,19 @@ def compose(
         ConfigError: a part cannot be built.
         ValueError: they do not fit together.
     """
-    tables = [parse_config(PartConfig, table, source=f"parts.{place}") for place, table in enumerate(parts)]
-    return ComposedJudge([_part(table, timeout_s) for table in tables], by=by)
-
-
-def _part(table: PartConfig, timeout_s: float | None) -> Part:
-    only, own_s = table.only, table.timeout_s if "timeout_s" in table.model_fields_set else timeout_s
-    return Part(
-        label=table.name.rpartition(":")[2] if table.label is None else table.label,
-        weight=table.weight,
-        only=None if only is None else tuple([only] if isinstance(only, str) else only),
-        judge=build_judge(JudgeConfig(name=table.name, arguments=table.arguments, timeout_s=own_s)),
-    )
+    built: list[Part] = []
+    for place, part in enumerate(parts):
+        table = parse_config(PartConfig, part, source=f"parts.{place}")
+        only, own_s = table.only, table.timeout_s if "timeout_s" in table.model_fields_set else timeout_s
+        built.append(
+            Part(
+                label=table.name.rpartition(":")[2] if table.label is None else table.label,
+                weight=table.weight,
+                only=None if only is None else tuple([only] if isinstance(only, str) else only),
+                judge=build_judge(JudgeConfig(name=table.name, arguments=table.arguments, timeout_s=own_s)),
+            )
+        )
+    return ComposedJudge(built, by=by)
 
 
 JUDGES: dict[str, Callable[..., Judge]] = {
@@ -94,7 +92,7 @@ JUDGE_ARGUMENTS: dict[str, type[StrictModel]] = {
 """The ``arguments`` of each, by its name."""
 
 
-class JudgeConfig(StrictModel):
+class JudgeConfig(Component):
     """Which judge; in a run file a table, or only the name.
 
     >>> build_judge(JudgeConfig(name="exact_match", arguments={"extract": "last_number"})).name
@@ -104,17 +102,10 @@ class JudgeConfig(StrictModel):
     name: str = ""
     """``exact_match``, ``math_verify``, ``reasoning_gym``, ``code``, ``llm``, ``composed``, or
     ``package.module:Name`` of a function of a rollout or of a `Judge` class."""
-    arguments: Annotated[dict[str, Any], ArgumentPaths] = Field(default_factory=dict)
-    """Keyword arguments of the judge or function."""
     timeout_s: float | None = Field(default=DEFAULT_TIMEOUT_S, gt=0)
     """Seconds for one rollout; None: no limit."""
     shuffle_seed: int | None = None
     """Control experiment: permute the rewards within each group. None: no."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _from_name(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
 
 
 def build_judge(config: JudgeConfig | None) -> Judge:
@@ -131,26 +122,21 @@ def build_judge(config: JudgeConfig | None) -> Judge:
     factory = look_up("judge", config.name, JUDGES)
     if not callable(factory):
         raise ConfigError(f"judge {config.name!r} is a {type(factory).__name__}, not a function or class")
-    if config.name in JUDGES or (isinstance(factory, type) and issubclass(factory, Judge)):
-        judge = _construct(config, factory)
-    else:
-        judge = _wrap_function(config, factory)
-    return judge if config.shuffle_seed is None else ShuffledJudge(judge, seed=config.shuffle_seed)
-
-
-def _construct(config: JudgeConfig, factory: Callable[..., Judge]) -> Judge:
-    arguments = {"timeout_s": config.timeout_s, **config.arguments}
     model = JUDGE_ARGUMENTS.get(config.name)
-    check_arguments("judge", config.name, model or factory, config.arguments if model else arguments)
-    try:
-        return factory(**arguments)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(f"judge {config.name!r}: {error}") from None
-
-
-def _wrap_function(config: JudgeConfig, function: Callable[..., Any]) -> Judge:
-    # The rollout stands for the first argument.
-    check_arguments("judge", config.name, partial(function, None), config.arguments)
-    return FunctionJudge(function, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments)
+    judge: Judge
+    if model is not None or (isinstance(factory, type) and issubclass(factory, Judge)):
+        arguments = {"timeout_s": config.timeout_s, **config.arguments}
+        check_arguments("judge", config.name, model or factory, config.arguments if model else arguments)
+        try:
+            judge = factory(**arguments)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(f"judge {config.name!r}: {error}") from None
+    else:
+        # The rollout stands for the first argument.
+        check_arguments("judge", config.name, partial(factory, None), config.arguments)
+        judge = FunctionJudge(
+            factory, name=config.name, timeout_s=config.timeout_s, arguments=config.arguments
+        )
+    return judge if config.shuffle_seed is None else ShuffledJudge(judge, seed=config.shuffle_seed)

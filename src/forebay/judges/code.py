@@ -28,7 +28,6 @@ from forebay.sandbox import (
     Limits,
     Sandbox,
     SandboxError,
-    SandboxResult,
     SandboxUnavailableError,
 )
 from forebay.types import RolloutState
@@ -122,7 +121,11 @@ class CodeJudge(Judge):
         codes = [test for test in tests if isinstance(test, str)]
         num_passed, spent_s = 0, 0.0
         if codes:
-            num_passed, spent_s = await self._run_code_tests(program, codes)
+            word = secrets.token_hex(16)
+            orders = json.dumps({"word": word, "tests": codes})
+            result = await self._sandbox.run_python(_CODE_TESTS, stdin=orders, files={"solution.py": program})
+            spent_s, said = result.wall_s, set(result.stdout.splitlines())
+            num_passed = sum(f"{word} {number}" in said for number in range(len(codes)))
             if num_passed < len(codes) and not self._partial_credit:
                 return num_passed
         for test in tests:
@@ -132,19 +135,11 @@ class CodeJudge(Judge):
                 break
             result = await self._sandbox.run_python(program, stdin=test["input"])
             spent_s += result.wall_s
-            if _is_right(result, test["output"]):
+            if result.ok and _lines(result.stdout) == _lines(test["output"]):
                 num_passed += 1
             elif not self._partial_credit:
                 break
         return num_passed
-
-    async def _run_code_tests(self, program: str, tests: Sequence[str]) -> tuple[int, float]:
-        word = secrets.token_hex(16)
-        result = await self._sandbox.run_python(
-            _CODE_TESTS, stdin=json.dumps({"word": word, "tests": tests}), files={"solution.py": program}
-        )
-        said = set(result.stdout.splitlines())
-        return sum(f"{word} {number}" in said for number in range(len(tests))), result.wall_s
 
 
 def read_tests(state: RolloutState) -> list[str | dict[str, str]]:
@@ -163,19 +158,15 @@ def read_tests(state: RolloutState) -> list[str | dict[str, str]]:
         raise ValueError(
             "the prompt has no reward_model['tests']; give a list of {'input': ..., 'output': ...} or of code"
         )
-    return [_read_test(test) for test in tests]
-
-
-def _read_test(test: Any) -> str | dict[str, str]:
-    if isinstance(test, str):
-        return test
-    if isinstance(test, Mapping) and "output" in test:
-        return {"input": str(test.get("input", "")), "output": str(test["output"])}
-    raise ValueError(f"a test is Python code or {{'input': ..., 'output': ...}}; got {test!r}")
-
-
-def _is_right(result: SandboxResult, expected: str) -> bool:
-    return result.ok and _lines(result.stdout) == _lines(expected)
+    read: list[str | dict[str, str]] = []
+    for test in tests:
+        if isinstance(test, str):
+            read.append(test)
+        elif isinstance(test, Mapping) and "output" in test:
+            read.append({"input": str(test.get("input", "")), "output": str(test["output"])})
+        else:
+            raise ValueError(f"a test is Python code or {{'input': ..., 'output': ...}}; got {test!r}")
+    return read
 
 
 def _lines(text: str) -> list[str]:

@@ -254,19 +254,14 @@ class ShuffledJudge(Judge):
     async def judge(self, target: Target) -> Target:
         """Judge, then permute."""
         await self.inner.judge(target)
-        if isinstance(target, list):
-            self._permute([state for state in target if state.reward is not None])
+        if isinstance(target, list) and (judged := [state for state in target if state.reward is not None]):
+            digest = hashlib.blake2b(f"{self.seed}/{judged[0].group_id}".encode(), digest_size=8).digest()
+            rewards = [state.reward for state in judged]
+            random.Random(int.from_bytes(digest, "little")).shuffle(rewards)
+            for state, reward in zip(judged, rewards, strict=True):
+                state.reward = reward
         return target
 
     async def aclose(self) -> None:
         """Close the inner judge."""
         await self.inner.aclose()
-
-    def _permute(self, judged: list[RolloutState]) -> None:
-        if not judged:
-            return
-        digest = hashlib.blake2b(f"{self.seed}/{judged[0].group_id}".encode(), digest_size=8).digest()
-        rewards = [state.reward for state in judged]
-        random.Random(int.from_bytes(digest, "little")).shuffle(rewards)
-        for state, reward in zip(judged, rewards, strict=True):
-            state.reward = reward

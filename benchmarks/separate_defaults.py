@@ -73,14 +73,14 @@ LONG_FROM = 0.85
 def engine_of(by_prompt):
     """What builds an engine whose lengths depend on the rollout, or on its prompt alone."""
 
-    def make(cluster, number):
+    def make(cluster):
         def length(request):
             seed = request.seed
             if by_prompt:
                 seed = request_seed(0, "prompt", request.session_id.rpartition("/")[0])
             return cluster.lengths.quantile((seed + 0.5) / SEED_SPAN) - request.num_earlier
 
-        return ModeledEngine(rate=cluster.decode_rate, slots=cluster.slots, length=length, number=number)
+        return ModeledEngine(rate=cluster.decode_rate, slots=cluster.slots, length=length)
 
     return make
 
@@ -135,7 +135,7 @@ def measure_lengths(name, produce):
         mock.patch.object(TimedTrainer, "fit", noting_fit),
     ):
         result = simulate(config, cluster, steps=LENGTH_STEPS)
-    counts, settings_ = result.token_lag.counts, config.produce
+    counts, settings_ = result.token_staleness.counts, config.produce
     past = sum(count for lag, count in counts.items() if lag > settings_.max_staleness)
     return {
         "dist": name,
@@ -147,8 +147,8 @@ def measure_lengths(name, produce):
         "long": trained["long"] / trained["all"] / (every >= long_from).mean(),
         "wasted": result.wasted_share,
         "past": past / sum(counts.values()),
-        "lag": result.token_lag.mean,
-        "maxlag": result.token_lag.max,
+        "lag": result.token_staleness.mean,
+        "maxlag": result.token_staleness.max,
     }
 
 

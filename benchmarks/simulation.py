@@ -178,10 +178,11 @@ def report(steps, targets, tailed, adverse, slowest):
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (engines, sync, staleness, over, in_flight), result, turns in tailed:
+        lag = result.token_staleness
         lines.append(
             f"| {engines} | {sync:.0%} | {staleness} | {over:.0%} | {'yes' if in_flight else 'no'} "
             f"| {result.over_bound:.3f} | {turns.step_s / result.step_s:.2f} | {result.engine_idle:.1%} "
-            f"| {result.token_lag.mean:.2f} ({result.token_lag.max}) | {result.dropped_share:.1%} "
+            f"| {lag.mean:.2f} ({lag.max}) | {result.dropped_share:.1%} "
             f"| {result.wasted_share:.1%} |"
         )
     lines += [

@@ -1,5 +1,6 @@
 """Whole simulations, against what can be worked out by hand."""
 
+import json
 import re
 
 import pytest
@@ -26,7 +27,7 @@ def test_a_synchronous_step_is_the_sum_of_its_parts():
     assert result.engine_idle == pytest.approx(1 - 20 / 26.5)
     assert result.trainer_idle == pytest.approx(1 - 5 / 26.5)
     assert result.sync_share == pytest.approx(1 / 26.5)
-    assert (result.token_lag.max, result.wasted_share, dict(result.dropped)) == (0, 0, {})
+    assert (result.token_staleness.max, result.wasted_share, dict(result.dropped)) == (0, 0, {})
 
 
 @pytest.mark.parametrize("train_s", [5.0, 30.0])
@@ -37,20 +38,24 @@ def test_an_asynchronous_step_is_the_slower_of_its_parts(train_s):
     assert result.over_bound == pytest.approx(1, rel=0.01)
 
 
-def test_the_same_simulation_gives_the_same_numbers():
+def test_the_same_simulation_gives_the_same_numbers_and_timeline(tmp_path):
     tailed = cluster(lengths={"p50": 50, "p99": 400}, prefill_tokens_per_s=1000, judge_s=0.1)
-    one, other = (simulate(run_config(produce=PARTIAL), tailed, steps=5) for _ in range(2))
+    traces = tmp_path / "one.json", tmp_path / "other.json"
+    one, other = (simulate(run_config(produce=PARTIAL), tailed, steps=5, trace=trace) for trace in traces)
     assert one.numbers() == other.numbers()
-    assert one.segments == other.segments
+    assert traces[0].read_text() == traces[1].read_text()
+    bars = [event for event in json.loads(traces[0].read_text()) if event["ph"] == "B"]
+    assert {"generate", "judge", "train", "sync"} <= {bar["cat"] for bar in bars}
+    assert max(bar["ts"] for bar in bars) / 1e6 == pytest.approx(5 * one.step_s, rel=0.5)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 2])
 def test_staleness_stays_under_its_bound_and_every_token_is_accounted_for(max_staleness):
     produce = {**PARTIAL, "max_staleness": max_staleness}
     result = simulate(run_config(produce=produce), cluster(lengths={"p50": 50, "p99": 400}), steps=10)
-    assert result.token_lag.max <= result.group_lag.max <= max_staleness
-    assert sum(result.token_lag.counts.values()) == result.trained_tokens
-    assert sum(result.group_lag.counts.values()) == 10 * 4
+    assert result.token_staleness.max <= result.group_staleness.max <= max_staleness
+    assert sum(result.token_staleness.counts.values()) == result.trained_tokens
+    assert sum(result.group_staleness.counts.values()) == 10 * 4
     assert result.made_tokens >= result.trained_tokens + result.kept_tokens
     assert 0 <= result.wasted_share < 1
     assert result.step_s >= result.training_s
@@ -59,7 +64,7 @@ def test_staleness_stays_under_its_bound_and_every_token_is_accounted_for(max_st
 def test_what_a_filter_rejects_is_dropped_and_generated_again():
     half = cluster(filtered_share=0.5)
     result = simulate(run_config(), half, steps=10)
-    assert 0.3 < result.dropped["filtered"] / result.generated < 0.7
+    assert 0.3 < result.dropped["filtered"] / result.groups < 0.7
     assert result.step_s > simulate(run_config(), cluster(), steps=10).step_s
 
 

@@ -6,19 +6,24 @@
     forebay simulate RUN.toml --cluster CLUSTER.toml --sweep max_staleness=0,1,2 --sweep split=4:4,6:2
     forebay simulate --calibrate RUN_FOLDER [--sweep ...]               the rates of a real run
 
-Keys that begin with ``cluster.`` are the cluster's. It writes tables and pictures only.
+Keys that begin with ``cluster.`` are the cluster's. Nothing is trained: it shows tables and writes numbers.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from forebay.cli.errors import one_message
+from forebay.config import ConfigError, read_toml
+
+if TYPE_CHECKING:
+    from forebay.simulation import ClusterConfig
+    from forebay.simulation.calibration import Measured
 
 PIPED_WIDTH = 150
 """Columns when the output is no terminal; a sweep over three settings fits."""
@@ -44,7 +49,7 @@ def simulate_run(
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Train steps to simulate.")] = 50,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for pictures, page and numbers; else beside the run's folder.")
+        Path | None, typer.Option(help="Folder for numbers and timeline; else beside the run's folder.")
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="Simulations at a time; else one for each core.")
@@ -59,16 +64,55 @@ def simulate_run(
         # With --calibrate the first positional argument is an override, not a file.
         overrides, run_file = [str(run_file), *(overrides or [])], None
     with one_message():
-        from forebay.simulation.commands import simulate_and_show
+        # Here, because the loops of a run load torch.
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TimeElapsedColumn
 
-        simulate_and_show(
-            Console(width=None if sys.stdout.isatty() else PIPED_WIDTH),
-            run_file=run_file,
-            calibrate_on=calibrate,
-            overrides=overrides or [],
-            cluster_file=cluster,
-            sweeps=sweep or [],
-            steps=steps,
-            out=out,
-            jobs=jobs,
+        from forebay.simulation import report
+        from forebay.simulation.sweep import combine, count_runs, parse_axis, rank, run_cases, split_overrides
+
+        console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+        of_cluster, of_run = split_overrides(overrides or [])
+        run_file, described, measured = _read(run_file, calibrate, cluster, of_cluster)
+        axes = [parse_axis(text) for text in sweep or []]
+        cases = list(combine(read_toml(run_file), of_run, described, axes, beside=run_file.parent))
+        config = cases[0].config
+        folder = out or config.output / f"{config.name}.simulation"
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = None if axes else folder / "trace.json"
+        columns = (SpinnerColumn(), "simulating", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=count_runs(cases))
+            outcomes = run_cases(cases, steps, jobs=jobs, trace=trace, on_done=lambda: progress.advance(bar))
+        best, *_ = ranked = rank(outcomes)
+        if best.result is None:
+            raise ConfigError(f"nothing of this can run: {best.problem}")
+        if axes:
+            console.print(report.sweep_table(ranked))
+        settings = ", ".join(f"{key}={value}" for key, value in best.case.settings.items())
+        console.print(report.comparison_table(best, f"best: {settings}" if axes else config.name))
+        if measured is not None and not axes and not overrides:
+            console.print(report.calibration_table(measured, best.result))
+        report.write_numbers(folder, ranked)
+        timeline = "" if trace is None else f"; timeline, for https://ui.perfetto.dev: {trace}"
+        console.print(f"numbers: {folder}{timeline}", highlight=False, soft_wrap=True)
+
+
+def _read(
+    run_file: Path | None, calibrate_on: Path | None, cluster_file: Path | None, of_cluster: list[str]
+) -> tuple[Path, ClusterConfig, Measured | None]:
+    """The run file, the cluster with its overrides, and the figures of a run that it was measured on."""
+    from forebay.runs.folder import RUN_FILE, saved_config
+    from forebay.simulation.calibration import calibrate
+    from forebay.simulation.cluster import changed_cluster, load_cluster
+
+    if calibrate_on is not None:
+        if cluster_file is not None:
+            raise ConfigError("--calibrate measures the cluster: leave --cluster out")
+        cluster, measured = calibrate(calibrate_on, saved_config(calibrate_on))
+        return calibrate_on / RUN_FILE, changed_cluster(cluster, of_cluster), measured
+    if run_file is None or cluster_file is None:
+        raise ConfigError(
+            "name a run file and a cluster, for example recipes/demo_separate.toml "
+            "--cluster recipes/clusters/example.toml; or --calibrate RUN_FOLDER"
         )
+    return run_file, load_cluster(cluster_file, of_cluster), None

@@ -24,7 +24,7 @@ import numpy as np
 from forebay.config import ConfigError
 from forebay.engines.arguments import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
-from forebay.metrics import STEP_S, Row, read_jsonl
+from forebay.metrics import STEP_S, read_jsonl
 from forebay.runs.config import RunConfig
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import WARM_UP_SHARE
@@ -51,7 +51,6 @@ class _Bar(NamedTuple):
 class Measured:
     """The figures of a real run."""
 
-    steps: int
     step_s: float
     staleness: float
     """Mean over train steps of the batch's stalest rollout."""
@@ -63,25 +62,44 @@ def calibrate(folder: Path, config: RunConfig) -> tuple[ClusterConfig, Measured]
     Raises:
         ConfigError: the run left no trace, or too little happened in it.
     """
-    rows = _step_rows(folder)
+    try:
+        rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get(STEP_S)]
+    except FileNotFoundError:
+        raise ConfigError(f"no run in {str(folder)!r}: it has no metrics.jsonl") from None
     bars = list(_read_trace(folder / "trace.json"))
-    start_s = _usual_from([bar for bar in bars if bar.stage == TRAIN], folder)
+    trained = [bar for bar in bars if bar.stage == TRAIN]
+    if min(len(rows), len(trained)) < 3:
+        raise ConfigError(
+            f"the run in {str(folder)!r} has {len(rows)} train steps and {len(trained)} in its trace; at "
+            f"least 3 are needed"
+        )
+    rows = rows[max(1, int(len(rows) * WARM_UP_SHARE)) :]
+    start_s = trained[max(1, int(len(trained) * WARM_UP_SHARE)) - 1].end_s
     rollouts, lengths = _rollouts(bars, start_s)
     if not rollouts or not lengths:
         raise ConfigError(f"the trace in {str(folder)!r} holds no generated rollouts after its first steps")
+
+    def mean_s(stage: str) -> float:
+        seconds = [bar.end_s - bar.start_s for bar in bars if bar.stage == stage and bar.start_s >= start_s]
+        return float(np.mean(seconds)) if seconds else 0.0
+
+    filtered_share = 0.0
+    if (folder / "ledger.jsonl").exists():
+        balance = Ledger.read(folder / "ledger.jsonl").balance({})
+        filtered_share = balance.dropped.get("filtered", 0) / max(1, balance.generated)
     slots = config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)
-    seconds = {stage: _mean_s(bars, stage, start_s) for stage in (TRAIN, SYNC, JUDGE)}
+    num_kept = min(len(lengths), _MAX_LENGTHS)
+    shares = (np.arange(num_kept) + 0.5) / num_kept
     cluster = ClusterConfig(
         slots=slots,
         tokens_per_s=measure_rates(rollouts, slots),
-        lengths=LengthConfig(values=_quantiles(lengths)),
-        train_s=seconds[TRAIN],
-        sync_s=seconds[SYNC],
-        judge_s=seconds[JUDGE],
-        filtered_share=_filtered_share(folder),
+        lengths=LengthConfig(values=np.quantile(lengths, shares, method="inverted_cdf").tolist()),
+        train_s=mean_s(TRAIN),
+        sync_s=mean_s(SYNC),
+        judge_s=mean_s(JUDGE),
+        filtered_share=filtered_share,
     )
     return cluster, Measured(
-        steps=len(rows),
         step_s=float(np.mean([row[STEP_S] for row in rows])),
         staleness=float(np.mean([row["staleness"] or 0.0 for row in rows])),
     )
@@ -106,33 +124,17 @@ def measure_rates(rollouts: Sequence[tuple[float, float, int]], slots: int) -> t
     level = np.minimum(running, slots).astype(int)
     seconds = np.bincount(level, lasted_s, minlength=slots + 1)
     tokens = np.bincount(level, lasted_s * rates, minlength=slots + 1)
+    # Parts of the levels, from 1 on, that saw about as much time each.
+    shares = np.cumsum(seconds[1:]) / max(seconds[1:].sum(), 1e-9)
+    part = np.minimum((shares * _MAX_PAIRS).astype(int), _MAX_PAIRS - 1)
     pairs = []
-    for levels in _shared_out(seconds[1:]):
+    for number in range(_MAX_PAIRS):
+        levels = np.flatnonzero(part == number) + 1
         time_s, made = seconds[levels].sum(), tokens[levels].sum()
         if time_s > 0 and made > 0:
             pairs.append((round(float((levels * seconds[levels]).sum() / time_s)), float(made / time_s)))
     # Two neighbors may round to one number.
     return tuple(dict(pairs).items())
-
-
-def _shared_out(seconds: Any) -> Iterator[Any]:
-    """Ranges of levels (counted from 1) that saw about as much time each."""
-    share = np.cumsum(seconds) / max(seconds.sum(), 1e-9)
-    part = np.minimum((share * _MAX_PAIRS).astype(int), _MAX_PAIRS - 1)
-    for number in range(_MAX_PAIRS):
-        levels = np.flatnonzero(part == number) + 1
-        if len(levels):
-            yield levels
-
-
-def _step_rows(folder: Path) -> list[Row]:
-    try:
-        rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row.get(STEP_S)]
-    except FileNotFoundError:
-        raise ConfigError(f"no run in {str(folder)!r}: it has no metrics.jsonl") from None
-    if len(rows) < 3:
-        raise ConfigError(f"the run in {str(folder)!r} has {len(rows)} train steps; at least 3 are needed")
-    return rows[max(1, int(len(rows) * WARM_UP_SHARE)) :]
 
 
 def _read_trace(path: Path) -> Iterator[_Bar]:
@@ -158,12 +160,6 @@ def _read_trace(path: Path) -> Iterator[_Bar]:
             )
 
 
-def _usual_from(train: Sequence[_Bar], folder: Path) -> float:
-    if len(train) < 3:
-        raise ConfigError(f"the trace in {str(folder)!r} has {len(train)} train steps; at least 3 are needed")
-    return train[max(1, int(len(train) * WARM_UP_SHARE)) - 1].end_s
-
-
 def _rollouts(bars: Sequence[_Bar], start_s: float) -> tuple[list[tuple[float, float, int]], list[int]]:
     """Start, end and tokens of calls that began after `start_s`; lengths of responses completed after it."""
     calls, lengths, so_far = [], [], dict[str, int]()
@@ -180,23 +176,3 @@ def _rollouts(bars: Sequence[_Bar], start_s: float) -> tuple[list[tuple[float, f
         if bar.end_s >= start_s and status == "completed" and length:
             lengths.append(length)
     return calls, lengths
-
-
-def _mean_s(bars: Sequence[_Bar], stage: str, start_s: float) -> float:
-    seconds = [bar.end_s - bar.start_s for bar in bars if bar.stage == stage and bar.start_s >= start_s]
-    return float(np.mean(seconds)) if seconds else 0.0
-
-
-def _quantiles(lengths: Sequence[int]) -> tuple[int, ...]:
-    ordered = np.sort(lengths)
-    if len(ordered) > _MAX_LENGTHS:
-        ordered = ordered[((np.arange(_MAX_LENGTHS) + 0.5) / _MAX_LENGTHS * len(ordered)).astype(int)]
-    return tuple(int(length) for length in ordered)
-
-
-def _filtered_share(folder: Path) -> float:
-    try:
-        balance = Ledger.read(folder / "ledger.jsonl").balance({})
-    except FileNotFoundError:
-        return 0.0
-    return balance.dropped.get("filtered", 0) / max(1, balance.generated)

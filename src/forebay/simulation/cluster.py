@@ -18,20 +18,14 @@ from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 
 _Z_99 = NormalDist().inv_cdf(0.99)
 
 
-class _Description(BaseModel):
-    """Strict as a run file's tables are, but no part of one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class LengthConfig(_Description):
+class LengthConfig(BaseModel, extra="forbid", frozen=True):
     """How long responses are, in tokens: one of three ways to say it.
 
     >>> LengthConfig(p50=500, p99=4000).quantile(0.99)
@@ -76,7 +70,7 @@ class LengthConfig(_Description):
         return max(1, round(self.p50 * math.exp(sigma * NormalDist().inv_cdf(share))))
 
 
-class ClusterConfig(_Description):
+class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """The facts that a simulation needs of engines, trainer and responses.
 
     >>> cluster = ClusterConfig(slots=64, tokens_per_s=2000, train_s=30, lengths={"constant": 100})

@@ -19,7 +19,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,7 +59,6 @@ class ModeledEngine(ScriptedEngine):
         slots: requests that run together.
         length: tokens that are still to come of a request, before its budget cuts them.
         prefill_s: seconds before the first token, by input tokens.
-        number: of the engine, for the record.
     """
 
     def __init__(
@@ -69,13 +68,15 @@ class ModeledEngine(ScriptedEngine):
         slots: int,
         length: Callable[[GenerateRequest], int],
         prefill_s: Callable[[int], float] = lambda num_tokens: 0.0,
-        number: int = 0,
     ) -> None:
         super().__init__({}, max_running=slots, max_context_tokens=_LONGEST)
         self._slot_rates = [0.0, *(rate(running) / running for running in range(1, slots + 1))]
-        self._length, self._prefill_s, self._number = length, prefill_s, number
+        self.num_tokens = 0
+        """Tokens of all requests that ended."""
+        self._length, self._prefill_s = length, prefill_s
         self._work: dict[ScriptedRequest, _Work] = {}
-        self._free_slots = list(range(slots))
+        self._left_slot_s = 0.0
+        """Sum of the ends less that of the beginnings of all times in a slot, as far as they are known."""
         self._num_decoding = 0
         self._ends: list[tuple[float, int, ScriptedRequest]] = []
         """A heap: decoding requests by the progress at which they end; those that left stay until popped."""
@@ -87,8 +88,10 @@ class ModeledEngine(ScriptedEngine):
         self._is_setting_timer = False
         self._loads: list[tuple[float, int]] = [(-math.inf, 0)]
         """From which progress on, which model step."""
-        self.segments: list[Segment] = []
-        """Every request's time in its slot, in the order of their ends."""
+
+    def slot_s(self) -> float:
+        """Seconds that slots were taken until now, all slots together."""
+        return self._left_slot_s + len(self._work) * asyncio.get_running_loop().time()
 
     async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
         """Label the tokens from now on with `model_step`; there are no weights."""
@@ -101,8 +104,8 @@ class ModeledEngine(ScriptedEngine):
     def _start(self, entry: ScriptedRequest) -> None:
         loop, request = asyncio.get_running_loop(), entry.request
         self._start_time_limit(entry)
-        slot, length = heapq.heappop(self._free_slots), max(1, self._length(request))
-        self._work[entry] = _Work(slot, loop.time(), length, self.model_step)
+        self._work[entry] = _Work(max(1, self._length(request)))
+        self._left_slot_s -= loop.time()
         if seconds := self._prefill_s(len(request.input_ids)):
             entry.timers.append(loop.call_later(seconds, self._decode, entry))
         else:
@@ -122,7 +125,7 @@ class ModeledEngine(ScriptedEngine):
         work, budget = self._work.get(entry), entry.request.max_tokens
         if work is None:
             return Completion(finish_reason="abort")
-        work.num_tokens, work.is_aborted = count, aborted
+        self.num_tokens += count
         return Completion(
             response_ids=_constant(0, count),
             logprobs=_LOGPROBS[:count] if count <= len(_LOGPROBS) else np.full(count, -1.0, np.float32),
@@ -135,9 +138,7 @@ class ModeledEngine(ScriptedEngine):
         if work is not None:
             self._advance()
             self._num_decoding -= work.first_progress < math.inf
-            heapq.heappush(self._free_slots, work.slot)
-            place = (self._number, work.slot, work.start_s, self._progress_at_s)
-            self.segments.append(Segment(*place, work.num_tokens, work.first_step, work.is_aborted))
+            self._left_slot_s += self._progress_at_s
             self._set_timer()
         super()._leave(entry)
 
@@ -197,32 +198,13 @@ class ModeledEngine(ScriptedEngine):
         return labels
 
 
-class Segment(NamedTuple):
-    """One request's time in a slot."""
-
-    engine: int
-    slot: int
-    start_s: float
-    end_s: float
-    num_tokens: int
-    model_step: int
-    """Of the weights when it began."""
-    is_aborted: bool
-
-
 @dataclass
 class _Work:
     """A request in a slot."""
 
-    slot: int
-    start_s: float
     length: int
-    first_step: int
     first_progress: float = math.inf
     """Where the engine's progress was when it began to decode."""
-    num_tokens: int = 0
-    is_aborted: bool = True
-    """As long as nothing else is said: the request of a cancelled caller leaves without a word."""
 
 
 _LOGPROBS: FloatArray = np.full(1 << 16, SCRIPTED_LOGPROB, np.float32)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import product, repeat
+from itertools import chain, product, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,44 +100,47 @@ def combine(
     """
     for values in product(*(axis.values for axis in axes)):
         settings = {axis.key: value for axis, value in zip(axes, values, strict=True)}
-        of_run = [f"{key}={value}" for key, value in settings.items() if key != SPLIT]
-        yield Case(
-            settings=settings,
-            config=parse_config(
-                RunConfig,
-                apply_overrides(run_table, [*overrides, *(o for o in of_run if not o.startswith(CLUSTER))]),
-                source="run file",
-                beside=beside,
-            ),
-            cluster=_changed(cluster, [o for o in of_run if o.startswith(CLUSTER)], settings.get(SPLIT)),
-        )
+        changes = [f"{key}={value}" for key, value in settings.items() if key != SPLIT]
+        of_cluster, of_run = split_overrides(changes)
+        table = apply_overrides(run_table, [*overrides, *of_run])
+        changed = changed_cluster(cluster, of_cluster)
+        if (split := settings.get(SPLIT)) is not None:
+            engines, separator, trainers = split.partition(":")
+            if not (separator and engines.isdecimal() and trainers.isdecimal()):
+                raise ConfigError(f"split {split!r} is not of the form ENGINES:TRAINERS, such as 6:2")
+            try:
+                changed = changed.split(int(engines), int(trainers))
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+        config = parse_config(RunConfig, table, source="run file", beside=beside)
+        yield Case(settings=settings, config=config, cluster=changed)
 
 
-def _changed(cluster: ClusterConfig, overrides: Sequence[str], split: str | None) -> ClusterConfig:
-    cluster = changed_cluster(cluster, [override.removeprefix(CLUSTER) for override in overrides])
-    if split is None:
-        return cluster
-    engines, separator, trainers = split.partition(":")
-    if not (separator and engines.isdecimal() and trainers.isdecimal()):
-        raise ConfigError(f"split {split!r} is not of the form ENGINES:TRAINERS, such as 6:2")
-    try:
-        return cluster.split(int(engines), int(trainers))
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the cluster, without its prefix, and those of the run file."""
+    of_cluster = [each.removeprefix(CLUSTER) for each in overrides if each.startswith(CLUSTER)]
+    return of_cluster, [each for each in overrides if not each.startswith(CLUSTER)]
 
 
 def run_cases(
-    cases: Sequence[Case], steps: int, *, jobs: int | None = None, on_done: Callable[[], None] = lambda: None
+    cases: Sequence[Case],
+    steps: int,
+    *,
+    jobs: int | None = None,
+    trace: Path | None = None,
+    on_done: Callable[[], None] = lambda: None,
 ) -> list[Outcome]:
     """Simulate all cases, and the synchronous run of every workload once; in `jobs` processes.
 
-    Order is that of `cases`. `on_done` is called after each simulation, of which there are `count_runs`.
+    Order is that of `cases`. The timeline of the first is written to `trace`. `on_done` is called after each
+    simulation, of which there are `count_runs`.
     """
     work = _work(cases)
     jobs = min(jobs or os.cpu_count() or 1, len(work))
     found: dict[str, tuple[SimulationResult | None, str]] = {}
     with ProcessPoolExecutor(jobs) if jobs > 1 else nullcontext() as pool:
-        answers = (pool.map if pool else map)(_try, *zip(*work.values(), strict=True), repeat(steps))
+        traces = chain([trace], repeat(None))
+        answers = (pool.map if pool else map)(_try, *zip(*work.values(), strict=True), repeat(steps), traces)
         for key, answer in zip(work, answers, strict=True):
             found[key] = answer
             on_done()
@@ -163,14 +166,16 @@ def rank(outcomes: Sequence[Outcome]) -> list[Outcome]:
     ordered = sorted(outcomes, key=by_speed)
     limit_s = by_speed(ordered[0]) * (1 + NEAR_BEST)
     near = [o for o in ordered if o.result is not None and o.result.step_s <= limit_s]
-    near.sort(key=lambda o: o.result.token_lag.mean if o.result is not None else 0.0)
+    near.sort(key=lambda o: o.result.token_staleness.mean if o.result is not None else 0.0)
     return [*near, *ordered[len(near) :]]
 
 
-def _try(config: RunConfig, cluster: ClusterConfig, steps: int) -> tuple[SimulationResult | None, str]:
+def _try(
+    config: RunConfig, cluster: ClusterConfig, steps: int, trace: Path | None
+) -> tuple[SimulationResult | None, str]:
     """The result, or none and the reason."""
     try:
-        return simulate(config, cluster, steps=steps), ""
+        return simulate(config, cluster, steps=steps, trace=trace), ""
     except ProductionError as error:
         return None, str(error)
 

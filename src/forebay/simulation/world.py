@@ -34,7 +34,7 @@ from forebay.engines.controller import request_seed
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
-from forebay.produce import AgentLoopManager, IsValidSampleFn, Prompt, Sampler, TaskRunner
+from forebay.produce import AgentLoopManager, Prompt, Sampler, TaskRunner
 from forebay.runs.build import Run
 from forebay.runs.config import RunConfig, TaskConfig
 from forebay.runs.rollouts import build_buffer, build_strategy
@@ -63,19 +63,22 @@ class World:
     display: SilentDisplay
 
 
-def build_world(
-    config: RunConfig, cluster: ClusterConfig, folder: Path, on_step: Callable[[], None]
-) -> World:
+def build_world(config: RunConfig, cluster: ClusterConfig, folder: Path) -> World:
     """The run of `config` on `cluster`; inside the event loop, whose clock everything takes."""
     clock = asyncio.get_running_loop().time
-    engines = [_engine(cluster, number) for number in range(cluster.engines)]
+    engines = [_engine(cluster) for _ in range(cluster.engines)]
     controller = RolloutController(engines, seed=config.seed)
     activities, buffer, tokenizer = Activities(), build_buffer(config), PromptTokenizer(cluster.prompt_tokens)
+    rejected_below = cluster.filtered_share * _SEED_SPAN
+
+    def accept(samples: list[RolloutState]) -> bool:
+        # By a draw of the group's own, so that always the same groups are rejected.
+        return request_seed(config.seed, "filter", str(samples[0].group_id)) >= rejected_below
 
     def task_runner(task: TaskConfig) -> TaskRunner:
         strategy = build_strategy(config, task, controller)
         if cluster.filtered_share:
-            strategy.is_valid_sample_fn = _filter(config.seed, cluster.filtered_share)
+            strategy.is_valid_sample_fn = accept
         judge = TimedJudge(cluster.judge_s)
         return TaskRunner(
             task_name=task.name,
@@ -103,7 +106,7 @@ def build_world(
         activities=activities,
     )
     thread = TimedThread()
-    trainer, display = TimedTrainer(cluster, thread), SilentDisplay(clock, on_step)
+    trainer, display = TimedTrainer(cluster, thread), SilentDisplay(clock, engines)
     run = Run(
         config=config,
         folder=folder,
@@ -122,7 +125,7 @@ def build_world(
     return World(run=run, engines=engines, trainer=trainer, display=display)
 
 
-def _engine(cluster: ClusterConfig, number: int) -> ModeledEngine:
+def _engine(cluster: ClusterConfig) -> ModeledEngine:
     prefill_rate = cluster.prefill_tokens_per_s
 
     def length(request: GenerateRequest) -> int:
@@ -136,17 +139,7 @@ def _engine(cluster: ClusterConfig, number: int) -> ModeledEngine:
         slots=cluster.slots,
         length=length,
         prefill_s=lambda num_tokens: num_tokens / prefill_rate if prefill_rate else 0.0,
-        number=number,
     )
-
-
-def _filter(seed: int, share: float) -> IsValidSampleFn:
-    """Rejects this share of the groups; always the same ones."""
-
-    def accept(samples: list[RolloutState]) -> bool:
-        return request_seed(seed, "filter", str(samples[0].group_id)) >= share * _SEED_SPAN
-
-    return accept
 
 
 class PromptTokenizer:
@@ -206,13 +199,14 @@ class SimulationLoop(VirtualTimeLoop):
             return result
         seconds, executor.charged_s = executor.charged_s, 0.0
         later: asyncio.Future[Result] = self.create_future()
-        self.call_later(seconds, _hand_over, result, later)
+
+        def hand_over() -> None:
+            # The caller may be cancelled by then.
+            if not later.done():
+                later.set_result(result.result())
+
+        self.call_later(seconds, hand_over)
         return later
-
-
-def _hand_over(result: asyncio.Future[Result], later: asyncio.Future[Result]) -> None:
-    if not later.done():
-        later.set_result(result.result())
 
 
 class TrainedStep(NamedTuple):
@@ -262,31 +256,28 @@ class EnoughSteps(Exception):
     """Ends a simulated run after its last step: it has nothing to save or to show."""
 
 
+class StepEnd(NamedTuple):
+    """The moment in which a train step ended."""
+
+    time_s: float
+    slot_s: float
+    """Seconds that slots of all engines were taken until then."""
+
+
 class SilentDisplay(RunDisplay):
-    """Shows nothing; notes when phases began and steps ended, and ends the run after the last step."""
+    """Shows nothing; notes when steps ended, and ends the run after the last one."""
 
-    def __init__(self, clock: Callable[[], float], on_step: Callable[[], None]) -> None:
+    def __init__(self, clock: Callable[[], float], engines: list[ModeledEngine]) -> None:
         super().__init__(Console(quiet=True), clock=clock)
-        self._now_s = clock
-        self._on_step = on_step
-        self.step_ends_s: list[float] = []
-        self.phases: list[tuple[str, float]] = []
-        """Names and beginnings; each lasts at most until the next."""
-
-    def phase(self, name: str) -> None:
-        """Note when it began."""
-        self.phases.append((name, self._now_s()))
+        self._now_s, self._engines = clock, engines
+        self.steps: list[StepEnd] = []
 
     def step(self, step: int, total: int, metrics: Mapping[str, float]) -> None:
-        """Note when it ended.
+        """Note the end of a train step.
 
         Raises:
             EnoughSteps: this was the last.
         """
-        self.step_ends_s.append(self._now_s())
-        self._on_step()
+        self.steps.append(StepEnd(self._now_s(), sum(engine.slot_s() for engine in self._engines)))
         if step == total:
             raise EnoughSteps
-
-    def production(self, done: int, total: int) -> None:
-        """Nothing to show."""

@@ -38,49 +38,6 @@ WARM_UP_SHARE = 0.2
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 
-def simulate(
-    config: RunConfig, cluster: ClusterConfig, *, steps: int = DEFAULT_STEPS, trace: Path | None = None
-) -> SimulationResult:
-    """Run `config` for so many train steps on `cluster`.
-
-    `trace` is where the timeline is written, in virtual time, in the format of a real run's trace.
-
-    Raises:
-        ValueError: fewer than two steps.
-        ProductionError: production cannot go on with these settings.
-
-    >>> result = simulate(load_config(RunConfig, path), cluster, steps=20)             # doctest: +SKIP
-    >>> result.step_s, result.token_staleness.p95                                      # doctest: +SKIP
-    (31.2, 1)
-    """
-    if steps < 2:
-        raise ValueError(f"a step time needs at least 2 steps, got {steps}")
-    config = config.model_copy(
-        update={
-            "steps": steps,
-            "checkpoint_every": 0,
-            "show_every": 0,
-            "evaluate": EvalConfig(),
-            # The cluster says which share of the groups is rejected.
-            "produce": config.produce.model_copy(update={"filter": "none"}),
-        }
-    )
-    if trace is not None:
-        # A trace is never written over, but that of an earlier simulation is of no use any more.
-        trace.unlink(missing_ok=True)
-    with asyncio.Runner(loop_factory=SimulationLoop) as runner, tempfile.TemporaryDirectory() as folder:
-        return runner.run(_simulate(config, cluster, Path(folder), trace))
-
-
-def synchronous(config: RunConfig) -> RunConfig:
-    """The same workload, generation and training taking turns."""
-    produce = ProduceConfig(
-        filter=config.produce.filter, sync_weights_interval=config.produce.sync_weights_interval
-    )
-    tasks = [task.model_copy(update={"max_staleness": None}) for task in config.tasks]
-    return config.model_copy(update={"produce": produce, "tasks": tasks})
-
-
 @dataclass(frozen=True, kw_only=True)
 class SimulationResult:
     """The numbers of one simulated run; times in (virtual) seconds."""
@@ -143,6 +100,49 @@ class SimulationResult:
         """All of it, as JSON values."""
         derived = ("steps_per_hour", "bound_s", "over_bound", "wasted_share", "dropped_share")
         return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+def simulate(
+    config: RunConfig, cluster: ClusterConfig, *, steps: int = DEFAULT_STEPS, trace: Path | None = None
+) -> SimulationResult:
+    """Run `config` for so many train steps on `cluster`.
+
+    `trace` is where the timeline is written, in virtual time, in the format of a real run's trace.
+
+    Raises:
+        ValueError: fewer than two steps.
+        ProductionError: production cannot go on with these settings.
+
+    >>> result = simulate(load_config(RunConfig, path), cluster, steps=20)             # doctest: +SKIP
+    >>> result.step_s, result.token_staleness.p95                                      # doctest: +SKIP
+    (31.2, 1)
+    """
+    if steps < 2:
+        raise ValueError(f"a step time needs at least 2 steps, got {steps}")
+    config = config.model_copy(
+        update={
+            "steps": steps,
+            "checkpoint_every": 0,
+            "show_every": 0,
+            "evaluate": EvalConfig(),
+            # The cluster says which share of the groups is rejected.
+            "produce": config.produce.model_copy(update={"filter": "none"}),
+        }
+    )
+    if trace is not None:
+        # A trace is never written over, but that of an earlier simulation is of no use any more.
+        trace.unlink(missing_ok=True)
+    with asyncio.Runner(loop_factory=SimulationLoop) as runner, tempfile.TemporaryDirectory() as folder:
+        return runner.run(_simulate(config, cluster, Path(folder), trace))
+
+
+def synchronous(config: RunConfig) -> RunConfig:
+    """The same workload, generation and training taking turns."""
+    produce = ProduceConfig(
+        filter=config.produce.filter, sync_weights_interval=config.produce.sync_weights_interval
+    )
+    tasks = [task.model_copy(update={"max_staleness": None}) for task in config.tasks]
+    return config.model_copy(update={"produce": produce, "tasks": tasks})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from forebay.agents.build import AGENT_ARGUMENTS, AGENTS, GIVEN
 from forebay.agents.environments.build import ENVIRONMENT_ARGUMENTS, ENVIRONMENTS
 from forebay.config import ConfigError, StrictModel, apply_overrides, parse_config
 from forebay.engines import TransformersEngine
-from forebay.engines.arguments import TransformersArguments
+from forebay.engines.build import TransformersArguments
 from forebay.judges.build import JUDGE_ARGUMENTS, JUDGES
 from forebay.produce.prompts.sources import GENERATORS, SOURCE_ARGUMENTS
 from forebay.runs.config import RunConfig

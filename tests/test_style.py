@@ -23,7 +23,7 @@ from forebay.agents.build import AGENT_ARGUMENTS
 from forebay.agents.environments.build import ENVIRONMENT_ARGUMENTS
 from forebay.cluster.arguments import RayArguments
 from forebay.config import Component, StrictModel
-from forebay.engines.arguments import ENGINE_ARGUMENTS
+from forebay.engines.build import ENGINE_ARGUMENTS
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
 from forebay.replay.config import BufferConfig

@@ -14,8 +14,7 @@ from peft import LoraConfig, get_peft_model
 from test_partial_rollouts import GREEDY, Tokens, has_reached_the_engine, rollout
 
 from forebay.engines import RolloutController, ScriptedEngine, TransformersEngine
-from forebay.engines.weights.adapters import AdaptedWeights
-from forebay.engines.weights.takeover import copy_weights
+from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
     AdaptersRefusedError,

@@ -8,7 +8,7 @@ import pytest
 from simulated_runs import run_config, run_table
 
 from forebay.config import ConfigError, parse_config
-from forebay.engines.arguments import DEFAULT_MAX_BATCH
+from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.runs.config import RunConfig
 from forebay.simulation import simulate
 from forebay.simulation.calibration import calibrate, measure_rates

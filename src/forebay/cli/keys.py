@@ -60,7 +60,7 @@ class Section:
 
 
 COMPONENTS = (
-    ("engine.arguments", "engine", "forebay.engines.arguments:ENGINE_ARGUMENTS"),
+    ("engine.arguments", "engine", "forebay.engines.build:ENGINE_ARGUMENTS"),
     ("cluster.arguments", "cluster", "forebay.runs.config:CLUSTER_ARGUMENTS"),
     ("tasks.0.data.arguments", "data source", "forebay.produce.prompts.sources:SOURCE_ARGUMENTS"),
     ("tasks.0.agent.arguments", "agent", "forebay.agents.build:AGENT_ARGUMENTS"),

@@ -38,18 +38,19 @@ Contract:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from forebay.models import ModelConfig, Precision
+from forebay.models.starting_weights import Weights
 from forebay.types import FloatArray, IntArray, SampleParams
 
-if TYPE_CHECKING:
-    import torch
+DEFAULT_MAX_BATCH = 256
+"""Requests that decode together: more gain nothing on a CPU, and caches of as many fit a GPU."""
 
 
 class EngineLost(RuntimeError):
@@ -191,7 +192,7 @@ class Engine(Protocol):
         """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
         ...
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Take over these parameters, by name; they are those after train step `model_step`."""
         ...
 
@@ -228,9 +229,7 @@ class TakesAdapters(Protocol):
         """Whether it does; an engine without this property does not."""
         ...
 
-    async def load_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """As `Engine.load_weights`, with the weights that the starting weights and these adapters make.
 
         The starting weights are those that the engine began with, or was last given whole. `adapters` and

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forebay.config import Component, ConfigError, check_arguments, look_up
-from forebay.engines.arguments import HTTPArguments, check_engine
-from forebay.engines.base import Engine, EngineLost, EngineSurroundings
+from pydantic import Field, create_model
+
+from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
+from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings
+from forebay.engines.servers.build import HTTPArguments, http_engines
 from forebay.models import Precision, load_model
 
 
@@ -25,6 +27,31 @@ class EngineConfig(Component):
     times slower. The trainer's weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
 
 
+class TransformersArguments(StrictModel, strict=True):
+    """Arguments of the engine ``transformers``."""
+
+    max_batch: int = Field(default=DEFAULT_MAX_BATCH, ge=1)
+    """Requests that decode together; the rest wait."""
+    prefill_tokens: int = Field(default=8192, ge=1)
+    """Tokens, padding included, that one pass over prompts may hold; a longer prompt goes alone."""
+    takes_adapters: bool = True
+    """With LoRA, keep a second copy of the adapted weights and take adapters alone; false: be given merged
+    weights."""
+    device: str = "cpu"
+    """Where the model computes, as torch calls it: ``cpu``, ``cuda``, ``cuda:1``."""
+
+
+class ProcessArguments(StrictModel, strict=True):
+    """Arguments of the engine ``process``, besides those of the engine inside."""
+
+    engines: int = Field(default=1, ge=1)
+    """Processes on this machine, each with an engine of its own."""
+    engine: str = "transformers"
+    """The engine in each of them, by its name."""
+    threads: int = Field(default=1, ge=1)
+    """CPU threads for torch in each."""
+
+
 def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
     from forebay.engines.local.transformers import TransformersEngine
 
@@ -38,30 +65,26 @@ def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[En
     ]
 
 
-def _processes(
-    surroundings: EngineSurroundings,
-    *,
-    engines: int = 1,
-    engine: str = "transformers",
-    threads: int = 1,
-    **arguments: Any,
-) -> list[Engine]:
-    """`engines` processes on this machine, as `ProcessArguments`; their engines take the rest."""
+def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
+    """Processes on this machine, as `ProcessArguments`; their engines take the other arguments."""
     from forebay.engines.process.engine import ProcessEngine
     from forebay.engines.process.host import EngineRecipe
     from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 
+    settings = ProcessArguments(
+        **{name: arguments.pop(name) for name in ProcessArguments.model_fields if name in arguments}
+    )
     recipe = EngineRecipe(
         model_folder=surroundings.model_folder,
         model=surroundings.model,
         dtype=surroundings.dtype,
-        engine=Component(name=engine, arguments=arguments),
-        threads=threads,
+        engine=Component(name=settings.engine, arguments=arguments),
+        threads=settings.threads,
     )
-    hand_over = SharedMemoryHandOver()
-    logs = surroundings.scratch
+    hand_over, logs = SharedMemoryHandOver(), surroundings.scratch
     started = [
-        ProcessEngine(recipe, hand_over, log=logs / f"engine_{number}.log") for number in range(engines)
+        ProcessEngine(recipe, hand_over, log=logs / f"engine_{number}.log")
+        for number in range(settings.engines)
     ]
     try:
         for process in started:
@@ -73,34 +96,47 @@ def _processes(
     return list(started)
 
 
-def _http(kind: str, surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
-    """Engines of running servers (`urls`), or of servers to start (`servers`): `HTTPArguments`."""
-    from forebay.engines.servers.build import http_engines
-
-    return http_engines(kind, HTTPArguments(**arguments), surroundings)
-
-
 ENGINES: dict[str, Callable[..., list[Engine]]] = {
     "process": _processes,
-    "sglang": partial(_http, "sglang"),
+    "sglang": partial(http_engines, "sglang"),
     "transformers": _transformers,
-    "vllm": partial(_http, "vllm"),
+    "vllm": partial(http_engines, "vllm"),
 }
 """Values of ``engine.name``; besides, ``package.module:function`` of the same signature."""
+
+ENGINE_ARGUMENTS: dict[str, type[StrictModel]] = {
+    "process": ProcessArguments,
+    "sglang": HTTPArguments,
+    "transformers": TransformersArguments,
+    "vllm": HTTPArguments,
+}
 
 
 def find_engine(config: Component) -> Callable[..., list[Engine]]:
     """The function that makes the engines of `config`; nothing is made.
 
     Raises:
-        ConfigError: the name is unknown, or an argument does not fit.
+        ConfigError: the name is unknown, or an argument is unknown, missing or of a wrong value.
     """
     factory: Callable[..., list[Engine]] = look_up("engine", config.name, ENGINES)
-    if config.name in ENGINES:
-        check_engine(config.name, config.arguments)
-    else:
-        # It is called with the surroundings first, by whatever name it has for them.
-        check_arguments("engine", config.name, partial(factory, None), config.arguments)
+    name, arguments = config.name, config.arguments
+    # One that is not named here is called with the surroundings first, by whatever name it has for them.
+    model: Any = ENGINE_ARGUMENTS.get(name) or partial(factory, None)
+    if model is ProcessArguments:
+        if "checksum" in arguments:
+            raise ConfigError(
+                f"engine {name!r}: the argument 'checksum' was removed; leave it out. verify_weights = true "
+                f"proves after every hand-over that engines hold the weights"
+            )
+        own = {key: value for key, value in arguments.items() if key in model.model_fields}
+        inside = ENGINE_ARGUMENTS.get(own.get("engine", "transformers"))
+        if inside is None:
+            # The other arguments are those of an engine that is not known here.
+            arguments = own
+        elif inside is not model:
+            # One model, so that a misspelled argument is compared with those of both.
+            model = create_model(name, __base__=(model, inside))
+    check_arguments("engine", name, model, arguments)
     return factory
 
 

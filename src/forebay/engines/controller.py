@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest, request_seed
 from forebay.engines.pool import EnginePool
+from forebay.models.starting_weights import Weights
 from forebay.types import (
     RolloutState,
     SampleParams,
@@ -25,9 +26,6 @@ from forebay.types import (
     status_from_finish_reason,
 )
 from forebay.watching.activity import Activity
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["RolloutController", "request_seed"]
 
@@ -162,7 +160,7 @@ class RolloutController:
         """
         await self._pool.resume()
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`.
 
         An engine that is lost meanwhile, or refuses them, takes them over when it comes back.
@@ -179,9 +177,7 @@ class RolloutController:
         """Whether `update_adapters` may be called: all engines keep their starting weights."""
         return self._pool.takes_adapters
 
-    async def update_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def update_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """Give every engine the LoRA adapters after train step `model_step`, for its starting weights.
 
         Raises:

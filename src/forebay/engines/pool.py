@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -34,10 +34,8 @@ from forebay.engines.base import (
     Remote,
     TakesAdapters,
 )
+from forebay.models.starting_weights import Weights
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +196,7 @@ class EnginePool:
         self._paused = False
         await self._ask_all("resume", self._follow_pause)
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
 
         Those that are lost take them over when they come back. A remote one that refuses them is lost, too:
@@ -217,9 +215,7 @@ class EnginePool:
         """Whether all engines do."""
         return all(getattr(member.engine, "takes_adapters", False) for member in self._members)
 
-    async def load_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """As `load_weights`, with adapters on the engines' starting weights; for engines that take them.
 
         Raises:

@@ -15,15 +15,12 @@ import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from forebay.engines.base import Completion, EngineHealth, GenerateRequest
+from forebay.models.starting_weights import Weights
 from forebay.types import IntArray
-
-if TYPE_CHECKING:
-    import torch
 
 Answer = Sequence[int] | Completion | Exception
 """Token ids; or a whole completion; or an error, which makes an error completion."""
@@ -144,7 +141,7 @@ class ScriptedEngine:
         """How many tokens a running request has by now; else 0."""
         return sum(self._num_made(entry) for entry in self._running if entry.request.request_id == request_id)
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Label the tokens from now on with `model_step`; the weights are read and forgotten."""
         for _ in weights:
             pass

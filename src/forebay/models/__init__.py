@@ -8,12 +8,13 @@ Everything ends as a folder in Hugging Face format, so the rest of the program k
 """
 
 from forebay.models.config import ModelConfig, Precision, TinyConfig
-from forebay.models.loading import default_cache_dir, load_model, load_tokenizer, resolve_model
+from forebay.models.loading import context_of, default_cache_dir, load_model, load_tokenizer, resolve_model
 
 __all__ = [
     "ModelConfig",
     "Precision",
     "TinyConfig",
+    "context_of",
     "default_cache_dir",
     "load_model",
     "load_tokenizer",

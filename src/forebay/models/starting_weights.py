@@ -14,10 +14,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import torch
+
+Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
+"""Parameters by name, on their way from a trainer to engines."""
 
 BASE_FINGERPRINT = "base_fingerprint"
 """The key, in the config of adapters on their way to engines, of their starting weights' `fingerprint`."""
@@ -31,7 +34,7 @@ class BaseDiffersError(AdaptersRefusedError):
     """The engine holds other weights than those below the adapters; with those it could use them."""
 
 
-def fingerprint(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+def fingerprint(weights: Weights) -> str:
     """Tells these weights from all others: names, dtypes, shapes and every bit count, their order does not.
 
     It reads everything: about a second for each GB, plus the way from the device.

@@ -7,14 +7,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError
-from forebay.models import load_tokenizer
+from forebay.models import context_of, load_tokenizer
 from forebay.models.config import TINY
 from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import Prompt
@@ -72,21 +71,11 @@ def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData
     Raises:
         ConfigError: a prompt is too long, or has characters that the model does not know.
     """
-    context = config.model.max_context or _own_context(model_folder)
+    context = config.model.max_context or context_of(model_folder)
     if context is None:
         return list(data)
     tokenizer = load_tokenizer(model_folder)
     return [fitting(config, *pair, tokenizer, context) for pair in zip(config.tasks, data, strict=True)]
-
-
-def _own_context(model_folder: Path) -> int | None:
-    try:
-        config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        # The code that loads the model says what is wrong with it.
-        return None
-    found: int | None = config.get("text_config", config).get("max_position_embeddings")
-    return found
 
 
 def fitting(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forebay.config import ConfigError
-from forebay.engines.arguments import DEFAULT_MAX_BATCH
+from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.ledger import Ledger
 from forebay.metrics import STEP_S, read_jsonl
 from forebay.runs.config import RunConfig

@@ -22,8 +22,7 @@ from forebay.engines.servers.client import HTTPError, request
 from forebay.engines.servers.dialects import VLLM, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
-from forebay.engines.weights.files import WeightFiles
-from forebay.engines.weights.untie_embeddings import shared_weights, write_untied
+from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny

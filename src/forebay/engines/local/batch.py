@@ -153,7 +153,10 @@ class DecodeBatch:
     def _enter(self, rows: Sequence[Row]) -> None:
         first = self.size
         stop_ids = [(*self._eos_token_ids, *row.request.params.stop_token_ids) for row in rows]
-        self._make_room(max(len(ids) for ids in stop_ids))
+        num_rows = self._cache.num_rows
+        self._rows, self._made = _grown(self._rows, num_rows), _grown(self._made, num_rows)
+        num_stop_ids = max(len(ids) for ids in stop_ids)
+        self._stop_ids = _grown(self._stop_ids, num_rows, num_stop_ids, fill=_NO_STOP_ID)
         for place, (row, stops) in enumerate(zip(rows, stop_ids, strict=True), start=first):
             request = row.request
             length = len(request.input_ids)
@@ -173,13 +176,6 @@ class DecodeBatch:
         # Last, so that another thread never sees a request before its row.
         self._requests.extend(rows)
 
-    def _make_room(self, num_stop_ids: int) -> None:
-        """Let the per-row arrays have the cache's number of rows and room for these stop ids."""
-        num_rows = self._cache.num_rows
-        self._rows = _grown(self._rows, num_rows)
-        self._made = _grown(self._made, num_rows)
-        self._stop_ids = _grown(self._stop_ids, num_rows, num_stop_ids, fill=_NO_STOP_ID)
-
     # Decoding
 
     @torch.inference_mode()
@@ -193,7 +189,9 @@ class DecodeBatch:
         made = int(rows["num_made"].max()) + 1
         if made > self._made.shape[1]:
             self._made = _grown(self._made, len(self._made), 2 * made)
-        self._made[np.arange(self.size), rows["num_made"]] = _tokens(ids, logprobs, model_step)
+        new = np.arange(self.size), rows["num_made"]
+        self._made["id"][new], self._made["logprob"][new] = ids, logprobs
+        self._made["model_step"][new] = model_step
         rows["token"] = ids
         rows["position"] += 1
         rows["num_made"] += 1
@@ -207,7 +205,11 @@ class DecodeBatch:
         positions = self._rows["position"][:num_rows]
         needed = int(positions.max()) + 1
         if needed > self._cache.num_columns:
-            self._grow_columns(needed)
+            # By half, which keeps copying rare, but never past what the rows can still reach.
+            running = self._rows[: self.size]
+            reachable = int((running["position"] + running["limit"] - running["num_made"]).max())
+            wanted = min(self._cache.num_columns * 3 // 2, reachable)
+            self._cache.reserve(self._cache.num_rows, max(wanted, needed))
         width = round_up_columns(needed)
         positions_B = torch.from_numpy(positions.copy()).to(self._device)
         ids_B = torch.from_numpy(self._rows["token"][:num_rows].copy()).to(self._device)
@@ -225,13 +227,6 @@ class DecodeBatch:
         logits: torch.Tensor = output.logits[: self.size, -1]
         return logits
 
-    def _grow_columns(self, needed: int) -> None:
-        """Grow by half, which keeps copying rare, but never past what the rows can still reach."""
-        rows = self._rows[: self.size]
-        reachable = int((rows["position"] + rows["limit"] - rows["num_made"]).max())
-        wanted = min(self._cache.num_columns * 3 // 2, reachable)
-        self._cache.reserve(self._cache.num_rows, max(wanted, needed))
-
     # Leaving
 
     @torch.inference_mode()
@@ -248,7 +243,11 @@ class DecodeBatch:
 
     def _take_finished(self, rows: Any, ids: IntArray, logprobs: NDArray[np.float32]) -> list[Ended]:
         stopped = (self._stop_ids[: self.size] == ids[:, None]).any(axis=1)
-        stopped |= self._text_stops()
+        for place, row in enumerate(self._requests):
+            if stop := row.request.params.stop:
+                assert self._stop_texts is not None, "stop texts need a tokenizer"
+                tail = self._tail(place, row.request, self._stop_texts.num_tail_tokens(stop))
+                stopped[place] |= self._stop_texts.completed(stop, tail)
         broken = ~np.isfinite(logprobs)
         full = rows["num_made"] >= rows["limit"]
         reasons = {
@@ -256,15 +255,6 @@ class DecodeBatch:
             for place in np.flatnonzero(stopped | broken | full)
         }
         return self._take_out(reasons, "the model's logits are not finite: its weights may have diverged")
-
-    def _text_stops(self) -> NDArray[np.bool_]:
-        found = np.zeros(self.size, np.bool_)
-        for place, row in enumerate(self._requests):
-            if stop := row.request.params.stop:
-                assert self._stop_texts is not None, "stop texts need a tokenizer"
-                tail = self._tail(place, row.request, self._stop_texts.num_tail_tokens(stop))
-                found[place] = self._stop_texts.completed(stop, tail)
-        return found
 
     def _tail(self, place: int, request: GenerateRequest, count: int) -> list[int]:
         """The last tokens of the response, with those that earlier calls of the same rollout made."""
@@ -274,23 +264,20 @@ class DecodeBatch:
         return (request.input_ids[-earlier:].tolist() if earlier > 0 else []) + tail
 
     def _take_out(self, reasons: dict[int, str], error_msg: str | None = None) -> list[Ended]:
-        ended = [
-            (self._requests[place], self._completion(place, reason, error_msg))
-            for place, reason in reasons.items()
-        ]
+        ended: list[Ended] = []
+        for place, reason in reasons.items():
+            made = self._made[place, : self._rows["num_made"][place]]
+            completion = Completion(
+                response_ids=made["id"].copy(),
+                logprobs=made["logprob"].copy(),
+                model_steps=made["model_step"].copy(),
+                finish_reason=reason,
+                error_msg=error_msg if reason == "error" else None,
+            )
+            ended.append((self._requests[place], completion))
         if reasons:
             self._close_holes(sorted(reasons))
         return ended
-
-    def _completion(self, place: int, reason: str, error_msg: str | None) -> Completion:
-        made = self._made[place, : self._rows["num_made"][place]]
-        return Completion(
-            response_ids=made["id"].copy(),
-            logprobs=made["logprob"].copy(),
-            model_steps=made["model_step"].copy(),
-            finish_reason=reason,
-            error_msg=error_msg if reason == "error" else None,
-        )
 
     def _close_holes(self, gone: list[int]) -> None:
         """Move the last rows into the places of those that left."""
@@ -333,12 +320,6 @@ _ROW_FIELDS = np.dtype(
 )
 
 _TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
-
-
-def _tokens(ids: IntArray, logprobs: NDArray[np.float32], model_step: int) -> NDArray[np.void]:
-    tokens = np.empty(len(ids), _TOKEN_FIELDS)
-    tokens["id"], tokens["logprob"], tokens["model_step"] = ids, logprobs, model_step
-    return tokens
 
 
 def _grown(array: NDArray[Any], num_rows: int, num_columns: int = 0, fill: Any = 0) -> NDArray[Any]:

@@ -33,14 +33,23 @@ _HALF_TOLERANCE = 0.2
 """The same for 16-bit weights, whose rounding alone reaches some 0.05."""
 
 
-def check_config(model: Any, max_context_tokens: int) -> None:
-    """Check that every layer attends to the whole context at positions of its own.
+def check_config(model: Any, max_context_tokens: int | None) -> int:
+    """Check that every layer attends to the whole context at positions of its own; return that context.
 
     Raises:
         ValueError: naming what does not fit, and the context in which it would.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    max_context_tokens = limit if max_context_tokens is None else max_context_tokens
+    if max_context_tokens is None:
+        raise ValueError(f"{name} states no context length; give max_context_tokens")
+    if max_context_tokens < 2 or (limit is not None and max_context_tokens > limit):
+        raise ValueError(
+            f"max_context_tokens is {max_context_tokens}; it must be at least 2 and at most the model's "
+            f"{limit}"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} is an encoder-decoder; the engine runs decoder-only models")
     attention = config._attn_implementation
@@ -58,17 +67,15 @@ def check_config(model: Any, max_context_tokens: int) -> None:
             f"{name} attends to the last {window} tokens only, but the context is {max_context_tokens}; "
             f"set model.max_context (in code: max_context_tokens) to {window} or less"
         )
-    _check_rope(name, getattr(config, "rope_parameters", None) or {}, max_context_tokens)
-
-
-def _check_rope(name: str, rope: dict[str, Any], max_context_tokens: int) -> None:
-    kind = rope.get("rope_type")
-    limit = rope.get("original_max_position_embeddings") or 0
-    if kind in ("dynamic", "longrope") and max_context_tokens > limit:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind, trained = rope.get("rope_type"), rope.get("original_max_position_embeddings") or 0
+    if kind in ("dynamic", "longrope") and max_context_tokens > trained:
         raise ValueError(
             f"{name} encodes positions by {kind!r} rope, which depends on the longest rollout of a batch; "
-            f"set model.max_context (in code: max_context_tokens) to {limit or 'the trained context'} or less"
+            f"set model.max_context (in code: max_context_tokens) to {trained or 'the trained context'} or "
+            f"less"
         )
+    return max_context_tokens
 
 
 def probe(batch: DecodeBatch) -> None:

@@ -20,6 +20,7 @@ Shapes: B running rows, H key/value heads, C columns, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -71,17 +72,6 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         for own, new in ((self.keys, keys), (self.values, values)):
             own[rows, :, :length] = new
             own[rows, :, length:] = 0
-
-    def clear(self, rows: torch.Tensor) -> None:
-        """Zero these rows."""
-        if self.is_initialized:
-            self.keys[rows] = 0
-            self.values[rows] = 0
-
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy rows `sources` over rows `targets`."""
-        for own in (self.keys, self.values):
-            own[targets] = own[sources]
 
     def resize(self) -> None:
         """Grow to the cache's numbers of rows and columns."""
@@ -154,13 +144,19 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
     def clear(self, rows: torch.Tensor) -> None:
         """Make these rows empty."""
-        for layer in self.layers:
-            layer.clear(rows)
+        for held in self._held():
+            held[rows] = 0
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copy rows `sources` over rows `targets`."""
+        for held in self._held():
+            held[targets] = held[sources]
+
+    def _held(self) -> Iterator[torch.Tensor]:
+        """Keys and values of every layer; none before the first use."""
         for layer in self.layers:
-            layer.move(sources, targets)
+            if layer.is_initialized:
+                yield from (layer.keys, layer.values)
 
     def release(self) -> None:
         """Free the memory; only when no row is in use."""

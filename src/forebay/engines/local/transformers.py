@@ -30,13 +30,11 @@ from typing import Any
 import torch
 
 from forebay.aio.batching import settle
-from forebay.engines.arguments import DEFAULT_MAX_BATCH
-from forebay.engines.base import Completion, EngineHealth, GenerateRequest
+from forebay.engines.base import DEFAULT_MAX_BATCH, Completion, EngineHealth, GenerateRequest
 from forebay.engines.local.batch import DecodeBatch, Ended, Row
 from forebay.engines.local.compatibility import check_config, probe
-from forebay.engines.weights.adapters import AdaptedWeights
-from forebay.engines.weights.takeover import copy_weights
-from forebay.models.starting_weights import AdaptersRefusedError
+from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
+from forebay.models.starting_weights import AdaptersRefusedError, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -97,9 +95,8 @@ class TransformersEngine:
         self._device = device
         self._model = model.eval().to(device)
         self._has_tokenizer = tokenizer is not None
-        self.max_context_tokens = _context_limit(model, max_context_tokens)
+        self.max_context_tokens = check_config(model, max_context_tokens)
         """The most tokens, prompt and response together, one request may reach."""
-        check_config(model, self.max_context_tokens)
         self._batch = DecodeBatch(
             self._model,
             max_context_tokens=self.max_context_tokens,
@@ -175,7 +172,7 @@ class TransformersEngine:
         """How many tokens a running request has by now, for reports: it may be a step behind; else 0."""
         return 0 if self._closed else self._batch.num_made(request_id)
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Copy these parameters between two forward passes; running requests keep their caches.
 
         Tied parameters may come under any of their names. Persistent buffers are optional.
@@ -184,29 +181,21 @@ class TransformersEngine:
             ValueError: a parameter is missing, unknown or of another shape; then nothing has changed.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
-        await self._in_thread(self._load, weights, model_step)
+        await self._take_over(weights, model_step)
 
     @property
     def takes_adapters(self) -> bool:
         """Whether `load_adapters` may be called."""
         return self._adapted is not None
 
-    async def load_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """Merge these adapters into the starting weights between two forward passes, as `load_weights` does.
 
         Raises:
             BaseDiffersError, AdaptersRefusedError, ValueError: see `TakesAdapters`; nothing has changed.
             RuntimeError: the engine is closed.
         """
-        if self._closed:
-            raise RuntimeError(f"the engine is closed and takes no adapters (those of step {model_step})")
-        if self._adapted is None:
-            raise AdaptersRefusedError("the engine was built to take no adapters")
-        await self._in_thread(self._load_adapters, self._adapted, adapters, config, model_step)
+        await self._take_over(adapters, model_step, config)
 
     async def sleep(self) -> None:
         """Give the device to somebody else: weights to the CPU, caches freed. `pause` comes first."""
@@ -240,10 +229,12 @@ class TransformersEngine:
 
     # The event loop's side
 
-    def _end(self, calls: Iterable[_Call]) -> None:
+    def _end(self, calls: Iterable[_Call], time_limit_s: float | None = None) -> None:
         """Abort calls: those that wait at once, those that run before their next token."""
         for call in calls:
             if call in self._running:
+                if time_limit_s is not None:
+                    call.overdue = f"aborted after its time limit of {time_limit_s} s"
                 self._aborting.add(call)
                 self._news.set()
             elif call in self._waiting:
@@ -255,6 +246,16 @@ class TransformersEngine:
         if running := [call.ended for call in calls if not call.ended.done()]:
             await asyncio.wait(running)
 
+    async def _take_over(
+        self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None = None
+    ) -> None:
+        """Whole weights, or with their config adapters, between two forward passes."""
+        if self._closed:
+            raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
+        if adapters is not None and self._adapted is None:
+            raise AdaptersRefusedError("the engine was built to take no adapters")
+        await self._in_thread(self._load, weights, model_step, adapters)
+
     async def _in_thread(self, function: Any, *arguments: Any) -> None:
         """Run between two forward passes: the worker returns at the news and takes calls in turn."""
         self._news.set()
@@ -262,23 +263,22 @@ class TransformersEngine:
 
     async def _drive(self) -> None:
         """Run while there is work; see the module docstring."""
+        loop = asyncio.get_running_loop()
         try:
             await self._in_thread(self._batch.clear)
             while self._waiting or self._running:
                 if len(self._running) < self._max_batch:
-                    await self._settle()
+                    # All callers that are about to submit do so: then batches do not depend on timing.
+                    await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
                 admitted = list(self._waiting)[: self._max_batch - len(self._running)]
                 for call in admitted:
                     del self._waiting[call]
                     self._running[call] = None
-                    self._start_time_limit(call)
+                    if (limit_s := call.request.time_limit_s) is not None:
+                        call.timer = loop.call_later(limit_s, self._end, [call], limit_s)
                 aborting, self._aborting = self._aborting, set()
                 self._news.clear()
-                self._deliver(
-                    await asyncio.get_running_loop().run_in_executor(
-                        self._thread, self._work, admitted, aborting
-                    )
-                )
+                self._deliver(await loop.run_in_executor(self._thread, self._work, admitted, aborting))
         # Whatever went wrong, no caller may be left waiting; the error itself goes to each of them.
         except Exception as error:
             logger.exception("the engine's driver failed")
@@ -290,18 +290,6 @@ class TransformersEngine:
             # The worker may be stepping still if this task was cancelled.
             self._news.set()
             self._driver = None
-
-    async def _settle(self) -> None:
-        """Let all callers that are about to submit do so: then batches do not depend on timing."""
-        await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
-
-    def _start_time_limit(self, call: _Call) -> None:
-        def end() -> None:
-            call.overdue = f"aborted after its time limit of {limit_s} s"
-            self._end([call])
-
-        if (limit_s := call.request.time_limit_s) is not None:
-            call.timer = asyncio.get_running_loop().call_later(limit_s, end)
 
     def _deliver(self, ended: Iterable[tuple[Row, Completion]]) -> None:
         for call, completion in ended:
@@ -346,20 +334,15 @@ class TransformersEngine:
         logger.error("a forward pass failed", exc_info=error)
         return f"forward pass failed: {_describe(error)}"
 
-    def _load(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
-        copy_weights(self._model, weights)
-        if self._adapted is not None:
-            self._adapted.full_load()
-        self.model_step = model_step
-
-    def _load_adapters(
-        self,
-        adapted: AdaptedWeights,
-        adapters: Iterable[tuple[str, torch.Tensor]],
-        config: Mapping[str, Any],
-        model_step: int,
-    ) -> None:
-        adapted.load(adapters, config)
+    def _load(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> None:
+        if adapters is None:
+            copy_weights(self._model, weights)
+            if self._adapted is not None:
+                self._adapted.full_load()
+        else:
+            assert self._adapted is not None, "refused before"
+            self._adapted.load(weights, adapters)
+        # Here, so that no token of the new weights gets the old label.
         self.model_step = model_step
 
     def _move(self, device: str) -> None:
@@ -380,18 +363,6 @@ def end_token_ids(model: Any, tokenizer: Any = None) -> set[int]:
     ids = set(own if isinstance(own, list) else [own])
     ids.add(getattr(tokenizer, "eos_token_id", None))
     return {token_id for token_id in ids if token_id is not None}
-
-
-def _context_limit(model: Any, wanted: int | None) -> int:
-    limit: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    chosen = limit if wanted is None else wanted
-    if chosen is None:
-        raise ValueError(f"{type(model).__name__} states no context length; give max_context_tokens")
-    if chosen < 2 or (limit is not None and chosen > limit):
-        raise ValueError(
-            f"max_context_tokens is {chosen}; it must be at least 2 and at most the model's {limit}"
-        )
-    return chosen
 
 
 def _describe(error: Exception) -> str:

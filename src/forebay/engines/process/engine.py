@@ -23,7 +23,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,9 @@ from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, Engin
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
 from forebay.io.messages import Answer, Message, Note
-from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
+from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError, Weights
 
 if TYPE_CHECKING:
-    import torch
-
     from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 
 CLOSE_LIMIT_S = 10.0
@@ -151,19 +149,17 @@ class ProcessEngine:
         """How many tokens a running request had half a second ago at the latest; else 0."""
         return 0 if self._child.link is None else self._child.link.made.get(request_id, 0)
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Take over these parameters; engines that were given the same list share one hand-over."""
         await self._load(weights, model_step)
 
-    async def load_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """As `load_weights`, with adapters on the starting weights: see `TakesAdapters`."""
         await self._load(adapters, model_step, config)
 
     async def _load(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Weights,
         model_step: int,
         adapters: Mapping[str, Any] | None = None,
     ) -> None:

@@ -10,34 +10,98 @@ The servers of a run share one folder of weights, which all of them must see.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
+from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
 
-from forebay.config import ConfigError
-from forebay.engines.arguments import HTTPArguments
+from pydantic import Field, model_validator
+
+from forebay.config import ConfigError, StrictModel
 from forebay.engines.base import Engine, EngineSurroundings
 from forebay.engines.servers.dialects import MODEL_NAME, VLLM, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
-from forebay.engines.servers.launch import LocalServer
-from forebay.engines.weights.files import WeightFiles
-from forebay.engines.weights.untie_embeddings import shared_weights, write_untied
+from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
+from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
+from forebay.models import context_of
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang}
 
 _ASK_LIMIT_S = 10.0
 
 
-def http_engines(kind: str, settings: HTTPArguments, surroundings: EngineSurroundings) -> list[Engine]:
-    """Engines for the servers that `settings` describe; servers are started when the first is used.
+class HTTPArguments(StrictModel, strict=True):
+    """Arguments of the engines ``vllm`` and ``sglang``."""
+
+    urls: Sequence[str] = ()
+    """Addresses of servers that are running already."""
+    servers: int = Field(default=0, ge=0)
+    """How many servers to start on this machine."""
+    python: str = sys.executable
+    """The interpreter to start them with: of the environment that vLLM or SGLang is installed in. Left out:
+    the one that the run has."""
+    options: Sequence[str] = ()
+    """Further options of the server's command line; ``{server}`` becomes the server's number."""
+    environment: Mapping[str, str] | None = None
+    """Further environment variables of the servers; ``{server}`` likewise (for ``CUDA_VISIBLE_DEVICES``)."""
+    weights_folder: str | None = None
+    """Where weights are handed over; None: in the run's folder. In ``/dev/shm``: through memory."""
+    start_limit_s: float = Field(default=START_LIMIT_S, gt=0)
+    """Seconds that a server may take to start, or to come back."""
+    takes_adapters: bool | None = None
+    """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. A server that
+    others run must have been started for that."""
+    api_key_env: str | None = None
+    """The environment variable that holds the servers' API key; None sends none."""
+
+    @model_validator(mode="after")
+    def _check(self) -> HTTPArguments:
+        if bool(self.urls) == (self.servers > 0):
+            raise ConfigError(
+                f"give either urls (of running servers) or servers (how many to start), got urls = "
+                f"{list(self.urls)}, servers = {self.servers}"
+            )
+        for url in self.urls:
+            parts = urlsplit(url)
+            if "@" in parts.netloc:
+                raise ConfigError(
+                    f"urls holds a user name or password for {parts.hostname!r}, which would be in every "
+                    f"log; put a key into an environment variable and name it in api_key_env"
+                )
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ConfigError(
+                    f"urls holds {url!r}, which is no address; write it like 'http://127.0.0.1:8000'"
+                )
+        far = [url for url in self.urls if not _is_loopback(url)]
+        if far and self.weights_folder is None:
+            raise ConfigError(
+                f"{', '.join(far)} is on another machine: set weights_folder to a folder that it sees, too"
+            )
+        return self
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
+    """Engines for the servers that `arguments` (`HTTPArguments`) name; those to start are when first used.
 
     Raises:
         ConfigError: a server is not there, or serves less than the run's context.
     """
+    settings = HTTPArguments(**arguments)
     dialect, scratch, model_folder = DIALECTS[kind](), surroundings.scratch, surroundings.model_folder
     takes_adapters = settings.takes_adapters
     # Only a server that is started here is known to be set up for adapters.
@@ -45,9 +109,14 @@ def http_engines(kind: str, settings: HTTPArguments, surroundings: EngineSurroun
         surroundings.lora_rank if takes_adapters or (takes_adapters is None and settings.servers) else 0
     )
     served, shared = model_folder, dict[str, str]()
-    if settings.servers and kind == "vllm" and not _has_gpu() and (shared := shared_weights(model_folder)):
-        served = write_untied(model_folder, scratch / "model", shared)
-    key = _api_key(settings.api_key_env)
+    if settings.servers and kind == "vllm":
+        import torch
+
+        if not torch.cuda.is_available() and (shared := shared_weights(model_folder)):
+            served = write_untied(model_folder, scratch / "model", shared)
+    key = os.environ.get(settings.api_key_env or "", "").strip() or None
+    if settings.api_key_env is not None and key is None:
+        raise ConfigError(f"api_key_env: the environment variable {settings.api_key_env} is not set")
     folder = scratch / "weights" if settings.weights_folder is None else Path(settings.weights_folder)
     starting_dtype = surroundings.dtype if settings.servers else None
     engine = partial(
@@ -63,46 +132,31 @@ def http_engines(kind: str, settings: HTTPArguments, surroundings: EngineSurroun
     if settings.urls:
         asked = [(url, *_ask(url, wanted, key)) for url in (url.rstrip("/") for url in settings.urls)]
         return [engine(url, model=model, max_context_tokens=context) for url, model, context in asked]
-    context = wanted or _own_context(model_folder)
+    context = wanted or context_of(model_folder) or 0
+    if not context:
+        raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
 
-    def command(port: int) -> list[str]:
-        return dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
+    def command(options: list[str], port: int) -> list[str]:
+        own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
+        return [settings.python, *own, *options]
 
     # A server that cannot be started is an error now.
-    command(0)
+    command([], 0)
     environment = {**dialect.environment, **(dialect.lora_environment if lora_rank else {})}
-    servers = [
-        _local_server(number, settings, command, environment, scratch) for number in range(settings.servers)
-    ]
-    return [engine(server, model=MODEL_NAME, max_context_tokens=context) for server in servers]
-
-
-def _local_server(
-    number: int,
-    settings: HTTPArguments,
-    command: Callable[[int], list[str]],
-    environment: Mapping[str, str | None],
-    scratch: Path,
-) -> LocalServer:
-    def numbered(text: str) -> str:
-        return str(text).replace("{server}", str(number))
-
-    options = [numbered(option) for option in settings.options]
-    own = {name: numbered(value) for name, value in (settings.environment or {}).items()}
-    return LocalServer(
-        lambda port: [settings.python, *command(port), *options],
-        log=scratch / f"server_{number}.log",
-        environment={**environment, **own},
-        start_limit_s=settings.start_limit_s,
-    )
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    if key := os.environ.get(variable, "").strip():
-        return key
-    raise ConfigError(f"api_key_env: the environment variable {variable} is not set")
+    engines: list[Engine] = []
+    for number in map(str, range(settings.servers)):
+        options = [option.replace("{server}", number) for option in settings.options]
+        own = {
+            name: value.replace("{server}", number) for name, value in (settings.environment or {}).items()
+        }
+        server = LocalServer(
+            partial(command, options),
+            log=scratch / f"server_{number}.log",
+            environment={**environment, **own},
+            start_limit_s=settings.start_limit_s,
+        )
+        engines.append(engine(server, model=MODEL_NAME, max_context_tokens=context))
+    return engines
 
 
 def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
@@ -126,17 +180,3 @@ def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:
             f"with more, or lower model.max_context"
         )
     return name, wanted or context
-
-
-def _own_context(model_folder: Path) -> int:
-    config = json.loads((model_folder / "config.json").read_text(encoding="utf-8"))
-    context = config.get("text_config", config).get("max_position_embeddings")
-    if context is None:
-        raise ConfigError(f"the model in {str(model_folder)!r} states no context; set model.max_context")
-    return int(context)
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

@@ -32,9 +32,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -47,10 +47,7 @@ from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink
 from forebay.engines.servers.stream import Stream
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights
-from forebay.models.starting_weights import AdaptersRefusedError
-
-if TYPE_CHECKING:
-    import torch
+from forebay.models.starting_weights import AdaptersRefusedError, Weights
 
 
 class HTTPEngine:
@@ -188,7 +185,7 @@ class HTTPEngine:
             await self._link.do(self._dialect.release)
             self._paused = False
 
-    async def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Write these parameters to a folder (once for all engines that share it) and let the server load it.
 
         Running requests wait meanwhile and go on over the new weights.
@@ -206,9 +203,7 @@ class HTTPEngine:
         """Whether the server was started for adapters, and has refused none yet."""
         return self._weights.takes_adapters
 
-    async def load_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base.TakesAdapters`.
 
         The server computes with them beside its weights, so log probabilities are those of merged weights but
@@ -368,7 +363,7 @@ class HTTPEngine:
 
     async def _take_over(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Weights,
         model_step: int,
         adapters: Mapping[str, Any] | None = None,
     ) -> None:

@@ -62,7 +62,7 @@ class ServerWeights:
             ValueError: the config lacks rank or alpha.
         """
         # It needs torch, which a server's client has no other use for.
-        from forebay.engines.weights.adapters import scale_of
+        from forebay.engines.weights.takeover import scale_of
 
         scale_of(config)
         if config["r"] > self._lora_rank:

@@ -28,13 +28,13 @@ import socket
 import tempfile
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import ConfigError
-from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, fingerprint
+from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, Weights, fingerprint
 
 if TYPE_CHECKING:
     import torch
@@ -47,6 +47,8 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 
 _WEIGHT_INDEX = "*.index.json"
 """Says which file has which tensor; there is only one file here."""
+
+_WEIGHT_FILES = "*.safetensors"
 
 _RUN_PREFIX, _LOCK = "run-", "lock"
 
@@ -76,7 +78,7 @@ class WeightFiles:
         are put beside them, for servers that want a whole model.
 
         `written_out` names weights that are another's under a second name, and are to be written all the
-        same: see `forebay.engines.weights.untie_embeddings`. `starting_dtype` says that all servers begin
+        same: see `shared_weights`. `starting_dtype` says that all servers begin
         with the weights in `model_folder`, held as this (``float32``, say); None: what they begin with is not
         known.
         """
@@ -108,7 +110,7 @@ class WeightFiles:
 
     async def write(
         self,
-        weights: Iterable[tuple[str, torch.Tensor]],
+        weights: Weights,
         model_step: int,
         *,
         adapters: Mapping[str, Any] | None = None,
@@ -301,17 +303,48 @@ def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: weights[name].detach().cpu().contiguous() for name in kept.values()}
 
 
-def _stored(
-    folder: Path, dtype: str | None, *, leave_out: Collection[str]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _stored(folder: Path, dtype: str | None, *, leave_out: Collection[str]) -> Weights:
     """The weights in a model folder, one after another, those of floating point as `dtype`."""
     import torch
     from safetensors import safe_open
 
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob(_WEIGHT_FILES)):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping.
                 if name not in leave_out:
                     tensor = file.get_tensor(name)
                     is_cast = dtype is not None and tensor.is_floating_point()
                     yield name, tensor.to(getattr(torch, dtype or "")) if is_cast else tensor
+
+
+def shared_weights(model_folder: Path) -> dict[str, str]:
+    """Which weights of the model in `model_folder` are another's under a second name; {}: none.
+
+    vLLM on a CPU packs the output layer when it starts, and a reload does not pack a shared one again: it
+    would go on with the old one, and sample from a mixture of two models. With weights of its own it is
+    reloaded like all others. On a GPU nothing is packed, and sharing saves memory.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model_folder, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return dict(model.all_tied_weights_keys)
+
+
+def write_untied(model_folder: Path, target: Path, shared: dict[str, str]) -> Path:
+    """Copy the model to `target` with the `shared` weights written out; return `target`."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(model_folder, target, ignore=shutil.ignore_patterns(_WEIGHT_FILES, _WEIGHT_INDEX))
+    weights = {}
+    for file in sorted(model_folder.glob(_WEIGHT_FILES)):
+        weights.update(load_file(file))
+    weights.update({name: weights[source].clone() for name, source in shared.items()})
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config["tie_word_embeddings"] = False
+    (target / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return target

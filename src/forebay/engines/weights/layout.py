@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from forebay.models.starting_weights import Weights
+
 if TYPE_CHECKING:
     import torch
 
@@ -31,7 +33,7 @@ PlainWeight = tuple[str, str, tuple[int, ...], NDArray[np.uint8]]
 """Name, torch's name of the dtype, shape, bytes."""
 
 
-def lay_out(weights: Iterable[tuple[str, torch.Tensor]]) -> tuple[Layout, int]:
+def lay_out(weights: Weights) -> tuple[Layout, int]:
     """Where each of these parameters is to lie, and how many bytes they take in all.
 
     >>> lay_out([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
@@ -52,14 +54,14 @@ def views(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tenso
         yield name, data[start:stop].view(getattr(torch, dtype)).view(tuple(shape))
 
 
-def write(layout: Layout, data: torch.Tensor, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+def write(layout: Layout, data: torch.Tensor, weights: Weights) -> None:
     """Copy `weights`, from any device, to their places in `data`."""
     for (name, place), (own_name, tensor) in zip(views(layout, data), weights, strict=True):
         assert name == own_name, f"{own_name} comes where {name} was laid out"
         place.copy_(tensor.detach())
 
 
-def to_plain(weights: Iterable[tuple[str, torch.Tensor]]) -> list[PlainWeight]:
+def to_plain(weights: Weights) -> list[PlainWeight]:
     """The same as arrays over the same memory, as far as it is this machine's main memory."""
     import torch
 

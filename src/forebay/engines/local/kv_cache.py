@@ -36,69 +36,6 @@ def round_up_columns(count: int) -> int:
     return -(-count // COLUMN_STEP) * COLUMN_STEP
 
 
-class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer's keys and values, [rows, H, C, D], allocated at the first use.
-
-    Invariant: what no request has written is finite (zero), so that masked columns cannot spread NaN.
-    """
-
-    def __init__(self, cache: RowCache) -> None:
-        super().__init__()
-        self._cache = cache
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for the head count and size of these states, [*, H, *, D]."""
-        size = self._cache.num_rows, self._cache.num_columns
-        self.keys = key_states.new_zeros(size[0], key_states.shape[1], size[1], key_states.shape[3])
-        self.values = value_states.new_zeros(size[0], value_states.shape[1], size[1], value_states.shape[3])
-        self.is_initialized = True
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write one token per row, [B, H, 1, D]; return what attention reads, [B, H, width, D]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        cache, num_rows = self._cache, key_states.shape[0]
-        self.keys[cache.row_index_B, :, cache.positions_B] = key_states[:, :, 0]
-        self.values[cache.row_index_B, :, cache.positions_B] = value_states[:, :, 0]
-        return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
-
-    def store(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Make [n, H, L, D] the content of these n rows; what a row held beyond L becomes zero."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        length = keys.shape[2]
-        for own, new in ((self.keys, keys), (self.values, values)):
-            own[rows, :, :length] = new
-            own[rows, :, length:] = 0
-
-    def resize(self) -> None:
-        """Grow to the cache's numbers of rows and columns."""
-        if not self.is_initialized:
-            return
-        old_keys, old_values = self.keys, self.values
-        self.lazy_initialization(old_keys, old_values)
-        self.keys[: old_keys.shape[0], :, : old_keys.shape[2]] = old_keys
-        self.values[: old_values.shape[0], :, : old_values.shape[2]] = old_values
-
-    def release(self) -> None:
-        """Free the memory."""
-        super().__init__()
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many columns attention reads, and from which."""
-        return self._cache.width, 0
-
-    def get_seq_length(self) -> int:
-        """Columns in use before the token that is being added."""
-        return max(self._cache.width - 1, 0)
-
-    def get_max_length(self) -> int:
-        """No limit of its own."""
-        return -1
-
-
 class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     """The key/value cache of a decode batch: rows that join, grow and leave on their own.
 
@@ -163,3 +100,66 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.num_rows = self.num_columns = self.width = 0
         for layer in self.layers:
             layer.release()
+
+
+class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
+    """One layer's keys and values, [rows, H, C, D], allocated at the first use.
+
+    Invariant: what no request has written is finite (zero), so that masked columns cannot spread NaN.
+    """
+
+    def __init__(self, cache: RowCache) -> None:
+        super().__init__()
+        self._cache = cache
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the head count and size of these states, [*, H, *, D]."""
+        size = self._cache.num_rows, self._cache.num_columns
+        self.keys = key_states.new_zeros(size[0], key_states.shape[1], size[1], key_states.shape[3])
+        self.values = value_states.new_zeros(size[0], value_states.shape[1], size[1], value_states.shape[3])
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write one token per row, [B, H, 1, D]; return what attention reads, [B, H, width, D]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        cache, num_rows = self._cache, key_states.shape[0]
+        self.keys[cache.row_index_B, :, cache.positions_B] = key_states[:, :, 0]
+        self.values[cache.row_index_B, :, cache.positions_B] = value_states[:, :, 0]
+        return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
+
+    def store(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+        """Make [n, H, L, D] the content of these n rows; what a row held beyond L becomes zero."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        length = keys.shape[2]
+        for own, new in ((self.keys, keys), (self.values, values)):
+            own[rows, :, :length] = new
+            own[rows, :, length:] = 0
+
+    def resize(self) -> None:
+        """Grow to the cache's numbers of rows and columns."""
+        if not self.is_initialized:
+            return
+        old_keys, old_values = self.keys, self.values
+        self.lazy_initialization(old_keys, old_values)
+        self.keys[: old_keys.shape[0], :, : old_keys.shape[2]] = old_keys
+        self.values[: old_values.shape[0], :, : old_values.shape[2]] = old_values
+
+    def release(self) -> None:
+        """Free the memory."""
+        super().__init__()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many columns attention reads, and from which."""
+        return self._cache.width, 0
+
+    def get_seq_length(self) -> int:
+        """Columns in use before the token that is being added."""
+        return max(self._cache.width - 1, 0)
+
+    def get_max_length(self) -> int:
+        """No limit of its own."""
+        return -1

@@ -12,7 +12,7 @@ from forebay.cluster.library import Published
 from forebay.cluster.supervisor import MAX_FAILED_STARTS, Supervised
 from forebay.cluster.workers import ClusterController, Workers
 from forebay.engines import EngineHealth, EngineLost
-from forebay.produce.tasks import continue_generation, pause_generation
+from forebay.produce.background import tell
 from forebay.runs.placement import PartLost
 
 exceptions = pytest.importorskip("ray").exceptions
@@ -284,8 +284,8 @@ def test_an_engine_that_hangs_is_started_again_and_the_run_goes_on(hangs):
         engines = [placed(0, hangs=hangs), placed(1)]
         controller = ClusterController(engines, Workers([]))
         await controller.update_weights(Published(None, 1), 1)
-        await pause_generation(controller)
-        await continue_generation(controller)
+        await tell(controller, "pause")
+        await tell(controller, "go on")
         await asyncio.sleep(1)
         assert [engine.pid for engine in engines] == [2, 1]
         assert controller.engines_up == dict(enumerate(engines))

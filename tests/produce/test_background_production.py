@@ -18,8 +18,8 @@ from forebay.produce import (
     SyncProduceStrategyConfig,
     TaskRunner,
 )
+from forebay.produce.background import pause_tasks
 from forebay.produce.batches import HELD_UP_S, HUNGRY_BATCHES, START_GRACE_S
-from forebay.produce.tasks import pause_seconds
 from forebay.replay import AsyncReplayBufferConfig, BufferClosed, ConnectionLost
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import Activities
@@ -577,15 +577,27 @@ def test_a_buffer_that_is_lost_ends_production_as_what_it_is():
 
 
 def test_of_several_errors_that_of_the_buffer_is_told():
+    def pause(*ends):
+        class Ending(RecordingStrategy):
+            async def pause_produce(self, ctx):
+                if isinstance(ends[ctx], Exception):
+                    raise ends[ctx]
+                return ends[ctx]
+
+        runner = TaskRunner(task_name="any", agent_loop=None, produce_strategy=Ending([]), sampler=None)
+        names = "abc"[: len(ends)]
+        contexts = {name: number for number, name in enumerate(names)}
+        return virtual_time.run(pause_tasks(dict.fromkeys(names, runner), contexts, None))
+
     lost, failed = ConnectionLost("gone"), ProductionError("too many failed")
     for errors in ([failed, lost], [OSError("no"), lost]):
         with pytest.raises(ConnectionLost):
-            pause_seconds({str(number): error for number, error in enumerate(errors)})
+            pause(*errors)
     with pytest.raises(ProductionError, match="too many"):
-        pause_seconds({"a": 1.0, "b": OSError("no"), "c": failed})
+        pause(1.0, OSError("no"), failed)
     with pytest.raises(ProductionError, match="'b' could not be paused: OSError: no"):
-        pause_seconds({"a": 1.0, "b": OSError("no")})
-    assert pause_seconds({"a": 1.0}) == {"a": 1.0}
+        pause(1.0, OSError("no"))
+    assert pause(1.0) == {"a": 1.0}
 
 
 def test_a_producer_that_cannot_help_is_an_error_and_not_a_hang():

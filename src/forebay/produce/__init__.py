@@ -1,7 +1,8 @@
 """Producing rollouts: prompts, sampler, strategies and the manager that runs them."""
 
+from forebay.produce.background import TaskRunner
 from forebay.produce.batches import ProductionStopped
-from forebay.produce.manager import AgentLoopManager
+from forebay.produce.manager import AgentLoopManager, split_batch
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.prompts.dataset import DataConfig, Prompt, load_prompts
 from forebay.produce.results import ProduceBatchResult, TaskResult
@@ -32,7 +33,6 @@ from forebay.produce.strategies.staleness import (
     StalenessRule,
     calculate_stale_threshold,
 )
-from forebay.produce.tasks import TaskRunner, split_batch
 
 __all__ = [
     "GROUP_GENERATE_TIME_KEY",

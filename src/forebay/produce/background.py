@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Mapping
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from forebay.aio.changed import Changes
 from forebay.aio.time_limits import timeout
 from forebay.produce.progress import ProduceProgress
-from forebay.produce.strategies.base import ProduceBatchStatus
-from forebay.produce.strategies.context import Generation, ProduceContext
-from forebay.produce.tasks import TaskRunner, continue_generation, pause_tasks, produce_tasks, worst_status
+from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy, worst_status
+from forebay.produce.strategies.context import Generation, GroupGenerator, GroupSampler, ProduceContext
+from forebay.produce.strategies.pending import ProductionError
 from forebay.replay import ConnectionLost
-from forebay.watching.stalls import answered
+from forebay.watching.stalls import ANSWER_LIMIT_S, answered
 
 END_GRACE_S = 0.5
 """How long the end of production waits for groups to stop by themselves, as an engine nearby can make them.
 To keep the tokens made so far, pause before the shutdown."""
+CONTROLLER_LIMIT_S = 1.5 * ANSWER_LIMIT_S
+"""Longer than for one engine, so that a controller can say first which engine it is."""
 
 
 class Mode(enum.Enum):
@@ -178,29 +182,23 @@ class BackgroundProducer:
         if self._can_produce_for(progress.producer_future_step, batch_size):
             return progress.producer_future_step
         covered = progress.target_upto_future_step
-        if covered > 0 and self._can_produce_for(covered, batch_size) and await self._is_lacking():
-            return covered
+        if covered == 0 or not self._can_produce_for(covered, batch_size):
+            return None
+        # Every task had its target when the last round ended; groups may have expired or been evicted since.
+        for name, runner in self.runners.items():
+            available = await self.make_context(runner, 0, 0).available_count()
+            if runner.produce_strategy.should_continue_fn(available, progress.target_samples[name]):
+                return covered
         return None
 
     def _can_produce_for(self, step: int, batch_size: int) -> bool:
-        strategies = [
-            self.runners[name].produce_strategy
-            for name, size in self.allocate(batch_size, step).items()
-            if size > 0
-        ]
         is_ahead = step > self.progress.next_consumer_step
-        return not any(
-            strategy.is_model_expired(step, self.model_step) or (is_ahead and not strategy.works_ahead)
-            for strategy in strategies
-        )
-
-    async def _is_lacking(self) -> bool:
-        """Whether a task has less than its target, which it had when the last round ended."""
-        for name, runner in self.runners.items():
-            available = await self.make_context(runner, 0, 0).available_count()
-            if runner.produce_strategy.should_continue_fn(available, self.progress.target_samples[name]):
-                return True
-        return False
+        for name, size in self.allocate(batch_size, step).items():
+            strategy = self.runners[name].produce_strategy
+            is_too_old = strategy.is_model_expired(step, self.model_step)
+            if size > 0 and (is_too_old or (is_ahead and not strategy.works_ahead)):
+                return False
+        return True
 
     async def _produce_for(self, step: int, batch_size: int) -> ProduceBatchStatus:
         progress, clock = self.progress, asyncio.get_running_loop().time
@@ -287,7 +285,7 @@ class BackgroundProducer:
             # A round that saw nothing of a short pause goes on, and must label with the new step.
             for ctx in self._contexts.values():
                 ctx.model_step = model_step
-            await continue_generation(self.controller)
+            await tell(self.controller, "go on")
             if self.mode is not Mode.SHUT_DOWN:
                 self.mode = Mode.PRODUCING
                 self.update_event.clear()
@@ -309,3 +307,105 @@ class BackgroundProducer:
             self._ended.set_result(None)
         # A caller that stops waiting must not cancel it for the others.
         return asyncio.shield(self._ended)
+
+
+_NUM_NAMED = 8
+"""Group ids that an error message names; the count says how many more there are."""
+
+
+@dataclass(kw_only=True)
+class TaskRunner:
+    """One task: the source of its prompts, the agent that rolls them out, and the strategy."""
+
+    task_name: str
+    agent_loop: GroupGenerator
+    produce_strategy: ProduceStrategy
+    sampler: GroupSampler
+    weight: float = 1.0
+    """Share of the batch, relative to the other tasks; 0 disables the task."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.weight) and self.weight >= 0):
+            raise ValueError(f"task {self.task_name!r}: weight must not be negative, got {self.weight}")
+
+    def name_pending(self) -> str:
+        """How many groups are in flight, and which, for people."""
+        groups, count = self.produce_strategy.pending_groups(), self.produce_strategy.pending_task_count()
+        named = ", ".join(str(group[0].group_id) for group in groups[:_NUM_NAMED])
+        return f"{count} ({named}{', ...' if len(groups) > _NUM_NAMED else ''})"
+
+
+async def produce_tasks(
+    runners: Mapping[str, TaskRunner], contexts: Mapping[str, ProduceContext]
+) -> dict[str, ProduceBatchStatus]:
+    """One call of every task's strategy, all at once; the first that raises ends the others.
+
+    Raises:
+        ConnectionLost: the buffer is lost.
+        ProductionError: production cannot go on.
+    """
+    try:
+        async with asyncio.TaskGroup() as group:
+            calls = {
+                name: group.create_task(
+                    runners[name].produce_strategy.produce_batch(ctx), name=f"produce {name}"
+                )
+                for name, ctx in contexts.items()
+            }
+    except BaseExceptionGroup as errors:
+        # One of the tasks ended the others: its reason is the one to show.
+        reason = _reason_among(errors.exceptions)
+        raise reason from reason.__cause__
+    return {name: call.result() for name, call in calls.items()}
+
+
+async def pause_tasks(
+    runners: Mapping[str, TaskRunner],
+    contexts: Mapping[str, ProduceContext],
+    controller: Generation | None,
+) -> dict[str, float]:
+    """Stop the engines, then collect every task's groups, all at once; the seconds it took each task.
+
+    An error of one of them keeps none of the others from stopping; it is raised when all have ended.
+
+    Raises:
+        StallError: the controller does not answer.
+        ConnectionLost: the buffer is lost.
+        ProductionError: a task could not be paused; the first of them.
+    """
+    # The engines come first: a strategy that knows no controller can only wait for its groups to end, and
+    # after its time-out it throws their tokens away.
+    asked: list[Awaitable[Any]] = [tell(controller, "pause")]
+    asked += [runners[name].produce_strategy.pause_produce(ctx) for name, ctx in contexts.items()]
+    engines_error, *answers = await asyncio.gather(*asked, return_exceptions=True)
+    if engines_error is not None:
+        raise engines_error
+    seconds: dict[str, Any] = dict(zip(contexts, answers, strict=True))
+    errors = {name: answer for name, answer in seconds.items() if isinstance(answer, BaseException)}
+    if not errors:
+        return seconds
+    reason = _reason_among(list(errors.values()))
+    if isinstance(reason, ProductionError | ConnectionLost) or not isinstance(reason, Exception):
+        raise reason
+    name = next(name for name, error in errors.items() if error is reason)
+    raise ProductionError(f"task {name!r} could not be paused: {type(reason).__name__}: {reason}") from reason
+
+
+def _reason_among(errors: Sequence[BaseException]) -> BaseException:
+    """A lost buffer, which fails others and may be brought back; else why production cannot go on."""
+    for kind in (ConnectionLost, ProductionError):
+        for error in errors:
+            if isinstance(error, kind):
+                return error
+    return errors[0]
+
+
+async def tell(controller: Generation | None, what: Literal["pause", "go on"]) -> None:
+    """Have `controller`, if there is one, end what runs as aborted, or take requests again.
+
+    Raises:
+        StallError: it does not answer.
+    """
+    if controller is not None:
+        call = controller.pause_generation if what == "pause" else controller.continue_generation
+        await answered(call(), f"{type(controller).__name__} was asked to {what}", CONTROLLER_LIMIT_S)

@@ -20,6 +20,7 @@ It starts no production; `forebay.produce.background` does.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -29,13 +30,12 @@ from typing import NoReturn
 from forebay.aio.cancellation import finish
 from forebay.aio.time_limits import timeout_at
 from forebay.ledger import Ledger
-from forebay.produce.background import BackgroundProducer, Mode
+from forebay.produce.background import BackgroundProducer, Mode, TaskRunner
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import LEFTOVER_STATUSES, ProduceBatchResult, TaskResult, summarize
 from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules, fail_group, name_group, record_left, why_failed
-from forebay.produce.tasks import TaskRunner, worst_status
 from forebay.replay import ConnectionLost, ReplayBuffer, StorageItem
 from forebay.types import (
     RolloutState,
@@ -124,25 +124,39 @@ class Batches:
                 if producer.has_ended:
                     await self._raise_end(sizes, train_step)
                 if producer.mode is Mode.EXHAUSTED:
+                    # Where nothing expires, groups in flight can complete the batch, however old they are.
+                    strategies = [self.runners[name].produce_strategy for name in lacking]
                     if asked_at != buffer.version:
                         # The producer may have looked before the last change, or before this call.
                         asked_at = buffer.version
                         producer.reconsider()
-                    elif not self._may_still_come(lacking):
-                        await self._require_newer_weights(sizes, train_step)
+                    elif not any(s.pending_task_count() and s.stale_threshold is None for s in strategies):
+                        if train_step - 1 <= producer.model_step:
+                            raise ProductionError(
+                                f"production stands still, and there are no newer weights to help it: "
+                                f"{await self.describe(sizes, train_step)}"
+                            )
                         return False
                 # One timer for both: the next warning, and the grace since the latest change.
                 warn_s = started_s + held_up_s if has_siblings else math.inf
                 grace_s = math.inf if producer.was_started else now_s() + START_GRACE_S
-                if await self._has_changed(seen, min(warn_s, grace_s)):
-                    continue
+                until_s = min(warn_s, grace_s)
+                with contextlib.suppress(TimeoutError):
+                    async with timeout_at(None if math.isinf(until_s) else until_s):
+                        await producer.changes.wait(seen)
+                        continue
                 if grace_s <= warn_s and not producer.was_started:
                     raise ProductionError(
                         f"produce_loop was never started, and nothing else has changed the buffer for "
                         f"{START_GRACE_S:g} s; start it as a task before get_batch: "
                         f"{await self.describe(sizes, train_step)}"
                     )
-                _warn_of_held_up(sizes, ready, lacking, train_step, held_up_s)
+                counts_of = {name: f"{ready[name]} of {size}" for name, size in sizes.items() if size > 0}
+                if len(lacking) < len(counts_of):
+                    logger.warning(
+                        f"the batch of train step {train_step} has waited {held_up_s:.0f} s for "
+                        f"{', '.join(lacking)} while others are ready: {counts_of}"
+                    )
                 held_up_s *= 2
         finally:
             relay.cancel()
@@ -157,27 +171,6 @@ class Batches:
         finally:
             self.producer.changes.note()
 
-    async def _has_changed(self, seen: int, until_s: float) -> bool:
-        """Wait for a change of the producer or the buffer; False if there is none `until_s`."""
-        try:
-            async with timeout_at(None if math.isinf(until_s) else until_s):
-                await self.producer.changes.wait(seen)
-        except TimeoutError:
-            return False
-        return True
-
-    def _may_still_come(self, lacking: Sequence[str]) -> bool:
-        """Whether groups in flight can complete the batch: where nothing expires, old groups count."""
-        strategies = [self.runners[name].produce_strategy for name in lacking]
-        return any(s.pending_task_count() > 0 and s.stale_threshold is None for s in strategies)
-
-    async def _require_newer_weights(self, sizes: Mapping[str, int], train_step: int) -> None:
-        if train_step - 1 <= self.producer.model_step:
-            counters = await self.describe(sizes, train_step)
-            raise ProductionError(
-                f"production stands still, and there are no newer weights to help it: {counters}"
-            )
-
     async def _raise_end(self, sizes: Mapping[str, int], train_step: int) -> NoReturn:
         failure = None if self.producer.mode is Mode.SHUT_DOWN else self.producer.failure
         if isinstance(failure, ConnectionLost):
@@ -190,7 +183,7 @@ class Batches:
 
     async def describe(self, sizes: Mapping[str, int], train_step: int) -> str:
         """Every counter that may explain why a batch does not come."""
-        leftovers = await self._count_leftovers()
+        leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
         held = {name: {s.value: n for s, n in cells.items() if n} for name, cells in leftovers.items()}
         pending = {
             name: runner.produce_strategy.pending_task_count() for name, runner in self.runners.items()
@@ -206,19 +199,14 @@ class Batches:
         )
 
     async def take(
-        self,
-        sizes: dict[str, int],
-        train_step: int,
-        progress: ProduceProgress,
-        statuses: Mapping[str, ProduceBatchStatus] | None = None,
-        pauses_s: Mapping[str, float] | None = None,
+        self, sizes: dict[str, int], train_step: int, done: ColocatedRound | None = None
     ) -> ProduceBatchResult | None:
         """The batch of `train_step`, entered as trained; None, and nothing is taken, if it is not whole.
 
-        A colocated step brings its own `progress`, the statuses of its tasks and the seconds of their pauses.
-        Cancelled, the call has taken nothing.
+        `done` is how a colocated step was produced; None takes a batch of the separate run. Cancelled, the
+        call has taken nothing.
         """
-        task = asyncio.create_task(self._take(sizes, train_step, progress, statuses or {}, pauses_s))
+        task = asyncio.create_task(self._take(sizes, train_step, done))
         try:
             return await finish(task)
         except asyncio.CancelledError:
@@ -227,41 +215,40 @@ class Batches:
             raise
 
     async def _take(
-        self,
-        sizes: dict[str, int],
-        train_step: int,
-        progress: ProduceProgress,
-        statuses: Mapping[str, ProduceBatchStatus],
-        pauses_s: Mapping[str, float] | None,
+        self, sizes: dict[str, int], train_step: int, done: ColocatedRound | None
     ) -> ProduceBatchResult | None:
         groups_by_task = await self._take_whole(sizes, train_step)
         if groups_by_task is None:
             return None
         self._count_shares(sizes, train_step)
-        is_separate = progress is self.progress
-        if is_separate:
+        if done is None:
             # Before anything is awaited: the producer must not take consumed groups for missing ones.
             counts = {name: len(groups) for name, groups in groups_by_task.items()}
-            progress.mark_consumed(counts)
-            progress.finish_consume(train_step)
+            self.progress.mark_consumed(counts)
+            self.progress.finish_consume(train_step)
             self._consumed = {train_step: counts}
         # Counted before they are dropped: the result tells how many groups ended badly.
-        leftovers = await self._count_leftovers()
-        await self._drop_terminal()
+        leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
+        for name, runner in self.runners.items():
+            keeps_expired = runner.produce_strategy.keeps_expired
+            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
+                for group in await self.buffer.get(leftovers[name][status], name, status):
+                    self._record_drop(group, name, status)
+        progress = self.progress if done is None else done.progress
+        pauses_s = self.producer.consume_pauses() if done is None else done.pauses_s
         results = {
-            name: TaskResult(
-                rollout_states=groups_by_task.get(name, []),
-                leftovers=leftovers[name],
-                status=statuses.get(name, ProduceBatchStatus.NORMAL),
-            )
+            name: TaskResult(rollout_states=groups_by_task.get(name, []), leftovers=leftovers[name])
             for name in self.runners
         }
         for name, result in results.items():
+            if done is not None:
+                result.status = done.statuses.get(name, ProduceBatchStatus.NORMAL)
             result.produced_samples, result.produced_tokens = progress.consume_produced(name)
             result.raw_rewards_sum, result.raw_rewards_count = progress.consume_raw_rewards(name)
-        batch = self._sum_up(results, sizes, pauses_s)
+            result.group_gen_pause_time_s = pauses_s.get(name, 0.0)
+        batch = summarize(results, sizes)
         batch.produce_time_s = progress.consume_produce_time()
-        if is_separate:
+        if done is None:
             # Now rather than with the next call: groups that expire are replaced while the trainer trains.
             await self.age(train_step + 1)
             self.producer.reconsider()
@@ -269,17 +256,16 @@ class Batches:
 
     async def report_expired(self, sizes: dict[str, int]) -> ProduceBatchResult:
         """A result without groups, because only newer weights can help; the windows stay for the next one."""
-        status, leftovers = ProduceBatchStatus.EXPIRED_BATCH, await self._count_leftovers()
-        results = {name: TaskResult(status=status, leftovers=cells) for name, cells in leftovers.items()}
-        return self._sum_up(results, sizes, None)
-
-    def _sum_up(
-        self, results: dict[str, TaskResult], sizes: dict[str, int], pauses_s: Mapping[str, float] | None
-    ) -> ProduceBatchResult:
-        pauses_s = self.producer.consume_pauses() if pauses_s is None else pauses_s
-        for name, result in results.items():
-            result.group_gen_pause_time_s = pauses_s.get(name, 0.0)
-        return summarize(results, sizes, worst_status(result.status for result in results.values()))
+        leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
+        results = {
+            name: TaskResult(
+                status=ProduceBatchStatus.EXPIRED_BATCH,
+                leftovers=leftovers[name],
+                group_gen_pause_time_s=pause_s,
+            )
+            for name, pause_s in self.producer.consume_pauses().items()
+        }
+        return summarize(results, sizes)
 
     async def _take_whole(self, sizes: Mapping[str, int], train_step: int) -> GroupsByTask | None:
         """The groups of a batch, entered as trained; None if it is not whole."""
@@ -359,22 +345,9 @@ class Batches:
             self.progress.mark_consumed({name: -count for name, count in counts.items()})
             self.progress.begin_consume(train_step)
 
-    async def _drop_terminal(self) -> None:
-        # One question for all: there is seldom anything.
-        cells = await self.buffer.count_statuses(self.runners, (*_TERMINAL, Status.EXPIRED))
-        for name, runner in self.runners.items():
-            keeps_expired = runner.produce_strategy.keeps_expired
-            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
-                for group in await self.buffer.get(cells[name][status], name, status):
-                    self._record_drop(group, name, status)
-
-    async def _count_leftovers(self) -> dict[str, dict[Status, int]]:
-        """The groups of each task in the buffer, by status."""
-        return await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
-
     async def count_live(self) -> dict[str, int]:
         """The groups of each task in the buffer and in flight."""
-        cells = await self._count_leftovers()
+        cells = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
         # Nothing may be awaited from here on: a group must not move between the two counts.
         return {
             name: sum(cells[name].values()) + len(runner.produce_strategy.pending_groups())
@@ -401,6 +374,16 @@ class Batches:
             self._on_evict(evicted)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ColocatedRound:
+    """How the groups of one colocated step were produced."""
+
+    progress: ProduceProgress
+    statuses: Mapping[str, ProduceBatchStatus]
+    """Of the tasks that have a share."""
+    pauses_s: Mapping[str, float]
+
+
 class ProductionStopped(ProductionError):
     """Production was shut down: there will be no further batch."""
 
@@ -409,19 +392,3 @@ _TERMINAL = (Status.FILTERED, Status.FAILED, Status.SKIPPED)
 """Groups that will never be trained or retried."""
 _NEVER_STALE = 2**31 - 1
 """A threshold that nothing reaches: the groups of a task without one are aged all the same."""
-
-
-def _warn_of_held_up(
-    sizes: Mapping[str, int],
-    ready: Mapping[str, int],
-    lacking: Sequence[str],
-    train_step: int,
-    waited_s: float,
-) -> None:
-    """Warn of the tasks that hold up the others, if some others are ready."""
-    counts = {name: f"{ready[name]} of {size}" for name, size in sizes.items() if size > 0}
-    if len(lacking) < len(counts):
-        logger.warning(
-            f"the batch of train step {train_step} has waited {waited_s:.0f} s for {', '.join(lacking)} "
-            f"while others are ready: {counts}"
-        )

@@ -22,29 +22,24 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+import math
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
+from numbers import Integral
 from pathlib import Path
 from urllib.parse import quote
 
 from forebay.io.durable import check, seal, write_json
 from forebay.ledger import Ledger
-from forebay.produce.background import BackgroundProducer, Mode
-from forebay.produce.batches import Batches
+from forebay.produce.background import BackgroundProducer, Mode, TaskRunner, pause_tasks, produce_tasks, tell
+from forebay.produce.batches import Batches, ColocatedRound
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.results import ProduceBatchResult
 from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.context import Generation, GroupCallback, ProduceContext
 from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules
-from forebay.produce.tasks import (
-    TaskRunner,
-    check_split,
-    continue_generation,
-    pause_tasks,
-    produce_tasks,
-    split_batch,
-)
 from forebay.replay import ReplayBuffer
 from forebay.types import RolloutState
 from forebay.watching.activity import WAIT_BATCH, Activities
@@ -165,11 +160,11 @@ class AgentLoopManager:
         await batches.age(train_step)
         while True:
             num_untrainable = batches.num_untrainable
-            statuses, pauses_s = await self._produce_colocated(sizes, train_step, model_step, progress)
+            done = await self._produce_colocated(sizes, train_step, model_step, progress)
             await batches.age(train_step)
             progress.add_produce_time(clock() - started_s)
             started_s = clock()
-            result = await batches.take(sizes, train_step, progress, statuses, pauses_s)
+            result = await batches.take(sizes, train_step, done)
             if result is not None:
                 return result
             if batches.num_untrainable == num_untrainable:
@@ -178,7 +173,7 @@ class AgentLoopManager:
 
     async def _produce_colocated(
         self, sizes: Mapping[str, int], train_step: int, model_step: int, progress: ProduceProgress
-    ) -> tuple[dict[str, ProduceBatchStatus], dict[str, float]]:
+    ) -> ColocatedRound:
         """Continue, produce every task at once, pause. Engines are paused also when a task raises."""
         update_event = asyncio.Event()
         contexts = {
@@ -191,14 +186,14 @@ class AgentLoopManager:
             for name, size in sizes.items()
             if size > 0
         }
-        await continue_generation(self.rollout_controller)
+        await tell(self.rollout_controller, "go on")
         try:
             async with self._watched():
                 statuses = await produce_tasks(self._runners, contexts)
         finally:
             update_event.set()
             pauses_s = await pause_tasks(self._runners, contexts, self.rollout_controller)
-        return statuses, pauses_s
+        return ColocatedRound(progress=progress, statuses=statuses, pauses_s=pauses_s)
 
     # -- Separate
 
@@ -237,7 +232,7 @@ class AgentLoopManager:
                     is_ready = await self._batches.wait_for(sizes, train_step)
             if not is_ready:
                 return await self._batches.report_expired(sizes)
-            result = await self._batches.take(sizes, train_step, self.progress)
+            result = await self._batches.take(sizes, train_step)
             if result is not None:
                 return result
 
@@ -370,3 +365,49 @@ class AgentLoopManager:
 def _sampler_path(path: Path, task_name: str) -> Path:
     # Task names are free text; those of files are not.
     return path / f"sampler-{quote(task_name, safe='')}.json"
+
+
+def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Split `batch_size` groups by weight: floor, then largest remainder, ties in order; the sum is exact.
+
+    Raises:
+        ValueError: no weight is positive.
+
+    >>> split_batch(7, {"a": 1, "b": 2, "c": 0})
+    {'a': 2, 'b': 5, 'c': 0}
+    """
+    # As written, not as binary fractions: equal remainders must come out equal.
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    total = sum(exact.values())
+    if total <= 0:
+        raise ValueError(f"at least one task needs a positive weight, got {dict(weights)}")
+    shares = {name: batch_size * weight / total for name, weight in exact.items()}
+    sizes = {name: math.floor(share) for name, share in shares.items()}
+    # sorted() is stable: equal remainders stay in task order.
+    by_remainder = sorted(
+        (name for name in weights if weights[name] > 0), key=lambda name: sizes[name] - shares[name]
+    )
+    for name in by_remainder[: batch_size - sum(sizes.values())]:
+        sizes[name] += 1
+    return sizes
+
+
+def check_split(sizes: object, task_names: Collection[str], batch_size: int) -> dict[str, int]:
+    """`sizes`, the groups of each task in a batch, in the order of `task_names`.
+
+    `AgentLoopManager.get_task_batch_sizes` may be overridden, and its answer decides what is taken.
+
+    Raises:
+        ValueError: a task is missing or unknown, a size is negative or no whole number, or the sum is wrong.
+    """
+    problem = None
+    if not isinstance(sizes, Mapping) or set(sizes) != set(task_names):
+        problem = f"it must name the tasks {list(task_names)}, each once (0 for one without a share)"
+    elif any(isinstance(size, bool) or not isinstance(size, Integral) or size < 0 for size in sizes.values()):
+        problem = "the sizes must be whole numbers of at least 0"
+    elif sum(sizes.values()) != batch_size:
+        problem = f"the sizes must sum to the batch of {batch_size}, not to {sum(sizes.values())}"
+    if problem is not None:
+        raise ValueError(f"get_task_batch_sizes returned {sizes!r:.500}: {problem}")
+    assert isinstance(sizes, Mapping)
+    return {name: int(sizes[name]) for name in task_names}

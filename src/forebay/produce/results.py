@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from forebay.agents.extra_fields import mean_counts
 from forebay.judges import mean_parts
 from forebay.metrics import nearest_rank
-from forebay.produce.strategies.base import ProduceBatchStatus
+from forebay.produce.strategies.base import ProduceBatchStatus, worst_status
 from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
 from forebay.types import RolloutState, Status
 
@@ -97,16 +96,12 @@ class ProduceBatchResult(TaskResult):
         return values
 
 
-def summarize(
-    results: dict[str, TaskResult],
-    task_batch_sizes: dict[str, int],
-    status: ProduceBatchStatus,
-) -> ProduceBatchResult:
+def summarize(results: dict[str, TaskResult], task_batch_sizes: dict[str, int]) -> ProduceBatchResult:
     """Sum the tasks' results; groups stay in task order."""
-    parts: Sequence[TaskResult] = list(results.values())
+    parts = list(results.values())
     return ProduceBatchResult(
         rollout_states=[group for part in parts for group in part.rollout_states],
-        status=status,
+        status=worst_status(part.status for part in parts),
         leftovers={s: sum(part.leftovers.get(s, 0) for part in parts) for s in LEFTOVER_STATUSES},
         group_gen_pause_time_s=sum(part.group_gen_pause_time_s for part in parts),
         produced_samples=sum(part.produced_samples for part in parts),

@@ -18,7 +18,7 @@ import asyncio
 import enum
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from pydantic import BaseModel
@@ -39,13 +39,19 @@ from forebay.types import Status, get_group_status, reset_rollout_response
 
 
 class ProduceBatchStatus(enum.Enum):
-    """How a call to `produce_batch` ended."""
+    """How a call to `produce_batch` ended; of several tasks together, the last of this order holds."""
 
     NORMAL = enum.auto()
-    UPDATE_WEIGHT_AND_ABORT = enum.auto()
-    """A pause was requested."""
     EXPIRED_BATCH = enum.auto()
     """The rollout weights are too old for this train step: only a weight sync can help."""
+    # A pause concerns all tasks, weights that are too old may concern one.
+    UPDATE_WEIGHT_AND_ABORT = enum.auto()
+    """A pause was requested."""
+
+
+def worst_status(statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
+    """The status of several tasks together."""
+    return max(statuses, key=lambda status: status.value, default=ProduceBatchStatus.NORMAL)
 
 
 class ProduceStrategy(ABC):

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.aio.virtual_time import run
-from forebay.watching.activity import Activities
-from forebay.watching.utilization import BusyShare
+from forebay.watching.activity import Activities, BusyShare
 
 
 async def busy_for(activities: Activities, stage: str, start_s: float, length_s: float) -> None:

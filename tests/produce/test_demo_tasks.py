@@ -3,6 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.config import ConfigError
+from forebay.produce import DataConfig, load_prompts
 from forebay.produce.prompts.demo_tasks import MAX_PROBLEMS, addition, sorting
 
 
@@ -41,14 +42,14 @@ def test_huge_tasks_are_cut_so_that_passes_over_them_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "name"),
+    ("source", "arguments", "name"),
     [
-        (addition, {"digits": 0}, "digits"),
-        (addition, {"digits": 10}, "digits"),
-        (sorting, {"length": 0}, "length"),
-        (sorting, {"letters": 27}, "letters"),
+        ("addition", {"digits": 0}, "digits"),
+        ("addition", {"digits": 10}, "digits"),
+        ("sorting", {"length": 0}, "length"),
+        ("sorting", {"letters": 27}, "letters"),
     ],
 )
-def test_arguments_out_of_range_are_named(function, arguments, name) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be from .* got {arguments[name]}"):
-        function(**arguments)
+def test_arguments_out_of_range_are_named(source, arguments, name) -> None:
+    with pytest.raises(ConfigError, match=f"'{name}' = {arguments[name]}: "):
+        load_prompts(DataConfig(source=source, arguments=arguments))

@@ -11,6 +11,7 @@ from forebay.produce.strategies.pending import (
     Ended,
     PendingGroups,
     ProductionError,
+    Work,
 )
 from forebay.replay import ConnectionLost
 from forebay.types import RolloutState, Status
@@ -47,7 +48,7 @@ class Bench:
     def start(self, number, **options):
         for _ in range(number):
             self.pending.start(
-                self.take, self.generate, self.store, is_stopped=lambda: self.stopped, **options
+                Work(self.take, self.generate, self.store, is_stopped=lambda: self.stopped, **options)
             )
 
 
@@ -55,13 +56,13 @@ def test_groups_are_stored_as_they_finish_and_wake_who_waits():
     async def main():
         bench = Bench(lambda index: 3.0 - index)
         bench.start(3)
-        seen = bench.pending.version
-        await bench.pending.wait(seen)
+        seen = bench.pending.changes.version
+        await bench.pending.changes.wait(seen)
         assert bench.stored == [(2, Ended.RETURNED)]
         assert len(bench.pending) == 2
         assert [group[0].group_id for group in bench.pending.groups] == [0, 1]
         while len(bench.pending):
-            await bench.pending.wait(bench.pending.version)
+            await bench.pending.changes.wait(bench.pending.changes.version)
         assert [index for index, _ in bench.stored] == [2, 1, 0]
 
     virtual_time.run(main())
@@ -96,7 +97,7 @@ def test_what_is_stopped_before_it_generates_comes_back_unstarted():
         bench.stopped = True
         bench.start(1)
         while len(bench.pending):
-            await bench.pending.wait(bench.pending.version)
+            await bench.pending.changes.wait(bench.pending.changes.version)
         assert bench.stored == [(0, Ended.NOT_STARTED)]
         assert bench.num_taken == 1
 
@@ -107,8 +108,8 @@ def test_a_time_limit_ends_the_straggler_only():
     async def main():
         bench = Bench(lambda index: 1.0 if index else 10**9)
         bench.start(2, time_limit_s=60.0)
-        await bench.pending.wait(bench.pending.version)
-        await bench.pending.wait(bench.pending.version)
+        await bench.pending.changes.wait(bench.pending.changes.version)
+        await bench.pending.changes.wait(bench.pending.changes.version)
         assert bench.stored == [(1, Ended.RETURNED), (0, Ended.OUT_OF_TIME)]
         assert asyncio.get_running_loop().time() == 60.0
 
@@ -126,7 +127,7 @@ def test_a_cancellation_from_within_fails_the_group():
 
         bench.generate = generate
         bench.start(1)
-        await bench.pending.wait(bench.pending.version)
+        await bench.pending.changes.wait(bench.pending.changes.version)
         assert bench.stored == [(0, Ended.RETURNED)]
         assert all(state.status is Status.FAILED for state in groups[0])
         assert "from within" in groups[0][0].error_msg
@@ -226,7 +227,7 @@ def test_what_escapes_from_taking_or_storing_is_raised_once():
 
         bench.store = store
         bench.start(2)
-        await bench.pending.wait(bench.pending.version)
+        await bench.pending.changes.wait(bench.pending.changes.version)
         with pytest.raises(ProductionError, match="OSError: no space") as caught:
             bench.pending.raise_error()
         assert isinstance(caught.value.__cause__, OSError)
@@ -246,7 +247,7 @@ def test_a_lost_buffer_is_told_as_it_is_and_before_other_errors():
         bench.store = store
         bench.start(3)
         while len(bench.pending):
-            await bench.pending.wait(bench.pending.version)
+            await bench.pending.changes.wait(bench.pending.changes.version)
         with pytest.raises(ConnectionLost, match="gone"):
             bench.pending.raise_error()
         bench.pending.raise_error()

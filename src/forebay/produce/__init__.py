@@ -9,11 +9,16 @@ from forebay.produce.results import ProduceBatchResult, TaskResult
 from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.asynchronous import AsyncProduceStrategy, AsyncProduceStrategyConfig
 from forebay.produce.strategies.base import (
+    STALENESS_RULES,
+    AdmitRule,
+    Outlook,
     ProduceBatchStatus,
     ProduceStrategy,
     ProduceStrategyConfig,
+    StalenessRule,
     SyncProduceStrategy,
     SyncProduceStrategyConfig,
+    calculate_stale_threshold,
 )
 from forebay.produce.strategies.context import (
     GROUP_GENERATE_TIME_KEY,
@@ -26,13 +31,6 @@ from forebay.produce.strategies.context import (
 )
 from forebay.produce.strategies.pending import ProductionError
 from forebay.produce.strategies.rules import GroupRules
-from forebay.produce.strategies.staleness import (
-    STALENESS_RULES,
-    AdmitRule,
-    Outlook,
-    StalenessRule,
-    calculate_stale_threshold,
-)
 
 __all__ = [
     "GROUP_GENERATE_TIME_KEY",

@@ -52,8 +52,9 @@ class ProduceProgress:
     def build(cls, task_names: Iterable[str]) -> ProduceProgress:
         """Progress at the start of a run."""
         progress, names = cls(), list(task_names)
-        for table in progress._tables().values():
-            table.update(dict.fromkeys(names, 0))
+        for entry in fields(cls):
+            if isinstance(table := getattr(progress, entry.name), dict):
+                table.update(dict.fromkeys(names, 0))
         progress.raw_rewards_sum.update(dict.fromkeys(names, 0.0))
         return progress
 
@@ -157,11 +158,9 @@ class ProduceProgress:
         names = {f.name for f in fields(self)}
         if names != set(state):
             raise ValueError(f"progress state does not fit: differs in {sorted(names ^ set(state))}")
-        for name, table in self._tables().items():
-            table.clear()
-            table.update(state[name])
-        for name in names - set(self._tables()):
-            setattr(self, name, state[name])
-
-    def _tables(self) -> dict[str, dict[str, Any]]:
-        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), dict)}
+        for name, value in state.items():
+            if isinstance(table := getattr(self, name), dict):
+                table.clear()
+                table.update(value)
+            else:
+                setattr(self, name, value)

@@ -76,27 +76,14 @@ class Sampler:
         self._asking = asyncio.Lock()
         self._empty_at: dict[Status, int] = {}
         """The version of the buffer at which it held no group of that status."""
-        self._epoch: int
-        self._position: int
+        self.epoch: int
+        """Of the latest new prompt, counted from 0."""
+        self.position: int
+        """How many prompts of this epoch were handed out or skipped."""
         self._start_epoch(0)
 
     def __len__(self) -> int:
         return len(self.prompts)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the latest new prompt, counted from 0."""
-        return self._epoch
-
-    @property
-    def position(self) -> int:
-        """How many prompts of this epoch were handed out or skipped."""
-        return self._position
-
-    @property
-    def num_epochs_started(self) -> int:
-        """Epochs of which at least one prompt was handed out or skipped."""
-        return self._epoch + (self._position > 0)
 
     async def sample(
         self, task_name: str, group_status: Status | list[Status] | None = None
@@ -112,7 +99,9 @@ class Sampler:
         for status in statuses:
             if (group := await self._take(status)) is not None:
                 if status is not Status.ABORTED:
-                    _start_over(group)
+                    for state in group:
+                        reset_rollout_response(state)
+                        state.status = Status.INIT
                 return group
         return self._next_group()
 
@@ -132,7 +121,7 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data and what it is a place in; plain JSON values."""
-        return {"format": _FORMAT, **self._identity(), "epoch": self._epoch, "position": self._position}
+        return {"format": _FORMAT, **self._identity(), "epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where the sampler that made `state` stood.
@@ -153,7 +142,7 @@ class Sampler:
                 f"Resume with the settings of the saved run, or start a new run"
             )
         self._start_epoch(state["epoch"])
-        self._position = state["position"]
+        self.position = state["position"]
 
     def save(self, path: str | Path) -> None:
         """Write the state as a small JSON file, whole or not at all."""
@@ -186,8 +175,8 @@ class Sampler:
         }
 
     def _start_epoch(self, epoch: int) -> None:
-        self._epoch = epoch
-        self._position = 0
+        self.epoch = epoch
+        self.position = 0
         self._order = Permutation(len(self.prompts), f"sampler/{self.seed}/{epoch}")
 
     def _next_group(self) -> list[RolloutState]:
@@ -196,11 +185,11 @@ class Sampler:
         The loop ends: every round makes an id that was never made before, and what is held is finite.
         """
         while True:
-            if self._position == len(self.prompts):
-                self._start_epoch(self._epoch + 1)
-            index = self._order(self._position) if self.shuffle else self._position
-            self._position += 1
-            group_id = f"{self.task_name}/{self.seed}/{self._epoch}/{index}"
+            if self.position == len(self.prompts):
+                self._start_epoch(self.epoch + 1)
+            index = self._order(self.position) if self.shuffle else self.position
+            self.position += 1
+            group_id = f"{self.task_name}/{self.seed}/{self.epoch}/{index}"
             if self.already_has is None or not self.already_has(group_id):
                 return self._make_group(self.prompts[index], group_id)
 
@@ -222,9 +211,3 @@ class Sampler:
             )
             for member in range(self.prompt_repeat_k)
         ]
-
-
-def _start_over(group: list[RolloutState]) -> None:
-    for state in group:
-        reset_rollout_response(state)
-        state.status = Status.INIT

@@ -124,14 +124,23 @@ class StallWatch:
         limit = timeout(None)
         try:
             async with limit:
-                self._enter(limit)
+                if not self._waiting:
+                    self._since_s = max(self._since_s, loop_time())
+                    self._has_grown()
+                self._waiting[limit] = None
+                if self._timer is None:
+                    self._set_timer()
                 yield
         except TimeoutError:
             if not limit.expired():
                 raise
             raise StallError(self._failure) from None
         finally:
-            self._leave(limit)
+            self._waiting.pop(limit, None)
+            if not self._waiting and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+                self.has_warned = False
 
     def report(self) -> str:
         """The report: how long without progress, and the oldest activities with stage and age."""
@@ -147,21 +156,6 @@ class StallWatch:
         known = (self._describe(activity) if self._describe is not None else "") or activity.note
         words = template.format(name=activity.name)
         return f"{words} for {self._activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
-
-    def _enter(self, limit: asyncio.Timeout) -> None:
-        if not self._waiting:
-            self._since_s = max(self._since_s, loop_time())
-            self._has_grown()
-        self._waiting[limit] = None
-        if self._timer is None:
-            self._set_timer()
-
-    def _leave(self, limit: asyncio.Timeout) -> None:
-        self._waiting.pop(limit, None)
-        if not self._waiting and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-            self.has_warned = False
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -190,20 +184,16 @@ class StallWatch:
         if self._has_grown():
             self.progressed()
         elif reached_s >= self._since_s + self._fail_after_s:
-            self._fail()
+            self._failure = self.report()
+            logger.error("%s", self._failure)
+            # A task that begins to wait from now on starts a count of its own.
+            failing, self._waiting, self.has_warned = self._waiting, {}, False
+            for limit in failing:
+                limit.reschedule(loop_time())
         elif reached_s >= self._since_s + self._warn_after_s and not self.has_warned:
             self.has_warned, self.num_warnings = True, self.num_warnings + 1
             logger.warning("%s", self.report())
         self._set_timer()
-
-    def _fail(self) -> None:
-        self._failure = self.report()
-        logger.error("%s", self._failure)
-        now_s = loop_time()
-        # A task that begins to wait from now on starts a count of its own.
-        failing, self._waiting, self.has_warned = self._waiting, {}, False
-        for limit in failing:
-            limit.reschedule(now_s)
 
 
 async def answered(call: Awaitable[T], what: str, limit_s: float = ANSWER_LIMIT_S) -> T:

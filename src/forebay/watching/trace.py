@@ -23,8 +23,10 @@ import contextlib
 import heapq
 import json
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from forebay.watching.activity import STAGES, Activities, Activity
 
@@ -68,12 +70,11 @@ class TraceWriter:
         self._start_s = activities.clock()
         self._tracks: dict[str, _Track] = {}
         self._num_lanes = 0
-        self._places: dict[Activity, _Place] = {}
+        self._places: dict[Activity, tuple[_Track, int]] = {}
+        """Track and lane of what is in flight."""
         self._separator = "[\n"
-        self._lines: list[str] = []
-        self._num_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._file = path.open("x", encoding="ascii")
+        self._file = path.open("x", encoding="ascii", buffering=_BUFFER_BYTES)
         for stage in STAGES.values():
             self._track(stage.track)
         self._stop_listening = activities.listen(self._began, self._ended)
@@ -82,15 +83,23 @@ class TraceWriter:
         """Open a bar in the first free lane of the stage's track; a stage of a program's own has its own."""
         stage = STAGES.get(activity.stage)
         track = self._track(stage.track if stage else activity.stage)
-        place = self._free_place(track)
-        if place is None:
+        if track.free:
+            lane = heapq.heappop(track.free)
+        elif track.num_lanes < self._max_lanes:
+            track.num_lanes += 1
+            self._num_lanes += 1
+            # Unique in the file, as the thread ids that the format takes it for; 0 is a track as a whole.
+            lane = self._num_lanes
+            self._event("M", track, lane, name="thread_name", args={"name": f"lane {track.num_lanes}"})
+        else:
             self.num_left_out += 1
             return
-        self._places[activity] = place
+        self._places[activity] = track, lane
         what = {"task": activity.task, "group": activity.group}
         self._event(
             "B",
-            place,
+            track,
+            lane,
             ts=self._microseconds(self._activities.clock()),
             name=f"{activity.stage} {activity.name}",
             cat=activity.stage,
@@ -99,73 +108,55 @@ class TraceWriter:
 
     def _ended(self, activity: Activity) -> None:
         """Close the bar and free its lane."""
-        place = self._places.pop(activity, None)
-        if place is None:
+        if activity not in self._places:
             return
+        track, lane = self._places.pop(activity)
         args = {"note": activity.note} if activity.note else {}
-        self._event("E", place, ts=self._microseconds(activity.end_s), args=args)
-        heapq.heappush(place.track.free, place.lane)
+        self._event("E", track, lane, ts=self._microseconds(activity.end_s), args=args)
+        heapq.heappush(track.free, lane)
 
     def flush(self) -> None:
         """Write what is buffered."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        lines, self._lines, self._num_bytes = self._lines, [], 0
-        if not lines or self._file.closed:
+        self._attempt(self._file.flush)
+
+    def _attempt(self, write: Callable[..., object], *arguments: str) -> None:
+        if self._file.closed:
             return
         try:
-            self._file.write("".join(lines))
-            self._file.flush()
+            write(*arguments)
         except OSError as error:
             logger.warning("the trace %s ends here: %s", self.path, error)
-            self._give_up()
+            self._stop_listening()
+            # A file that takes no more takes no more by closing either.
+            with contextlib.suppress(OSError):
+                self._file.close()
 
     def close(self) -> None:
         """Finish the file; what is still in flight is drawn to the end. May be called twice."""
         self._stop_listening()
         if self._file.closed:
             return
-        self._lines.append("\n]\n")
+        self._attempt(self._file.write, "\n]\n")
         self.flush()
         self._file.close()
         if self.num_left_out:
             logger.warning("%d activities found no free lane in %s", self.num_left_out, self.path)
 
-    def _give_up(self) -> None:
-        self._stop_listening()
-        # A file that takes no more takes no more by closing either.
-        with contextlib.suppress(OSError):
-            self._file.close()
-
     def _track(self, name: str) -> _Track:
         if (track := self._tracks.get(name)) is None:
             track = self._tracks[name] = _Track(len(self._tracks) + 1)
-            place = _Place(track, 0)
-            self._event("M", place, name="process_name", args={"name": name})
-            self._event("M", place, name="process_sort_index", args={"sort_index": track.number})
+            self._event("M", track, 0, name="process_name", args={"name": name})
+            self._event("M", track, 0, name="process_sort_index", args={"sort_index": track.number})
         return track
 
-    def _free_place(self, track: _Track) -> _Place | None:
-        if track.free:
-            return _Place(track, heapq.heappop(track.free))
-        if track.num_lanes >= self._max_lanes:
-            return None
-        track.num_lanes += 1
-        self._num_lanes += 1
-        place = _Place(track, self._num_lanes)
-        self._event("M", place, name="thread_name", args={"name": f"lane {track.num_lanes}"})
-        return place
-
-    def _event(self, kind: str, place: _Place, **fields: Any) -> None:
-        event = {"ph": kind, "pid": place.track.number, "tid": place.lane, **fields}
-        line = self._separator + _encode(event)
+    def _event(self, kind: str, track: _Track, lane: int, **fields: Any) -> None:
+        event = {"ph": kind, "pid": track.number, "tid": lane, **fields}
+        self._attempt(self._file.write, self._separator + _encode(event))
         self._separator = ",\n"
-        self._lines.append(line)
-        self._num_bytes += len(line)
-        if self._num_bytes >= _BUFFER_BYTES:
-            self.flush()
-        elif self._timer is None:
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_AFTER_S, self.flush)
 
     def _microseconds(self, time_s: float) -> float:
@@ -173,17 +164,11 @@ class TraceWriter:
         return round((time_s - self._start_s) * 1e6, 3)
 
 
+@dataclass
 class _Track:
-    """One track's lanes: which is the first free one."""
+    """One track's lanes."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.free: list[int] = []
-        """A heap."""
-        self.num_lanes = 0
-
-
-class _Place(NamedTuple):
-    track: _Track
-    lane: int
-    """Unique in the file, as the thread ids that the format takes it for; 0 is the track as a whole."""
+    number: int
+    free: list[int] = field(default_factory=list)
+    """A heap: the first free lane comes first."""
+    num_lanes: int = 0

@@ -200,15 +200,17 @@ def known_characters(prompt: Prompt, tokenizer: Any) -> Iterator[None]:
         raise
     # A tokenizer without an "unknown" token raises a bare Exception, which does not say for what.
     except Exception as error:
-        characters = dict.fromkeys("".join(texts_of(prompt)))
-        unknown = [character for character in characters if not _knows(tokenizer, character)]
-        if not unknown:
-            raise
-        raise ConfigError(
-            f"{prompt.place or 'a prompt'}: the model has no token for the character {unknown[0]!r} "
-            f"(U+{ord(unknown[0]):04X}); add it to model.tiny.alphabet, or leave that key out, so that the "
-            f"alphabet is taken from the data"
-        ) from error
+        for character in dict.fromkeys("".join(texts_of(prompt))):
+            try:
+                tokenizer.encode(character, add_special_tokens=False)
+            # As above: whatever it raises, it does not know the character.
+            except Exception:
+                raise ConfigError(
+                    f"{prompt.place or 'a prompt'}: the model has no token for the character {character!r} "
+                    f"(U+{ord(character):04X}); add it to model.tiny.alphabet, or leave that key out, so "
+                    f"that the alphabet is taken from the data"
+                ) from error
+        raise
 
 
 def texts_of(prompt: Prompt) -> Iterator[str]:
@@ -218,15 +220,6 @@ def texts_of(prompt: Prompt) -> Iterator[str]:
         content = message.get("content") if isinstance(message, dict) else None
         yield content if isinstance(content, str) else ""
     yield str((prompt.reward_model or {}).get("ground_truth", ""))
-
-
-def _knows(tokenizer: Any, character: str) -> bool:
-    try:
-        tokenizer.encode(character, add_special_tokens=False)
-    # As above: whatever it raises, it does not know the character.
-    except Exception:
-        return False
-    return True
 
 
 def last_user_text(message: Sequence[Message]) -> str:

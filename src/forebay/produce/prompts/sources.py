@@ -86,7 +86,13 @@ def open_source(source: str | Sequence[str], arguments: Mapping[str, Any], num_w
         rows = _open_reasoning_gym(source, arguments, num_wanted)
     # Before folders: a folder named "sorting", a run's own for example, must not hide the generator.
     elif source in GENERATORS or (":" in source and not Path(source).exists()):
-        rows = _open_function(source, arguments)
+        found = _find_function(source, arguments)(**arguments)
+        if not (hasattr(found, "__len__") and hasattr(found, "__getitem__")):
+            raise ConfigError(
+                f"data source {source!r} returned a {type(found).__name__}; "
+                f"it must return a sequence, such as a list, of rows or of Prompt"
+            )
+        rows = Rows(found, lambda index: f"{source}, row {index}")
     elif Path(source).suffix in FILE_TYPES:
         rows = _open_files([source], arguments)
     elif Path(source).is_dir():
@@ -282,16 +288,6 @@ def _open_saved_dataset(source: str, arguments: Mapping[str, Any]) -> Rows:
     elif split is not None:
         raise ConfigError(f"data source {source!r} has no splits; leave out arguments.split = {split!r}")
     rows = LazySequence(lambda index: _plain(dataset[index]), range(len(dataset)))
-    return Rows(rows, lambda index: f"{source}, row {index}")
-
-
-def _open_function(source: str, arguments: Mapping[str, Any]) -> Rows:
-    rows = _find_function(source, arguments)(**arguments)
-    if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise ConfigError(
-            f"data source {source!r} returned a {type(rows).__name__}; "
-            f"it must return a sequence, such as a list, of rows or of Prompt"
-        )
     return Rows(rows, lambda index: f"{source}, row {index}")
 
 

@@ -26,16 +26,18 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from forebay.aio.time_limits import timeout_at
-from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy, ProduceStrategyConfig
-from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
-from forebay.produce.strategies.pending import Ended, TakeGroup
-from forebay.produce.strategies.rules import fail_group
-from forebay.produce.strategies.staleness import (
+from forebay.produce.strategies.base import (
     Outlook,
+    ProduceBatchStatus,
+    ProduceStrategy,
+    ProduceStrategyConfig,
     StalenessRule,
     calculate_stale_threshold,
     find_staleness_rule,
 )
+from forebay.produce.strategies.context import COUNTED_TOKENS_KEY, Generation, Group, ProduceContext
+from forebay.produce.strategies.pending import Ended, Work
+from forebay.produce.strategies.rules import fail_group
 from forebay.types import (
     Status,
     calculate_seq_staleness,
@@ -71,7 +73,7 @@ class AsyncProduceStrategyConfig(ProduceStrategyConfig):
     max_staleness: int = Field(default=0, ge=0)
     """Sync periods that a rollout may lag behind, beyond the current one."""
     staleness_rule: str | StalenessRule = "drop"
-    """A name of `produce.strategies.staleness` (drop, requeue, admit, mask, correct), or your own rule."""
+    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule."""
     tail_batch_trigger_size: int = Field(default=0, ge=0)
     """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
     tail_batch_max_tries: int = Field(default=0, ge=0)
@@ -152,7 +154,12 @@ class AsyncProduceStrategy(ProduceStrategy):
             return ProduceBatchStatus.NORMAL
         if (stop := self._must_stop(ctx)) is not None:
             return stop
-        is_tail, from_expired_pool = await self._find_tail(ctx)
+        trigger, num_expired = self.config.tail_batch_trigger_size, await ctx.expired_count()
+        # Also without a limit of tries: agents, or a run with other settings, may have made such groups.
+        num_exhausted = await ctx.replay_buffer.count(ctx.task_name, Status.MAX_TRIES)
+        # Without a trigger, nothing else would ever take up groups that have exhausted their tries.
+        is_tail = num_expired + num_exhausted >= trigger if trigger else num_exhausted > 0
+        from_expired_pool = is_tail or (self.rule.regenerates and num_expired > 0)
         over_sample = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
         start_missing = partial(
             self._start_missing,
@@ -161,22 +168,18 @@ class AsyncProduceStrategy(ProduceStrategy):
         )
         return await self._fill(ctx, start_missing)
 
-    async def _find_tail(self, ctx: ProduceContext) -> tuple[bool, bool]:
-        """Whether this call is a tail batch, and whether it generates expired groups before all others."""
-        trigger, num_expired = self.config.tail_batch_trigger_size, await ctx.expired_count()
-        # Also without a limit of tries: agents, or a run with other settings, may have made such groups.
-        num_exhausted = await ctx.replay_buffer.count(ctx.task_name, Status.MAX_TRIES)
-        # Without a trigger, nothing else would ever take up groups that have exhausted their tries.
-        is_tail = num_expired + num_exhausted >= trigger if trigger else num_exhausted > 0
-        return is_tail, is_tail or (self.rule.regenerates and num_expired > 0)
-
     def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
         if self.is_model_expired(ctx.train_step, ctx.model_step) and not ctx.should_abort():
             return ProduceBatchStatus.EXPIRED_BATCH
         return super()._must_stop(ctx)
 
     def _start_missing(
-        self, ctx: ProduceContext, available: int, *, over_sample: int, take: TakeGroup
+        self,
+        ctx: ProduceContext,
+        available: int,
+        *,
+        over_sample: int,
+        take: Callable[[], Awaitable[Group]],
     ) -> None:
         in_flight, progress = len(self._pending), ctx.progress
         fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
@@ -190,13 +193,9 @@ class AsyncProduceStrategy(ProduceStrategy):
             num_expired=self.num_expired,
         )
         for _ in range(self.rule.limit(outlook) - available - in_flight):
-            self._pending.start(
-                take,
-                partial(self._generate, ctx, ctx.model_step),
-                self._store,
-                is_stopped=ctx.should_abort,
-                time_limit_s=self.config.group_time_limit_s,
-            )
+            generate = partial(self._generate, ctx, ctx.model_step)
+            limit_s = self.config.group_time_limit_s
+            self._pending.start(Work(take, generate, self._store, ctx.should_abort, limit_s))
 
     async def _generate(self, ctx: ProduceContext, model_step: int, group: Group) -> Group:
         group = await ctx.generate_group(group, enable_partial_rollout=self.config.enable_partial_rollout)
@@ -276,7 +275,7 @@ class AsyncProduceStrategy(ProduceStrategy):
         ask_s, deadline_s = started_s, started_s + self.config.pause_timeout_s
         while len(self._pending):
             # Read before the clock: a group that ends from here on ends the wait below at once.
-            seen = self._pending.version
+            seen = self._pending.changes.version
             if clock() >= deadline_s:
                 logger.warning(
                     "task %s: %d groups did not stop within %g s and are cut short",
@@ -291,7 +290,7 @@ class AsyncProduceStrategy(ProduceStrategy):
                 ask_s = clock() + PAUSE_REPEAT_S
             with contextlib.suppress(TimeoutError):
                 async with timeout_at(min(ask_s, deadline_s)):
-                    await self._pending.wait(seen)
+                    await self._pending.changes.wait(seen)
         self._pending.raise_error()
         return clock() - started_s
 

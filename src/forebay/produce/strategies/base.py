@@ -1,4 +1,4 @@
-"""When to start groups, and when to stop: the contract of a production strategy, and the synchronous one.
+"""When to start groups, when to stop, and how stale they may get: strategies, and the synchronous one.
 
 A strategy sees one task through a `ProduceContext` and decides; sampling, generating and storing are the
 context's::
@@ -10,6 +10,21 @@ context's::
 An interrupted synchronous call leaves no task behind: what was in flight goes back to the buffer as ABORTED
 and is sampled first by the next call. `forebay.produce.strategies.asynchronous` has the strategy whose groups
 outlive the call.
+
+Staleness has one definition: a token made by the weights after train step ``m`` and trained at step ``i`` is
+``i - m - 1`` stale, a rollout as stale as its oldest generated token, a group as its stalest rollout; time in
+the queue counts, because ``i`` is the step that trains it. Too stale is at or over the threshold
+``(max_staleness + 1) * sync_weights_interval``. A rule says what becomes of that::
+
+    rule       the buffer                     the producer                        the trainer
+    drop       expires, then drops            target + over-sampling              nothing
+    requeue    expires, keeps the prompt      expired prompts first               nothing
+    admit      as drop                        no more than can still be fresh     nothing
+    mask       keeps                          target + over-sampling              stale tokens: loss weight 0
+    correct    keeps                          target + over-sampling              importance weights
+
+Whatever the rule, nothing is produced for a train step for which the weights themselves are too old, so the
+producer's lead is bounded. This module has the producer's and the buffer's part.
 """
 
 from __future__ import annotations
@@ -18,7 +33,8 @@ import asyncio
 import enum
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 
 from pydantic import BaseModel
@@ -33,8 +49,7 @@ from forebay.produce.strategies.context import (
     default_is_valid_sample_fn,
     default_should_continue_fn,
 )
-from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionBudget
-from forebay.produce.strategies.staleness import calculate_stale_threshold
+from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionBudget, Work
 from forebay.types import Status, get_group_status, reset_rollout_response
 
 
@@ -129,15 +144,15 @@ class ProduceStrategy(ABC):
         pending = self._pending
         watcher = asyncio.create_task(ctx.update_event.wait(), name="watch for a pause")
         # One task for the whole call: a pause then looks like one more group that has ended.
-        watcher.add_done_callback(pending.wake)
+        watcher.add_done_callback(lambda _: pending.changes.note())
         try:
             while True:
-                seen = pending.version
+                seen = pending.changes.version
                 pending.raise_error()
                 if (stop := self._must_stop(ctx)) is not None:
                     return stop
                 available = await self._count_available(ctx)
-                if pending.version != seen:
+                if pending.changes.version != seen:
                     continue  # A group ended meanwhile, and would be counted in both places or in neither.
                 if not self.should_continue_fn(available, self._target(ctx)):
                     self._budget.reset()
@@ -147,7 +162,7 @@ class ProduceStrategy(ABC):
                 if not len(pending):
                     # The staleness rule wants nothing more from these weights.
                     return ProduceBatchStatus.EXPIRED_BATCH
-                await pending.wait(seen)
+                await pending.changes.wait(seen)
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -220,23 +235,19 @@ class SyncProduceStrategy(ProduceStrategy):
         self._ctx = ctx
         # Failures of an earlier call, which may have been cancelled, are no reason to give up on this one.
         self._budget.reset()
-        self._completed = await self._count_fresh(ctx)
+        # Weights that were not synchronized when due make groups that are as stale: those are no worse.
+        self.leftover_threshold = max(self._max_lag, ctx.train_step - ctx.model_step)
+        expired = await ctx.replay_buffer.refresh_staleness(
+            task_stale_thresholds={ctx.task_name: self.leftover_threshold},
+            current_train_step=ctx.train_step,
+        )
+        self.num_expired += expired[ctx.task_name]
+        self._completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
         try:
             return await self._fill(ctx, self._start_missing)
         finally:
             await self._pending.cancel()
             self._pending.raise_error()
-
-    async def _count_fresh(self, ctx: ProduceContext) -> int:
-        """The COMPLETED groups that were left over, once those that are too stale have expired."""
-        # Weights that were not synchronized when due make groups that are as stale: those are no worse.
-        self.leftover_threshold = max(self._max_lag, ctx.train_step - ctx.model_step)
-        buffer, name = ctx.replay_buffer, ctx.task_name
-        expired = await buffer.refresh_staleness(
-            task_stale_thresholds={name: self.leftover_threshold}, current_train_step=ctx.train_step
-        )
-        self.num_expired += expired[name]
-        return await buffer.count(name, Status.COMPLETED)
 
     async def _count_available(self, ctx: ProduceContext) -> int:
         return self._completed
@@ -252,12 +263,8 @@ class SyncProduceStrategy(ProduceStrategy):
             more = itertools.takewhile(lambda n: self.should_continue_fn(available + n, size), range(1, size))
             missing = 1 + sum(1 for _ in more)
         for _ in range(missing - len(self._pending)):
-            self._pending.start(
-                partial(ctx.sample_group, from_expired_pool=False),
-                ctx.generate_group,
-                self._store,
-                is_stopped=ctx.should_abort,
-            )
+            take = partial(ctx.sample_group, from_expired_pool=False)
+            self._pending.start(Work(take, ctx.generate_group, self._store, ctx.should_abort))
 
     async def _store(self, group: Group, ended: Ended) -> None:
         """Count and store one group."""
@@ -275,3 +282,98 @@ def _forget_aborted(group: Group) -> None:
     for state in group:
         if state.status is Status.ABORTED:
             reset_rollout_response(state)
+
+
+def calculate_stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
+    """The staleness at which a rollout is expired: ``(max_staleness + 1) * sync_weights_interval``.
+
+    `max_staleness` counts sync periods beyond the current one, whose lag cannot be avoided.
+
+    Raises:
+        ValueError: a negative `max_staleness` or a non-positive interval.
+    """
+    if max_staleness < 0:
+        raise ValueError(f"max_staleness must not be negative, got {max_staleness}")
+    if sync_weights_interval <= 0:
+        raise ValueError(f"sync_weights_interval must be positive, got {sync_weights_interval}")
+    return (max_staleness + 1) * sync_weights_interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """The groups of one task, counted since the start of the run, on which a rule decides."""
+
+    target: int
+    """Groups that should be available: consumed ones and COMPLETED ones in the buffer together."""
+    available: int
+    in_flight: int
+    over_sample: int
+    """Groups that the configuration wants in flight beyond the target; 0 in a tail batch."""
+    fresh_limit: int
+    """The groups that the consumer will have taken by the last train step for which a group started now is
+    not too stale; more groups than these would wait until they are."""
+    num_expired: int
+    """Groups that expired since the start, as far as this producer has seen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StalenessRule:
+    """The rule `drop`, and the base of the others: override `limit`, or set the fields.
+
+    Invariant for a rule of your own: `limit` must reach ``outlook.target``, or production ends with
+    EXPIRED_BATCH, which is right only where newer weights help.
+
+    >>> class NoOverSampling(StalenessRule):
+    ...     def limit(self, outlook):
+    ...         return outlook.target
+    >>> NoOverSampling().limit(Outlook(
+    ...     target=8, available=3, in_flight=2, over_sample=4, fresh_limit=16, num_expired=0))
+    8
+    """
+
+    expires: bool = True
+    """Groups at or over the threshold expire in the buffer, their responses wiped."""
+    regenerates: bool = False
+    """Expired groups stay in the buffer and are generated again, before all others; else they are dropped."""
+
+    def limit(self, outlook: Outlook) -> int:
+        """How many groups may be available or in flight."""
+        return outlook.target + outlook.over_sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmitRule(StalenessRule):
+    """Starts only what can still be fresh enough when it is trained.
+
+    The count is AReaL's (Fu et al. 2025, "AReaL", section 5.1), with absolute numbers of groups. It reaches
+    the target of every step for which the weights are fresh enough, so it cannot starve the trainer; what it
+    cuts is over-sampling.
+    """
+
+    def limit(self, outlook: Outlook) -> int:
+        """The target and the over-sampling, cut to the groups that will be fresh enough."""
+        return min(outlook.target + outlook.over_sample, outlook.fresh_limit)
+
+
+STALENESS_RULES: Mapping[str, StalenessRule] = {
+    "drop": StalenessRule(),
+    "requeue": StalenessRule(regenerates=True),
+    "admit": AdmitRule(),
+    "mask": StalenessRule(expires=False),
+    "correct": StalenessRule(expires=False),
+}
+
+
+def find_staleness_rule(rule: str | StalenessRule) -> StalenessRule:
+    """The rule of that name, or the object itself.
+
+    Raises:
+        ValueError: there is no rule of that name.
+    """
+    if isinstance(rule, str):
+        if rule not in STALENESS_RULES:
+            raise ValueError(
+                f"staleness_rule must be one of {', '.join(STALENESS_RULES)} or an object, got {rule!r}"
+            )
+        return STALENESS_RULES[rule]
+    return rule

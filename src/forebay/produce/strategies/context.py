@@ -218,7 +218,14 @@ class ProduceContext:
         length = sum(len(state.response_ids) for state in generated)
         latency_s = group[0].extra_fields.get(GROUP_GENERATE_TIME_KEY)
         if is_completed:
-            self._count_rewards(group, scores)
+            for state in group:
+                if state.reward is None or "score" not in state.reward:
+                    logger.warning(
+                        "task %s: rollout %s is completed but has no score; it is left out of the statistics",
+                        self.task_name,
+                        state.rollout_id,
+                    )
+            self.progress.add_raw_rewards(self.task_name, sum(scores), len(scores))
             is_completed = self._filter(group)
         if not is_completed and before_put is not None:
             before_put(group)
@@ -271,16 +278,6 @@ class ProduceContext:
                 reset_rollout_response(state)
                 state.status = Status.FILTERED
         return bool(is_valid)
-
-    def _count_rewards(self, group: Group, scores: Sequence[float]) -> None:
-        for state in group:
-            if state.reward is None or "score" not in state.reward:
-                logger.warning(
-                    "task %s: rollout %s is completed but has no score; it is left out of the statistics",
-                    self.task_name,
-                    state.rollout_id,
-                )
-        self.progress.add_raw_rewards(self.task_name, sum(scores), len(scores))
 
 
 def _count_new_tokens(group: Sequence[RolloutState], *, may_come_again: bool) -> int:

@@ -21,7 +21,7 @@ import enum
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from forebay.aio.changed import Changes
 from forebay.aio.time_limits import timeout
@@ -47,7 +47,7 @@ class PendingGroups:
     Invariant: a group that was taken is in here until it is stored.
 
     consumes: groups from `take`; waits for: each step of each group; woken by: the steps themselves;
-    produces: stored groups, and a new `version` for all waiters.
+    produces: stored groups, and `changes`.
 
     >>> from forebay.types import RolloutState
     >>> async def example():
@@ -58,15 +58,16 @@ class PendingGroups:
     ...     async def store(group, ended):
     ...         print(group[0].group_id, ended)
     ...     pending = PendingGroups()
-    ...     pending.start(take, generate, store, is_stopped=lambda: False)
-    ...     await pending.wait(pending.version)           # until one more has ended
+    ...     pending.start(Work(take, generate, store, is_stopped=lambda: False))
+    ...     await pending.changes.wait(pending.changes.version)           # until one more has ended
     >>> asyncio.run(example())
     math/0 Ended.RETURNED
     """
 
     def __init__(self) -> None:
-        self._works: dict[_Work, None] = {}
-        self._changes = Changes()
+        self.changes = Changes()
+        """Noted whenever a group has ended."""
+        self._works: dict[Work, None] = {}
         self._error: BaseException | None = None
         self._given_up: set[asyncio.Task[None]] = set()
         """Held, because the event loop alone would let a task that waits be collected."""
@@ -78,19 +79,6 @@ class PendingGroups:
     def groups(self) -> list[Group]:
         """The groups that were taken and are not stored yet."""
         return [work.group for work in self._works if work.group is not None]
-
-    @property
-    def version(self) -> int:
-        """Grows whenever a group has ended, and with every `wake`."""
-        return self._changes.version
-
-    async def wait(self, version: int) -> None:
-        """Until `version` is not the version any more."""
-        await self._changes.wait(version)
-
-    def wake(self, *_: object) -> None:
-        """Let all waiters look again."""
-        self._changes.note()
 
     def raise_error(self) -> None:
         """Raise what escaped from taking or storing a group; once.
@@ -107,23 +95,8 @@ class PendingGroups:
         if error is not None:
             raise error
 
-    def start(
-        self,
-        take: TakeGroup,
-        generate: GenerateGroup,
-        store: StoreGroup,
-        *,
-        is_stopped: Callable[[], bool],
-        time_limit_s: float | None = None,
-    ) -> None:
-        """Take, generate and store one group in the background.
-
-        Once `is_stopped`, nothing is taken any more, and what was taken is not generated.
-        """
-        work = _Work(take, generate, store, is_stopped, time_limit_s, loop_time())
-        self._begin(work)
-
-    def _begin(self, work: _Work) -> None:
+    def start(self, work: Work) -> None:
+        """Take, generate and store one group in the background."""
         self._works[work] = None
         work.task = asyncio.create_task(self._run(work))
 
@@ -142,7 +115,7 @@ class PendingGroups:
             with contextlib.suppress(TimeoutError):
                 async with timeout(CANCEL_REPEAT_S):
                     while self._works:
-                        await self._changes.wait(self.version)
+                        await self.changes.wait(self.changes.version)
             if not self._works:
                 return
             names = "; ".join(map(str, self._works))
@@ -154,7 +127,7 @@ class PendingGroups:
             elif waited_s >= STORE_LIMIT_S:
                 raise ProductionError(f"not ended {waited_s:.0f} s after it was cancelled: {names}")
 
-    def _give_up(self, deaf: Sequence[_Work]) -> None:
+    def _give_up(self, deaf: Sequence[Work]) -> None:
         """Store the prompts of these groups, and leave their tasks to themselves."""
         error = ProductionError(
             f"agents or judges swallow every cancellation and were given up after {GIVE_UP_AFTER_S:g} s; "
@@ -171,15 +144,20 @@ class PendingGroups:
             del self._works[work]
             # A copy: the task may write into the original at any time.
             group = list(copy_group(StoredGroup(work.group)))
-            self._begin(
+            self.start(
                 replace(work, group=group, is_generating=False, ended=Ended.INTERRUPTED, is_given_up=False)
             )
 
-    async def _run(self, work: _Work) -> None:
+    async def _run(self, work: Work) -> None:
         try:
-            group = await self._make(work) if work.group is None else work.group
-            if group is not None and not work.is_given_up:
-                await work.store(group, work.ended)
+            if work.group is None and not work.must_stop():
+                work.group = await work.take()
+                if work.must_stop():
+                    work.ended = Ended.NOT_STARTED
+                else:
+                    work.group = await self._generate(work, work.group)
+            if work.group is not None and not work.is_given_up:
+                await work.store(work.group, work.ended)
         # Not only errors: a waiter has to see anything that ends this task early.
         except BaseException as error:
             # A lost buffer is reported before the failures that it causes.
@@ -189,19 +167,9 @@ class PendingGroups:
                 raise
         finally:
             self._works.pop(work, None)
-            self._changes.note()
+            self.changes.note()
 
-    async def _make(self, work: _Work) -> Group | None:
-        """The group, generated if nothing stopped it before; None if it was not even taken."""
-        if work.must_stop():
-            return None
-        group = work.group = await work.take()
-        if work.must_stop():
-            work.ended = Ended.NOT_STARTED
-            return group
-        return await self._generate(work, group)
-
-    async def _generate(self, work: _Work, group: Group) -> Group:
+    async def _generate(self, work: Work, group: Group) -> Group:
         loop = asyncio.get_running_loop()
         limit_s = work.time_limit_s
         timer = None if limit_s is None else loop.call_later(limit_s, work.interrupt, Ended.OUT_OF_TIME)
@@ -242,21 +210,18 @@ class Ended(enum.Enum):
     """Taken, but not generated: production stopped first."""
 
 
-TakeGroup = Callable[[], Awaitable[Group]]
-GenerateGroup = Callable[[Group], Awaitable[Group]]
-StoreGroup = Callable[[Group, Ended], Awaitable[None]]
-
-
 @dataclass(eq=False, slots=True)
-class _Work:
-    """One group on its way."""
+class Work:
+    """One group on its way: how it is taken, generated and stored, and how far it is."""
 
-    take: TakeGroup
-    generate: GenerateGroup
-    store: StoreGroup
+    take: Callable[[], Awaitable[Group]]
+    generate: Callable[[Group], Awaitable[Group]]
+    store: Callable[[Group, Ended], Awaitable[None]]
     is_stopped: Callable[[], bool]
-    time_limit_s: float | None
-    started_s: float
+    """Once true, nothing is taken any more, and a group that was taken is not generated."""
+    time_limit_s: float | None = None
+    """Of the generation; None: no limit."""
+    started_s: float = field(default_factory=loop_time)
     task: asyncio.Task[None] | None = None
     group: Group | None = None
     is_generating: bool = False
@@ -264,6 +229,7 @@ class _Work:
     is_given_up: bool = False
 
     def must_stop(self) -> bool:
+        """Whether no further step of its way may begin."""
         return self.is_stopped() or self.ended is not Ended.RETURNED
 
     def interrupt(self, ended: Ended) -> None:

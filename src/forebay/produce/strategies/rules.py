@@ -147,26 +147,20 @@ def check_form(returned: object, given: Sequence[RolloutState], lengths: Sequenc
         for state, length in zip(given, lengths, strict=True)
         if TRAJECTORY_OF_KEY not in state.extra_fields
     ]
-    if returned is not given:
-        _check_members(firsts, [state for state, _ in earlier])
-    for state, (_, length) in zip(firsts, earlier, strict=True):
-        if 0 < length < len(state.response_ids):
-            _extend_token_fields(state, length)
-    for state in returned:
-        fill_token_fields(state)
-    return returned
-
-
-def _check_members(group: Sequence[RolloutState], given: Sequence[RolloutState]) -> None:
-    if len(group) != len(given):
-        raise ValueError(f"the agent loop returned {len(group)} rollouts for a group of {len(given)}")
-    for state, original in zip(group, given, strict=True):
+    if len(firsts) != len(earlier):
+        raise ValueError(f"the agent loop returned {len(firsts)} rollouts for a group of {len(earlier)}")
+    for state, (original, length) in zip(firsts, earlier, strict=True):
         ids, expected = (state.rollout_id, state.group_id), (original.rollout_id, original.group_id)
         if ids != expected:
             raise ValueError(
                 f"the agent loop returned rollout {ids[0]!r} of group {ids[1]!r} in place of {expected[0]!r} "
                 f"of {expected[1]!r}; return the given ones, in their order"
             )
+        if 0 < length < len(state.response_ids):
+            _extend_token_fields(state, length)
+    for state in returned:
+        fill_token_fields(state)
+    return returned
 
 
 def _extend_token_fields(state: RolloutState, length: int) -> None:

@@ -29,8 +29,7 @@ from forebay.replay import ReplayBuffer
 from forebay.replay.stores.contract import STALEST
 from forebay.runs.show.wording import number, percent
 from forebay.types import UNLABELED, RolloutState, Status
-from forebay.watching.activity import GENERATE, STAGES, Activities, Activity
-from forebay.watching.utilization import SIDES, BusyShare
+from forebay.watching.activity import GENERATE, SIDES, STAGES, Activities, Activity, BusyShare
 
 PRODUCER_STAGES = frozenset(name for name, stage in STAGES.items() if stage.doing)
 

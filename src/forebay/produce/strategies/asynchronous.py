@@ -58,49 +58,6 @@ LAST_FAILURE_KEY = "last_failure"
 """Key in ``extra_fields``: why it failed the last time."""
 
 
-class AsyncProduceStrategyConfig(ProduceStrategyConfig):
-    """Builds an `AsyncProduceStrategy`.
-
-    >>> config = AsyncProduceStrategyConfig(max_staleness=1, over_sample_threshold=0.5)
-    >>> config.build(sync_weights_interval=2).stale_threshold        # (1 + 1) * 2 train steps
-    4
-    """
-
-    over_sample_threshold: float = Field(default=0.0, ge=0)
-    """Groups kept in flight beyond the target, as a share of the task's batch."""
-    enable_partial_rollout: bool = False
-    """An interrupted rollout keeps its tokens and goes on from them; else it starts over."""
-    max_staleness: int = Field(default=0, ge=0)
-    """Sync periods that a rollout may lag behind, beyond the current one."""
-    staleness_rule: str | StalenessRule = "drop"
-    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule."""
-    tail_batch_trigger_size: int = Field(default=0, ge=0)
-    """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
-    tail_batch_max_tries: int = Field(default=0, ge=0)
-    """Aborts without partial rollout after which a group waits for the tail batch; 0: no limit."""
-    max_retries: int = Field(default=0, ge=0)
-    """How often the rollouts of a group that failed are generated again; its completed ones are kept."""
-    group_time_limit_s: float | None = Field(default=None, gt=0)
-    """A group that takes longer fails, and is retried as other failures are. None: no limit."""
-    pause_timeout_s: float = Field(default=60.0, ge=0)
-    """A group that has not stopped this long after the request is cut short: its prompt is kept."""
-
-    @field_validator("staleness_rule")
-    @classmethod
-    def _is_known(cls, rule: str | StalenessRule) -> str | StalenessRule:
-        find_staleness_rule(rule)
-        return rule
-
-    def build(
-        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
-    ) -> AsyncProduceStrategy:
-        """The strategy for weights that are synchronized every `sync_weights_interval` train steps.
-
-        `rollout_controller` is asked to stop by a pause, besides the agent loop.
-        """
-        return AsyncProduceStrategy(self, sync_weights_interval, rollout_controller)
-
-
 class AsyncProduceStrategy(ProduceStrategy):
     """Keeps groups in flight up to a limit that its staleness rule sets.
 
@@ -307,3 +264,46 @@ class AsyncProduceStrategy(ProduceStrategy):
             # Agents are user code and engines are remote: after any exception the rest has to stop too.
             except Exception:
                 logger.exception("task %s: asking to stop failed", ctx.task_name)
+
+
+class AsyncProduceStrategyConfig(ProduceStrategyConfig):
+    """Builds an `AsyncProduceStrategy`.
+
+    >>> config = AsyncProduceStrategyConfig(max_staleness=1, over_sample_threshold=0.5)
+    >>> config.build(sync_weights_interval=2).stale_threshold        # (1 + 1) * 2 train steps
+    4
+    """
+
+    over_sample_threshold: float = Field(default=0.0, ge=0)
+    """Groups kept in flight beyond the target, as a share of the task's batch."""
+    enable_partial_rollout: bool = False
+    """An interrupted rollout keeps its tokens and goes on from them; else it starts over."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Sync periods that a rollout may lag behind, beyond the current one."""
+    staleness_rule: str | StalenessRule = "drop"
+    """A name of `produce.strategies.base` (drop, requeue, admit, mask, correct), or your own rule."""
+    tail_batch_trigger_size: int = Field(default=0, ge=0)
+    """With this many EXPIRED and MAX_TRIES groups waiting, the next round generates those, and no more."""
+    tail_batch_max_tries: int = Field(default=0, ge=0)
+    """Aborts without partial rollout after which a group waits for the tail batch; 0: no limit."""
+    max_retries: int = Field(default=0, ge=0)
+    """How often the rollouts of a group that failed are generated again; its completed ones are kept."""
+    group_time_limit_s: float | None = Field(default=None, gt=0)
+    """A group that takes longer fails, and is retried as other failures are. None: no limit."""
+    pause_timeout_s: float = Field(default=60.0, ge=0)
+    """A group that has not stopped this long after the request is cut short: its prompt is kept."""
+
+    @field_validator("staleness_rule")
+    @classmethod
+    def _is_known(cls, rule: str | StalenessRule) -> str | StalenessRule:
+        find_staleness_rule(rule)
+        return rule
+
+    def build(
+        self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
+    ) -> AsyncProduceStrategy:
+        """The strategy for weights that are synchronized every `sync_weights_interval` train steps.
+
+        `rollout_controller` is asked to stop by a pause, besides the agent loop.
+        """
+        return AsyncProduceStrategy(self, sync_weights_interval, rollout_controller)

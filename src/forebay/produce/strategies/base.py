@@ -53,22 +53,6 @@ from forebay.produce.strategies.pending import Ended, PendingGroups, ProductionB
 from forebay.types import Status, get_group_status, reset_rollout_response
 
 
-class ProduceBatchStatus(enum.Enum):
-    """How a call to `produce_batch` ended; of several tasks together, the last of this order holds."""
-
-    NORMAL = enum.auto()
-    EXPIRED_BATCH = enum.auto()
-    """The rollout weights are too old for this train step: only a weight sync can help."""
-    # A pause concerns all tasks, weights that are too old may concern one.
-    UPDATE_WEIGHT_AND_ABORT = enum.auto()
-    """A pause was requested."""
-
-
-def worst_status(statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
-    """The status of several tasks together."""
-    return max(statuses, key=lambda status: status.value, default=ProduceBatchStatus.NORMAL)
-
-
 class ProduceStrategy(ABC):
     """Decides what to generate for one task; a strategy of your own overrides `produce_batch`."""
 
@@ -166,6 +150,22 @@ class ProduceStrategy(ABC):
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
+
+
+class ProduceBatchStatus(enum.Enum):
+    """How a call to `produce_batch` ended; of several tasks together, the last of this order holds."""
+
+    NORMAL = enum.auto()
+    EXPIRED_BATCH = enum.auto()
+    """The rollout weights are too old for this train step: only a weight sync can help."""
+    # A pause concerns all tasks, weights that are too old may concern one.
+    UPDATE_WEIGHT_AND_ABORT = enum.auto()
+    """A pause was requested."""
+
+
+def worst_status(statuses: Iterable[ProduceBatchStatus]) -> ProduceBatchStatus:
+    """The status of several tasks together."""
+    return max(statuses, key=lambda status: status.value, default=ProduceBatchStatus.NORMAL)
 
 
 class ProduceStrategyConfig(BaseModel, ABC):

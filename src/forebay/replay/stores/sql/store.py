@@ -52,7 +52,15 @@ from forebay.replay.stores.sql.rows import (
     storable_uids,
     write_priorities,
 )
-from forebay.replay.stores.sql.schema import groups, insert_or_update, open_engine, payloads, tags, tasks
+from forebay.replay.stores.sql.schema import (
+    ID_NAMES,
+    groups,
+    insert_or_update,
+    open_engine,
+    payloads,
+    tags,
+    tasks,
+)
 from forebay.replay.stores.sql.transactions import Transactions
 from forebay.replay.stores.sql.worker import Sharing, Worker
 from forebay.replay.stores.sum_tree import SumTree
@@ -316,7 +324,7 @@ class SQLStorage(StorageBackend):
             for table in (tags, payloads, groups):
                 connection.execute(table.delete())
             connection.execute(tasks.update().values(train_step=None, may_fall=0))
-            raise_ids(connection, [state["next_uid"], state["next_timestamp_id"]])
+            raise_ids(connection, {name: state[f"next_{name}"] for name in ID_NAMES})
             insert_tasks(connection, (row.columns["task_name"] for row in rows))
             insert_rows(connection, rows)
             if steps:

@@ -112,12 +112,14 @@ class Worker:
         self, job: Future[Any], answer: asyncio.Future[Any], undo: Callable[[Any], None] | None
     ) -> Any:
         try:
-            return await asyncio.shield(answer)
+            return await answer
         except asyncio.CancelledError:
             if job.cancel() or self._changes_nothing:
                 raise
-            # The thread does one job after the other: this runs when the job has ended, however late.
-            ended = asyncio.wrap_future(self._submit(partial(_undo, job, undo))) if undo else answer
+            # The thread does one job after the other: an undo runs when the job has ended, however late.
+            ended = asyncio.wrap_future(self._submit(partial(_undo, job, undo)) if undo else job)
+            # The caller gets the cancellation in place of the job's error.
+            ended.add_done_callback(lambda future: future.exception())
             for limit_s in (GRACE_S, CUT_S):
                 await outlast(asyncio.ensure_future(asyncio.wait([ended], timeout=limit_s)))
                 if ended.done():
@@ -191,6 +193,9 @@ class _Shared:
 
 def _settle(loop: asyncio.AbstractEventLoop, done: list[_Shared]) -> None:
     for shared in done[:SETTLED_AT_ONCE]:
+        if shared.answer.done():
+            # Its caller was cancelled.
+            continue
         if (error := shared.job.exception()) is None:
             shared.answer.set_result(shared.job.result())
         else:

@@ -69,7 +69,8 @@ def write_together(transactions: Transactions, writes: Sequence[Write]) -> list[
     with transactions.writing() as connection:
         steps = raise_steps(connection, writes)
         verdicts = [_verdict(write, steps) for write in writes]
-        rows = give_ids(connection, [row for found in verdicts if isinstance(found, list) for row in found])
+        rows = [row for found in verdicts if isinstance(found, list) for row in found]
+        give_ids(connection, rows)
         insert_rows(connection, rows)
         stored = (write for write, verdict in zip(writes, verdicts, strict=True) if verdict is write.rows)
         keep_receipts(connection, *(write.receipt for write in stored))
@@ -92,7 +93,7 @@ def _steps_and_later(
     connection: sa.Connection, writes: Sequence[Write]
 ) -> tuple[dict[str, int | None], dict[str, int]]:
     """The train steps of all tasks, and the named ones that take their place."""
-    lines = connection.execute(sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)).all()
+    lines = connection.execute(_STEPS).all()
     may_fall = {line.task_name for line in lines if line.may_fall}
     steps: dict[str, int | None] = {line.task_name: line.train_step for line in lines}
     later = {
@@ -101,6 +102,9 @@ def _steps_and_later(
         if (before := steps.get(task)) is None or before < step or task in may_fall
     }
     return steps, later
+
+
+_STEPS = sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)
 
 
 def _latest_named(writes: Sequence[Write]) -> dict[str, int]:
@@ -122,7 +126,8 @@ def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str,
     steps, later = _steps_and_later(connection, writes)
     for_ever = [write for write in writes if write.rows is not None or write.train_step is not None]
     insert_tasks(connection, {task for write in for_ever for task in write.task_names} - steps.keys())
-    for task in sorted(_latest_named(writes)):
+    is_postgres = connection.dialect.name == "postgresql"
+    for task in sorted(_latest_named(writes) if is_postgres else later):
         of_task = tasks.c.task_name == task
         if task in later:
             stands = sa.or_(
@@ -131,7 +136,7 @@ def raise_steps(connection: sa.Connection, writes: Sequence[Write]) -> dict[str,
             changed = tasks.update().where(of_task, stands).values(train_step=later[task], may_fall=0)
             connection.execute(changed)
             steps[task] = later[task]
-        if connection.dialect.name == "postgresql":
+        if is_postgres:
             held = sa.select(tasks.c.train_step).where(of_task).with_for_update(read=True)
             steps[task] = connection.scalar(held)
     return steps

@@ -191,13 +191,13 @@ class IndexedStorage(StorageBackend):
         cell = cells[0][0] if len(cells) == 1 and cells[0][2] is True else None
         if cell is not None and cell.priorities is not None:
             return cell.priorities
-        if cell is not None:
-            rows = [self._rows[uid] for uid in cell.uids()]
-        else:
-            rows = list(self._ranked(query, "timestamp_id", descending=False))
-        tree = SumTree(
-            [row.timestamp_id for row in rows], [row.uid for row in rows], [row.priority for row in rows]
-        )
+        timestamp_ids: list[int] = []
+        uids: list[int] = []
+        for _, bucket, rest in (part for found in cells for part in self._matching_buckets(*found)):
+            rows = bucket.rows if rest is True else dict(self._iter_bucket(bucket, rest, descending=False))
+            timestamp_ids += rows
+            uids += rows.values()
+        tree = SumTree(timestamp_ids, uids, [self._rows[uid].priority for uid in uids])
         if cell is not None:
             cell.priorities = tree
         return tree
@@ -322,11 +322,6 @@ class _Cell:
             is_given = step is None or train_step is None
             staleness = given if is_given else train_step - 1 - step  # type: ignore[operator]
             yield {"staleness": staleness, "oldest_model_step": step, "train_step": consumed}, bucket
-
-    def uids(self) -> Iterator[int]:
-        """The uids of all rows, in no order."""
-        for bucket in self._buckets.values():
-            yield from bucket.rows.values()
 
 
 _Part = tuple[int, _Bucket, Query | bool]

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 
 class SumTree:
@@ -32,57 +34,77 @@ class SumTree:
     """
 
     def __init__(
-        self, timestamp_ids: Iterable[int], uids: Iterable[int], priorities: Iterable[float]
+        self, timestamp_ids: Sequence[int], uids: Sequence[int], priorities: Sequence[float]
     ) -> None:
         """One entry per row in each, in any order of rows."""
-        pairs = zip(uids, priorities, strict=True)
-        self._rows: dict[int, tuple[int, float]] = dict(zip(timestamp_ids, pairs, strict=True))
-        self._order: list[int] = []
-        """The timestamp_id of each leaf, ascending; of rows that are gone, too."""
-        # Node i has the children 2i and 2i + 1; the second half are the leaves. Empty: to be computed.
-        self._sums: array[float] = array("d")
-        self._first = 0
-        """No row before this leaf is left."""
+        self._late: dict[int, tuple[int, float]] = {}
+        """Rows that came back to a place for which there is no leaf; the next draw makes all leaves anew."""
+        columns = np.array(timestamp_ids, np.int64), np.array(uids, np.int64), np.array(priorities, float)
+        self._build(*columns)
+
+    def _build(self, ids: NDArray[np.int64], uids: NDArray[np.int64], priorities: NDArray[Any]) -> None:
+        order = np.argsort(ids, kind="stable")
+        self._ids, self._uids = (array("q", column[order].tobytes()) for column in (ids, uids))
+        """The timestamp_id, ascending, and the uid of each leaf."""
+        self._is_there = bytearray(b"\1") * len(order)
+        """Whether the row of each leaf is not taken out."""
+        # As many leaves are free as are taken, so that this is done again only when the rows have doubled.
+        level = np.zeros(2 << len(order).bit_length())
+        level[: len(order)] = priorities[order]
+        levels = [level]
+        while len(level) > 1:
+            level = level[::2] + level[1::2]
+            levels.append(level)
+        # Node i has the children 2i and 2i + 1; the second half are the leaves. Node 0 is not used.
+        self._sums = array("d", np.concatenate([[0.0], *reversed(levels)]).tobytes())
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._is_there.count(1) + len(self._late)
 
     def add(self, timestamp_id: int, uid: int, priority: float) -> None:
         """Put in a row that is not there yet."""
-        self._rows[timestamp_id] = uid, priority
-        leaf = len(self._order)
-        is_full = leaf >= len(self._sums) // 2
-        if is_full or (self._order and timestamp_id <= self._order[-1]):
-            # No leaf is free, or the row arrived before others: the next draw computes all anew.
-            self._sums = array("d")
-        else:
-            self._order.append(timestamp_id)
-            self._set(leaf, priority)
+        leaf = bisect_left(self._ids, timestamp_id)
+        if leaf == len(self._ids) < len(self._sums) // 2:
+            self._ids.append(timestamp_id)
+            self._uids.append(uid)
+            self._is_there.append(1)
+        elif leaf == len(self._ids) or self._ids[leaf] != timestamp_id:
+            self._late[timestamp_id] = uid, priority
+            return
+        self._uids[leaf], self._is_there[leaf] = uid, 1
+        self._set(leaf, priority)
 
     def discard(self, timestamp_id: int) -> None:
         """Take out a row; one that is not there is ignored."""
-        if self._rows.pop(timestamp_id, None) is not None and self._sums:
-            self._set(bisect_left(self._order, timestamp_id), 0.0)
+        if self._late.pop(timestamp_id, None) is not None:
+            return
+        leaf = bisect_left(self._ids, timestamp_id)
+        if leaf < len(self._ids) and self._ids[leaf] == timestamp_id:
+            self._take_out(leaf)
 
     def draw(self, count: int, random: Callable[[], float]) -> list[int]:
         """Take out up to `count` rows and return their uids as drawn, those of priority 0 last, as arrived.
 
         `random` gives a number of [0, 1) for each row of another priority.
         """
+        if self._late:
+            self._merge_late()
         drawn: list[int] = []
-        while len(drawn) < count and self._rows:
-            if not self._sums:
-                self._sum_all()
-            if self._sums[1] > 0:
-                leaf = self._find(random() * self._sums[1])
-            else:
-                while self._order[self._first] not in self._rows:
-                    self._first += 1
-                leaf = self._first
-            timestamp_id = self._order[leaf]
-            drawn.append(self._rows[timestamp_id][0])
-            self.discard(timestamp_id)
+        while len(drawn) < count:
+            leaf = self._find(random() * self._sums[1]) if self._sums[1] > 0 else self._is_there.find(1)
+            if leaf < 0:
+                break
+            drawn.append(self._uids[leaf])
+            self._take_out(leaf)
         return drawn
+
+    def _merge_late(self) -> None:
+        kept = np.frombuffer(self._is_there, bool)
+        leaves = np.frombuffer(self._sums)[len(self._sums) // 2 :][: len(kept)]
+        new = list(self._late), *zip(*self._late.values(), strict=True)
+        self._late = {}
+        columns = zip((self._ids, self._uids, leaves), new, strict=True)
+        self._build(*(np.concatenate([np.asarray(old)[kept], late]) for old, late in columns))
 
     def _find(self, target: float) -> int:
         """The leaf at which the running sum exceeds `target`; its priority is not 0."""
@@ -95,21 +117,12 @@ class SumTree:
                 node += 1
         return node - len(sums) // 2
 
+    def _take_out(self, leaf: int) -> None:
+        self._is_there[leaf] = 0
+        self._set(leaf, 0.0)
+
     def _set(self, leaf: int, priority: float) -> None:
         node, sums = len(self._sums) // 2 + leaf, self._sums
         sums[node] = priority
         while node := node // 2:
             sums[node] = sums[2 * node] + sums[2 * node + 1]
-
-    def _sum_all(self) -> None:
-        self._order = sorted(self._rows)
-        self._first = 0
-        # As many leaves are free as are taken, so that this is done again only when the rows have doubled.
-        level = np.zeros(2 << len(self._order).bit_length())
-        level[: len(self._order)] = [priority for _, priority in map(self._rows.__getitem__, self._order)]
-        levels = [level]
-        while len(level) > 1:
-            level = level[::2] + level[1::2]
-            levels.append(level)
-        # Node 0 is not used.
-        self._sums = array("d", np.concatenate([[0.0], *reversed(levels)]).tobytes())

@@ -74,9 +74,14 @@ class JsonlSink:
         self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time
     ) -> None:
         """Open `path`; with `resume_step`, drop the lines of later steps, which will be trained again."""
-        kept = self._rows_to_keep(path, resume_step)
+        kept = read_jsonl(path) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_step is None and kept:
+            raise ValueError(
+                f"{str(path)!r} already holds the metrics of a run; resume it or choose another folder"
+            )
         if resume_step is not None:
+            kept = [row for row in kept if _step(row) <= resume_step]
             # Replaced in one move, so that a crash here, or a power cut, loses nothing.
             write_text(path, b"".join(_line(row) for row in kept).decode())
         self._clock = clock
@@ -84,17 +89,6 @@ class JsonlSink:
         self._file = path.open("w+b" if resume_step is None else "r+b")
         end = self._file.seek(0, io.SEEK_END)
         self._row_start = end - (len(_line(self._row)) if kept else 0)
-
-    @staticmethod
-    def _rows_to_keep(path: Path, resume_step: int | None) -> list[Row]:
-        rows = read_jsonl(path) if path.exists() else []
-        if resume_step is None:
-            if rows:
-                raise ValueError(
-                    f"{str(path)!r} already holds the metrics of a run; resume it or choose another folder"
-                )
-            return []
-        return [row for row in rows if _step(row) <= resume_step]
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line, or add to the last one if it is of the same step.
@@ -110,7 +104,9 @@ class JsonlSink:
         if not again:
             self._row = {"train_step": step, "unix_time_s": self._clock()}
             self._row_start = self._file.seek(0, io.SEEK_END)
-        self._row |= {name: _json_number(value) for name, value in values.items()}
+        for name, value in values.items():
+            number = value if isinstance(value, int) else float(value)
+            self._row[name] = number if math.isfinite(number) else None
         self._file.seek(self._row_start)
         self._file.write(_line(self._row))
         if again:
@@ -162,13 +158,6 @@ def _step(row: Row) -> int:
     return int(step)
 
 
-def _json_number(value: float) -> float | None:
-    if isinstance(value, int):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None
-
-
 def read_jsonl(path: Path) -> list[Row]:
     """The lines of a `JsonlSink`'s file as dicts; a last line that a crash cut short is left out.
 
@@ -202,21 +191,16 @@ class TensorBoardSink:
 
     def __init__(self, folder: Path, *, project: str, resume_step: int | None = None) -> None:
         """Start an event file; `project` is not used, the folder names the run."""
-        writers = _import_tracker("tensorboard.summary.writer.event_file_writer")
-        self._event = _import_tracker("tensorboard.compat.proto.event_pb2")
-        self._summary = _import_tracker("tensorboard.compat.proto.summary_pb2").Summary
-        self._writer = writers.EventFileWriter(str(folder / "tensorboard"))
-        if resume_step is not None:
-            start = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._write(resume_step + 1, session_log=start)
-
-    def _write(self, step: int, **what: Any) -> None:
-        self._writer.add_event(self._event.Event(step=step, wall_time=time.time(), **what))
+        # First, so that the extra that is missing is that of the trackers.
+        _import_tracker("tensorboard")
+        purge_step = None if resume_step is None else resume_step + 1
+        summary_writer = _import_tracker("torch.utils.tensorboard").SummaryWriter
+        self._writer = summary_writer(str(folder / "tensorboard"), purge_step=purge_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write one scalar for each value."""
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._write(step, summary=self._summary(value=scalars))
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -224,7 +208,22 @@ class TensorBoardSink:
         self._writer.close()
 
 
-class TrackioSink:
+class _RunOfTracker:
+    """The sinks whose library gives them a run with ``log`` and ``finish``."""
+
+    _run: Any
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand over the values; the library's own thread or process writes them within a second."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Wait until everything is written."""
+        with contextlib.redirect_stdout(io.StringIO()):  # a banner would break the progress display
+            self._run.finish()
+
+
+class TrackioSink(_RunOfTracker):
     """A run in trackio's local database (``TRACKIO_DIR``); ``trackio show --project NAME`` shows it.
 
     Nothing leaves the machine and no server starts, unless trackio's own variables (``TRACKIO_SPACE_ID``,
@@ -237,7 +236,7 @@ class TrackioSink:
     def __init__(self, folder: Path, *, project: str, resume_step: int | None = None) -> None:
         """Open the run named like `folder` in `project`."""
         trackio = _import_tracker("trackio")
-        with contextlib.redirect_stdout(io.StringIO()):  # its banners would break the progress display
+        with contextlib.redirect_stdout(io.StringIO()):
             # In a context of its own, so that a run the caller has open in trackio stays the current one.
             self._run = contextvars.copy_context().run(
                 trackio.init,
@@ -249,17 +248,8 @@ class TrackioSink:
                 auto_log_gpu=False,
             )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the values; trackio's own thread writes them within a second."""
-        self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        """Wait until everything is written."""
-        with contextlib.redirect_stdout(io.StringIO()):
-            self._run.finish()
-
-
-class WandbSink:
+class WandbSink(_RunOfTracker):
     """A Weights & Biases run in ``<folder>/wandb``, offline unless ``WANDB_MODE=online``.
 
     ``wandb sync`` uploads an offline run later. Steps that are trained again after a resume are ignored by
@@ -285,14 +275,6 @@ class WandbSink:
             settings=wandb.Settings(silent=True, console="off"),
         )
         id_file.write_text(self._run.id)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over the values; wandb's own process writes them."""
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Wait until everything is written."""
-        self._run.finish()
 
 
 def _import_tracker(module: str) -> Any:

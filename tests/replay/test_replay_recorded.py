@@ -4,8 +4,7 @@ from replay_factory import make_group, names
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.runs.record.events import BufferRerun, observe_buffer
-from forebay.runs.record.reader import Segment, read_events
-from forebay.runs.record.writer import Recorder
+from forebay.runs.record.journal import Recorder, Segment, read_events
 from forebay.types import Status
 
 

@@ -31,9 +31,8 @@ from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import saved_config
 from forebay.runs.launch import launch
 from forebay.runs.record.events import BufferRerun, observe_buffer
-from forebay.runs.record.reader import Segment, read_events, read_history
+from forebay.runs.record.journal import BACKLOG, Recorder, Segment, _Files, read_events, read_history
 from forebay.runs.record.rerun import Rerun
-from forebay.runs.record.writer import BACKLOG, Recorder, _Files
 from forebay.train import TrainController
 from forebay.types import RolloutState, Status
 

@@ -56,7 +56,7 @@ def replay(
 async def _replay(folder: Path, until: int | None, output: Path | None, batches_only: bool) -> bool:
     from transformers.utils.logging import disable_progress_bar
 
-    from forebay.runs.record.rerun import BatchFile, Rerun
+    from forebay.runs.record.rerun import Rerun, batch_file
 
     disable_progress_bar()
     rerun = Rerun(folder, trains=not batches_only)
@@ -65,11 +65,11 @@ async def _replay(folder: Path, until: int | None, output: Path | None, batches_
     if until is not None and until > last_recorded + 1:
         raise ValueError(f"no train step {until} to stop after: the record ends with step {last_recorded}")
     report = _Report(last_recorded if until is None else min(until, last_recorded))
-    with contextlib.nullcontext() if output is None else BatchFile(output / "batches.parquet") as batches:
+    with contextlib.nullcontext() if output is None else batch_file(output / "batches.parquet") as add_batch:
         async for step in rerun.steps(until=until):
             report.add(step)
-            if batches is not None:
-                batches.add(step.train_step, step.groups)
+            if add_batch is not None:
+                add_batch(step)
     last = report.last
     if last is None or (until is not None and last.train_step < until):
         raise ValueError(f"no train step {until or 1} in the record: it ends with step {last_recorded}")
@@ -157,7 +157,7 @@ def _number(value: float | None, digits: int = 12) -> str:
 def _show_batch(rerun: Rerun, step: RerunStep) -> None:
     """The batch: a line per rollout."""
     from forebay.inspection.views import number, plain, table, version_spans
-    from forebay.runs.record.reader import read_seeds
+    from forebay.runs.record.journal import read_seeds
 
     states = [state for group in step.groups for state in group]
     seeds = read_seeds(rerun.history, {str(state.rollout_id) for state in states})

@@ -31,7 +31,7 @@ from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.data import TaskData, check_lengths, load_data, with_alphabet
 from forebay.runs.placement import Cluster, Trainer
 from forebay.runs.record.events import observe
-from forebay.runs.record.writer import Recorder
+from forebay.runs.record.journal import Recorder
 from forebay.runs.rollouts import Rollouts, build_rollouts
 from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay

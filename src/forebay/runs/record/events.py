@@ -30,8 +30,7 @@ from forebay.produce import AgentLoopManager
 from forebay.produce.strategies.context import GroupSampler
 from forebay.replay import ReplayBuffer
 from forebay.replay.groups import StoredGroup, copy_group
-from forebay.runs.record.reader import Event, Facts
-from forebay.runs.record.writer import Recorder
+from forebay.runs.record.journal import Event, Facts, Recorder
 from forebay.types import RolloutState, Status, get_group_status
 
 Groups = list[list[RolloutState]]
@@ -90,7 +89,7 @@ class BufferRerun:
         parameters = inspect.signature(method).parameters
         result = await method(
             **{
-                name: _DECODERS.get(name, _as_it_is)(facts[fact])
+                name: _DECODERS[name](facts[fact]) if name in _DECODERS else facts[fact]
                 for name, fact in call.facts.items()
                 # An argument that was None is not in the event; one without a default is a KeyError then.
                 if fact in facts or parameters[name].default is inspect.Parameter.empty
@@ -306,10 +305,6 @@ def _as_fact(name: str, value: Any) -> Any:
         # Priorities have keys of any type, and those of a JSON object are all text.
         return [list(pair) for pair in value.items()] if name == "priorities" else dict(value)
     return [_as_fact(name, item) for item in value] if isinstance(value, list | tuple | set) else value
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {

@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -34,8 +34,7 @@ from forebay.replay.stores.contract import StorageItem
 from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
 from forebay.runs.record.events import BufferRerun, Groups
-from forebay.runs.record.reader import Facts, Segment, read_events, read_history
-from forebay.runs.record.writer import RUN_FILE
+from forebay.runs.record.journal import RUN_FILE, Facts, Segment, read_events, read_history
 from forebay.runs.reporting import batch_numbers
 from forebay.runs.rollouts import build_buffer
 from forebay.runs.show.alarms import RunAlarms
@@ -66,12 +65,15 @@ class Rerun:
     def __init__(self, folder: Path, *, trains: bool = True) -> None:
         self.folder = folder
         self.history = read_history(folder)
-        rows = _read_metrics(folder)
+        path = folder / "metrics.jsonl"
+        if not path.exists():
+            raise ValueError(f"nothing to compare with: {str(path)!r} is missing")
+        rows = read_jsonl(path)
         self.recorded = {int(row["train_step"] or 0): row for row in rows if "train/loss" in row}
         """The rows of ``metrics.jsonl``, by finished train step."""
         self._unseen = deque(rows)
         """Rows that the alarms have not been given; step 0 and an unfinished step have an evaluation only."""
-        self._alarms: RunAlarms | None = None
+        self._alarms: RunAlarms
         self.trainer: TrainController | None = None
         """As of the last step; None before the first, and where nothing is trained."""
         self._trains = trains
@@ -103,7 +105,13 @@ class Rerun:
         """A trainer and a buffer as this start of the run made them."""
         config = load_config(RunConfig, segment.folder / RUN_FILE).model_copy(update={"record": False})
         buffer = build_buffer(config)
-        trainer = self._build_trainer(config) if self._trains else None
+        trainer = None
+        if self._trains:
+            torch.set_num_threads(config.threads)
+            torch.manual_seed(config.seed)
+            warmed_up = self.folder / "warmup"
+            model = resolve_model(config.model, seed=config.seed) if config.warmup is None else warmed_up
+            trainer = build_trainer(config, model, load_tokenizer(model))
         if segment.resumed_from is not None:
             with tempfile.TemporaryDirectory(prefix="forebay-rerun-") as name:
                 path = Path(name)
@@ -113,16 +121,9 @@ class Rerun:
                     self.trainer.save(path / "trainer")
                     trainer.resume(path / "trainer")
         self._buffer, self.trainer = BufferRerun(buffer), trainer
-        self._alarms = self._alarms or RunAlarms(config)
-
-    def _build_trainer(self, config: RunConfig) -> TrainController:
-        torch.set_num_threads(config.threads)
-        torch.manual_seed(config.seed)
-        if config.warmup is None:
-            model_folder = resolve_model(config.model, seed=config.seed)
-        else:
-            model_folder = self.folder / "warmup"
-        return build_trainer(config, model_folder, load_tokenizer(model_folder))
+        if segment is self.history[0]:
+            # One for all segments, as a resumed run brings its own up to date.
+            self._alarms = RunAlarms(config)
 
     def _train(self, facts: Facts) -> RerunStep:
         train_step = facts["train_step"]
@@ -135,24 +136,21 @@ class Rerun:
                 numbers |= {name: value for name, value in metrics.items() if not name.endswith("_s")}
             except FloatingPointError as error:
                 failure = str(error)
+        alarms: list[str] = []
+        # The rows up to that of this step, the last with the numbers of this time.
+        while self._unseen and (self._unseen[0]["train_step"] or 0) <= train_step:
+            row = self._unseen.popleft()
+            own = numbers if row["train_step"] == train_step else {}
+            alarms += self._alarms.see({**row, **own}).values()
         return RerunStep(
             train_step=train_step,
             groups=groups,
             recorded=self.recorded.get(train_step),
-            again={name: _as_logged(value) for name, value in numbers.items()},
+            # As ``metrics.jsonl`` has them: null for what JSON cannot say.
+            again={name: value if math.isfinite(value) else None for name, value in numbers.items()},
             failure=failure,
-            alarms=self._alarms_up_to(train_step, numbers),
+            alarms=alarms,
         )
-
-    def _alarms_up_to(self, train_step: int, numbers: Numbers) -> list[str]:
-        """The alarms that the rows up to that of `train_step` raise, with these `numbers` in the last."""
-        assert self._alarms is not None
-        said: list[str] = []
-        while self._unseen and (self._unseen[0]["train_step"] or 0) <= train_step:
-            row = self._unseen.popleft()
-            own = numbers if row["train_step"] == train_step else {}
-            said += self._alarms.see({**row, **own}).values()
-        return said
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +181,6 @@ class RerunStep:
         return [name for name in known if self.recorded[name] != self.again[name]]
 
 
-def _read_metrics(folder: Path) -> list[Numbers]:
-    path = folder / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"nothing to compare with: {str(path)!r} is missing")
-    return list(read_jsonl(path))
-
-
 BATCHES_SCHEMA = pa.schema(
     [
         pa.field("train_step", pa.int64()),
@@ -198,35 +189,24 @@ BATCHES_SCHEMA = pa.schema(
 )
 
 
-class BatchFile:
-    """Writes the batches of a rerun as one Parquet file: a line per rollout, in the order of training.
+@contextmanager
+def batch_file(path: Path) -> Iterator[Callable[[RerunStep], None]]:
+    """A new Parquet file for the batches of a rerun: a line per rollout, in the order of training.
 
-    The columns are those of `forebay.replay.format.tables`, `train_step` in front. The file can be read once
-    the block has ended.
+    The block is given a function that appends the rollouts of a step. The columns are those of
+    `forebay.replay.format.tables`, `train_step` in front. The file can be read once the block has ended.
 
-    >>> with BatchFile(Path("batches.parquet")) as batches:                         # doctest: +SKIP
-    ...     batches.add(step.train_step, step.groups)
+    >>> with batch_file(Path("batches.parquet")) as add:                            # doctest: +SKIP
+    ...     add(step)
     """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(path, BATCHES_SCHEMA, compression="zstd") as writer:
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._writer: Any = pq.ParquetWriter(path, BATCHES_SCHEMA, compression="zstd")
+        def add(step: RerunStep) -> None:
+            items = [StorageItem(group, at, at, "", "", staleness=0) for at, group in enumerate(step.groups)]
+            for batch in rollout_batches(items):
+                steps = pa.array([step.train_step] * batch.num_rows, pa.int64())
+                columns = [steps, *(batch.column(name) for name in BATCHES_SCHEMA.names[1:])]
+                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=BATCHES_SCHEMA))
 
-    def add(self, train_step: int, groups: Groups) -> None:
-        """Append the rollouts that `train_step` was trained on."""
-        items = [StorageItem(group, place, place, "", "", staleness=0) for place, group in enumerate(groups)]
-        for batch in rollout_batches(items):
-            steps = pa.array([train_step] * batch.num_rows, pa.int64())
-            columns = [steps, *(batch.column(name) for name in BATCHES_SCHEMA.names[1:])]
-            self._writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=BATCHES_SCHEMA))
-
-    def __enter__(self) -> BatchFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._writer.close()
-
-
-def _as_logged(value: float) -> float | None:
-    """As ``metrics.jsonl`` has it: null for what JSON cannot say."""
-    return value if math.isfinite(value) else None
+        yield add

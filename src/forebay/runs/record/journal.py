@@ -1,4 +1,4 @@
-"""Writes the record of a run: a journal of events, and the rollouts that they speak of.
+"""The files of a run's record: a journal of events, and the rollouts that they speak of; written and read.
 
 ::
 
@@ -13,8 +13,16 @@
 
 Both files only grow. A piece of rollouts is written before the events that need it, and a line in the journal
 says where it lies, so a process that is killed leaves a prefix that can be read; it loses the last second.
-Before a checkpoint is published, everything up to it is on the disk. This module knows nothing of what the
-events mean: `forebay.runs.record.observers` notes them, `forebay.runs.record.reader` reads them again.
+Before a checkpoint is published, everything up to it is on the disk. This module knows nothing of the meaning
+of the events: `forebay.runs.record.events` notes and repeats them. When it is read, these segments count::
+
+    segment_000: 1 2 3 4 5* 6 7      killed after step 7; the last checkpoint (*) is that of step 5
+    segment_001: 6                   resumed from 5, killed before it saved anything
+    segment_002: 6 7 8 9             resumed from 5
+    history:     segment_000 up to the checkpoint of step 5, then segment_002
+
+A last line that a killed process did not finish is left out with a message; anything else that is not as it
+was written is a ValueError that names the place.
 """
 
 from __future__ import annotations
@@ -23,13 +31,16 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from forebay.io.durable import sync, write_text
+from forebay.replay.format.values import damage_named
+from forebay.replay.groups import StoredGroup
 from forebay.replay.stores.contract import StorageItem
 from forebay.types import RolloutState
 
@@ -46,7 +57,8 @@ _MOST_LINES = 4096
 _MOST_TOKENS = 500_000
 """Of one piece: what is written at once holds the interpreter for some 10 ms."""
 
-Line = dict[str, Any]
+Facts = dict[str, Any]
+"""A line of a journal: ``event``, ``number``, ``time_s``, and what the kind of event has."""
 
 
 class Recorder:
@@ -69,11 +81,14 @@ class Recorder:
 
     def __init__(self, folder: Path, *, run_file: str, resumed_from: int | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        segment = _new_segment(folder / FOLDER)
+        (folder / FOLDER).mkdir(parents=True, exist_ok=True)
+        number = len(list((folder / FOLDER).glob("segment_*")))
+        segment = folder / FOLDER / f"segment_{number:03d}"
+        segment.mkdir()
         write_text(segment / RUN_FILE, run_file)
         self.segment = segment
         """The folder that this start of the run writes to."""
-        self._number = self._num_added = 0
+        self._number = 0
         self._failure: Exception | None = None
         self._files = _Files(segment)
         self._timer: asyncio.TimerHandle | None = None
@@ -90,7 +105,7 @@ class Recorder:
         self._number += 1
         known = {name: value for name, value in facts.items() if value is not None}
         line = {"number": self._number, "event": event, "time_s": self.now_s(), **known}
-        self._writer.submit(self._add, line, rollouts)
+        self._writer.submit(self._try, self._files.add, line, rollouts)
         if self._timer is None:
             self._timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
 
@@ -100,7 +115,9 @@ class Recorder:
 
     async def room(self) -> None:
         """Wait until less than `BACKLOG` events are queued; mostly, that is at once."""
-        if self._writer is not None and self._number - self._num_added > BACKLOG:
+        if self._failure is not None or self._writer is None:
+            return
+        if self._number - self._files.num_added > BACKLOG:
             await self._loop.run_in_executor(self._writer, int)
 
     async def checkpoint(self, train_step: int) -> None:
@@ -138,10 +155,6 @@ class Recorder:
 
     # In the writer's thread
 
-    def _add(self, line: Line, group: Sequence[RolloutState] | None) -> None:
-        self._num_added += 1
-        self._try(self._files.add, line, group)
-
     def _try(self, action: Callable[..., None], *arguments: Any) -> None:
         if self._failure is None:
             try:
@@ -163,10 +176,11 @@ class _Files:
         self._encode = json.JSONEncoder(separators=(",", ":")).encode
         self._lines: list[str] = []
         self._items: list[StorageItem] = []
-        self._num_tokens = 0
+        self._num_tokens = self.num_added = 0
 
-    def add(self, line: Line, group: Sequence[RolloutState] | None) -> None:
+    def add(self, line: Facts, group: Sequence[RolloutState] | None) -> None:
         """Take an event; it is written with the next flush, which comes by itself if much is waiting."""
+        self.num_added += 1
         self._lines.append(self._encode(line))
         if group is not None:
             # Rows are of no interest here; the number of the event takes the place of the uid.
@@ -221,9 +235,132 @@ class _Files:
         return places
 
 
-def _new_segment(folder: Path) -> Path:
-    """The next free ``segment_NNN``, made."""
-    folder.mkdir(parents=True, exist_ok=True)
-    segment = folder / f"segment_{len(list(folder.glob('segment_*'))):03d}"
-    segment.mkdir()
-    return segment
+class Segment(NamedTuple):
+    """The part that counts of one start of the run."""
+
+    folder: Path
+    resumed_from: int | None
+    """The train step whose checkpoint it went on from; None for a new run."""
+    until: int | None
+    """It counts up to its checkpoint of this train step; None: to its end."""
+
+
+class Event(NamedTuple):
+    """One line of a journal."""
+
+    facts: Facts
+    group: StoredGroup | None
+    """Of a ``put``: the group as it was given."""
+
+
+def read_history(run_folder: Path) -> list[Segment]:
+    """The segments that led to where the run is, oldest first.
+
+    Raises:
+        ValueError: nothing was recorded, or part of it is missing or damaged.
+    """
+    folders = sorted((run_folder / FOLDER).glob("segment_*"))
+    if not folders:
+        raise ValueError(
+            f"{str(run_folder)!r} has no record: set record = true in the run file, before the run starts"
+        )
+    history: list[Segment] = []
+    until: int | None = None
+    for folder in reversed(folders):
+        path = folder / EVENTS
+        # A start that the run did not go on from: it was killed before this checkpoint, or went another way.
+        if until is not None and until not in {
+            facts["train_step"] for facts in _read_lines(path, {"checkpoint"})
+        }:
+            continue
+        first = next(_read_lines(path, {"segment"}), None)
+        if first is None or first.get("format") != FORMAT:
+            raise ValueError(f"{str(path)!r} is not a record that this release reads ({FORMAT})")
+        history.append(Segment(folder, first.get("resumed_from"), until))
+        until = history[-1].resumed_from
+        if until is None:
+            return history[::-1]
+    raise ValueError(
+        f"the record in {str(run_folder)!r} begins at train step {until}: what led there was not recorded; "
+        f"record a run from its start"
+    )
+
+
+def read_events(segment: Segment) -> Iterator[Event]:
+    """The events of a segment that count, in order.
+
+    Raises:
+        ValueError: the journal or the rollouts are damaged.
+    """
+    groups: dict[int, StoredGroup] = {}
+    for facts in _read_lines(segment.folder / EVENTS):
+        if facts["event"] == "rollouts":
+            groups |= _read_piece(segment.folder / ROLLOUTS, facts["offset"], facts["bytes"])
+            continue
+        group = None
+        if facts["event"] == "put":
+            if facts["number"] not in groups:
+                raise ValueError(
+                    f"{str(segment.folder / ROLLOUTS)!r} is damaged: it does not hold the group of event "
+                    f"{facts['number']}"
+                )
+            group = groups.pop(facts["number"])
+        yield Event(facts, group)
+        if facts["event"] == "checkpoint" and facts["train_step"] == segment.until:
+            return
+
+
+def read_seeds(history: list[Segment], rollout_ids: set[str]) -> dict[str, int]:
+    """The seed that each of these rollouts was generated with last."""
+    seeds: dict[str, int] = {}
+    for segment in history:
+        for facts in _read_lines(segment.folder / EVENTS, {"generate", "checkpoint"}):
+            if facts["event"] == "generate":
+                # The controller names a request "rollout:try:tokens before it".
+                rollout_id = facts["request"].rsplit(":", 2)[0]
+                if rollout_id in rollout_ids:
+                    seeds[rollout_id] = facts["seed"]
+            elif segment.until == facts["train_step"]:
+                break
+    return seeds
+
+
+def _read_lines(path: Path, events: Collection[str] | None = None) -> Iterator[Facts]:
+    """The whole lines, of these kinds of events only if given; without the choice, numbers are checked."""
+    if not path.is_file():
+        raise ValueError(f"the record is damaged: {str(path)!r} is missing")
+    wanted = None if events is None else [f'"event":"{event}"'.encode() for event in events]
+    number = 0
+    with path.open("rb") as file:
+        for place, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                if wanted is None:
+                    logger.warning("%s: the last line was not finished; it is left out", path)
+                return
+            if wanted is not None and not any(text in line for text in wanted):
+                continue
+            with damage_named(f"{str(path)!r} line {place}"):
+                facts = json.loads(line)
+                if wanted is None and facts["event"] != "rollouts":
+                    number += 1
+                    if facts["number"] != number:
+                        raise ValueError(f"it has number {facts['number']}, but {number} comes next")
+            if events is None or facts["event"] in events:
+                yield facts
+
+
+def _read_piece(path: Path, offset: int, num_bytes: int) -> dict[int, StoredGroup]:
+    """The groups in one piece of the rollouts, by the number of their event."""
+    import pyarrow as pa
+
+    from forebay.replay.format.tables import ROLLOUTS_SCHEMA, read_groups
+
+    with damage_named(f"{str(path)!r} at byte {offset}"):
+        with path.open("rb") as file:
+            data = os.pread(file.fileno(), num_bytes, offset)
+        if len(data) != num_bytes:
+            raise ValueError(f"it ends after {len(data)} of {num_bytes} bytes")
+        batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), ROLLOUTS_SCHEMA)
+        # Before anything is read from it: wrong offsets would be followed outside of the data.
+        batch.validate(full=True)
+        return dict(read_groups(batch))

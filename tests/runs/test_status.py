@@ -19,6 +19,7 @@ from forebay.produce import AgentLoopManager, SyncProduceStrategyConfig, TaskRun
 from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
+from forebay.runs.reporting import totals
 from forebay.runs.show import status as status_module
 from forebay.runs.show.status import COUNTED_STATUSES, MAX_AGE, RunStatus
 from forebay.types import RolloutState, Status
@@ -192,6 +193,27 @@ def test_busy_shares_of_a_step_are_those_of_its_own_time():
     assert shares == [(0.75, 0.25), (0.5, 0.5)]
     assert facts["staleness"].startswith("mean 1.250, max 3 train steps")
     assert facts["busy"] == "producer 33% of the time, trainer 67% of the time"
+
+
+def test_the_totals_of_a_run_are_what_was_trained_and_what_became_of_the_groups():
+    async def main():
+        status, manager, _ = build_status()
+        for number in range(1200):
+            manager.ledger.record(number, "math", "produced")
+            if number < 1100:
+                manager.ledger.record(number, "math", "trained", train_step=1)
+        history = [{"samples": 8.0, "response_tokens": 14.2} for _ in range(8)]
+        cluster = SimpleNamespace(counts=lambda: {"cluster/trainer_restarts": 1.0, "cluster/lost": 0.0})
+        config = SimpleNamespace(produce=SimpleNamespace(is_async=False))
+        return await totals(
+            SimpleNamespace(config=config, manager=manager, status=status, history=history, cluster=cluster)
+        )
+
+    assert run(main()) == {
+        "rollouts": "64 with 909 tokens trained",  # 8 steps x 8 rollouts x 14.2 tokens
+        "groups math": "1,200 generated, 1,100 trained",
+        "restarts": "trainer restarts 1",
+    }
 
 
 def test_the_facts_of_a_run_without_steps_are_sayable():

@@ -87,7 +87,7 @@ async def _run(
         trained = [row for row in rows if STEP_S in row]
         tried = [row for row in rows if EVAL_RETURN in row]
         await asyncio.to_thread(draw, run, trained, tried)
-        display.end(trained, tried, run.totals(), config.folder)
+        display.summary(trained, tried, run.totals(), config.folder)
     return run.stop.is_set()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.produce import ProduceBatchResult
@@ -24,6 +24,11 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     groups = batch.rollout_states
     phases = run.timer.consume()
     # An evaluation or a checkpoint since the last report is not part of the step.
+    # The costs of lost parts so far; without a cluster there are numbers only where an engine was lost.
+    if run.cluster is not None:
+        losses = run.cluster.counts()
+    else:
+        losses = {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
     wall_s = sum(phases[name].wall_s for name in STEP_PHASES if name in phases)
     values = {
         **batch_numbers(groups),
@@ -33,7 +38,7 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
         **{f"cpu/{name}_s": cpu for name, (_, cpu) in phases.items()},
         **run.status.step_values(train_step, groups),
         **batch.metrics(),
-        **(run.cluster.counts() if run.cluster is not None else _engine_counts(run)),
+        **losses,
         **metrics,
     }
     values |= raise_alarms(run, {"train_step": float(train_step), **values})
@@ -50,11 +55,6 @@ def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
     for message in run.alarms.see(row).values():
         run.display.warning(message)
     return run.alarms.held
-
-
-def _engine_counts(run: Run) -> dict[str, float]:
-    """The costs of lost engines so far; nothing where none was lost."""
-    return {f"engines/{name}": count for name, count in run.controller.counts().items() if count}
 
 
 def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:
@@ -107,10 +107,25 @@ async def group_counts(run: Run) -> dict[str, dict[str, int]]:
     }
 
 
-def restarts_in_words(counts: Mapping[str, float]) -> str:
-    """Counts of a cluster in words: "trainer restarts 1, groups retried 3"."""
-    named = {name.rpartition("/")[2].replace("_", " "): count for name, count in counts.items()}
-    return ", ".join(f"{name} {count:g}" for name, count in named.items() if count) or "none"
+async def totals(run: Run) -> dict[str, str]:
+    """The lines of the summary about the whole run, by name."""
+    trained = [row["samples"] for row in run.history]
+    tokens = sum(row["samples"] * row["response_tokens"] for row in run.history)
+    facts = {"rollouts": f"{sum(trained):,.0f} with {tokens:,.0f} tokens trained"}
+    for task, counts in (await group_counts(run)).items():
+        named = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
+        facts[f"groups {task}"] = ", ".join(named)
+    if run.config.produce.is_async:
+        facts |= run.status.run_facts(run.history)
+    if run.cluster is not None:
+        # "trainer restarts 1, groups retried 3"
+        restarts = [
+            f"{name.rpartition('/')[2].replace('_', ' ')} {count:g}"
+            for name, count in run.cluster.counts().items()
+            if count
+        ]
+        facts["restarts"] = ", ".join(restarts) or "none"
+    return facts
 
 
 def accuracy_line(run: Run) -> str | None:

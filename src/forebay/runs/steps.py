@@ -33,7 +33,7 @@ from forebay.runs.folder import checkpoint_path, prune_checkpoints, publish, unf
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.events import name_groups
 from forebay.runs.reporting import group_counts as group_counts
-from forebay.runs.reporting import raise_alarms, restarts_in_words
+from forebay.runs.reporting import raise_alarms, totals
 from forebay.runs.reporting import report as report
 from forebay.runs.rollouts import EvalSet, Rollouts
 from forebay.runs.show.pictures import learning_curve
@@ -353,10 +353,7 @@ async def finish(run: Run) -> None:
     await compute(run, _publish_model, final / "trainer" / "model", run.folder / "model")
     if run.history:
         await compute(run, learning_curve, run.history, run.evaluations, run.folder / "learning_curve.png")
-    facts = run.status.run_facts(run.history) if run.config.produce.is_async else {}
-    if run.cluster is not None:
-        facts["restarts"] = restarts_in_words(run.cluster.counts())
-    run.display.summary(run.history, run.evaluations, await group_counts(run), run.folder, facts)
+    run.display.summary(run.history, run.evaluations, await totals(run), run.folder)
 
 
 def _publish_model(source: Path, target: Path) -> None:

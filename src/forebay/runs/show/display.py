@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.agents.extra_fields import conversation_of
-from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, SAMPLES, STEP_S, TIME_PREFIX, TOKENS_PER_S
+from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, STEP_S, TIME_PREFIX, TOKENS_PER_S
 from forebay.produce.prompts.dataset import last_user_text
 from forebay.runs.show.live import MIN_PERIOD_S, LiveView, StepNow, panel
 from forebay.runs.show.pictures import Rows, terminal_curve
@@ -180,10 +180,13 @@ class RunDisplay:
         stride = max(1, len(groups) // _SHOWN_GROUPS)
         for group in groups[::stride][:_SHOWN_GROUPS]:
             ranked = sorted(group, key=_score, reverse=True)
+            asked = ranked[0].message
+            # A system message is the same for all prompts of a task.
+            prompt = _told([message for message in asked if message.get("role") != "system"] or asked)
             for state in ranked[:: max(1, len(ranked) - 1)]:
                 turns = conversation_of(state)
                 table.add_row(
-                    Text(_told(_without_system(state.message)) if state is ranked[0] else ""),
+                    Text(prompt if state is ranked[0] else ""),
                     Text(_told(turns) if turns else clean(state.response, _MAX_MESSAGE)),
                     number(_score(state) if state.reward else None),
                     str(len(state.response_ids)),
@@ -220,51 +223,33 @@ class RunDisplay:
         text = "Stopping: this step is finished and saved first. Press Ctrl-C again to leave at once."
         self._print(Text(text, "yellow"))
 
-    def summary(
-        self,
-        history: Rows,
-        evaluations: Rows,
-        balance: Mapping[str, Mapping[str, int]],
-        folder: Path,
-        more_facts: Mapping[str, str] | None = None,
-    ) -> None:
-        """How the run went: held-out scores before and after, the curve, the totals, and where it is saved.
-
-        `balance` counts groups by task and outcome; `more_facts` are further lines, by name.
-        """
-        samples = sum(row.get(SAMPLES) or 0.0 for row in history)
-        tokens = sum((row.get(SAMPLES) or 0.0) * (row.get(RESPONSE_TOKENS) or 0.0) for row in history)
-        groups = {
-            f"groups {task}": ", ".join(f"{count:,} {outcome}" for outcome, count in counts.items() if count)
-            for task, counts in balance.items()
-        }
-        facts = {
-            "rollouts": f"{samples:,.0f} with {tokens:,.0f} tokens trained",
-            **groups,
-            **(more_facts or {}),
-        }
-        self.end(history, evaluations, facts, folder)
-
-    def end(self, history: Rows, evaluations: Rows, facts: Mapping[str, object], folder: Path) -> None:
-        """Held-out scores, the curve, these facts, what is saved in `folder`, and what to do next."""
+    def summary(self, history: Rows, evaluations: Rows, facts: Mapping[str, object], folder: Path) -> None:
+        """How the run went: held-out scores before and after, the curve, these facts, where it is saved."""
         self.close()
         self._console.rule(Text("summary"), style="dim", characters="-")
         if evaluations:
             self._print(_before_and_after(evaluations[0], evaluations[-1]))
-        self._print_curve(history, evaluations)
+        curve = terminal_curve(
+            history,
+            evaluations,
+            names=(next(iter(self.numbers.values()))[0], self.numbers["eval"][0]),
+            width=min(WIDTH, self._console.width),
+            height=12,
+            ascii_only=self._is_ascii,
+        )
+        if curve:
+            self._print(Text(f"\n{self.curve_title}", "dim"))
+            self._print(Text(curve))
         took = f"{duration(self._clock() - self._started_at)} in this process"
         self._print_facts({"steps": len(history), "time": took, **facts})
         self._print(Text("\nsaved", "bold"))
         found = {str(path): what for name, what in self.saved.items() for path in folder.glob(name)}
         self._print_facts(found)
         self._print(Text("\nnext", "bold"))
-        self._print_facts(self._next_commands(shlex.quote(str(folder)), is_evaluated=bool(evaluations)))
-
-    def _next_commands(self, folder: str, *, is_evaluated: bool) -> dict[str, str]:
-        done = self._step >= self._total
-        commands = {"try it": f"forebay eval {folder}"} if is_evaluated else {}
-        more = f" steps={2 * max(1, self._total)}" if done else ""
-        return {**commands, "go on": f"forebay train --resume {folder}{more}"}
+        place = shlex.quote(str(folder))
+        commands = {"try it": f"forebay eval {place}"} if evaluations else {}
+        more = f" steps={2 * max(1, self._total)}" if self._step >= self._total else ""
+        self._print_facts({**commands, "go on": f"forebay train --resume {place}{more}"})
 
     def stopped(self, what_is_kept: str) -> None:
         """The run was stopped before its first step."""
@@ -294,8 +279,7 @@ class RunDisplay:
         for place, (name, value) in enumerate(self._shown(self._window).items()):
             line.append(value.rjust(widths[name]), "" if place else "bold")
         line.append(self._eta().rjust(_ETA_WIDTH))
-        width = min(WIDTH, self._console.width)
-        line.append(_time_split(self._window, width - line.cell_len))
+        line.append(_time_split(self._window, min(WIDTH, self._console.width) - line.cell_len))
         self._print(line)
         self._lines_under_header += 1
 
@@ -308,26 +292,16 @@ class RunDisplay:
         step_s = mean(self._recent, STEP_S)
         return "-" if math.isnan(step_s) else duration((self._total - self._step) * step_s)
 
-    def _print_curve(self, history: Rows, evaluations: Rows) -> None:
-        (drawn, _), (score, _) = next(iter(self.numbers.values())), self.numbers["eval"]
-        curve = terminal_curve(
-            history,
-            evaluations,
-            names=(drawn, score),
-            width=min(WIDTH, self._console.width),
-            height=12,
-            ascii_only=self._is_ascii,
-        )
-        if curve:
-            self._print(Text(f"\n{self.curve_title}", "dim"))
-            self._print(Text(curve))
-
     def _note(self) -> None:
         if self._live is not None:
             self._live.note()
 
     def _panel(self) -> RenderableType:
         done, total = self._produced or (0, 0)
+        facts = self._shown(list(self._recent)[-1:])
+        if self._recent:
+            name, (metric, _) = next(iter(self.numbers.items()))
+            facts[name] += f" (mean of {len(self._recent)}: {number(mean(self._recent, metric))})"
         step = StepNow(
             step=self._step,
             total=self._total,
@@ -336,17 +310,10 @@ class RunDisplay:
             eta=self._eta(),
             phase=f"{self._phase} {done}/{total} groups" if total else self._phase,
             phase_s=self._clock() - self._phase_at,
-            facts=self._last_numbers(),
+            facts={name: value for name, value in facts.items() if value != "-"} or {"": "-"},
         )
         now = None if self._status is None else self._status.now()
         return panel(step, now, width=self._console.width, ascii_only=self._is_ascii)
-
-    def _last_numbers(self) -> dict[str, str]:
-        shown = self._shown(list(self._recent)[-1:])
-        first, (metric, _) = next(iter(self.numbers.items()))
-        if self._recent:
-            shown[first] += f" (mean of {len(self._recent)}: {number(mean(self._recent, metric))})"
-        return {name: value for name, value in shown.items() if value != "-"} or {"": "-"}
 
     @property
     def _is_ascii(self) -> bool:
@@ -387,23 +354,16 @@ def _eval_scopes(metrics: Mapping[str, float | None]) -> dict[str, dict[str, flo
     for key, value in metrics.items():
         scope, _, name = key.removeprefix("eval/").rpartition("/")
         scopes.setdefault(scope, {})[name] = value
-    return {scope: shown for scope, values in scopes.items() if (shown := _worth_showing(values))}
-
-
-def _worth_showing(values: Mapping[str, float | None]) -> dict[str, float | None]:
-    shown = {name: values[name] for name in _EVAL_SHOWN if name in values}
-    # Of pass@1, pass@2, pass@4 ... the last says most besides the score.
-    passes = sorted((name for name in values if name.startswith("pass@")), key=lambda name: int(name[5:]))
-    if len(passes) > 1:
-        shown[passes[-1]] = values[passes[-1]]
-    if values.get("failed"):
-        shown["failed"] = values["failed"]
+    shown = {}
+    for scope, values in scopes.items():
+        # Of pass@1, pass@2, pass@4 ... the last says most besides the score.
+        passes = sorted((name for name in values if name.startswith("pass@")), key=lambda name: int(name[5:]))
+        names = [*_EVAL_SHOWN, *(passes[-1:] if len(passes) > 1 else ())]
+        if values.get("failed"):
+            names.append("failed")
+        if worth := {name: values[name] for name in names if name in values}:
+            shown[scope] = worth
     return shown
-
-
-def _without_system(messages: Sequence[Message]) -> Sequence[Message]:
-    """It is the same for all prompts of a task."""
-    return [message for message in messages if message.get("role") != "system"] or messages
 
 
 def _told(messages: Sequence[Message]) -> str:

@@ -79,9 +79,7 @@ class LiveView:
         self._cpu_clock = cpu_clock
         self._changed = asyncio.Event()
         # Refreshed from here and not by a thread, which would fight for the compute cores.
-        self._live: Live | None = Live(
-            get_renderable=render, console=console, auto_refresh=False, transient=True
-        )
+        self._live = Live(get_renderable=render, console=console, auto_refresh=False, transient=True)
         self._live.start(refresh=True)
         self._task = asyncio.create_task(self._redraw(), name="live view")
 
@@ -91,18 +89,13 @@ class LiveView:
 
     def draw(self) -> None:
         """Draw at once, whatever it costs, as of the last `look`."""
-        if self._live is not None:
+        if self._live.is_started:
             self._live.refresh()
 
     def close(self) -> None:
         """Take the lines away. May be called twice."""
         self._task.cancel()
-        self._stop()
-
-    def _stop(self) -> None:
-        live, self._live = self._live, None
-        if live is not None:
-            live.stop()
+        self._live.stop()
 
     async def _redraw(self) -> None:
         rest_s = 0.0
@@ -120,7 +113,7 @@ class LiveView:
                 await asyncio.sleep(rest_s)
         # Whatever a terminal or a store does: a view of the run must not end the run.
         except Exception as error:
-            self._stop()
+            self._live.stop()
             logger.warning("the live view has ended: %r", error)
 
 
@@ -141,7 +134,13 @@ class StepNow:
 
 def panel(step: StepNow, now: Now | None, *, width: int, ascii_only: bool = False) -> RenderableType:
     """The lines; without `now`, while the run is being built, the first only."""
-    first = _fitted(_bar(step, width, ascii_only), ["" if now else clean(step.phase)], width)
+    bar_width = min(_BAR_WIDTH, max(8, width // 3))
+    full = round(min(1.0, (step.step + step.done) / max(1, step.total)) * bar_width)
+    filled, empty = ("#", "-") if ascii_only else ("\u2501", "\u2500")
+    first = _text(f"  step {step.step}/{step.total}  ")
+    first.append(filled * full, "green").append(empty * (bar_width - full), "bright_black")
+    # The phase has a line of its own once the run is built.
+    _fitted(first, [f"ETA {step.eta}", "" if now else clean(step.phase)], width)
     if now is None:
         return Group(first)
     lines = [first, *_side_lines(step, now, width), *_task_lines(now, width)]
@@ -159,15 +158,6 @@ def _fitted(line: Text, fields: Iterable[str], width: int) -> Text:
             break
         line.append(f"  {field}")
     return line
-
-
-def _bar(step: StepNow, width: int, ascii_only: bool) -> Text:
-    bar_width = min(_BAR_WIDTH, max(8, width // 3))
-    full = round(min(1.0, (step.step + step.done) / max(1, step.total)) * bar_width)
-    filled, empty = ("#", "-") if ascii_only else ("\u2501", "\u2500")
-    line = _text(f"  step {step.step}/{step.total}  ")
-    line.append(filled * full, "green").append(empty * (bar_width - full), "bright_black")
-    return _fitted(line, [f"ETA {step.eta}"], width)
 
 
 def _side_lines(step: StepNow, now: Now, width: int) -> Iterator[Text]:

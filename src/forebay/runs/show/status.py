@@ -2,7 +2,7 @@
 
 ::
 
-    activities --began, ended--> counts by stage, stalls --------------+--> now() ---------> live view
+    activities in flight --> counts by stage, the oldest; stalls ------+--> now() ---------> live view
     rows of the buffer --count_buffer()--> groups by status and age ---+--> step_values() -> metrics, trackers
     busy shares, stall watch, groups in flight, engines' weights ------+--> run_facts() ---> summary
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from forebay.engines import RolloutController
-from forebay.ledger import AGED, Ledger, length_bias
+from forebay.ledger import AGED, length_bias
 from forebay.metrics import RESPONSE_TOKENS, SAMPLES
 from forebay.produce import AgentLoopManager
 from forebay.replay import ReplayBuffer
@@ -58,8 +58,7 @@ BIAS_GROWTH = 1.1
 class RunStatus:
     """Collects the numbers of a run as they are now.
 
-    Invariants: what is in flight is counted as it begins and ends; the buffer is as of the last
-    `count_buffer`.
+    Invariant: everything is as of the call, but the buffer, which is as of the last `count_buffer`.
 
     >>> status = RunStatus(manager, activities, controller, batch_size=16)
     >>> await status.count_buffer()
@@ -83,27 +82,14 @@ class RunStatus:
         self._controller = controller
         self._busy = BusyShare(activities)
         self._batch_size = batch_size
-        self._producing: dict[Activity, None] = {}
-        self._stages: Counter[str] = Counter()
         self._rows: dict[str, TaskNow] = {}
-        self._length_bias = LengthBias()
+        self._length_bias: dict[str, tuple[int, float | None]] = {}
+        """By task: how many groups there were at the last look, and the ratio that was found."""
         self._started_s = self._reported_s = activities.clock()
         self._reported_busy_s = dict.fromkeys(SIDES, 0.0)
-        activities.listen(self._began, self._ended)
+        activities.listen(self._changed, self._changed)
 
-    def _began(self, activity: Activity) -> None:
-        if activity.stage in PRODUCER_STAGES:
-            self._stages[activity.stage] += 1
-            self._producing[activity] = None
-        self._note_change()
-
-    def _ended(self, activity: Activity) -> None:
-        if activity.stage in PRODUCER_STAGES:
-            self._stages[activity.stage] -= 1
-            del self._producing[activity]
-        self._note_change()
-
-    def _note_change(self) -> None:
+    def _changed(self, _: Activity) -> None:
         if self.on_change is not None:
             self.on_change()
 
@@ -121,10 +107,16 @@ class RunStatus:
     def now(self) -> Now:
         """The numbers of this moment; those of the buffer are as of the last `count_buffer`."""
         watch = self._manager.stall_watch
+        producing = self._producing()
+        oldest = None
+        if producing:
+            first = producing[0]
+            age_s, note = self._activities.age_s(first), self._controller.describe(first)
+            oldest = Oldest(first.stage, str(first.name), age_s, note)
         return Now(
             tasks=self._tasks(),
-            stages=+self._stages,
-            oldest=self._oldest(),
+            stages=Counter(activity.stage for activity in producing),
+            oldest=oldest,
             busy={side: self._busy.share(side) for side in SIDES},
             model_step=self._controller.model_step,
             stall=watch.report() if watch is not None and watch.has_warned else "",
@@ -132,13 +124,19 @@ class RunStatus:
 
     def step_values(self, train_step: int, groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:
         """The numbers that a train step on `groups` logs; docs/metrics.md lists the names."""
-        oldest, tasks = self._oldest(), self._tasks()
+        producing, tasks = self._producing(), self._tasks()
+        now_s, busy_s = self._activities.clock(), {side: self._busy.busy_s(side) for side in SIDES}
+        past_s, before_s = now_s - self._reported_s, self._reported_busy_s
+        self._reported_s, self._reported_busy_s = now_s, busy_s
         values = {
             **_group_values(tasks.values(), ""),
-            "in_flight/rollouts": float(self._stages[GENERATE]),
-            "in_flight/oldest_s": oldest.age_s if oldest else 0.0,
+            "in_flight/rollouts": float(sum(activity.stage == GENERATE for activity in producing)),
+            "in_flight/oldest_s": self._activities.age_s(producing[0]) if producing else 0.0,
             "stalls": float(self.num_stalls),
-            **self._busy_since_last_step(),
+            **{
+                f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0
+                for side in SIDES
+            },
             **_staleness_shares(train_step, groups),
             **self._dropped_values(),
         }
@@ -174,12 +172,9 @@ class RunStatus:
             for name in manager.task_names
         }
 
-    def _oldest(self) -> Oldest | None:
-        activity = next(iter(self._producing), None)
-        if activity is None:
-            return None
-        age_s = self._activities.age_s(activity)
-        return Oldest(activity.stage, str(activity.name), age_s, self._controller.describe(activity))
+    def _producing(self) -> list[Activity]:
+        """The producer's work in flight, the oldest first."""
+        return [activity for activity in self._activities.in_flight() if activity.stage in PRODUCER_STAGES]
 
     def _dropped_values(self) -> dict[str, float]:
         """Groups dropped so far, by reason, and how much longer than the trained ones those are that aged."""
@@ -188,20 +183,19 @@ class RunStatus:
         values = {f"dropped/{reason}": float(count) for reason, count in balance.dropped.items()}
         for name, part in balance.by_task.items():
             num_aged = sum(part.dropped.get(reason, 0) for reason in AGED)
-            ratio = self._length_bias.of(ledger, name, num_aged + part.trained) if num_aged else None
+            if not num_aged:
+                continue
+            num_groups = num_aged + part.trained
+            num_seen, ratio = self._length_bias.get(name, (0, None))
+            # It reads every group, so it waits until they are a tenth more: over a whole run each is read
+            # some ten times. Fewer than then: the books went back to a checkpoint.
+            if not num_seen <= num_groups <= BIAS_GROWTH * num_seen:
+                ratio = length_bias(ledger, name)
+                self._length_bias[name] = num_groups, ratio
             if ratio is not None:
                 scope = f"{name}/" if len(balance.by_task) > 1 else ""
                 values[f"dropped/{scope}{LENGTH_BIAS}"] = ratio
         return values
-
-    def _busy_since_last_step(self) -> dict[str, float]:
-        now_s = self._activities.clock()
-        busy_s = {side: self._busy.busy_s(side) for side in SIDES}
-        past_s, before_s = now_s - self._reported_s, self._reported_busy_s
-        self._reported_s, self._reported_busy_s = now_s, busy_s
-        return {
-            f"busy/{side}": (busy_s[side] - before_s[side]) / past_s if past_s > 0 else 0.0 for side in SIDES
-        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,16 +246,13 @@ async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:
     completed = {"task_name": task_name, "status": Status.COMPLETED}
     stalest = await buffer.storage.get(completed, order=STALEST, limit=1, rows_only=True)
     max_age = max(0, stalest[0].staleness) if stalest else 0
+    # Rollouts of a source that is ahead of the trainer (negative staleness) are as good as fresh ones.
+    comparisons = {0: "$lte", MAX_AGE: "$gte"}
     ages = {
-        age: await count({**completed, "staleness": {_comparison(age): age}})
+        age: await count({**completed, "staleness": {comparisons.get(age, "$eq"): age}})
         for age in range(min(max_age, MAX_AGE) + 1)
     }
     return TaskNow(groups=groups, ages={age: count for age, count in ages.items() if count}, max_age=max_age)
-
-
-def _comparison(age: int) -> str:
-    """Rollouts of a source that is ahead of the trainer (negative staleness) are as good as fresh ones."""
-    return {0: "$lte", MAX_AGE: "$gte"}.get(age, "$eq")
 
 
 def _group_values(tasks: Iterable[TaskNow], scope: str) -> dict[str, float]:
@@ -290,26 +281,3 @@ def _staleness_shares(train_step: int, groups: Sequence[Sequence[RolloutState]])
         f"staleness/share_{name}": float(counts[low : high + 1].sum() / max(1, len(staleness)))
         for name, (low, high) in STALENESS_SHARES.items()
     }
-
-
-class LengthBias:
-    """`length_bias` of a ledger's tasks at a cost that does not grow with the run.
-
-    It reads every group, so it is read anew only when the groups that it depends on are a tenth more: over a
-    whole run each group is then read some ten times.
-
-    >>> LengthBias().of(ledger, "math", num_groups=40)
-    1.6
-    """
-
-    def __init__(self) -> None:
-        self._found: dict[str, tuple[int, float | None]] = {}
-
-    def of(self, ledger: Ledger, task_name: str, num_groups: int) -> float | None:
-        """The ratio as of the last look; `num_groups` are those dropped for age or room and those trained."""
-        num_seen, ratio = self._found.get(task_name, (0, None))
-        # Fewer than then: the books went back to a checkpoint.
-        if not num_seen <= num_groups <= BIAS_GROWTH * num_seen:
-            ratio = length_bias(ledger, task_name)
-            self._found[task_name] = num_groups, ratio
-        return ratio

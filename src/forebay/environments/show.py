@@ -22,7 +22,11 @@ EVAL_RETURN = "eval/return"
 CURVES = Curves(
     main=(RETURN, "return of the last 100 training episodes", "mean return"),
     evaluation=(EVAL_RETURN, "evaluation"),
-    others=((LAG, "lag of the weights", "train steps"), (STEPS_PER_S, "speed", "environment steps/s")),
+    others=(
+        (LAG, "lag of the weights", "train steps"),
+        (STEPS_PER_S, "speed", "environment steps/s"),
+        (STEP_S, "time of a step", "seconds"),
+    ),
 )
 
 

@@ -6,7 +6,7 @@
     evaluations  [{"train_step": 0, "eval/score": ..}] --+--> terminal_curve  text
 
 Rows are those of ``metrics.jsonl``; a missing or ``None`` number is a gap, and a run without a quantity gets
-an empty panel.
+an empty panel. The time of each phase is in the step lines and in ``time/<phase>_s``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, STEP_S, TIME_PREFIX, TOKENS_PER_S
+from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, STEP_S, TOKENS_PER_S
 
 Rows = Sequence[Mapping[str, float | None]]
 Floats = NDArray[np.float64]
 
 # Okabe & Ito 2008, "Color universal design": told apart with every common color blindness.
 BLUE, ORANGE = "#0072B2", "#D55E00"
-_PHASE_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#8a8a8a")
 
 _SMOOTHING_SHARE = 0.1
 """The smoothed line averages over this share of the run: enough to see a trend through sampling noise."""
@@ -49,14 +48,18 @@ class Curves(NamedTuple):
     """Metric, label and unit."""
     evaluation: tuple[str, str]
     """Metric and label."""
-    others: tuple[tuple[str, str, str], tuple[str, str, str]]
-    """Metric, title and unit."""
+    others: Sequence[tuple[str, str, str]]
+    """Metric, title and unit of each further panel."""
 
 
 LANGUAGE_MODEL = Curves(
     main=(REWARD, "reward", "mean reward"),
     evaluation=(EVAL_SCORE, "held-out score"),
-    others=((RESPONSE_TOKENS, "response length", "tokens"), (TOKENS_PER_S, "throughput", "tokens/s")),
+    others=(
+        (RESPONSE_TOKENS, "response length", "tokens"),
+        (TOKENS_PER_S, "throughput", "tokens/s"),
+        (STEP_S, "time of a step", "seconds"),
+    ),
 )
 
 
@@ -82,21 +85,13 @@ def _window(curve: Curve) -> int:
 
 
 def learning_curve(history: Rows, evaluations: Rows, path: Path, curves: Curves = LANGUAGE_MODEL) -> None:
-    """Write a PNG: reward and held-out score above; length, speed and time by phase below."""
+    """Write a PNG: reward and held-out score above; length, speed and time below."""
     # A figure without pyplot: no global state, no window system (a PNG is drawn by Agg), any thread.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
-    grid = figure.add_gridspec(2, 3, height_ratios=[1.8, 1], width_ratios=[1, 1, 1.25])
-    _draw_main(figure.add_subplot(grid[0, :]), history, evaluations, curves)
-    for column, (name, title, unit) in enumerate(curves.others):
-        _draw_line(figure.add_subplot(grid[1, column]), read_curve(history, name), title, unit)
-    _draw_phases(figure.add_subplot(grid[1, 2]), history)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_main(axes: Any, history: Rows, evaluations: Rows, curves: Curves) -> None:
+    grid = figure.add_gridspec(2, len(curves.others), height_ratios=[1.8, 1])
+    axes = figure.add_subplot(grid[0, :])
     name, label, unit = curves.main
     _draw_line(axes, read_curve(history, name), "learning curve", unit, label=label)
     scores = read_curve(evaluations, curves.evaluation[0])
@@ -111,10 +106,16 @@ def _draw_main(axes: Any, history: Rows, evaluations: Rows, curves: Curves) -> N
         axes.set_ylim(min(low, 1.1 * scores.values.min()), max(high, 1.1 * scores.values.max()))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(loc="best", frameon=False, fontsize=9)
+    for column, (name, title, unit) in enumerate(curves.others):
+        _draw_line(figure.add_subplot(grid[1, column]), read_curve(history, name), title, unit)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def _draw_line(axes: Any, curve: Curve, title: str, unit: str, *, label: str | None = None) -> None:
     """The raw values thin, their moving average thick; short runs as points on a line."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
     window = _window(curve)
     if window == 1:
         axes.plot(*curve, "o-", color=BLUE, markersize=3.5, linewidth=1.2, label=label)
@@ -122,35 +123,6 @@ def _draw_line(axes: Any, curve: Curve, title: str, unit: str, *, label: str | N
         raw, mean = (f"{label} of each step", f"{label}, mean over {window} steps") if label else (None, None)
         axes.plot(*curve, color=BLUE, linewidth=0.8, alpha=0.4, label=raw)
         axes.plot(curve.steps, smooth(curve.values, window), color=BLUE, linewidth=2, label=mean)
-    label_axes(axes, title, unit, from_zero=bool((curve.values >= 0).all()))
-
-
-def _draw_phases(axes: Any, history: Rows) -> None:
-    """Wall seconds of a step, stacked by phase and averaged like the lines; without phases the whole step."""
-    names = list(dict.fromkeys(name for row in history for name in row if name.startswith(TIME_PREFIX)))
-    if not names:
-        _draw_line(axes, read_curve(history, STEP_S), "time of a step", "seconds")
-        return
-    steps = np.array([row["train_step"] for row in history], np.float64)
-    seconds = [np.array([row.get(name) or 0.0 for row in history]) for name in names]
-    window = _window(Curve(steps, steps))
-    axes.stackplot(
-        steps,
-        [smooth(phase, window) for phase in seconds],
-        labels=[name.removeprefix(TIME_PREFIX).removesuffix("_s") for name in names],
-        colors=_PHASE_COLORS,
-        linewidth=0,
-    )
-    axes.legend(
-        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8, reverse=True, handlelength=1
-    )
-    label_axes(axes, "time of a step", "seconds", from_zero=True)
-
-
-def label_axes(axes: Any, title: str, unit: str, *, from_zero: bool) -> None:
-    """Title and units of a panel over train steps, with few ticks and no frame."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
     axes.set_title(title, fontsize=10, loc="left")
     axes.set_xlabel("train step", fontsize=9)
     axes.set_ylabel(unit, fontsize=9)
@@ -158,7 +130,7 @@ def label_axes(axes: Any, title: str, unit: str, *, from_zero: bool) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.get_ylim()[1] >= 1000:
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    if from_zero:
+    if (curve.values >= 0).all():
         axes.set_ylim(bottom=0)
     axes.margins(x=0.02)
     axes.grid(axis="y", alpha=0.25)

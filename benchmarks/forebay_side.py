@@ -23,7 +23,7 @@ from forebay.models import ModelConfig
 from forebay.produce import DataConfig
 from forebay.runs.build import Run, build_run
 from forebay.runs.config import RunConfig, TaskConfig
-from forebay.runs.folder import prepare
+from forebay.runs.folder import new_folder
 from forebay.runs.show.display import RunDisplay
 from forebay.train import TrainConfig
 from forebay.train.optimization import BETAS
@@ -97,7 +97,8 @@ def prompt_text(tokenizer: Any, state: RolloutState) -> str:
 async def main(job: Job) -> None:
     config, clock = run_config(job), StepClock()
     with RunDisplay(Console(file=io.StringIO())) as display:
-        run = build_run(config, prepare(config, overwrite=True), display)
+        with new_folder(config, overwrite=True) as folder:
+            run = build_run(config, folder, display)
         trained = await train(run, clock)
     write_result(
         job,

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forebay.beside import locate
-from forebay.config import Component, ConfigError, load_config
+from forebay.config import Component, ConfigError, load_config, locate
 from forebay.environments.config import FragmentRunConfig
 from forebay.judges import build_judge
 from forebay.produce import DataConfig

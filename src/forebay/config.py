@@ -7,34 +7,42 @@
 
 Every configurable class has a `StrictModel` beside it; this module knows none of them. It also holds the two
 ways to name code in a run file: a word from a literal table, or ``"package.module:Name"``. Modules, data and
-models that a run file names are looked for beside it, then in the working folder (`forebay.beside`).
+models that a run file names are looked for beside it, then in the working folder::
+
+    search_path of the run file, or (its folder, the working folder)
+        --parse_config--> sys.path, from which processes that the run starts get theirs
+        --locate--------> "data/train.jsonl" becomes "/home/me/project/data/train.jsonl"
+
+The resolved run file has the folders and the absolute paths, so every later command finds the same, from any
+working folder.
 """
 
 from __future__ import annotations
 
 import difflib
+import glob
 import importlib
 import inspect
 import logging
 import os
+import re
+import sys
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from forebay.beside import (
-    ArgumentPaths,
-    check_is_meant,
-    imported_from,
-    make_importable,
-    search_folders,
-)
 from forebay.tracebacks import raised_at
 
 logger = logging.getLogger(__name__)
+
+_LOOKS_LIKE_PATH = re.compile(r"(?=.*\w)[^:\n]*[./][^:\n]*")
+_imported_from: list[str] = []
+"""The folders of the run file read last; they are first in ``sys.path``."""
 
 
 class ConfigError(ValueError):
@@ -45,6 +53,37 @@ class StrictModel(BaseModel):
     """Base of every config model: unknown keys are errors and values do not change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+
+
+def locate(text: str, folders: Sequence[Path] | None) -> str:
+    """`text` as an absolute path if it names something in one of `folders`; otherwise as it is.
+
+    A pattern such as ``data/*.jsonl`` becomes one for the first folder in which it matches something.
+    """
+    if not text or "\0" in text or Path(text).expanduser().is_absolute():
+        return text
+    for folder in folders or ():
+        path = str(folder / text)
+        # `os.path.exists` says False, and does not raise, for a name that is too long.
+        if os.path.exists(path) or (
+            glob.has_magic(text) and glob.glob(text, root_dir=folder, recursive=True)
+        ):
+            return path
+    return text
+
+
+def _with_paths(value: Any, folders: Sequence[Path] | None) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_paths(item, folders) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_paths(item, folders) for item in value]
+    # Words such as "answer" stay words, even with a file of that name, and "[0-9].*" is no pattern of files.
+    is_path = isinstance(value, str) and _LOOKS_LIKE_PATH.fullmatch(value) and not glob.has_magic(value)
+    return locate(value, folders) if is_path else value
+
+
+ArgumentPaths = AfterValidator(lambda value, info: _with_paths(value, info.context))
+"""For the type of a table of arguments: texts in it that name a file or folder become absolute."""
 
 
 class Component(BaseModel):
@@ -81,7 +120,7 @@ def load_config(model: type[ModelT], path: Path, overrides: Iterable[str] = ()) 
     Raises:
         ConfigError: the file is missing or not TOML, or a key or value does not fit.
     """
-    data = apply_overrides(read_toml(path), overrides, old_names_of(model))
+    data = apply_overrides(read_toml(path), overrides, getattr(model, "old_names", {}))
     return parse_config(model, data, source=str(path), beside=path.parent)
 
 
@@ -136,7 +175,11 @@ def apply_overrides(
         changes += [(name.split("."), text.strip(), override) for name in names]
     # A whole table before its parts, which it would wipe; the sort keeps the order of equals.
     for path, text, override in sorted(changes, key=lambda change: len(change[0])):
-        _set_path(result, path, _read_value(text), override)
+        try:
+            value = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            value = text
+        _set_path(result, path, value, override)
     return result
 
 
@@ -146,13 +189,6 @@ def _copy_tables(value: Any) -> Any:
     if isinstance(value, list):
         return [_copy_tables(item) for item in value]
     return value
-
-
-def _read_value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _set_path(
@@ -195,14 +231,17 @@ def parse_config(
     Raises:
         ConfigError: one line per problem: where, what was given, and the nearest known key or the rule.
     """
-    table = _with_new_names(data, old_names_of(model))
+    table = _with_new_names(data, getattr(model, "old_names", {}))
     given = table.get("search_path") or []
     # A wrong value is left to validation.
     usable = isinstance(given, list) and all(isinstance(folder, str) for folder in given)
-    recorded = search_folders(given if usable else (), beside)
+    base = Path.cwd() if beside is None else beside.resolve()
+    named = [base / folder for folder in given] if usable and given else [base, Path.cwd()]
+    recorded = list(dict.fromkeys(folder.resolve() for folder in named))
     folders = list(dict.fromkeys([*recorded, Path.cwd()]))
     if "search_path" in model.model_fields:
-        make_importable(folders)
+        _imported_from[:] = [str(folder) for folder in folders]
+        sys.path[:] = [*_imported_from, *(path for path in sys.path if path not in _imported_from)]
         # Written down, so that another working folder finds the same.
         if usable:
             table["search_path"] = recorded
@@ -211,12 +250,6 @@ def parse_config(
     except ValidationError as error:
         lines = [_explain(model, dict(problem)) for problem in error.errors()]
         raise ConfigError(f"{source}: " + "\n".join(lines)) from None
-
-
-def old_names_of(model: type[BaseModel]) -> OldNames:
-    """Keys of earlier versions that run files of this kind may have."""
-    names: OldNames = getattr(model, "old_names", {})
-    return names
 
 
 def _with_new_names(data: Mapping[str, Any], old_names: OldNames) -> dict[str, Any]:
@@ -240,7 +273,12 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
     location = [str(part) for part in problem["loc"]]
     where = ".".join(location)
     if problem["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = sorted(_known_keys(model, location[:-1]))
+        # The keys accepted there, walking through lists, unions and dataclasses.
+        current: list[Any] = [model]
+        for part in location[:-1]:
+            found = [fields[part] for item in current if part in (fields := _fields_of(item))]
+            current = [leaf for annotation in found for leaf in _leaves(annotation)] or current
+        known = sorted({name for item in current for name in _fields_of(item)})
         near = difflib.get_close_matches(location[-1], known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
         return f"unknown key {where!r}; {hint}"
@@ -251,17 +289,6 @@ def _explain(model: type[BaseModel], problem: dict[str, Any]) -> str:
     given = "" if own_rule else f" = {problem['input']!r}"
     message = problem["msg"].removeprefix("Value error, ")
     return f"{where!r}{given}: {message}" if where else message
-
-
-def _known_keys(model: type[BaseModel], location: list[str]) -> set[str]:
-    """The keys accepted at `location` inside `model`, walking through lists, unions and dataclasses."""
-    current: list[Any] = [model]
-    for part in location:
-        if part.isdigit():
-            continue
-        annotations = [_fields_of(item)[part] for item in current if part in _fields_of(item)]
-        current = [leaf for annotation in annotations for leaf in _leaves(annotation)] or current
-    return {name for item in current for name in _fields_of(item)}
 
 
 def _fields_of(item: Any) -> dict[str, Any]:
@@ -358,11 +385,11 @@ def import_object(kind: str, path: str) -> Any:
         raise ConfigError(f"{kind} {path!r} is not of the form 'package.module:Name'")
     try:
         module = importlib.import_module(module_name)
-        check_is_meant(module_name.partition(".")[0])
+        _check_is_meant(module_name.partition(".")[0])
     except ModuleNotFoundError as error:
         place = ""
         if error.name == module_name.partition(".")[0]:
-            looked = ", ".join(dict.fromkeys([*imported_from(), os.getcwd()]))
+            looked = ", ".join(dict.fromkeys([*_imported_from, os.getcwd()]))
             place = f" (looked in {looked}, and among the installed packages)"
         raise ConfigError(f"{kind} {path!r}: cannot import {module_name!r}: {error}{place}") from error
     # The user's module may raise anything while it is imported.
@@ -378,3 +405,20 @@ def import_object(kind: str, path: str) -> Any:
         file = getattr(module, "__file__", None)
         place = f" ({file})" if file else ""
         raise ConfigError(f"{kind} {path!r}: {module_name!r} has no {attribute!r}{hint}{place}") from None
+
+
+def _check_is_meant(name: str) -> None:
+    """Check that the imported top-level module `name` is the one in the run file's folders, if one is there.
+
+    Raises:
+        ImportError: another one of that name was imported before.
+    """
+    found = PathFinder.find_spec(name, _imported_from)
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if found is None or found.origin is None or not isinstance(loaded, str | None):
+        return
+    if loaded is None or Path(loaded).resolve() != Path(found.origin).resolve():
+        raise ImportError(
+            f"{found.origin} has the name of a module that is imported already, from "
+            f"{loaded or 'Python itself'}; rename your file"
+        )

@@ -13,13 +13,13 @@ are the same.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 from forebay import given
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
@@ -28,6 +28,7 @@ from forebay.runs.folder import RUN_FILE
 
 JudgeFunction = Callable[..., Any]
 Rows = Sequence[Mapping[str, Any]]
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class RunResult:
     """Whether Ctrl-C or SIGTERM ended it early; it can be resumed."""
 
 
-def run(
+async def run_async(
     config: Mapping[str, Any] | Path | str | RunConfig | None = None,
     *overrides: str,
     judge: JudgeFunction | Mapping[str, JudgeFunction] | None = None,
@@ -55,10 +56,11 @@ def run(
     resume: Path | str | None = None,
     overwrite: bool = False,
 ) -> RunResult:
-    """Train a model, or go on with the run in the folder `resume`; returns when it is done.
+    """Train a model, or go on with the run in the folder `resume`; the result is there when it is done.
 
-    In a notebook, whose event loop runs already, it works in a thread with an event loop of its own; a
-    keyboard interrupt then cancels it, and the last checkpoint remains.
+    ``await forebay.run_async(...)`` works in the running event loop. ``forebay.run(...)`` blocks; in a
+    notebook, whose event loop runs already, it works in a thread with an event loop of its own; a keyboard
+    interrupt then cancels it, and the last checkpoint remains.
 
     >>> result = forebay.run(
     ...     "run.toml",
@@ -81,52 +83,6 @@ def run(
         ConfigError: something does not fit.
         ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
     """
-    made = run_async(
-        config,
-        *overrides,
-        judge=judge,
-        data=data,
-        eval_data=eval_data,
-        resume=resume,
-        overwrite=overwrite,
-    )
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(made)
-    return _in_a_thread(made)
-
-
-def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(work)
-
-    async def result() -> RunResult:
-        return await task
-
-    def target() -> RunResult:
-        with asyncio.Runner(loop_factory=lambda: loop) as runner:
-            return runner.run(result())
-
-    # At the end of the block the run has ended, also where it was cancelled.
-    with ThreadPoolExecutor(1, "forebay-run") as pool:
-        try:
-            return pool.submit(target).result()
-        except KeyboardInterrupt:
-            loop.call_soon_threadsafe(task.cancel)
-            raise
-
-
-async def run_async(
-    config: Mapping[str, Any] | Path | str | RunConfig | None = None,
-    *overrides: str,
-    judge: JudgeFunction | Mapping[str, JudgeFunction] | None = None,
-    data: Rows | Mapping[str, Rows] | None = None,
-    eval_data: Rows | Mapping[str, Rows] | None = None,
-    resume: Path | str | None = None,
-    overwrite: bool = False,
-) -> RunResult:
-    """`run`, in the running event loop: ``result = await forebay.run_async(...)``."""
     from forebay.runs.launch import launch
 
     # The folder may have been moved.
@@ -162,6 +118,44 @@ async def run_async(
     )
 
 
+def _blocking(function: Callable[P, Coroutine[Any, Any, RunResult]]) -> Callable[P, RunResult]:
+    """`function` for callers outside of the event loop that does the work."""
+
+    @functools.wraps(function, assigned=("__module__", "__doc__"))
+    def run(*args: P.args, **keywords: P.kwargs) -> RunResult:
+        work = function(*args, **keywords)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(work)
+        return _in_a_thread(work)
+
+    return run
+
+
+def _in_a_thread(work: Coroutine[Any, Any, RunResult]) -> RunResult:
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(work)
+
+    async def result() -> RunResult:
+        return await task
+
+    def target() -> RunResult:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(result())
+
+    # At the end of the block the run has ended, also where it was cancelled.
+    with ThreadPoolExecutor(1, "forebay-run") as pool:
+        try:
+            return pool.submit(target).result()
+        except KeyboardInterrupt:
+            loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
+run = _blocking(run_async)
+
+
 def _tables(
     config: Mapping[str, Any] | Path | str | RunConfig | None, resume: Path | None
 ) -> tuple[dict[str, Any], Path | None]:
@@ -195,7 +189,7 @@ def _put(kind: str, value: Any, tables: dict[str, Any], objects: dict[str, Any])
             tasks[number][kind] = {**kept, "name": f"{given.__name__}:{word}"}
         else:
             rows = list(item)
-            objects[word] = partial(list, rows)
+            objects[word] = functools.partial(list, rows)
             if rows and "answer" not in rows[0]:
                 # A judge of one's own may need none.
                 kept.setdefault("answer_column", "")

@@ -21,8 +21,8 @@ from forebay.produce import DataConfig, Prompt, Sampler, load_prompts
 from forebay.produce.prompts.dataset import check_prompt_lengths
 from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.config import RunConfig
+from forebay.runs.data import task_agent
 from forebay.runs.launch import launch
-from forebay.runs.task_loops import task_agent
 from forebay.runs.warmup import Demonstrations, _with_tools
 from forebay.tools.calculator import calculate
 from forebay.tools.contract import make_schema

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -86,11 +88,14 @@ async def test_a_run_keeps_its_folder_until_it_has_ended(
     run, pipe = config(tmp_path), asyncio.subprocess.PIPE
     said = []
 
-    async def launched(config: Any, resume: Path | None, *, overwrite: bool) -> tuple[None, bool]:
+    @contextlib.asynccontextmanager
+    async def opened(config: Any) -> AsyncIterator[None]:
         other = await asyncio.create_subprocess_exec(*occupying(config.folder), stderr=pipe)
         said.append((await other.communicate())[1].decode())
-        return None, False
+        raise ConfigError("far enough")
+        yield
 
-    monkeypatch.setattr(launching, "_launch", launched)
-    await launching.launch(run)
+    monkeypatch.setattr(launching, "opened_cluster", opened)
+    with pytest.raises(ConfigError, match="far enough"):
+        await launching.launch(run)
     assert "a run is at work in" in said[0]

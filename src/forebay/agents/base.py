@@ -29,7 +29,6 @@ from typing import Any, ClassVar, Protocol
 from forebay.agents.interruption import is_cancelled
 from forebay.config import StrictModel, parse_config
 from forebay.judges.base import Judge
-from forebay.renamed import old_keywords
 from forebay.tracebacks import raised_at
 from forebay.types import (
     TRAJECTORY_OF_KEY,
@@ -48,7 +47,6 @@ class NoArguments(StrictModel, strict=True):
     """An agent that has only the task's settings."""
 
 
-@old_keywords(judger="judge")
 class AgentLoop(ABC):
     """Turns prompts into judged rollouts. Subclasses write `generate_sample`.
 
@@ -97,6 +95,11 @@ class AgentLoop(ABC):
         activities: Activities | None = None,
         **arguments: Any,
     ) -> None:
+        # The name of the keyword up to version 0.1.
+        if "judger" in arguments:
+            if judge is not None:
+                raise TypeError(f"{type(self).__name__}: 'judger' is the old name of 'judge'; give only that")
+            judge = arguments.pop("judger")
         self.rollout_controller = rollout_controller
         self.judge = judge
         self.tokenizer = tokenizer

@@ -25,7 +25,7 @@ from forebay.cluster.engines import RayEngine
 from forebay.cluster.library import PartSpec, find_modules_in
 from forebay.engines import RolloutController
 from forebay.engines.process.host import NotBuilt
-from forebay.runs.task_loops import build_task_loop
+from forebay.runs.rollouts import build_task_loop
 from forebay.types import RolloutState
 from forebay.watching.activity import Activities
 

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from forebay.beside import ArgumentPaths
-from forebay.config import ConfigError
+from forebay.config import ArgumentPaths, ConfigError
 from forebay.fragments import RateLimit
 from forebay.runs.config import RunFile
 

@@ -27,8 +27,8 @@ from forebay.runs.folder import (
     disk_errors_of_run,
     finished_line,
     list_checkpoints,
+    new_folder,
     occupied,
-    prepare,
     write_run_file,
 )
 from forebay.runs.show.pictures import Rows, learning_curve
@@ -53,7 +53,9 @@ async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overw
                 display.message(finished_line(config.folder, trainer.step))
             return False
         if saved is None:
-            prepare(config, overwrite=overwrite)
+            with new_folder(config, overwrite=overwrite):
+                # Nothing to build in it: an earlier run is gone at once.
+                pass
         else:
             # Only now: overrides that do not fit must not spoil the recipe.
             write_run_file(config, config.folder)

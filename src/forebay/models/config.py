@@ -6,8 +6,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from forebay.beside import locate
-from forebay.config import StrictModel
+from forebay.config import StrictModel, locate
 
 TINY, PYPI_PREFIX = "tiny", "pypi:"
 

@@ -86,11 +86,6 @@ class Run(Rollouts):
         self.status = RunStatus(self.manager, self.activities, self.controller, batch_size=config.batch_size)
         self.manager.on_group = self.display.count_group
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether the run should end early."""
-        return self.stop.is_set()
-
 
 async def open_run(
     config: RunConfig,
@@ -178,7 +173,11 @@ def build_run(
         cluster=cluster,
     )
     if config.trace:
-        run.trace = TraceWriter(_trace_path(folder, resume_step), run.activities)
+        # A file that is not there yet: a run may go on from the same step several times.
+        name = "trace" if resume_step is None else f"trace_from_step_{resume_step}"
+        numbered = (f"{name}_{number}.json" for number in itertools.count(2))
+        paths = (folder / file_name for file_name in itertools.chain([f"{name}.json"], numbered))
+        run.trace = TraceWriter(next(path for path in paths if not path.exists()), run.activities)
     if config.verify_weights:
         run.weight_check = WeightCheck(vocabulary=len(tokenizer), seed=config.seed)
     if cluster is not None:
@@ -189,14 +188,6 @@ def build_run(
         run.record = Recorder(folder, run_file=to_toml(config), resumed_from=resume_step)
         observe(run.record, run.manager, run.controller)
     return run
-
-
-def _trace_path(folder: Path, resume_step: int | None) -> Path:
-    """A file that is not there yet: a run may go on from the same step several times."""
-    name = "trace" if resume_step is None else f"trace_from_step_{resume_step}"
-    numbered = (f"{name}_{number}.json" for number in itertools.count(2))
-    paths = (folder / file_name for file_name in itertools.chain([f"{name}.json"], numbered))
-    return next(path for path in paths if not path.exists())
 
 
 def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | None, reason: str) -> None:

@@ -37,7 +37,7 @@ async def run_colocated(run: Run) -> None:
         if not run.evaluations:
             await steps.evaluate(run, "before")
         await steps.first_checkpoint(run)
-        while run.train_step < config.steps and not run.stop_requested:
+        while run.train_step < config.steps and not run.stop.is_set():
             train_step = run.train_step + 1
             batch = await steps.produce(run, train_step)
             metrics = await steps.fit(run, batch.rollout_states)

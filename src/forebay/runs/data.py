@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forebay.agents import prompt_tools
-from forebay.config import ConfigError
+from forebay.agents import prompt_tools, with_max_context
+from forebay.config import Component, ConfigError
 from forebay.models import context_of, load_tokenizer
 from forebay.models.config import TINY
 from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import Prompt
 from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
 from forebay.runs.config import RunConfig, TaskConfig
-from forebay.runs.task_loops import task_agent
 
 
 class TaskData(NamedTuple):
@@ -91,6 +90,20 @@ def fitting(
     held_out = _checked(config, task, data.held_out, tokenizer, context) if data.held_out else ()
     training = _checked(config, task, data.training, tokenizer, context) if trains else data.training
     return TaskData(training, held_out, context)
+
+
+def task_agent(config: RunConfig, task: TaskConfig) -> Component:
+    """The agent of `task`, limited to what the model reads and the trainer packs, if it can be.
+
+    Raises:
+        ConfigError: the agent is unknown, or its own limit is too high.
+    """
+    packed = config.train.token_budget
+    limit = min(config.model.max_context or packed, packed)
+    try:
+        return with_max_context(task.agent, limit, packed=packed)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
 
 
 def _checked(

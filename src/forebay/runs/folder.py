@@ -106,18 +106,17 @@ def check_checkpoint(path: Path) -> None:
     try:
         check(path, deep=True)
     except DamagedError as error:
-        raise ConfigError(f"cannot go on from {path.name}: {error}; {_instead_of(path)}") from None
-
-
-def _instead_of(path: Path) -> str:
-    """The advice about the damaged checkpoint at `path`."""
-    older = [other for other in list_checkpoints(path.parents[1]) if other < path]
-    for other in reversed(older):
-        with contextlib.suppress(DamagedError):
-            check(other, deep=True)
-            return f"{other.name} is whole: delete {str(path)!r} and resume again, to go on from there"
-    others = f"neither is an older one whole ({len(older)} looked at)" if older else "there is no older one"
-    return f"{others}: start again with --overwrite, or under another name=..."
+        older = [other for other in list_checkpoints(path.parents[1]) if other < path]
+        advice = (
+            f"neither is an older one whole ({len(older)} looked at)" if older else "there is no older one"
+        )
+        advice += ": start again with --overwrite, or under another name=..."
+        for other in reversed(older):
+            with contextlib.suppress(DamagedError):
+                check(other, deep=True)
+                advice = f"{other.name} is whole: delete {str(path)!r} and resume again, to go on from there"
+                break
+        raise ConfigError(f"cannot go on from {path.name}: {error}; {advice}") from None
 
 
 @contextlib.contextmanager
@@ -127,17 +126,12 @@ def disk_errors_of_run(folder: Path) -> Iterator[None]:
         with disk_errors_named(f"the run in {str(folder)!r}"):
             yield
     except DiskError as error:
-        raise DiskError(f"{error}{_how_to_go_on(folder)}") from error.__cause__
-
-
-def _how_to_go_on(folder: Path) -> str:
-    try:
-        checkpoints = list_checkpoints(folder)
-    except OSError:
-        checkpoints = []
-    if not checkpoints:
-        return ""
-    return f"; {checkpoints[-1].name} is saved, go on from it with --resume {folder}"
+        advice = ""
+        # The disk may refuse this, too.
+        with contextlib.suppress(OSError):
+            if checkpoints := list_checkpoints(folder):
+                advice = f"; {checkpoints[-1].name} is saved, go on from it with --resume {folder}"
+        raise DiskError(f"{error}{advice}") from error.__cause__
 
 
 def checkpoint_path(folder: Path, train_step: int) -> Path:
@@ -261,12 +255,6 @@ def new_folder(config: RunFile, *, overwrite: bool) -> Iterator[Path]:
         raise
     if aside is not None:
         shutil.rmtree(aside)
-
-
-def prepare(config: RunFile, *, overwrite: bool) -> Path:
-    """`new_folder` for a caller to whom the earlier run does not matter: it is gone at once."""
-    with new_folder(config, overwrite=overwrite) as folder:
-        return folder
 
 
 def write_run_file(config: RunFile, folder: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -69,35 +68,43 @@ async def launch(
         ProductionError, StallError, FloatingPointError: as `run_colocated` and `run_separate`.
         PartLost: a part of the cluster was lost again and again.
     """
-    with disk_errors_of_run(config.folder), occupied(config.folder):
-        return await _launch(config, resume, overwrite=overwrite)
-
-
-async def _launch(config: RunConfig, resume: Path | None, *, overwrite: bool) -> tuple[str | None, bool]:
     silence_progress_bars()
-    checkpoint = _last_checkpoint(config.folder) if resume is not None else None
-    step = 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
-    changes = [] if checkpoint is None else changed(saved_config(config.folder), config)
-    if checkpoint is not None and step >= config.steps and is_finished(config.folder, checkpoint):
-        return finished_line(config.folder, step), False
-    with RunDisplay() as display, logs_shown(display):
-        display.start(config.name, _facts(config), step=step, total=config.steps)
-        for line in changes:
-            display.message(line)
-        async with opened_cluster(config) as cluster:
-            try:
-                if checkpoint is None:
-                    run = await _begun(config, display, cluster, overwrite=overwrite)
-                else:
-                    run = await _resumed(config, checkpoint, step, display, cluster)
-                    # Only now: overrides that do not fit must not spoil the run file.
-                    write_run_file(config, config.folder)
-            except (KeyboardInterrupt, asyncio.CancelledError):
-                kept = "nothing of this run is kept" if checkpoint is None else "the run is as it was"
-                display.stopped(f"{kept}; start it again with the same command")
-                raise
-            run = await _to_the_end(run)
-    return accuracy_line(run), run.stop_requested
+    folder = config.folder
+    with disk_errors_of_run(folder), occupied(folder):
+        checkpoint, step, changes = None, 0, []
+        if resume is not None:
+            if not (checkpoints := list_checkpoints(folder)):
+                raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
+            checkpoint = checkpoints[-1]
+            step = int(checkpoint.name.removeprefix("step_"))
+            changes = changed(saved_config(folder), config)
+            if step >= config.steps and is_finished(folder, checkpoint):
+                return finished_line(folder, step), False
+        with RunDisplay() as display, logs_shown(display):
+            facts = {
+                "model": config.model.source,
+                "tasks": ", ".join(task.name for task in config.tasks),
+                "batch": f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts",
+                "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}",
+                "folder": folder,
+            }
+            display.start(config.name, facts, step=step, total=config.steps)
+            for line in changes:
+                display.message(line)
+            async with opened_cluster(config) as cluster:
+                try:
+                    if checkpoint is None:
+                        run = await _begun(config, display, cluster, overwrite=overwrite)
+                    else:
+                        run = await _resumed(config, checkpoint, step, display, cluster)
+                        # Only now: overrides that do not fit must not spoil the run file.
+                        write_run_file(config, folder)
+                except (KeyboardInterrupt, asyncio.CancelledError):
+                    kept = "nothing of this run is kept" if checkpoint is None else "the run is as it was"
+                    display.stopped(f"{kept}; start it again with the same command")
+                    raise
+                run = await _to_the_end(run)
+    return accuracy_line(run), run.stop.is_set()
 
 
 async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None, *, overwrite: bool) -> Run:
@@ -132,7 +139,8 @@ async def _to_the_end(run: Run) -> Run:
         try:
             if reason:
                 run = await _back_to_checkpoint(run, reason)
-            await _interruptible(run)
+            with stopped_by_signals(run.stop, run.display, run.folder):
+                await _LOOPS[run.config.produce.mode](run)
             return run
         except (PartLost, RankError, ConnectionLost, EngineLost, ProductionError) as error:
             reason = _lost_part(run, error)
@@ -156,11 +164,6 @@ def _lost_part(run: Run, error: Exception) -> str:
     raise error
 
 
-async def _interruptible(run: Run) -> None:
-    with stopped_by_signals(run.stop, run.display, run.folder):
-        await _LOOPS[run.config.produce.mode](run)
-
-
 async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     config, display = run.config, run.display
     checkpoints = list_checkpoints(config.folder)
@@ -172,7 +175,7 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
         again = await _resumed(config, checkpoints[-1], step, display, run.cluster)
     else:
         again = await open_run(config, display, run.cluster, resume_step=step)
-    if run.stop_requested:
+    if run.stop.is_set():
         again.stop.set()
     return again
 
@@ -215,13 +218,6 @@ def silence_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _last_checkpoint(folder: Path) -> Path:
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
-    return checkpoints[-1]
-
-
 def _newest_model(folder: Path) -> Path:
     """The run's trained model, or that of its last checkpoint, once its files are known to be whole."""
     checkpoints = [path / "trainer" for path in list_checkpoints(folder)]
@@ -234,25 +230,11 @@ def _newest_model(folder: Path) -> Path:
     try:
         check(newest_first[0])
     except DamagedError as error:
-        raise ConfigError(f"{error}; {_other_model(newest_first[1:])}") from None
+        advice = "name another model with --model"
+        for path in newest_first[1:]:
+            with contextlib.suppress(DamagedError):
+                check(path)
+                advice = f"{path.parent.name} is whole, try it with --model {path / 'model'}"
+                break
+        raise ConfigError(f"{error}; {advice}") from None
     return newest_first[0] if published else newest_first[0] / "model"
-
-
-def _other_model(trainers: Sequence[Path]) -> str:
-    for path in trainers:
-        with contextlib.suppress(DamagedError):
-            check(path)
-            return f"{path.parent.name} is whole, try it with --model {path / 'model'}"
-    return "name another model with --model"
-
-
-def _facts(config: RunConfig) -> dict[str, object]:
-    tasks = ", ".join(task.name for task in config.tasks)
-    batch = f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts"
-    return {
-        "model": config.model.source,
-        "tasks": tasks,
-        "batch": batch,
-        "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}",
-        "folder": config.folder,
-    }

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forebay.agents import AgentLoop, build_agent_loop
+from forebay.agents.base import Generator
 from forebay.config import ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
+from forebay.judges import build_judge
 from forebay.models import load_tokenizer
 from forebay.produce import (
     STALENESS_RULES,
@@ -37,9 +40,8 @@ from forebay.produce import (
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.data import TaskData, fitting
+from forebay.runs.data import TaskData, fitting, task_agent
 from forebay.runs.placement import Cluster
-from forebay.runs.task_loops import build_task_loop
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
 from forebay.types import RolloutState
@@ -169,8 +171,23 @@ def build_rollouts(
                     replay_buffer=buffer,
                 )
             )
-        strategy = build_strategy(config, task, controller)
-        runners.append(_runner(config, task, prompts, agent_loop(task), strategy, buffer))
+        sampler = Sampler(
+            prompts,
+            buffer,
+            task_name=task.name,
+            prompt_repeat_k=config.rollouts_per_prompt,
+            seed=config.seed,
+            sample_params=task.sample,
+        )
+        runners.append(
+            TaskRunner(
+                task_name=task.name,
+                agent_loop=agent_loop(task),
+                produce_strategy=build_strategy(config, task, controller),
+                sampler=sampler,
+                weight=task.weight,
+            )
+        )
     stall_after_s = config.produce.stall_after_s
     watch = StallWatch(
         activities,
@@ -196,28 +213,35 @@ def build_rollouts(
     )
 
 
-def _runner(
+def build_task_loop(
     config: RunConfig,
     task: TaskConfig,
-    prompts: Sequence[Prompt],
-    agent_loop: GroupGenerator,
-    strategy: ProduceStrategy,
-    buffer: ReplayBuffer,
-) -> TaskRunner:
-    sampler = Sampler(
-        prompts,
-        buffer,
-        task_name=task.name,
-        prompt_repeat_k=config.rollouts_per_prompt,
-        seed=config.seed,
-        sample_params=task.sample,
-    )
-    return TaskRunner(
-        task_name=task.name,
-        agent_loop=agent_loop,
-        produce_strategy=strategy,
-        sampler=sampler,
-        weight=task.weight,
+    *,
+    held_out: bool,
+    controller: Generator,
+    tokenizer: Any,
+    activities: Activities,
+) -> AgentLoop:
+    """The loop that generates and judges the groups of `task`: those to train on, or the `held_out` ones.
+
+    Rollouts with replies in them stay within ``train.token_budget``, the held-out ones too: both are of the
+    same agent.
+
+    Raises:
+        ConfigError: the agent or the judge is unknown, or an argument does not fit.
+    """
+    judge, sample_params = task.judge, task.sample
+    if held_out:
+        # A control run shuffles the rewards it trains on; what it has learned is still measured honestly.
+        judge = judge.model_copy(update={"shuffle_seed": None}) if judge else None
+        sample_params = replace(sample_params, temperature=config.evaluate.temperature)
+    return build_agent_loop(
+        task_agent(config, task),
+        rollout_controller=controller,
+        judge=build_judge(judge),
+        tokenizer=tokenizer,
+        sample_params=sample_params,
+        activities=activities,
     )
 
 

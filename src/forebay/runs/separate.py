@@ -67,7 +67,7 @@ async def run_separate(run: Run) -> None:
 
 async def _train(run: Run) -> None:
     config = run.config
-    while run.train_step < config.steps and not run.stop_requested:
+    while run.train_step < config.steps and not run.stop.is_set():
         train_step = run.train_step + 1
         batch = await steps.next_batch(run, train_step)
         if batch is None:

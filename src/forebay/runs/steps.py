@@ -37,7 +37,7 @@ from forebay.runs.reporting import raise_alarms, totals
 from forebay.runs.reporting import report as report
 from forebay.runs.rollouts import EvalSet, Rollouts
 from forebay.runs.show.pictures import learning_curve
-from forebay.runs.verify import WeightCheck, WeightsDifferError
+from forebay.runs.verify import WeightsDifferError
 from forebay.train import OffPolicyError
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
@@ -75,20 +75,18 @@ async def sync_weights(run: Run) -> None:
     """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
     with phase(run, "sync", SYNC):
         await run.trainer.sync_weights(run.controller)
-        if run.weight_check is not None:
-            await _verify_weights(run, run.weight_check)
-
-
-async def _verify_weights(run: Run, check: WeightCheck) -> None:
-    """Check the engines that are up; others take over the weights when they come back, unchecked."""
-    differences: list[float] = []
-    for number, engine in run.controller.engines_up.items():
-        if (states := await check.probe(engine, number)) is not None:
-            differences.append(await compute(run, check.compare, number, states, run.trainer))
-    metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}
-    if differences:
-        metrics["sync/logprob_difference"] = max(differences)
-    run.metrics.log(run.train_step, metrics)
+        if run.weight_check is None:
+            return
+        # Engines that are not up take over the weights when they come back, unchecked.
+        differences: list[float] = []
+        for number, engine in run.controller.engines_up.items():
+            if (states := await run.weight_check.probe(engine, number)) is not None:
+                compared = await compute(run, run.weight_check.compare, number, states, run.trainer)
+                differences.append(compared)
+        metrics = {"sync/engines_unchecked": float(len(run.controller.engines) - len(differences))}
+        if differences:
+            metrics["sync/logprob_difference"] = max(differences)
+        run.metrics.log(run.train_step, metrics)
 
 
 async def produce(run: Run, train_step: int) -> ProduceBatchResult:
@@ -152,7 +150,11 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     """
     try:
         with phase(run, "train", TRAIN):
-            thresholds = _masked_from(run)
+            thresholds = None
+            if run.config.produce.staleness_rule == "mask":
+                # The staleness, by task, from which tokens are left out of the loss.
+                lags = {part.task_name: part.produce_strategy.max_lag for part in run.manager.task_runners}
+                thresholds = {name: lag for name, lag in lags.items() if lag is not None}
             if run.record is not None:
                 step, names = run.train_step + 1, name_groups(groups)
                 run.record.note("train", train_step=step, groups=names, thresholds=thresholds)
@@ -164,14 +166,6 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         kind = ConfigError if isinstance(error, ValueError) else FloatingPointError
         raise kind(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     return batch.metrics
-
-
-def _masked_from(run: Run) -> dict[str, int] | None:
-    """The staleness, by task, from which tokens are left out of the loss; None: none are."""
-    if run.config.produce.staleness_rule != "mask":
-        return None
-    strategies = {runner.task_name: runner.produce_strategy for runner in run.manager.task_runners}
-    return {name: strategy.max_lag for name, strategy in strategies.items() if strategy.max_lag is not None}
 
 
 def guard(run: Run, train_step: int, metrics: dict[str, float]) -> None:
@@ -187,8 +181,9 @@ def guard(run: Run, train_step: int, metrics: dict[str, float]) -> None:
         return
     if action == "lower_lag":
         lag = max(runner.produce_strategy.max_lag or 1 for runner in run.manager.task_runners)
-        limit_lag(run, max(1, lag // 2))
-        message += f"; rollouts may now be {max(1, lag // 2)} train steps behind, before: {lag}"
+        limit = max(1, lag // 2)
+        limit_lag(run, limit)
+        message += f"; rollouts may now be {limit} train steps behind, before: {lag}"
     run.display.warning(message)
 
 

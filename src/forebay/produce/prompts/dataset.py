@@ -25,8 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from forebay.agents.chat.rendering import ChatTokenizer, offered_tools, render_prompt
-from forebay.beside import ArgumentPaths
-from forebay.config import ConfigError, StrictModel
+from forebay.config import ArgumentPaths, ConfigError, StrictModel
 from forebay.produce.prompts.sequences import LazySequence, shuffled
 from forebay.produce.prompts.sources import locate_source, open_source
 from forebay.types import Message

@@ -35,8 +35,7 @@ from uuid import UUID
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from forebay.beside import locate
-from forebay.config import ConfigError, StrictModel, check_arguments, look_up
+from forebay.config import ConfigError, StrictModel, check_arguments, locate, look_up
 from forebay.extras import needed_by
 from forebay.produce.prompts import demo_tasks
 from forebay.produce.prompts.sequences import LazySequence

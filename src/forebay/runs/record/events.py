@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 from forebay.agents import AgentLoop
@@ -148,25 +147,71 @@ def observe(recorder: Recorder, manager: AgentLoopManager, controller: RolloutCo
     """Have `recorder` told of everything that the manager's tasks do from now on."""
     observe_buffer(recorder, manager.replay_buffer)
     controller.engines = tuple(
-        cast(Engine, _Observed(engine, generate=partial(_generate, recorder, engine, number)))
-        for number, engine in enumerate(controller.engines)
+        _observed_engine(recorder, engine, number) for number, engine in enumerate(controller.engines)
     )
     for runner in manager.task_runners:
-        sample = partial(_sample, recorder, runner.sampler)
-        runner.sampler = cast(GroupSampler, _Observed(runner.sampler, sample=sample))
+        runner.sampler = _observed_sampler(recorder, runner.sampler)
         loop = runner.agent_loop
         if isinstance(loop, AgentLoop) and loop.judge is not None:
-            judge = partial(_judge, recorder, loop.judge)
-            loop.judge = cast(Judge, _Observed(loop.judge, judge=judge))
+            loop.judge = _observed_judge(recorder, loop.judge)
 
 
 def observe_buffer(recorder: Recorder, buffer: ReplayBuffer) -> None:
     """Have `recorder` told of every call that changes `buffer` from now on."""
+    put_groups = buffer.put_groups
+
+    async def noted_put(groups: Iterable[Sequence[RolloutState]], task_name: str, **arrival: Any) -> None:
+        # Before the put: a caller that is cancelled here has not stored anything.
+        await recorder.room()
+        groups = [group for group in groups if group]
+        # The put labels and ages the rollouts; a rerun has to put them as they were given. A copy does not
+        # need each member's oldest step, so none is looked for.
+        given = [copy_group(StoredGroup.with_steps(group, ())) for group in groups]
+        before = sum(buffer.num_evicted.values())
+        await put_groups(groups, task_name, **arrival)
+        num_evicted = sum(buffer.num_evicted.values()) - before
+        facts = {fact: _as_fact(name, arrival.get(name)) for name, fact in _PUT_FACTS.items()}
+        for place, (copied, group) in enumerate(zip(given, groups, strict=True), start=1):
+            recorder.note(
+                "put",
+                copied,
+                task=task_name,
+                group=copied[0].group_id,
+                status=get_group_status(group).value,
+                # By all of them together.
+                evicted=num_evicted or None if place == len(given) else None,
+                **facts,
+            )
+
     # On the object itself, because `put` calls its own `put_groups`, which a wrapper would not see.
-    vars(buffer)["put_groups"] = partial(_put_groups, recorder, buffer, buffer.put_groups)
+    vars(buffer)["put_groups"] = noted_put
     for event, call in CALLS.items():
-        method = getattr(buffer, call.method)
-        vars(buffer)[call.method] = partial(_call, recorder, event, method, inspect.signature(method))
+        vars(buffer)[call.method] = _noted(recorder, event, call, getattr(buffer, call.method))
+
+
+def _noted(
+    recorder: Recorder, event: str, call: BufferCall, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The buffer's `method`, noted as `event` when it has succeeded."""
+    signature = inspect.signature(method)
+
+    async def noted(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {
+            name: list(value) if isinstance(value, Iterator) else value
+            for name, value in bound.arguments.items()
+        }
+        # Before the call: its arguments may be changed while it runs.
+        facts = {call.facts[name]: _as_fact(name, value) for name, value in arguments.items()}
+        result = await method(**arguments)
+        summary = _summary(result)
+        # Samplers mostly ask for what is not there, which changes nothing.
+        if event != "get" or summary:
+            recorder.note(event, **facts, **({call.result: summary} if call.result else {}))
+        return result
+
+    return noted
 
 
 class _Observed:
@@ -180,116 +225,65 @@ class _Observed:
         return getattr(self._part, name)
 
 
-async def _put_groups(
-    recorder: Recorder,
-    buffer: ReplayBuffer,
-    put_groups: Callable[..., Any],
-    groups: Iterable[Sequence[RolloutState]],
-    task_name: str,
-    **arrival: Any,
-) -> None:
-    # Before the put: a caller that is cancelled here has not stored anything.
-    await recorder.room()
-    groups = [group for group in groups if group]
-    # The put labels and ages the rollouts; a rerun has to put them as they were given. Without looking for
-    # each member's oldest step, which a copy does not need.
-    given = [copy_group(StoredGroup.with_steps(group, ())) for group in groups]
-    before = sum(buffer.num_evicted.values())
-    await put_groups(groups, task_name, **arrival)
-    num_evicted = sum(buffer.num_evicted.values()) - before
-    facts = {fact: _as_fact(name, arrival.get(name)) for name, fact in _PUT_FACTS.items()}
-    for place, (copied, group) in enumerate(zip(given, groups, strict=True), start=1):
+def _observed_sampler(recorder: Recorder, sampler: GroupSampler) -> GroupSampler:
+    async def sample(task_name: str, group_status: Status | list[Status] | None = None) -> list[RolloutState]:
+        group = await sampler.sample(task_name, group_status)
         recorder.note(
-            "put",
-            copied,
+            "admit",
             task=task_name,
-            group=copied[0].group_id,
+            group=group[0].group_id,
             status=get_group_status(group).value,
-            # By all of them together.
-            evicted=num_evicted or None if place == len(given) else None,
-            **facts,
+            epoch=getattr(sampler, "epoch", None),
+            position=getattr(sampler, "position", None),
+            tries=[state.num_tries for state in group],
+            earlier_tokens=[len(state.response_ids) for state in group],
         )
+        return group
+
+    return cast(GroupSampler, _Observed(sampler, sample=sample))
 
 
-async def _call(
-    recorder: Recorder,
-    event: str,
-    method: Callable[..., Any],
-    signature: inspect.Signature,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    arguments = {
-        name: list(value) if isinstance(value, Iterator) else value for name, value in bound.arguments.items()
-    }
-    call = CALLS[event]
-    # Before the call: its arguments may be changed while it runs.
-    facts = {call.facts[name]: _as_fact(name, value) for name, value in arguments.items()}
-    result = await method(**arguments)
-    summary = _summary(result)
-    # Samplers mostly ask for what is not there, which changes nothing.
-    if event != "get" or summary:
-        recorder.note(event, **facts, **({call.result: summary} if call.result else {}))
-    return result
+def _observed_judge(recorder: Recorder, judge: Judge) -> Judge:
+    async def judged(target: list[RolloutState]) -> list[RolloutState]:
+        start_s = recorder.now_s()
+        result = await judge.judge(target)
+        errors = [state.error_msg for state in target]
+        scores = [(state.reward or {}).get("score") for state in target]
+        recorder.note(
+            "judge",
+            task=target[0].task_name,
+            group=target[0].group_id,
+            start_s=start_s,
+            rollouts=[state.rollout_id for state in target],
+            scores=[None if score is None else float(score) for score in scores],
+            errors=errors if any(errors) else None,
+        )
+        return result
+
+    return cast(Judge, _Observed(judge, judge=judged))
 
 
-async def _sample(
-    recorder: Recorder,
-    sampler: GroupSampler,
-    task_name: str,
-    group_status: Status | list[Status] | None = None,
-) -> list[RolloutState]:
-    group = await sampler.sample(task_name, group_status)
-    recorder.note(
-        "admit",
-        task=task_name,
-        group=group[0].group_id,
-        status=get_group_status(group).value,
-        epoch=getattr(sampler, "epoch", None),
-        position=getattr(sampler, "position", None),
-        tries=[state.num_tries for state in group],
-        earlier_tokens=[len(state.response_ids) for state in group],
-    )
-    return group
+def _observed_engine(recorder: Recorder, engine: Engine, number: int) -> Engine:
+    async def generate(request: GenerateRequest) -> Completion:
+        start_s = recorder.now_s()
+        completion = await engine.generate(request)
+        steps = completion.model_steps
+        recorder.note(
+            "generate",
+            request=request.request_id,
+            engine=number,
+            seed=request.seed,
+            max_tokens=request.max_tokens,
+            tokens=len(completion.response_ids),
+            # The weights of the first and of the last token: they only get newer.
+            model_steps=[int(steps[0]), int(steps[-1])] if len(steps) else None,
+            finish=completion.finish_reason,
+            start_s=start_s,
+            error=completion.error_msg,
+        )
+        return completion
 
-
-async def _judge(recorder: Recorder, judge: Judge, target: list[RolloutState]) -> list[RolloutState]:
-    start_s = recorder.now_s()
-    judged = await judge.judge(target)
-    errors = [state.error_msg for state in target]
-    scores = [(state.reward or {}).get("score") for state in target]
-    recorder.note(
-        "judge",
-        task=target[0].task_name,
-        group=target[0].group_id,
-        start_s=start_s,
-        rollouts=[state.rollout_id for state in target],
-        scores=[None if score is None else float(score) for score in scores],
-        errors=errors if any(errors) else None,
-    )
-    return judged
-
-
-async def _generate(recorder: Recorder, engine: Engine, number: int, request: GenerateRequest) -> Completion:
-    start_s = recorder.now_s()
-    completion = await engine.generate(request)
-    steps = completion.model_steps
-    recorder.note(
-        "generate",
-        request=request.request_id,
-        engine=number,
-        seed=request.seed,
-        max_tokens=request.max_tokens,
-        tokens=len(completion.response_ids),
-        # The weights of the first and of the last token: they only get newer.
-        model_steps=[int(steps[0]), int(steps[-1])] if len(steps) else None,
-        finish=completion.finish_reason,
-        start_s=start_s,
-        error=completion.error_msg,
-    )
-    return completion
+    return cast(Engine, _Observed(engine, generate=generate))
 
 
 def name_groups(groups: Iterable[Sequence[RolloutState]]) -> list[str | int | None]:

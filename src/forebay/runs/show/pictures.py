@@ -91,7 +91,7 @@ def learning_curve(history: Rows, evaluations: Rows, path: Path, curves: Curves 
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     grid = figure.add_gridspec(2, len(curves.others), height_ratios=[1.8, 1])
-    axes = figure.add_subplot(grid[0, :])
+    axes: Any = figure.add_subplot(grid[0, :])
     name, label, unit = curves.main
     _draw_line(axes, read_curve(history, name), "learning curve", unit, label=label)
     scores = read_curve(evaluations, curves.evaluation[0])

@@ -54,7 +54,7 @@ EVAL_SEED = -1
 """Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class EvalSet:
     """The held-out prompts of one task and the agent loop that answers them."""
 
@@ -77,7 +77,7 @@ class EvalSet:
         return [await sampler.sample(self.task_name) for _ in self.prompts]
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Rollouts:
     """Everything that makes and judges rollouts, without a trainer."""
 
@@ -162,15 +162,8 @@ def build_rollouts(
     for task, part in zip(config.tasks, data, strict=True):
         prompts, held_out, _ = fitting(config, task, part, tokenizer, context, trains=trains)
         if held_out:
-            eval_sets.append(
-                EvalSet(
-                    task_name=task.name,
-                    prompts=held_out,
-                    agent_loop=agent_loop(task, held_out=True),
-                    rollouts_per_prompt=config.evaluate.rollouts_per_prompt,
-                    replay_buffer=buffer,
-                )
-            )
+            loop, group_size = agent_loop(task, held_out=True), config.evaluate.rollouts_per_prompt
+            eval_sets.append(EvalSet(task.name, held_out, loop, group_size, buffer))
         sampler = Sampler(
             prompts,
             buffer,
@@ -204,13 +197,7 @@ def build_rollouts(
         activities=activities,
         rules=group_rules(config, context) if trains else None,
     )
-    return Rollouts(
-        tokenizer=tokenizer,
-        controller=controller,
-        eval_sets=eval_sets,
-        manager=manager,
-        activities=activities,
-    )
+    return Rollouts(tokenizer, controller, eval_sets, manager, activities)
 
 
 def build_task_loop(

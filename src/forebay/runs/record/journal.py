@@ -14,12 +14,7 @@
 Both files only grow. A piece of rollouts is written before the events that need it, and a line in the journal
 says where it lies, so a process that is killed leaves a prefix that can be read; it loses the last second.
 Before a checkpoint is published, everything up to it is on the disk. This module knows nothing of the meaning
-of the events: `forebay.runs.record.events` notes and repeats them. When it is read, these segments count::
-
-    segment_000: 1 2 3 4 5* 6 7      killed after step 7; the last checkpoint (*) is that of step 5
-    segment_001: 6                   resumed from 5, killed before it saved anything
-    segment_002: 6 7 8 9             resumed from 5
-    history:     segment_000 up to the checkpoint of step 5, then segment_002
+of the events: `forebay.runs.record.events` notes and repeats them.
 
 A last line that a killed process did not finish is left out with a message; anything else that is not as it
 was written is a ValueError that names the place.
@@ -255,6 +250,13 @@ class Event(NamedTuple):
 
 def read_history(run_folder: Path) -> list[Segment]:
     """The segments that led to where the run is, oldest first.
+
+    ::
+
+        segment_000: 1 2 3 4 5* 6 7      killed after step 7; the last checkpoint (*) is that of step 5
+        segment_001: 6                   resumed from 5, killed before it saved anything
+        segment_002: 6 7 8 9             resumed from 5
+        history:     segment_000 up to the checkpoint of step 5, then segment_002
 
     Raises:
         ValueError: nothing was recorded, or part of it is missing or damaged.

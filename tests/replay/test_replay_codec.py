@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from replay_factory import make_group, make_state, same
 
-from forebay.replay.format.codec import GroupCodec
-from forebay.replay.format.decode import unpack_group
 from forebay.replay.format.encode import ARRAYS, MAX_COPIED_BYTES, MAX_TOKENS, pack_group
+from forebay.replay.format.packed import GroupCodec, unpack_group
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.types import ROLLOUT_FIELDS, RolloutState, SampleParams, Status
 

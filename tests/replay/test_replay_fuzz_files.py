@@ -26,7 +26,7 @@ from rich.console import Console
 from forebay.inspection.commands import inspect_buffer, query_buffer, show_group
 from forebay.replay import IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer
 from forebay.replay.format import snapshot
-from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.tables import GROUPS_SCHEMA, ROLLOUTS_SCHEMA
 from forebay.replay.format.values import Decoder, Encoder, damage_named
 from forebay.types import RolloutState, Status

@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, PrivateAttr
 from replay_factory import make_state
 
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer
-from forebay.replay.format.codec import GroupCodec
-from forebay.replay.format.objects import SavedFields
-from forebay.replay.format.values import Checker, Decoder, Encoder
+from forebay.replay.format.packed import GroupCodec
+from forebay.replay.format.values import Checker, Decoder, Encoder, SavedFields
 from forebay.types import Status
 
 

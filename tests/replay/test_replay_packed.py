@@ -14,11 +14,11 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.format.codec import GroupCodec
-from forebay.replay.format.decode import unpack_group
+from forebay.replay.format import packed as packed_form
 from forebay.replay.format.encode import pack_group
-from forebay.replay.format.encoded import PackedPayload, hold_packed, pack_out
+from forebay.replay.format.packed import GroupCodec, PackedPayload, hold_packed, pack_out, unpack_group
 from forebay.replay.groups import StoredGroup
+from forebay.replay.remote import link
 from forebay.types import Status, fill_token_fields, get_group_status
 
 STATUSES = st.sampled_from([Status.COMPLETED, Status.COMPLETED, Status.ABORTED, Status.FAILED])
@@ -127,8 +127,12 @@ async def test_a_group_from_a_database_goes_to_a_client_without_being_decoded(tm
     path = tmp_path / "socket"
     async with serve(buffer, path), await RemoteReplayBuffer.connect(path) as client:
         groups = [make_group(name, 3, steps=[1, 2]) for name in "abc"]
-        # The client unpacks by another function: what it gets is its to change.
-        monkeypatch.setattr("forebay.replay.format.encoded.read_states", decode)
+        # The client, in this process, goes on unpacking.
+        read_states = packed_form.read_states
+        monkeypatch.setattr(packed_form, "read_states", decode)
+        monkeypatch.setattr(
+            link, "unpack_group", lambda head, data: read_states(packed_form.read_head(head), data)
+        )
         await client.put_groups(groups, "math", current_train_step=4)
         taken, _ = await client.take_batch({"math": 2}, train_step=5)
         assert same(taken["math"], groups[:2])

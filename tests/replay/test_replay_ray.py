@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from replay_factory import make_state, same
 
 from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
-from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.packed import GroupCodec
 from forebay.types import Status
 from ray_cluster import local_cluster
 

@@ -28,8 +28,8 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.arrival import Arrival
-from forebay.replay.format.decode import unpack_group
 from forebay.replay.format.encode import ARRAYS, pack_group
+from forebay.replay.format.packed import unpack_group
 from forebay.replay.remote import connection as server_connection
 from forebay.replay.remote import link as client_link
 from forebay.replay.remote import messages

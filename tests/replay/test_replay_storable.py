@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from replay_factory import make_group, make_state
 
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer
-from forebay.replay.format.storable import check_group
+from forebay.replay.arrival import check_group
 from forebay.types import (
     RolloutState,
     SampleParams,

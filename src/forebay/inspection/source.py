@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 from forebay.extras import needed_by
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
 from forebay.replay.analysis import join
-from forebay.replay.format.codec import GroupCodec
+from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
 from forebay.replay.format.tables import group_batch, read_groups, read_rows, rollout_batches
 from forebay.replay.stores.contract import copy_row

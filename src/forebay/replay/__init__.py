@@ -6,7 +6,7 @@ from forebay.aio.changed import BufferClosed
 from forebay.lazy import lazy_names
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.config import AsyncReplayBufferConfig, SyncReplayBufferConfig
-from forebay.replay.format.objects import SavedFields
+from forebay.replay.format.values import SavedFields
 from forebay.replay.policies import (
     FIFOReplayPolicy,
     PrioritizedReplayPolicy,

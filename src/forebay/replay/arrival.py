@@ -10,14 +10,17 @@ Checking and labeling are done where the rollouts were made; ageing where the tr
 from __future__ import annotations
 
 import asyncio
+import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypedDict
+from operator import attrgetter
+from typing import Any, TypedDict
 
 import msgspec
+import numpy as np
 
 from forebay.aio.changed import Changes
-from forebay.replay.format.encoded import HeldGroup, PackedPayload, as_stored
-from forebay.replay.format.storable import check_group
+from forebay.replay.format.packed import HeldGroup, PackedPayload, as_stored
+from forebay.replay.format.values import Checker
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.replay.stores.contract import (
     STALEST,
@@ -29,7 +32,9 @@ from forebay.replay.stores.contract import (
 )
 from forebay.replay.stores.slices import in_turns
 from forebay.types import (
+    FIELDS,
     RolloutState,
+    SampleParams,
     Status,
     expire_group,
     label_and_fill,
@@ -130,6 +135,77 @@ def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGr
         return group
     check_group(group)
     return StoredGroup.with_steps(group, [label_and_fill(state, model_step) for state in group])
+
+
+_SMALL = [name for name, rule in FIELDS.items() if rule.kind in ("text", "whole", "value") and not rule.large]
+_read_small = attrgetter(*_SMALL)
+
+
+def check_group(group: Sequence[RolloutState]) -> None:
+    """Look at every value of the rollouts that a store or a snapshot has to hold.
+
+    Here, when they are put, and not when the first snapshot is written. Every put pays for it, so plain
+    values are left to `marshal`, which walks them in C and refuses other objects and subclasses; the bytes
+    that it makes are thrown away. A `Checker` looks at each value only of a group that `marshal` refuses.
+    Large values are kept away from it, because it would copy them. It takes every object with a buffer for
+    bytes, so an array of Python objects in ``extra_fields`` is not looked into; in `mm_info` and
+    `routed_experts` it is.
+
+    Raises:
+        TypeError: a member is no `RolloutState`, or a field is of a type that it never has.
+        ValueError: a value cannot be stored; the message says where it is.
+    """
+    try:
+        for state in group:
+            if (
+                type(state.status) is not Status
+                or type(state.message) is not list
+                or type(state.response) is not str
+                or ((params := state.sample_params) is not None and type(params) is not SampleParams)
+            ):
+                _refuse_type(state)
+            experts = state.routed_experts
+            if experts is not None and (type(experts) is not np.ndarray or experts.dtype.hasobject):
+                _check_each(state, ["routed_experts"])
+            if state.mm_info is not None:
+                _check_each(state, ["mm_info"])
+        small = list(map(_read_small, group))
+    except AttributeError:
+        for state in group:
+            if not isinstance(state, RolloutState):
+                raise TypeError(f"a group holds RolloutState objects, got {_show(state)}") from None
+        raise
+    try:
+        # Later formats write a value seen before as a reference, and so accept one that holds itself.
+        marshal.dumps(small, 2)
+    except ValueError:
+        for state in group:
+            _check_each(state, _SMALL)
+
+
+def _check_each(state: RolloutState, names: Sequence[str]) -> None:
+    checker = Checker()
+    for name in names:
+        checker.encode(getattr(state, name), f"rollout {state.rollout_id!r}: {name}")
+
+
+def _refuse_type(state: RolloutState) -> None:
+    """Say which field of the rollout is of a type that it never has."""
+    expected = {
+        "status": (Status, "a Status such as Status.COMPLETED"),
+        "message": (list, 'a chat: a list of messages such as {"role": "user", "content": "1+1="}'),
+        "response": (str, "text"),
+        "sample_params": (SampleParams | None, "a SampleParams, or None"),
+    }
+    for name, (kind, said) in expected.items():
+        value = getattr(state, name)
+        if not isinstance(value, kind) or (name != "sample_params" and type(value) is not kind):
+            raise TypeError(f"rollout {state.rollout_id!r}: {name} must be {said}, got {_show(value)}")
+
+
+def _show(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def arrived_row(group: HeldGroup, task_name: str, seen_step: int | None, how: Arrival) -> StorageItem:

@@ -32,8 +32,7 @@ from forebay.replay.arrival import (
     expire_old,
     label_groups,
 )
-from forebay.replay.format.codec import GroupCodec
-from forebay.replay.format.encoded import hand_out
+from forebay.replay.format.packed import GroupCodec, hand_out
 from forebay.replay.groups import all_have
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices

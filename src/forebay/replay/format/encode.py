@@ -7,7 +7,7 @@
                                                  then masks, then the blobs of `trees`; nothing between them;
                                                  small ones in one copy, large ones where they lie
 
-A group looks so between two processes and, in one piece, in a database (`codec`). Regular content is not
+A group looks so between two processes and, in one piece, in a database (`GroupCodec`). Regular content is not
 written out: a value that all members have, a prompt that is that of the first member, a
 mask and model steps of one value throughout, ``tokens`` that are the prompt and the response. Prompts are in
 the head, so that a group whose response is wiped later does not keep the buffer of its tokens in memory.
@@ -109,7 +109,7 @@ _EMPTY: dict[type[Any], msgspec.Raw] = {kind: msgspec.Raw(_encode(kind())) for k
 class PackedGroup:
     """A group in its packed form.
 
-    >>> from forebay.replay.format.decode import unpack_group
+    >>> from forebay.replay.format.packed import unpack_group
     >>> packed = pack_group([RolloutState([], response_ids=[7, 8])])
     >>> unpack_group(packed.head, bytearray(b"".join(packed.buffers)))[0].response_ids
     array([7, 8], dtype=int32)
@@ -233,7 +233,12 @@ def _pack_arrays(group: Sequence[RolloutState], head: Head) -> list[NDArray[Any]
     counts = head.lengths["response_ids"]
     for name in CONSTANTS:
         head.constants[name] = _find_constants(arrays[name], head.lengths[name], counts)
-    head.lengths["tokens"] = _find_whole(arrays["tokens"], prompts, ids)
+    head.lengths["tokens"] = [
+        NOT_SENT
+        if len(whole) == len(parts[0]) + len(parts[1]) and whole.tobytes() == b"".join(parts)
+        else len(whole)
+        for whole, parts in zip(arrays["tokens"], zip(prompts, ids, strict=True), strict=True)
+    ]
     head.lengths["prompt_ids"], head.prompts = _pack_prompts(prompts)
     return [
         array
@@ -275,16 +280,6 @@ def _constant_of_all(arrays: Sequence[NDArray[Any]]) -> int | None:
         return None
     data = _join(arrays)
     return int(first[0]) if data == data[: first.itemsize] * (len(data) // first.itemsize) else None
-
-
-def _find_whole(tokens: Sequence[NDArray[Any]], prompts: Sequence[Any], ids: Sequence[Any]) -> list[int]:
-    """The lengths of `tokens`; `NOT_SENT` where they are the prompt and the response."""
-    return [
-        NOT_SENT
-        if len(whole) == len(parts[0]) + len(parts[1]) and whole.tobytes() == b"".join(parts)
-        else len(whole)
-        for whole, parts in zip(tokens, zip(prompts, ids, strict=True), strict=True)
-    ]
 
 
 def _pack_prompts(prompts: Sequence[NDArray[Any]]) -> tuple[list[int], bytearray]:

@@ -15,38 +15,48 @@ Plain JSON values stand for themselves. Every other value is an object with one 
 ``$array``         ``[dtype, shape, position of its blob]``: C order, the array's own byte order
 ``$objects``       ``[shape, items]`` of an array of Python objects
 ``$scalar``        ``[dtype, base64]`` of a numpy scalar
-``$tensor``        ``[dtype, shape, position of its blob]`` of a torch tensor
+``$tensor``        ``[dtype, shape, position of its blob]`` of a torch tensor; it comes back on the CPU
 ``$ref``           ``[number, value]`` of a Ray object reference; ``[number]`` where it comes again
+``$set``           a list of its items; likewise ``$frozenset``
+``$datetime``      ISO text, fold, and the key of its `ZoneInfo` or None; likewise ``$time``, without a key
+``$date``          ISO text
+``$timedelta``     days, seconds, microseconds
+``$status``        the value of a `Status`
+``$sample_params`` the fields of a `SampleParams`
+``$dataclass``     ``package.module:Class`` and its fields
+``$model``         likewise of a pydantic model, with what pydantic keeps beside the fields
 =================  ==================================================================================
 
-Values of other known classes are taken apart first, and have tags of their own (`objects`). Types must match
-exactly: a subclass would come back as something else, so it is refused. Arrays, tensors and references that
-several members of a group share are stored once and shared again after decoding.
+Types must match exactly: a subclass would come back as something else, so it is refused. Arrays, tensors and
+references that several members of a group share are stored once and shared again after decoding.
+
+Reading never imports a module because a file names it: that would run whatever the file chose. A dataclass or
+a model is put together again if the program has imported its module itself, and if the class still has these
+fields. No constructor, validator or ``__post_init__`` runs. Otherwise the value comes back as `SavedFields`,
+which holds the same, and which is stored as what it stands for.
 """
 
 from __future__ import annotations
 
 import ast
 import base64
+import datetime as dt
+import importlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
+from pydantic import BaseModel
 
-from forebay.replay.format.objects import (
-    OBJECT_TAGS,
-    check_tensor,
-    is_tensor,
-    put_tensor_together,
-    put_together,
-    take_apart,
-    take_tensor_apart,
-)
+from forebay.types import SampleParams, Status
 
 MAX_DEPTH = 100
 """Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
@@ -95,27 +105,27 @@ class Encoder:
     def _encode_object(self, value: Any, where: str) -> Any:
         kind = type(value)
         if kind is dict:
-            return self._encode_dict(value, where)
+            items = {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
+            if all(type(key) is str and not key.startswith("$") for key in value):
+                return items
+            return {"$dict": [[self.encode(key, f"a key of {where}"), item] for key, item in items.items()]}
         if kind is list or kind is tuple:
-            items = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-            return items if kind is list else {"$tuple": items}
+            listed = [self.encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+            return listed if kind is list else {"$tuple": listed}
         if kind is np.ndarray:
             return self._encode_array(value, where)
-        return self._encode_rare(value, where)
-
-    def _encode_rare(self, value: Any, where: str) -> Any:
-        kind = type(value)
         if kind is bytes:
             return {"$bytes": self._add_blob(lambda: value)}
         if isinstance(value, np.generic) and not isinstance(value, np.void):
             text = base64.b64encode(value.tobytes()).decode("ascii")
             return {"$scalar": [_dtype_text(value.dtype, where), text]}
-        if _is_ref(value):
+        # A program that never imported Ray or torch has no references or tensors.
+        if (ray := sys.modules.get("ray")) is not None and isinstance(value, ray.ObjectRef):
             return self._encode_ref(value, where)
         try:
-            if is_tensor(value):
+            if (torch := sys.modules.get("torch")) is not None and kind is torch.Tensor:
                 return self._encode_tensor(value)
-            taken = take_apart(value)
+            taken = _take_apart(value)
         except ValueError as error:
             raise ValueError(f"{where} {error}") from None
         if taken is not None:
@@ -125,12 +135,6 @@ class Encoder:
             f"{where} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot hold; use dicts, "
             f"lists, sets, plain values, bytes, times, arrays, tensors, dataclasses or pydantic models"
         )
-
-    def _encode_dict(self, value: dict[Any, Any], where: str) -> Any:
-        items = {key: self.encode(item, f"{where}[{key!r}]") for key, item in value.items()}
-        if all(type(key) is str and not key.startswith("$") for key in value):
-            return items
-        return {"$dict": [[self.encode(key, f"a key of {where}"), item] for key, item in items.items()]}
 
     def _encode_array(self, value: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
         if id(value) not in self._arrays:
@@ -143,11 +147,17 @@ class Encoder:
             self._arrays[id(value)] = {"$array": [dtype, shape, self._add_blob(value.tobytes)]}
         return self._arrays[id(value)]
 
-    def _encode_tensor(self, value: Any) -> dict[str, Any]:
-        if id(value) not in self._arrays:
-            dtype, shape, raw = take_tensor_apart(value)
-            self._arrays[id(value)] = {"$tensor": [dtype, shape, self._add_blob(lambda: raw)]}
-        return self._arrays[id(value)]
+    def _encode_tensor(self, tensor: Any) -> dict[str, Any]:
+        """By its bytes, in C order, without gradients."""
+        if id(tensor) not in self._arrays:
+            _check_tensor(tensor)
+            plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            uint8 = sys.modules["torch"].uint8
+            raw = plain.reshape(-1).view(uint8).numpy().tobytes() if plain.numel() else b""
+            place = self._add_blob(lambda: raw)
+            self._arrays[id(tensor)] = {"$tensor": [dtype, list(tensor.shape), place]}
+        return self._arrays[id(tensor)]
 
     def _encode_ref(self, ref: Any, where: str) -> dict[str, Any]:
         if ref in self._refs:
@@ -172,8 +182,8 @@ class Checker(Encoder):
     def _add_blob(self, make: Callable[[], bytes]) -> int:
         return 0
 
-    def _encode_tensor(self, value: Any) -> dict[str, Any]:
-        check_tensor(value)
+    def _encode_tensor(self, tensor: Any) -> dict[str, Any]:
+        _check_tensor(tensor)
         return {}
 
     def _encode_ref(self, ref: Any, where: str) -> dict[str, Any]:
@@ -221,15 +231,21 @@ class Decoder:
             case "$array":
                 return self._once(_array_of, *content)
             case "$objects":
-                return self._decode_objects(*content)
+                shape, items = content
+                flat = np.empty(len(items), object)
+                for i, item in enumerate(items):
+                    flat[i] = self.decode(item)
+                return flat.reshape(shape)
             case "$scalar":
                 return _array_of(content[0], (), base64.b64decode(content[1]))[()]
             case "$tensor":
-                return self._once(put_tensor_together, *content)
+                return self._once(_tensor_of, *content)
             case "$ref":
                 return self._decode_ref(*content)
-            case _ if tag in OBJECT_TAGS:
-                return put_together(tag, self.decode(content))
+            case "$dataclass" | "$model":
+                return _put_together(tag, *self.decode(content))
+            case _ if tag in _JOIN:
+                return _JOIN[tag](self.decode(content))
         raise ValueError(f"unknown tag {tag!r} in a stored value")
 
     def _once(self, make: Callable[[str, list[int], Any], Any], dtype: str, shape: Any, place: int) -> Any:
@@ -237,12 +253,6 @@ class Decoder:
         if place not in self._arrays:
             self._arrays[place] = make(dtype, shape, self._blobs[place])
         return self._arrays[place]
-
-    def _decode_objects(self, shape: list[int], items: list[Any]) -> np.ndarray[Any, Any]:
-        flat = np.empty(len(items), object)
-        for i, item in enumerate(items):
-            flat[i] = self.decode(item)
-        return flat.reshape(shape)
 
     def _decode_ref(self, number: int, *stored: Any) -> Any:
         if stored:
@@ -295,12 +305,6 @@ def damage_named(what: str) -> Iterator[None]:
         raise ValueError(f"{what} is damaged, or was made by another program: {reason}") from error
 
 
-def _is_ref(value: Any) -> bool:
-    """Whether `value` is a Ray object reference; if Ray was never imported there are none."""
-    ray: Any = sys.modules.get("ray")
-    return ray is not None and isinstance(value, ray.ObjectRef)
-
-
 def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
     try:
         text = repr(dtype_to_descr(dtype))
@@ -324,3 +328,151 @@ def _dtype(text: str) -> np.dtype[Any]:
     if dtype.hasobject or dtype.kind not in _KINDS_OF_BYTES or dtype.subdtype is not None:
         raise ValueError(f"an array of dtype {text[:80]} cannot be made of bytes")
     return dtype
+
+
+@dataclass(frozen=True)
+class SavedFields:
+    """A dataclass or a pydantic model whose class was not there when it was read.
+
+    >>> SavedFields("$dataclass", "puzzles.grid:Cell", {"row": 1, "column": 2}).fields["row"]
+    1
+    """
+
+    tag: str
+    """``$dataclass`` or ``$model``."""
+    class_path: str
+    """``package.module:Class``. Import that module before reading, and the object itself comes back."""
+    fields: dict[str, Any]
+    """Of a dataclass: its fields. Of a model: what pydantic keeps, the fields as ``__dict__``."""
+
+
+def _take_apart(value: Any) -> tuple[str, Any] | None:
+    """The tag and the plain content of a value of one of these classes; None if it is of none.
+
+    Raises:
+        ValueError: it is, but would not come back as it is; the message goes on from its name.
+    """
+    kind = type(value)
+    if kind in _CLASSES:
+        tag, split, _ = _CLASSES[kind]
+        return tag, split(value)
+    if kind is SavedFields:
+        return value.tag, [value.class_path, value.fields]
+    if isinstance(value, BaseModel):
+        return "$model", [_path_of(kind), BaseModel.__getstate__(value)]
+    if is_dataclass(kind):
+        return "$dataclass", [_path_of(kind), _fields_of(value)]
+    return None
+
+
+def _put_together(tag: str, path: str, state: dict[str, Any]) -> Any:
+    """The dataclass or the model that was taken apart, or its `SavedFields`."""
+    kind = _find(path)
+    if not isinstance(kind, type) or _makes_its_own(kind):
+        return SavedFields(tag, path, state)
+    if tag == "$model" and issubclass(kind, BaseModel) and set(kind.model_fields) <= set(state["__dict__"]):
+        model = object.__new__(kind)
+        BaseModel.__setstate__(model, state)
+        return model
+    if tag == "$dataclass" and is_dataclass(kind) and {field.name for field in fields(kind)} == set(state):
+        made: Any = object.__new__(kind)
+        for name, value in state.items():
+            # Past a frozen class, and past any constructor.
+            object.__setattr__(made, name, value)
+        return made
+    return SavedFields(tag, path, state)
+
+
+def _split_datetime(value: dt.datetime) -> list[Any]:
+    zone = value.tzinfo
+    if zone is None or type(zone) is dt.timezone:
+        return [value.isoformat(), value.fold, None]
+    if type(zone) is ZoneInfo and zone.key:
+        return [value.replace(tzinfo=None).isoformat(), value.fold, zone.key]
+    raise ValueError(f"has the time zone {zone!r}; use datetime.timezone or a zoneinfo.ZoneInfo with a key")
+
+
+def _join_datetime(content: list[Any]) -> dt.datetime:
+    text, fold, zone = content
+    moment = dt.datetime.fromisoformat(text).replace(fold=fold)
+    return moment if zone is None else moment.replace(tzinfo=ZoneInfo(zone))
+
+
+def _split_time(value: dt.time) -> list[Any]:
+    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
+        raise ValueError("is a time of day in a named zone, which says no offset; store its parts")
+    return [value.isoformat(), value.fold]
+
+
+_CLASSES: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    set: ("$set", list, set),
+    frozenset: ("$frozenset", list, frozenset),
+    dt.datetime: ("$datetime", _split_datetime, _join_datetime),
+    dt.time: ("$time", _split_time, lambda parts: dt.time.fromisoformat(parts[0]).replace(fold=parts[1])),
+    dt.date: ("$date", dt.date.isoformat, dt.date.fromisoformat),
+    dt.timedelta: ("$timedelta", lambda d: [d.days, d.seconds, d.microseconds], lambda c: dt.timedelta(*c)),
+    Status: ("$status", attrgetter("value"), Status),
+    SampleParams: ("$sample_params", lambda params: _fields_of(params), lambda c: SampleParams(**c)),
+}
+"""By class: its tag, how it is taken apart, and how it is put together."""
+
+_JOIN = {tag: join for tag, _, join in _CLASSES.values()}
+
+
+def _check_tensor(tensor: Any) -> None:
+    """ValueError if the tensor is not made of plain memory; the message goes on from its name."""
+    if str(tensor.layout) != "torch.strided" or tensor.is_quantized or tensor.device.type == "meta":
+        raise ValueError("is a tensor that is sparse, quantized or without memory; store a dense one")
+
+
+def _tensor_of(dtype_name: str, shape: list[int], data: Any) -> Any:
+    """The tensor, in memory of its own.
+
+    Raises:
+        ValueError: there is no such dtype, or torch is not installed.
+    """
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError as error:
+        raise ValueError(f"it holds tensors, and torch cannot be imported: {error}") from None
+    dtype = getattr(torch, dtype_name, None) if dtype_name.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {dtype_name[:40]!r}")
+    if not len(data):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+def _path_of(kind: type[Any]) -> str:
+    """Where the class is found again."""
+    path = f"{kind.__module__}:{kind.__qualname__}"
+    if _find(path) is not kind:
+        raise ValueError(f"is a {path}, which is not found there again; define the class in a module")
+    if _makes_its_own(kind):
+        raise ValueError(f"is a {path}, which is made in a way of its own; store its values in a dict")
+    return path
+
+
+def _makes_its_own(kind: Any) -> bool:
+    """Whether objects of the class are made in a way of its own."""
+    return bool(kind.__new__ is not object.__new__)
+
+
+def _find(path: str) -> Any:
+    """The class at `path` in what is imported already; None if there is none."""
+    module, _, qualname = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in qualname.split("."):
+        # Not `getattr`: a module may import something when it is asked for a name.
+        found = getattr(found, "__dict__", {}).get(name)
+    return found
+
+
+def _fields_of(value: Any) -> dict[str, Any]:
+    names = [field.name for field in fields(value)]
+    if more := sorted(set(getattr(value, "__dict__", ())).difference(names)):
+        raise ValueError(f"has the attribute {more[0]!r}, which is none of its fields")
+    try:
+        return {name: getattr(value, name) for name in names}
+    except AttributeError as error:
+        raise ValueError(f"has a field without a value: {error}") from None

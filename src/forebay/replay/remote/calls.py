@@ -26,8 +26,7 @@ from forebay.aio.changed import BufferClosed
 from forebay.io.heartbeat import check_limit
 from forebay.replay.arrival import arrived_row
 from forebay.replay.buffer import ReplayBuffer
-from forebay.replay.format.codec import GroupCodec
-from forebay.replay.format.encoded import HeldGroup
+from forebay.replay.format.packed import GroupCodec, HeldGroup
 from forebay.replay.remote import messages
 from forebay.replay.remote.handover import Handover, recover, take_over
 from forebay.replay.remote.room import Admission, Census

@@ -36,7 +36,7 @@ from forebay.io.channel import STALL_S, Channel
 from forebay.io.messages import Call, FrameError, Goodbye, Message, Note, Part, encode_value
 from forebay.io.session import Result, Session
 from forebay.replay.format.encode import PackedGroup
-from forebay.replay.format.encoded import HeldGroup, hold_packed
+from forebay.replay.format.packed import HeldGroup, hold_packed
 from forebay.replay.remote import messages
 from forebay.replay.remote.calls import Served
 from forebay.replay.remote.handover import Handover

@@ -26,7 +26,7 @@ from typing import Any
 
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.encode import PackedGroup
-from forebay.replay.format.encoded import pack_out
+from forebay.replay.format.packed import pack_out
 from forebay.replay.remote.messages import TakeArguments
 from forebay.replay.stores.contract import StorageItem, archive_row, copy_row
 from forebay.replay.stores.slices import change, revive

@@ -28,8 +28,8 @@ from forebay.io.heartbeat import SILENCE_LIMIT_S
 from forebay.io.link import Link
 from forebay.io.messages import Answer, Call, FrameError, Goodbye, Note, Part, encode_value
 from forebay.replay.arrival import label_group
-from forebay.replay.format.decode import unpack_group
 from forebay.replay.format.encode import PackedGroup, pack_group
+from forebay.replay.format.packed import unpack_group
 from forebay.replay.remote import messages
 from forebay.replay.remote.messages import ConnectionLost, Greeting, Hello, Reply
 from forebay.types import ROLLOUT_FIELDS, RolloutState

@@ -40,8 +40,8 @@ from forebay.inspection.views import (
 )
 from forebay.ledger import Ledger, compare_dropped
 from forebay.replay import policies
-from forebay.replay.analysis import JOINED_SCHEMA
 from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
+from forebay.replay.format.tables import JOINED_SCHEMA
 from forebay.replay.format.values import damage_named
 from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
 from forebay.replay.query import show_value

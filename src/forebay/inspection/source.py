@@ -23,10 +23,16 @@ import pyarrow.compute as pc
 
 from forebay.extras import needed_by
 from forebay.replay import IndexedStorage, StorageBackend, StorageItem
-from forebay.replay.analysis import join
 from forebay.replay.format.packed import GroupCodec
 from forebay.replay.format.snapshot import MANIFEST, SnapshotTables, open_snapshot
-from forebay.replay.format.tables import group_batch, read_groups, read_rows, rollout_batches
+from forebay.replay.format.tables import (
+    GROUPS_SCHEMA,
+    group_batches,
+    join,
+    read_groups,
+    read_rows,
+    rollout_batches,
+)
 from forebay.replay.stores.contract import copy_row
 from forebay.types import RolloutState, Status
 
@@ -83,11 +89,11 @@ class BufferSource:
         raise ValueError(f"group {uid} was taken out of {self.location!r} just now")
 
     async def joined(self, rows: Sequence[StorageItem]) -> list[pa.RecordBatch]:
-        """The table of `forebay.replay.analysis` of these rows, in pieces."""
+        """Rows and rollouts as one table (`forebay.replay.format.tables.join`), in pieces."""
         batches = [batch async for batch in self.rollouts([row.uid for row in rows])]
         sizes = Counter(uid for batch in batches for uid in batch.column("uid").to_pylist())
         sized = [copy_row(row, item=range(sizes[row.uid])) for row in rows]
-        groups = pa.Table.from_batches([group_batch(sized, {})])
+        groups = pa.Table.from_batches(group_batches(sized, {}), GROUPS_SCHEMA)
         return [join(groups, batch) for batch in batches]
 
 

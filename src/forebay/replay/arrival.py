@@ -13,7 +13,7 @@ import asyncio
 import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import msgspec
 import numpy as np
@@ -22,6 +22,7 @@ from forebay.aio.changed import Changes
 from forebay.replay.format.packed import HeldGroup, PackedPayload, as_stored
 from forebay.replay.format.values import Checker
 from forebay.replay.groups import StoredGroup, copy_group
+from forebay.replay.query import show_value
 from forebay.replay.stores.contract import (
     STALEST,
     StorageBackend,
@@ -173,7 +174,7 @@ def check_group(group: Sequence[RolloutState]) -> None:
     except AttributeError:
         for state in group:
             if not isinstance(state, RolloutState):
-                raise TypeError(f"a group holds RolloutState objects, got {_show(state)}") from None
+                raise TypeError(f"a group holds RolloutState objects, got {show_value(state)}") from None
         raise
     try:
         # Later formats write a value seen before as a reference, and so accept one that holds itself.
@@ -200,12 +201,7 @@ def _refuse_type(state: RolloutState) -> None:
     for name, (kind, said) in expected.items():
         value = getattr(state, name)
         if not isinstance(value, kind) or (name != "sample_params" and type(value) is not kind):
-            raise TypeError(f"rollout {state.rollout_id!r}: {name} must be {said}, got {_show(value)}")
-
-
-def _show(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:77]}..."
+            raise TypeError(f"rollout {state.rollout_id!r}: {name} must be {said}, got {show_value(value)}")
 
 
 def arrived_row(group: HeldGroup, task_name: str, seen_step: int | None, how: Arrival) -> StorageItem:

@@ -337,12 +337,13 @@ class ReplayBuffer:
     async def to_pandas(self, query: QueryLike | None = None, *, payloads: bool = False) -> DataFrame:
         """The rows that match (all live ones), one line each; with `payloads` one line per rollout.
 
-        A copy, with the ages of now: fields and tags of the rows, or `forebay.replay.analysis.JOINED_SCHEMA`.
+        A copy, with the ages of now: fields and tags of the rows, or the columns of
+        `forebay.replay.format.tables.JOINED_SCHEMA`.
 
         Raises:
             ValueError: the query is not one, or a rollout holds a value that no column or JSON text holds.
         """
-        from forebay.replay.analysis import to_frame
+        from forebay.replay.format.tables import to_frame
 
         async with self._lock.alone():
             rows = await self.storage.get(query or {}, rows_only=not payloads)

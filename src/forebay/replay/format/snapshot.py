@@ -26,10 +26,10 @@ import re
 import secrets
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import pyarrow as pa
@@ -115,10 +115,17 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
         ValueError: `path` holds something that is not a snapshot, or a value cannot be stored.
     """
     _claim(path)
-    items, train_steps = snapshot.storage["items"], snapshot.storage["train_steps"]
-    # The rollouts first: a value that cannot be stored is found before any file has its final name.
+    train_steps = snapshot.storage["train_steps"]
     rows: list[StorageItem] = []
-    rollouts = _write_arrow(path, "rollouts", rollout_batches(_noting(items, rows)))
+
+    def noted() -> Iterator[StorageItem]:
+        # Of its group a row keeps the number of rollouts, no more: the items may be read from a database.
+        for item in snapshot.storage["items"]:
+            rows.append(copy_row(item, item=range(len(item.item))))
+            yield item
+
+    # The rollouts first: a value that cannot be stored is found before any file has its final name.
+    rollouts = _write_arrow(path, "rollouts", rollout_batches(noted()))
     groups = _write_arrow(path, "groups", group_batches(rows, train_steps))
     manifest = Manifest(
         policy=snapshot.policy,
@@ -133,21 +140,12 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
     )
     content = msgspec.to_builtins(manifest)
     content["sha256"] = _digest_of(content)
-    with _TemporaryFile(path) as temporary:
-        temporary.write(json.dumps(content, indent=1).encode())
-        temporary.publish(MANIFEST)
+    with _published(path, MANIFEST) as file:
+        file.write(json.dumps(content, indent=1).encode())
     sync(path)
-    current = {MANIFEST, groups.name, rollouts.name}
     for name in os.listdir(path):
-        if name not in current and _is_ours(name):
+        if name not in (MANIFEST, groups.name, rollouts.name) and _is_ours(name):
             (path / name).unlink()
-
-
-def _noting(items: Iterable[StorageItem], rows: list[StorageItem]) -> Iterator[StorageItem]:
-    """The items as they come; `rows` gets them with nothing of their groups but the number of rollouts."""
-    for item in items:
-        rows.append(copy_row(item, item=range(len(item.item))))
-        yield item
 
 
 @dataclass(frozen=True)
@@ -210,8 +208,11 @@ def _claim(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     sync(path.parent)
     foreign = [name for name in os.listdir(path) if not _is_ours(name)]
-    if MANIFEST in foreign and _says_it_is_ours(path):
-        foreign.remove(MANIFEST)
+    with suppress(ValueError, RecursionError):
+        if MANIFEST in foreign:
+            manifest = json.loads((path / MANIFEST).read_bytes())
+            if isinstance(manifest, dict) and manifest.get("format") == FORMAT:
+                foreign.remove(MANIFEST)
     if foreign:
         raise ValueError(
             f"{str(path)!r} holds {sorted(foreign)[0]!r}, which is not part of a replay snapshot; "
@@ -223,63 +224,46 @@ def _is_ours(name: str) -> bool:
     return name.startswith(_TEMPORARY) or _DATA_FILE.fullmatch(name) is not None
 
 
-def _says_it_is_ours(path: Path) -> bool:
-    try:
-        manifest = json.loads((path / MANIFEST).read_bytes())
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(manifest, dict) and manifest.get("format") == FORMAT
-
-
-class _TemporaryFile:
-    """A file under a temporary name, removed again unless it is published.
-
-    Its checksum is taken as the bytes pass by, while they are in the processor's cache.
-    """
+class _Measured:
+    """A file whose checksum is taken as the bytes pass by, while they are in the processor's cache."""
 
     closed = False
     """`pyarrow` asks for it before it writes."""
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._name = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
-        # With the access rights that any new file gets here: others may be meant to read it.
-        self._file = open(self._name, "xb")  # noqa: SIM115
-        self._published = False
-        self.num_bytes = 0
-        self.crc32 = 0
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.num_bytes = self.crc32 = 0
 
     def write(self, data: Any) -> None:
         """Append the bytes of a buffer."""
         self.crc32 = zlib.crc32(data, self.crc32)
         self.num_bytes += self._file.write(data)
 
-    def publish(self, name: str) -> None:
-        """Sync the content and rename the file."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        os.replace(self._name, self._directory / name)
-        self._published = True
 
-    def __enter__(self) -> _TemporaryFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        if not self._published:
-            os.unlink(self._name)
+@contextmanager
+def _published(directory: Path, name: str) -> Iterator[_Measured]:
+    """A file that has its name, its content synced, when the block has ended; nothing is left if it fails."""
+    temporary = directory / f"{_TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        # With the access rights that any new file gets here: others may be meant to read it.
+        with open(temporary, "xb") as file:
+            yield _Measured(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / name)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _write_arrow(path: Path, kind: str, batches: Iterable[pa.RecordBatch]) -> TableFile:
     """Write one table and return what the manifest says of it."""
-    with _TemporaryFile(path) as temporary:
-        with pa.ipc.new_file(temporary, SCHEMAS[kind]) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-        # A name of its own: the file of the earlier snapshot stays until the manifest names this one.
-        name = f"{kind}-{secrets.token_hex(8)}.arrow"
-        temporary.publish(name)
-    return TableFile(name, temporary.num_bytes, temporary.crc32)
+    # A name of its own: the file of the earlier snapshot stays until the manifest names this one.
+    name = f"{kind}-{secrets.token_hex(8)}.arrow"
+    with _published(path, name) as file, pa.ipc.new_file(file, SCHEMAS[kind]) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    return TableFile(name, file.num_bytes, file.crc32)
 
 
 def _read_manifest(path: Path) -> Manifest:

@@ -2,11 +2,12 @@
 
 ::
 
-    StorageItems --group_batch----> groups table:   one line per group, the row's fields
+    StorageItems --group_batches--> groups table:   one line per group, the row's fields
                  --rollout_batches> rollouts table: one line per rollout, token arrays as list columns
+    groups table, rollouts table --join--> one flat table for pandas and Parquet; it is not read back
 
 A column holds a field's value wherever it can hold it exactly. Everything else, and every nested value, is in
-the column ``fields`` as JSON text (`payload`), with raw bytes in ``blobs``; there an entry takes precedence
+the column ``fields`` as JSON text (`values`), with raw bytes in ``blobs``; there an entry takes precedence
 over the column. So plain runs are plain tables, and odd values still come back as they were.
 """
 
@@ -17,16 +18,22 @@ import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
+from forebay.extras import needed_by
 from forebay.replay.format.values import Decoder, Encoder, damage_named
 from forebay.replay.groups import StoredGroup
 from forebay.replay.query import FIELD_KINDS, plain_value
 from forebay.replay.stores.contract import StorageItem, check_priority, check_tags, staleness_at
+from forebay.replay.stores.frame import rows_to_frame
 from forebay.types import FIELDS, ROLLOUT_SLOTS, RolloutState, Status
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 TEXT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "text"]
 INT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "whole"]
@@ -73,27 +80,22 @@ BATCH_GROUPS = 8192
 """Arrow turns a piece into columns without letting other threads run; this takes about 10 ms."""
 
 
-def group_batch(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> pa.RecordBatch:
-    """The groups table of these rows, with their staleness as of `train_steps`."""
-    lines = [
-        {name: plain_value(getattr(row, name)) for name in _ROW_FIELDS}
-        | {
-            "staleness": staleness_at(row, train_steps.get(row.task_name)),
-            "tags": json.dumps(row.tags),
-            "num_rollouts": len(row.item),
-        }
-        for row in items
-    ]
-    return pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
+def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
+    """The groups table of these rows, with their staleness as of `train_steps`, in pieces of bounded size."""
+    for start in range(0, len(items), BATCH_GROUPS):
+        lines = [
+            {name: plain_value(getattr(row, name)) for name in _ROW_FIELDS}
+            | {
+                "staleness": staleness_at(row, train_steps.get(row.task_name)),
+                "tags": json.dumps(row.tags),
+                "num_rollouts": len(row.item),
+            }
+            for row in items[start : start + BATCH_GROUPS]
+        ]
+        yield pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
 
 
 _ROW_FIELDS = GROUPS_SCHEMA.names[:-1]
-
-
-def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
-    """The groups table in pieces of bounded size."""
-    for start in range(0, len(items), BATCH_GROUPS):
-        yield group_batch(items[start : start + BATCH_GROUPS], train_steps)
 
 
 def rollout_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
@@ -119,53 +121,50 @@ def rollout_batches(items: Iterable[StorageItem]) -> Iterator[pa.RecordBatch]:
 
 def _rollout_batch(groups: Sequence[tuple[int, Sequence[RolloutState]]]) -> pa.RecordBatch:
     states = [state for _, group in groups for state in group]
-    nested = [pair for _, group in groups for pair in _encode_nested(group)]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "uid": [uid for uid, group in groups for _ in group],
         "member": [member for _, group in groups for member in range(len(group))],
         "status": [state.status.value for state in states],
-        "score": [_score(state) for state in states],
-        "fields": [text for text, _ in nested],
-        "blobs": [blobs for _, blobs in nested],
-        **{name: [_readable_text(getattr(state, name)) for state in states] for name in TEXT_FIELDS},
-        **{name: [_storable_int(getattr(state, name)) for state in states] for name in INT_FIELDS},
+        "score": [],
+        "fields": [],
+        "blobs": [],
     }
+    # Of each rollout: what no column says exactly.
+    odd: list[dict[str, Any]] = [{} for _ in states]
+    for name in (*TEXT_FIELDS, *INT_FIELDS):
+        values = [getattr(state, name) for state in states]
+        columns[name] = list(map(_readable_text if name in TEXT_FIELDS else _storable_int, values))
+        for rest, value, said in zip(odd, values, columns[name], strict=True):
+            # Nearly always the column has the object itself.
+            if said is not value and (type(said) is not type(value) or said != value):
+                rest[name] = value
+    for _, group in groups:
+        # Blobs that members share are with the first that has them.
+        encoder = Encoder()
+        for state in group:
+            score = state.reward.get("score") if isinstance(state.reward, dict) else None
+            columns["score"].append(float(score) if isinstance(score, numbers.Real) else None)
+            num_before, rest = len(encoder.blobs), odd[len(columns["fields"])]
+            rest |= zip(NESTED_FIELDS, _read_nested(state), strict=True)
+            tree = {
+                name: encoder.encode(value, f"rollout {state.rollout_id!r}: {name}")
+                for name, value in rest.items()
+                if value is not None
+            }
+            columns["fields"].append(_to_json(tree))
+            columns["blobs"].append(encoder.blobs[num_before:])
     arrays = {name: pa.array(values, ROLLOUTS_SCHEMA.field(name).type) for name, values in columns.items()}
     for name in ARRAY_FIELDS:
-        arrays[name] = _list_array([getattr(state, name) for state in states])
+        parts = [getattr(state, name) for state in states]
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum(list(map(len, parts)), out=offsets[1:])
+        arrays[name] = pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(parts)))
     ordered = [arrays[name] for name in ROLLOUTS_SCHEMA.names]
     return pa.RecordBatch.from_arrays(ordered, schema=ROLLOUTS_SCHEMA)
 
 
-def _encode_nested(group: Sequence[RolloutState]) -> Iterator[tuple[str, list[bytes]]]:
-    """For each member: its JSON text, and the blobs that no member before it had.
-
-    The text has what is not None and that no column says exactly.
-    """
-    encoder = Encoder()
-    for state in group:
-        num_before = len(encoder.blobs)
-        odd = [pair for pair in zip(TEXT_FIELDS, _read_texts(state), strict=True) if not _is_plain(pair[1])]
-        odd += [
-            (name, number) for name in INT_FIELDS if _storable_int(number := getattr(state, name)) is None
-        ]
-        odd += zip(NESTED_FIELDS, _read_nested(state), strict=True)
-        tree = {
-            name: encoder.encode(value, f"rollout {state.rollout_id!r}: {name}")
-            for name, value in odd
-            if value is not None
-        }
-        yield _to_json(tree), encoder.blobs[num_before:]
-
-
-_read_texts = attrgetter(*TEXT_FIELDS)
 _read_nested = attrgetter(*NESTED_FIELDS)
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a text column says it."""
-    return value is None or (type(value) is str and (value.isascii() or _readable_text(value) == value))
 
 
 def _readable_text(value: Any) -> str | None:
@@ -178,17 +177,6 @@ def _readable_text(value: Any) -> str | None:
 
 def _storable_int(value: Any) -> int | None:
     return value if type(value) is int and -(2**63) <= value < 2**63 else None
-
-
-def _score(state: RolloutState) -> float | None:
-    score = state.reward.get("score") if isinstance(state.reward, dict) else None
-    return float(score) if isinstance(score, numbers.Real) else None
-
-
-def _list_array(arrays: Sequence[np.ndarray[Any, Any]]) -> pa.LargeListArray:
-    offsets = np.zeros(len(arrays) + 1, np.int64)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)))
 
 
 def check_table(reader: pa.RecordBatchFileReader, kind: str) -> None:
@@ -250,17 +238,16 @@ def read_rows(groups: pa.Table) -> list[StorageItem]:
     Raises:
         ValueError: a place holds what no row has there.
     """
+    rows = []
     with damage_named("the table of groups"):
-        return [_read_row(line) for batch in groups.to_batches() for line in batch.to_pylist()]
-
-
-def _read_row(line: dict[str, Any]) -> StorageItem:
-    row = StorageItem(None, **{name: line[name] for name in _ROW_FIELDS})
-    row.status = Status(row.status)
-    row.status_before = None if row.status_before is None else Status(row.status_before)
-    row.tags = check_tags(json.loads(line["tags"]))
-    row.priority = check_priority(row.priority)
-    return row
+        for line in groups.to_pylist():
+            row = StorageItem(None, **{name: line[name] for name in _ROW_FIELDS})
+            row.status = Status(row.status)
+            row.status_before = None if row.status_before is None else Status(row.status_before)
+            row.tags = check_tags(json.loads(line["tags"]))
+            row.priority = check_priority(row.priority)
+            rows.append(row)
+    return rows
 
 
 def read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
@@ -270,22 +257,22 @@ def read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
         ValueError: a place holds what no rollout has there.
     """
     with damage_named("the table of rollouts"):
-        yield from _read_groups(batch)
-
-
-def _read_groups(batch: pa.RecordBatch) -> Iterator[tuple[int, StoredGroup]]:
-    columns = [batch.column(name).to_pylist() for name in _PLAIN_COLUMNS]
-    columns += [_split_list(batch.column(name)) for name in ARRAY_FIELDS]
-    # One tuple per rollout, in the order of `_WRITERS`.
-    plain = list(zip(*columns, strict=True))
-    nested = batch.column("fields").to_pylist()
-    blobs = batch.column("blobs")
-    has_blobs = len(blobs.values) > 0
-    for uid, lines in groupby(enumerate(batch.column("uid").to_pylist()), key=itemgetter(1)):
-        indices = [index for index, _ in lines]
-        own = [blob.as_buffer() for i in indices for blob in blobs[i].values] if has_blobs else []
-        decoder = Decoder(own)
-        yield uid, StoredGroup([_read_rollout(plain[i], json.loads(nested[i]), decoder) for i in indices])
+        columns = [batch.column(name).to_pylist() for name in _PLAIN_COLUMNS]
+        for name in ARRAY_FIELDS:
+            column = batch.column(name)
+            ends, values = column.offsets.to_pylist(), column.values.to_numpy()
+            # Copies, so that they can be written to and do not keep the file in memory.
+            columns.append([values[start:end].copy() for start, end in pairwise(ends)])
+        # One tuple per rollout, in the order of `_WRITERS`.
+        plain = list(zip(*columns, strict=True))
+        nested = batch.column("fields").to_pylist()
+        blobs = batch.column("blobs")
+        has_blobs = len(blobs.values) > 0
+        for uid, lines in groupby(enumerate(batch.column("uid").to_pylist()), key=itemgetter(1)):
+            indices = [index for index, _ in lines]
+            own = [blob.as_buffer() for i in indices for blob in blobs[i].values] if has_blobs else []
+            decoder = Decoder(own)
+            yield uid, StoredGroup([_read_rollout(plain[i], json.loads(nested[i]), decoder) for i in indices])
 
 
 def _read_rollout(plain: tuple[Any, ...], nested: dict[str, Any], decoder: Decoder) -> RolloutState:
@@ -307,8 +294,39 @@ _JSON_WRITERS = {name: ROLLOUT_SLOTS[name].__set__ for name in (*TEXT_FIELDS, *I
 _STATUSES = {status.value: status for status in Status}
 
 
-def _split_list(column: pa.LargeListArray) -> list[np.ndarray[Any, Any]]:
-    """One array per line: copies, so that they can be written to and do not keep the file in memory."""
-    offsets = column.offsets.to_pylist()
-    values = column.values.to_numpy()
-    return [values[start:end].copy() for start, end in pairwise(offsets)]
+_ROLLOUT_COLUMNS = {
+    name: f"rollout_{name}" if name in GROUPS_SCHEMA.names else name
+    for name in ROLLOUTS_SCHEMA.names
+    if name != "uid"
+}
+JOINED_SCHEMA = pa.schema(
+    [
+        *GROUPS_SCHEMA,
+        *(ROLLOUTS_SCHEMA.field(name).with_name(shown) for name, shown in _ROLLOUT_COLUMNS.items()),
+    ]
+)
+
+
+def join(groups: pa.Table, rollouts: pa.RecordBatch) -> pa.RecordBatch:
+    """The rollouts whose group is in `groups`, each with the columns of its group.
+
+    Columns that both tables have (``status``, ``task_name``) are the group's; the rollout's own are called
+    ``rollout_status`` and ``rollout_task_name``.
+    """
+    places = pc.index_in(rollouts.column("uid"), groups.column("uid").combine_chunks())
+    rollouts = rollouts.filter(places.is_valid())
+    lines = groups.take(places.drop_null())
+    columns = [lines.column(name).combine_chunks() for name in GROUPS_SCHEMA.names]
+    columns += [rollouts.column(name) for name in _ROLLOUT_COLUMNS]
+    return pa.RecordBatch.from_arrays(columns, schema=JOINED_SCHEMA)
+
+
+def to_frame(items: Sequence[StorageItem], *, payloads: bool) -> DataFrame:
+    """A DataFrame of the rows, or of their rollouts with the columns of `JOINED_SCHEMA`."""
+    with needed_by("to_pandas"):
+        if not payloads:
+            return rows_to_frame(items)
+        # The staleness of these rows is taken as it is.
+        groups = pa.Table.from_batches(group_batches(items, {}), GROUPS_SCHEMA)
+        batches = [join(groups, batch) for batch in rollout_batches(items)]
+        return pa.Table.from_batches(batches, JOINED_SCHEMA).to_pandas()

@@ -244,7 +244,7 @@ async def test_a_connection_that_breaks_between_pieces(served, client, monkeypat
     groups = [make_group(str(number), steps=[1]) for number in range(8)]
     putting = asyncio.create_task(client.put_groups(groups, "math"))
     await gathered.wait()
-    connection.abort()
+    connection.channel.end()
     await putting
     assert names(await client.get(20, "math", COMPLETED)) == [str(number) for number in range(8)]
 

@@ -52,7 +52,7 @@ def break_once(monkeypatch, method, when):
     def run(self, *args):
         if not broken and when(*args):
             broken.append(self)
-            self.abort()
+            self.channel.end()
             raise BrokenPipeError("broken by the test")
         return original(self, *args)
 
@@ -122,7 +122,7 @@ async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buff
         # As of a client that was cancelled and does not wait: the second comes before the first is done.
         await asyncio.gather(served.keep(b"key", handover), served.release(b"key", handover))
         assert await live_names(buffer) == ["a"]
-        assert served.census.num_live == 1
+        assert served.room.num_live == 1
 
 
 class Answerless(ClientConnection):
@@ -130,7 +130,7 @@ class Answerless(ClientConnection):
 
     async def _put(self, call, arguments, groups):
         await self._served.put(arguments, groups)
-        self.abort()
+        self.channel.end()
         raise BrokenPipeError("killed by the test")
 
 
@@ -138,7 +138,7 @@ class Deaf(ClientConnection):
     """A server that dies before it has stored anything."""
 
     async def _put(self, call, arguments, groups):
-        self.abort()
+        self.channel.end()
         raise BrokenPipeError("killed by the test")
 
 
@@ -187,7 +187,7 @@ async def test_what_does_the_same_twice_is_done_again(buffer, path):
             (client.storage.count({}), 3),
         ):
             for connection in list(server._connections):
-                connection.abort()
+                connection.channel.end()
             assert await call == result
 
 

@@ -325,7 +325,7 @@ class SlowStorage(IndexedStorage):
 
 async def end_connections(server):
     for connection in list(server._connections):
-        connection.abort()
+        connection.channel.end()
 
 
 async def test_a_put_whose_answer_was_lost_is_stored_once(path):

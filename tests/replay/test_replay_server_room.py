@@ -14,7 +14,7 @@ from forebay.replay import (
     SQLStorage,
     serve,
 )
-from forebay.replay.remote.room import Admission, Census
+from forebay.replay.remote.calls import Room
 from forebay.types import Status
 
 COMPLETED = Status.COMPLETED
@@ -169,7 +169,7 @@ async def test_one_of_two_limits(tmp_path, limit, max_live, reason):
 async def test_the_gate_never_lets_in_more_than_there_is_room_for():
     """With admissions, departures and cancellations in any order that the tasks find."""
     buffer = ReplayBuffer(FIFOReplayPolicy(), IndexedStorage())
-    gate = Admission(Census(buffer), 3)
+    gate = Room(buffer, 3)
     inside = peak = 0
 
     async def enter(number):

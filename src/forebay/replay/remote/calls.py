@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,14 +23,14 @@ import msgspec
 
 from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
+from forebay.aio.gate import Gate, SharedLock
 from forebay.io.heartbeat import check_limit
 from forebay.replay.arrival import arrived_row
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.packed import GroupCodec, HeldGroup
 from forebay.replay.remote import messages
 from forebay.replay.remote.handover import Handover, recover, take_over
-from forebay.replay.remote.room import Admission, Census
-from forebay.replay.stores.contract import StorageItem
+from forebay.replay.stores.contract import StorageBackend, StorageItem
 from forebay.types import Status
 
 Value = TypeVar("Value")
@@ -49,8 +49,7 @@ class Served:
         self.limits = limits
         self.put_bytes = 0
         """Of puts of all connections, from their first byte until they are stored."""
-        self.census = Census(buffer)
-        self.gate = Admission(self.census, limits.max_live)
+        self.room = Room(buffer, limits.max_live)
         self.num_evicted: dict[str, int] = {}
         self.evictions = 0
         """Grows when `num_evicted` changes."""
@@ -74,8 +73,7 @@ class Served:
 
     async def close(self) -> None:
         """End what `open` began, after the puts that are being stored."""
-        if self._puts.owners:
-            await asyncio.wait(self._puts.owners)
+        await self._puts.settled()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait([self._watching])
@@ -83,7 +81,7 @@ class Served:
         self.buffer.storage.use_codec(GroupCodec())
 
     async def _look(self) -> None:
-        await self.census.measure()
+        await self.room.measure()
         # In a thread, because a store on disk asks its database.
         self.num_evicted = await asyncio.to_thread(lambda: dict(self.buffer.num_evicted))
         self.evictions += 1
@@ -93,9 +91,9 @@ class Served:
         with suppress(BufferClosed):
             while True:
                 seen = await self.buffer.wait_for_change(seen)
-                await self.gate.note_change()
+                await self.room.note_change()
         # Closed under its server.
-        self.gate.close()
+        self.room.close()
 
     def _note_eviction(self, item: StorageItem) -> None:
         self.num_evicted[item.task_name] = self.num_evicted.get(item.task_name, 0) + 1
@@ -105,36 +103,35 @@ class Served:
 
     # Puts
 
-    async def look_back(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
-        """The result of a put that an earlier server has stored; None if none has.
+    async def admit(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
+        """Wait until the groups may be `put`; their result instead if an earlier server has stored them.
 
         Raises:
-            ConnectionLost: it cannot be known.
+            ConnectionLost: it cannot be known whether one has.
         """
-        storage = self.buffer.storage
-        if arguments.asked_first in (b"", self.instance) or self._puts.knows(arguments.key):
+        if self._puts.knows(arguments.key):
             return None
-        if not storage.keeps_receipts:
-            raise messages.ConnectionLost(
-                "the server was started anew with a store in memory; whether the put happened is not known"
-            )
-        if not await storage.has_receipt(arguments.key):
-            return None
+        if arguments.asked_first not in (b"", self.instance):
+            if not self.buffer.storage.keeps_receipts:
+                raise messages.ConnectionLost(
+                    "the server was started anew with a store in memory; "
+                    "whether the put happened is not known"
+                )
+            if await self.buffer.storage.has_receipt(arguments.key):
+                return await self._result_of_earlier(arguments, groups)
+        await self.room.admit(len(groups))
+        # While this one waited, the same put may have come on another connection.
+        if self._puts.knows(arguments.key):
+            self.room.leave(len(groups))
+        return None
+
+    async def _result_of_earlier(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
         # Of the two the later one, as for the put itself.
-        steps = [await storage.get_train_step(task), how.current_train_step]
+        steps = [await self.buffer.storage.get_train_step(task), how.current_train_step]
         seen = max((step for step in steps if step is not None), default=None)
         before = [group.status for group in groups]
-        rows = [arrived_row(group, task, seen, how) for group in groups]
-        return _put_result(rows, before, ())
-
-    async def admit(self, key: bytes, number: int) -> None:
-        """Wait for room for a put, unless it is stored or being stored already; then `put` at once."""
-        if not self._puts.knows(key):
-            await self.gate.admit(number)
-            # While this one waited, the same put may have come on another connection.
-            if self._puts.knows(key):
-                self.gate.leave(number)
+        return _put_result([arrived_row(group, task, seen, how) for group in groups], before, ())
 
     async def put(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         """Store the groups, which were admitted, unless they were stored under this key before.
@@ -148,12 +145,12 @@ class Served:
         try:
             before = [group.status for group in groups]
             task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
-            async with self.census.within():
+            async with self.room.within():
                 key = arguments.key if self.buffer.storage.keeps_receipts else None
                 rows, evicted = await self.buffer._store(groups, task, how, key)
-                self.census.add(len(groups))
+                self.room.add(len(groups))
         finally:
-            self.gate.leave(len(groups))
+            self.room.leave(len(groups))
         for item in evicted:
             self._note_eviction(item)
         return _put_result(rows, before, evicted)
@@ -162,10 +159,10 @@ class Served:
 
     async def take(self, arguments: messages.TakeArguments) -> Handover:
         """Take groups, which are parked until they are kept."""
-        async with self.census.within():
+        async with self.room.within():
             handover = await take_over(self.buffer, arguments, max_bytes=self.limits.max_frame_bytes)
             if arguments.group_status is not Status.ARCHIVED:
-                self.census.add(-len(handover.rows))
+                self.room.add(-len(handover.rows))
         return handover
 
     async def keep(self, key: bytes, handover: Handover | None) -> None:
@@ -176,27 +173,32 @@ class Served:
         Raises:
             ConnectionLost: they were not, and are not going to be.
         """
+
+        async def keep() -> bool:
+            if handover is not None:
+                return await handover.keep(key)
+            # An earlier server may have done so.
+            storage = self.buffer.storage
+            return storage.keeps_receipts and await storage.has_receipt(key)
+
         # Once for each key: a confirmation that may still come on a lost connection comes too late.
-        if not await self._kept.once(key, lambda: handover.keep(key) if handover else self._was_kept(key)):
+        if not await self._kept.once(key, keep):
             raise messages.ConnectionLost(
                 "the connection broke while groups were handed over; they are in the buffer again"
             )
 
-    async def _was_kept(self, key: bytes) -> bool:
-        """Whether an earlier server has done so."""
-        storage = self.buffer.storage
-        return storage.keeps_receipts and await storage.has_receipt(key)
-
     async def release(self, key: bytes, handover: Handover | None) -> None:
         """Put the groups of `handover`, which were taken under `key`, back: no caller has them."""
-        if handover is not None:
-            await finish(self._release(key, handover))
+        if handover is None:
+            return
 
-    async def _release(self, key: bytes, handover: Handover) -> None:
-        # A client that gave up while its confirmation was on its way says both at once.
-        await self._kept.settled(key)
-        async with self.census.within():
-            self.census.add(await handover.release())
+        async def give_back() -> None:
+            # A client that gave up while its confirmation was on its way says both at once.
+            await self._kept.settled(key)
+            async with self.room.within():
+                self.room.add(await handover.release())
+
+        await finish(give_back())
 
     # Other methods
 
@@ -214,7 +216,7 @@ class Served:
 
     async def _restore(self, train_step: int) -> None:
         await self.buffer.restore(train_step)
-        await self.census.measure()
+        await self.room.measure()
 
     async def _update_priorities(self, priorities: list[tuple[Any, float]], **options: Any) -> int:
         return await self.buffer.update_priorities(dict(priorities), **options)
@@ -223,6 +225,102 @@ class Served:
         await self.buffer.resume(path)
         await recover(self.buffer)
         await self._look()
+
+
+class Room:
+    """Lets puts in while there are fewer than `max_live` live groups, first come, first served.
+
+    A store in memory is asked each time how many there are; one on disk is asked when it must be, and what
+    goes through the server is added and subtracted in between. It must be when there seems to be no room, and
+    when the buffer has changed in another way than through the server. Changes that another process makes in
+    the same database show only when the store is asked. Changes of the number happen `within` the count, so
+    that a look at the database sees all of each or nothing.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, max_live: int | None) -> None:
+        self.max_live = max_live
+        self._buffer = buffer
+        # A store that has nothing to close is in memory, and counts itself at once.
+        self._counts_itself = type(buffer.storage).close is StorageBackend.close
+        self._num_live = 0
+        self._known_version = buffer.version
+        """Of the buffer, as far as its changes are in `_num_live`."""
+        self._lock = SharedLock()
+        self._gate = Gate()
+        self._num_entering = 0
+
+    @property
+    def num_live(self) -> int:
+        """As of now; on disk, changes by other processes show after the next `measure`."""
+        return len(self._buffer) if self._counts_itself else self._num_live
+
+    @property
+    def _knows_all(self) -> bool:
+        """Whether all changes of the buffer in this process are in `num_live`."""
+        return self._counts_itself or self._buffer.version <= self._known_version
+
+    def within(self) -> AbstractAsyncContextManager[None]:
+        """The time between a change of the store and its `add`."""
+        return self._lock.shared()
+
+    def add(self, number: int) -> None:
+        """So many groups more (or fewer, if negative), by one change of the buffer."""
+        self._num_live += number
+        self._known_version += number != 0
+        if self._buffer.limit is not None and number > 0:
+            self._num_live = min(self._num_live, self._buffer.limit)
+
+    async def measure(self) -> None:
+        """Count the groups of the store."""
+        if not self._counts_itself:
+            async with self._lock.alone():
+                # Before the count: what changes meanwhile may not be in it.
+                version = self._buffer.version
+                self._num_live = await self._buffer.storage.count({})
+                self._known_version = version
+
+    async def admit(self, number: int) -> None:
+        """Wait for room for so many groups and occupy it until `leave`.
+
+        consumes: room / waits for: groups to be taken / woken by: `note_change`, `leave`, `close` /
+        produces: the right to put
+
+        Raises:
+            ValueError: there can never be so much room.
+            BufferClosed: the buffer was closed.
+        """
+        if (limit := self.max_live) is None:
+            return
+        if number > limit:
+            raise ValueError(
+                f"{number} groups at once never fit under max_live {limit}; put fewer in one call"
+            )
+
+        def has_room() -> bool:
+            return self._knows_all and self.num_live + self._num_entering + number <= limit
+
+        if not has_room():
+            # Another process may have taken groups from the same database, which shows only when it is asked.
+            await self.measure()
+        await self._gate.wait(has_room)
+        self._num_entering += number
+        self._gate.wake()
+
+    def leave(self, number: int) -> None:
+        """The put is done, and the store counts it, or it has failed."""
+        if self.max_live is not None:
+            self._num_entering -= number
+            self._gate.wake()
+
+    async def note_change(self) -> None:
+        """The content changed: count it again if a put waits for room and the number is not known."""
+        if len(self._gate) and not self._knows_all:
+            await self.measure()
+        self._gate.wake()
+
+    def close(self) -> None:
+        """End every wait for room with `BufferClosed`: the buffer was closed."""
+        self._gate.close("the buffer was closed")
 
 
 CLIENT_LIMIT_S = 60.0
@@ -273,8 +371,6 @@ class Outcomes(Generic[Value]):
     """
 
     def __init__(self) -> None:
-        self.owners: set[asyncio.Task[Any]] = set()
-        """The tasks that do work now."""
         self._running: dict[bytes, asyncio.Future[Value]] = {}
         self._done: OrderedDict[bytes, tuple[Value, int]] = OrderedDict()
         self._size = 0
@@ -293,14 +389,8 @@ class Outcomes(Generic[Value]):
         if key in self._running:
             return await asyncio.shield(self._running[key])
         running = self._running[key] = asyncio.get_running_loop().create_future()
-        owner = asyncio.current_task()
-        assert owner is not None
-        self.owners.add(owner)
         try:
             value = await work()
-            running.set_result(value)
-            self._remember(key, value, size)
-            return value
         except BaseException as error:
             running.set_exception(error)
             # Retrieved, so that asyncio does not warn of it if no other call waits.
@@ -308,19 +398,18 @@ class Outcomes(Generic[Value]):
             raise
         finally:
             del self._running[key]
-            self.owners.discard(owner)
-
-    async def settled(self, key: bytes) -> None:
-        """Wait for the end of the work of this key, if it is being done."""
-        if (running := self._running.get(key)) is not None:
-            await asyncio.wait([running])
-
-    def _remember(self, key: bytes, value: Value, size: int) -> None:
+        running.set_result(value)
         self._done[key] = value, size
         self._size += size
         while self._size > MAX_REMEMBERED and len(self._done) > 1:
             _, (_, forgotten) = self._done.popitem(last=False)
             self._size -= forgotten
+        return value
+
+    async def settled(self, *keys: bytes) -> None:
+        """Wait for the end of the work of these keys, or of all, as far as it is being done."""
+        if running := [self._running[key] for key in keys or self._running if key in self._running]:
+            await asyncio.wait(running)
 
 
 def _put_result(rows: Sequence[StorageItem], before: Sequence[Status], evicted: Sequence[StorageItem]) -> Any:

@@ -93,10 +93,6 @@ class ClientConnection(Session):
         self.refuse("the server is closing")
         self.channel.end()
 
-    def abort(self) -> None:
-        """End the connection as it is."""
-        self.channel.end()
-
     async def admit(self) -> bool:
         """Greet the client, and see its proof of the token."""
         nonce = secrets.token_bytes(32)
@@ -124,7 +120,7 @@ class ClientConnection(Session):
             raise FrameError("the token is missing or wrong")
         channel.max_header_bytes, channel.max_frame_bytes = allowed
         self.other_limit_s = hello.limit_s if hello.limit_s > MIN_LIMIT_S else MIN_LIMIT_S
-        await self._served.census.measure()
+        await self._served.room.measure()
         channel.post(Note(encode_value(self._reply(None))))
         return True
 
@@ -142,15 +138,21 @@ class ClientConnection(Session):
             if message.number in self.calls:
                 raise FrameError(f"there is a call {message.number} already")
             self._check_put(self._hold(self._put_of(message.number), buffers))
-        elif isinstance(message, Note):
+            return
+        if isinstance(message, Note):
             value = messages.read_note(message)
             if not isinstance(value, messages.Key):
                 raise FrameError("there is one hello only")
             self._settle(value.key)
-        else:
-            if isinstance(message, Call):
-                self._check_call(message)
-            super().dispatch(message, buffers)
+            return
+        if isinstance(message, Call):
+            if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
+                raise FrameError(f"{len(self.calls)} calls wait for their answers already")
+            if message.number in self._puts:
+                if message.method not in messages.PUTS:
+                    raise FrameError(f"{message.method} brings no groups")
+                self._check_put(self._puts[message.number])
+        super().dispatch(message, buffers)
 
     def cancel(self, number: int) -> None:
         """Cancel a call if it can be undone; of a call that has not come, forget the groups."""
@@ -167,14 +169,6 @@ class ClientConnection(Session):
         """The call is answered."""
         self._forget(number)
         self._settled.set()
-
-    def _check_call(self, call: Call) -> None:
-        if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
-            raise FrameError(f"{len(self.calls)} calls wait for their answers already")
-        if call.number in self._puts:
-            if call.method not in messages.PUTS:
-                raise FrameError(f"{call.method} brings no groups")
-            self._check_put(self._puts[call.number])
 
     # Groups that come
 
@@ -232,15 +226,6 @@ class ClientConnection(Session):
 
     async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
         """The value of the answer; groups that are taken were sent in parts before it."""
-        try:
-            value = await self._call(call, buffers)
-        except asyncio.CancelledError:
-            if self._is_closing:
-                raise ServerClosed(NOT_HAPPENED) from None
-            raise
-        return self._reply(value), ()
-
-    async def _call(self, call: Call, buffers: list[Any] | None) -> Any:
         if (kind := messages.ARGUMENTS.get(call.method)) is None:
             raise ValueError(f"the server has no method {call.method!r}; is it of another version?")
         try:
@@ -249,19 +234,27 @@ class ClientConnection(Session):
             raise ValueError(f"{call.method}: {error}") from None
         if self._is_closing and call.method not in ("keep", "release"):
             raise ServerClosed(NOT_HAPPENED)
-        match call.method:
-            case "put_groups":
-                return await self._put(call, arguments, self._groups_of(call, buffers))
-            case "take_batch":
-                return await self._hand_over(call, arguments)
-            case "keep":
-                return await self._keep(arguments.key)
-            case "release":
-                return await self._served.release(arguments.key, self._settle(arguments.key))
-            case "wait_for_change":
-                with self._waits():
-                    return await self._served.call(call.method, arguments)
-        return await self._served.call(call.method, arguments)
+        value: Any = None
+        try:
+            match call.method:
+                case "put_groups":
+                    value = await self._put(call, arguments, self._groups_of(call, buffers))
+                case "take_batch":
+                    value = await self._hand_over(call, arguments)
+                case "keep":
+                    await self._keep(arguments.key)
+                case "release":
+                    await self._served.release(arguments.key, self._settle(arguments.key))
+                case "wait_for_change":
+                    with self._waits():
+                        value = await self._served.call(call.method, arguments)
+                case _:
+                    value = await self._served.call(call.method, arguments)
+        except asyncio.CancelledError:
+            if self._is_closing:
+                raise ServerClosed(NOT_HAPPENED) from None
+            raise
+        return self._reply(value), ()
 
     def _groups_of(self, call: Call, buffers: list[Any] | None) -> list[HeldGroup]:
         put = self._hold(self._puts.get(call.number) or _Put(), buffers)
@@ -276,9 +269,7 @@ class ClientConnection(Session):
 
     async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         with self._waits():
-            result = await self._served.look_back(arguments, groups)
-            if result is None:
-                await self._served.admit(arguments.key, len(groups))
+            result = await self._served.admit(arguments, groups)
         return await self._served.put(arguments, groups) if result is None else result
 
     async def _hand_over(self, call: Call, arguments: messages.TakeArguments) -> dict[str, int]:
@@ -331,7 +322,7 @@ class ClientConnection(Session):
         news = None
         if self._evictions_sent != served.evictions:
             news, self._evictions_sent = dict(served.num_evicted), served.evictions
-        return messages.Reply(value, served.census.num_live, served.buffer.version, news)
+        return messages.Reply(value, served.room.num_live, served.buffer.version, news)
 
     @contextmanager
     def _waits(self) -> Iterator[None]:
@@ -366,12 +357,3 @@ class _Put:
     """Counted as they come, until the put is answered."""
     is_refused: bool = False
     """Whether there was no room for some of it: its call is answered so when it comes."""
-
-
-def turn_away(sock: socket.socket, reason: str) -> None:
-    """Say why, and close a connection that has just been made; its client has said nothing yet."""
-    channel = Channel(sock)
-    channel.post(Goodbye(reason))
-    # It does not wait: so little fits into any socket's buffer.
-    channel.end()
-    channel.close()

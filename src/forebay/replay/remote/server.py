@@ -34,10 +34,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from forebay.io.address import Address, listen, tune
+from forebay.io.channel import Channel
+from forebay.io.messages import Goodbye
 from forebay.io.session import Acceptor
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.remote.calls import CLIENT_LIMIT_S, MAX_CLIENTS, MAX_PUT_BYTES, Limits, Served
-from forebay.replay.remote.connection import ClientConnection, turn_away
+from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.messages import MAX_FRAME_BYTES
 
 GRACE_S = 5.0
@@ -76,7 +78,11 @@ class BufferServer:
         tune(sock)
         max_clients = self._served.limits.max_clients
         if self.num_clients >= max_clients:
-            turn_away(sock, f"refused: the server takes {max_clients} connections")
+            # Its client has said nothing yet, and so little fits into any socket's buffer.
+            channel = Channel(sock)
+            channel.post(Goodbye(f"refused: the server takes {max_clients} connections"))
+            channel.end()
+            channel.close()
             return
         connection = ClientConnection(sock, self._served, token=self._token)
         task = asyncio.current_task()
@@ -91,7 +97,7 @@ class BufferServer:
         closing = asyncio.create_task(connection.close())
         # It also ends by itself when its client leaves.
         await asyncio.wait([closing, serving], timeout=GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        connection.abort()
+        connection.channel.end()
         closing.cancel()
         await asyncio.gather(closing, serving, return_exceptions=True)
 

@@ -460,7 +460,7 @@ def test_serve_refuses_in_one_message(tmp_path, monkeypatch, arguments, reason):
 
 
 def test_the_token_is_in_a_file_or_in_the_environment(tmp_path, monkeypatch):
-    server_command = pytest.importorskip("forebay.replay.remote.command")
+    server_command = pytest.importorskip("forebay.replay.remote.server")
     monkeypatch.delenv("FOREBAY_BUFFER_TOKEN", raising=False)
     assert server_command.read_token(None) is None
     monkeypatch.setenv("FOREBAY_BUFFER_TOKEN", "of the environment")

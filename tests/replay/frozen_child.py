@@ -11,7 +11,7 @@ import sys
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, FIFOReplayPolicy, IndexedStorage, ReplayBuffer, serve
 from forebay.replay.remote.link import BufferLink
-from forebay.replay.remote.messages import KeyArguments, TakeArguments
+from forebay.replay.remote.messages import TakeArguments
 from forebay.types import Status
 
 
@@ -28,12 +28,12 @@ async def take(address, number):
     print(*(group[0].group_id for group in groups), flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     try:
-        await link.ask("keep", KeyArguments(b"child"))
+        await link.ask("keep", {"key": b"child"})
     except ConnectionLost:
         # As `RemoteReplayBuffer` does, which asks once more on a new connection.
         link = await BufferLink.open(Address.parse(address), None)
         try:
-            await link.ask("keep", KeyArguments(b"child"))
+            await link.ask("keep", {"key": b"child"})
         except ConnectionLost as error:
             print(error, flush=True)
             return

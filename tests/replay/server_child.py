@@ -9,7 +9,7 @@ import sys
 
 from forebay.io.address import Address
 from forebay.replay.remote.link import BufferLink
-from forebay.replay.remote.messages import KeyArguments, TakeArguments
+from forebay.replay.remote.messages import TakeArguments
 from forebay.types import Status
 
 
@@ -19,7 +19,7 @@ async def main(address, what, number):
     arguments = TakeArguments(b"child", {"math": int(number)}, Status.COMPLETED, step)
     _, groups = await link.ask("take_batch", arguments)
     if what == "archive":
-        await link.ask("keep", KeyArguments(b"child"))
+        await link.ask("keep", {"key": b"child"})
     print(*(group[0].group_id for group in groups), flush=True)
     await asyncio.Event().wait()
 

@@ -131,7 +131,7 @@ async def test_a_confirmation_that_comes_after_a_resume_removes_nothing_of_the_s
         async with await RemoteReplayBuffer.connect(server.address) as other:
             await other.resume(tmp_path / "snapshot")
             with pytest.raises(messages.ConnectionLost, match="in the buffer again"):
-                await link.ask("keep", messages.KeyArguments(b"key"))
+                await link.ask("keep", {"key": b"key"})
             assert names(await other.get(9, "math", COMPLETED)) == ["a"]
         await link.close()
 

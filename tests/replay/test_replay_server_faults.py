@@ -33,7 +33,7 @@ from forebay.replay.format.packed import unpack_group
 from forebay.replay.remote import connection as server_connection
 from forebay.replay.remote import link as client_link
 from forebay.replay.remote import messages
-from forebay.replay.remote.link import BufferLink, Pieces
+from forebay.replay.remote.link import BufferLink
 from forebay.types import Status
 
 COMPLETED, ARCHIVED = Status.COMPLETED, Status.ARCHIVED
@@ -346,7 +346,7 @@ async def test_a_put_whose_answer_was_lost_is_stored_once(path):
         link = client._link
         arguments = messages.PutArguments(b"key", "math", Arrival())
         for _ in range(2):
-            await link.put(arguments, Pieces([make_group("b")], None))
+            await link.put(arguments, [make_group("b")])
         assert await client.count("math", COMPLETED) == 2
 
 
@@ -359,9 +359,9 @@ async def test_a_put_that_failed_may_be_tried_again(buffer, path):
             )
             if outcome:
                 with pytest.raises(outcome, match="threshold"):
-                    await link.put(arguments, Pieces([make_group("b")], None))
+                    await link.put(arguments, [make_group("b")])
             else:
-                await link.put(arguments, Pieces([make_group("b")], None))
+                await link.put(arguments, [make_group("b")])
         assert len(buffer) == 1
         await link.close()
 

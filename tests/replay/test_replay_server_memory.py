@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from forebay.replay.remote import command
+from forebay.replay.remote import server
 
 CHILD = """
 import resource, sys
-from forebay.replay.remote.command import keep_freed_memory
+from forebay.replay.remote.server import keep_freed_memory
 
 assert sys.argv[1] == "plain" or keep_freed_memory()
 faults = []
@@ -32,5 +32,5 @@ def test_freed_memory_is_used_again_without_new_pages():
 
 
 def test_other_c_libraries_are_left_alone(monkeypatch):
-    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: object())
-    assert not command.keep_freed_memory()
+    monkeypatch.setattr(server.ctypes, "CDLL", lambda name: object())
+    assert not server.keep_freed_memory()

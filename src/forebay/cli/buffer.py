@@ -135,7 +135,7 @@ def serve(
     """
     given = locals()
     with one_message(ValueError, OSError):
-        from forebay.replay.remote.command import ServeOptions, serve_buffer
+        from forebay.replay.remote.server import ServeOptions, serve_buffer
 
         options = ServeOptions(**given)
         asyncio.run(serve_buffer(options, typer.echo))

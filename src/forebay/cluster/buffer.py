@@ -28,7 +28,7 @@ from forebay.aio.time_limits import timeout
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node, why
 from forebay.io.address import Address
 from forebay.replay import ConnectionLost, RemoteReplayBuffer, serve
-from forebay.replay.remote.command import IN_MEMORY, ServeOptions, keep_freed_memory, open_buffer
+from forebay.replay.remote.server import IN_MEMORY, ServeOptions, keep_freed_memory, open_buffer
 
 DEFAULT_NAME = "forebay_buffer"
 MAX_CALLS = 10_000

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -33,7 +34,7 @@ from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group
 from forebay.replay.groups import all_have
 from forebay.replay.remote import messages
-from forebay.replay.remote.link import BufferLink, Pieces, new_key
+from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import ConnectionLost
 from forebay.replay.stores.contract import StorageItem, TagValue, check_priority, check_tags
 from forebay.types import RolloutState, Status, expire_group
@@ -154,10 +155,8 @@ class RemoteReplayBuffer:
         how = Arrival.of(task_name, arrival)
         if not (listed := [group for group in groups if group]):
             return
-        arguments = messages.PutArguments(new_key(), task_name, how)
-        # Labeled as they are packed, while the server has the earlier ones.
-        pieces = Pieces(listed, how.model_step)
-        (outcomes, evicted), _ = await self._repeat("put_groups", arguments, pieces)
+        arguments = messages.PutArguments(secrets.token_bytes(messages.KEY_BYTES), task_name, how)
+        (outcomes, evicted), _ = await self._repeat("put_groups", arguments, listed)
         for group, (has_expired, staleness) in zip(listed, outcomes, strict=True):
             for state, value in zip(group, staleness, strict=True):
                 state.seq_staleness = value
@@ -178,16 +177,15 @@ class RemoteReplayBuffer:
         """Take groups; those that do not arrive here are in the buffer again."""
         if batch_size <= 0:
             return []
-        sizes = {task_name: batch_size}
-        arguments = messages.TakeArguments(b"", sizes, group_status, None, _checked(tags))
+        sizes, checked = {task_name: batch_size}, None if tags is None else check_tags(tags)
+        arguments = messages.TakeArguments(b"", sizes, group_status, None, checked)
         return (await self._take(arguments))[task_name]
 
     async def count(
         self, task_name: str, group_status: Status, *, tags: Mapping[str, TagValue] | None = None
     ) -> int:
-        return int(
-            await self._call("count", task_name=task_name, group_status=group_status, tags=_checked(tags))
-        )
+        checked = None if tags is None else check_tags(tags)
+        return int(await self._call("count", task_name=task_name, group_status=group_status, tags=checked))
 
     async def count_statuses(
         self, task_names: Iterable[str], statuses: Iterable[Status]
@@ -269,15 +267,20 @@ class RemoteReplayBuffer:
         return (await self._repeat(method, arguments))[0]
 
     async def _repeat(
-        self, method: str, arguments: Any, pieces: Pieces | None = None, *, repeats: bool = True
+        self,
+        method: str,
+        arguments: Any,
+        groups: Sequence[Sequence[RolloutState]] | None = None,
+        *,
+        repeats: bool = True,
     ) -> tuple[Any, list[Group]]:
-        """Call; again if the connection breaks and it `repeats`."""
+        """Call, with groups to put; again if the connection breaks and it `repeats`."""
         first = link = await self._linked()
         while True:
             try:
-                if pieces is None:
+                if groups is None:
                     return await link.ask(method, arguments)
-                return await link.put(arguments, pieces), []
+                return await link.put(arguments, groups), []
             except messages.ServerFull:
                 # Puts of all clients wait to be stored; nothing of this one was kept.
                 await asyncio.sleep(FULL_PAUSE_S)
@@ -293,7 +296,7 @@ class RemoteReplayBuffer:
                 link = await self._linked()
             except ConnectionLost as error:
                 # Whether it has happened matters only to a put.
-                raise error if pieces is None else unknown from None
+                raise error if groups is None else unknown from None
             if isinstance(arguments, messages.PutArguments):
                 arguments.asked_first = first.instance
 
@@ -305,8 +308,8 @@ class RemoteReplayBuffer:
         """
         while True:
             link = await self._linked()
-            arguments.key = new_key()
-            settling = messages.KeyArguments(arguments.key)
+            arguments.key = secrets.token_bytes(messages.KEY_BYTES)
+            settling = {"key": arguments.key}
             try:
                 counts, groups = await link.ask("take_batch", arguments)
                 if groups:
@@ -332,9 +335,10 @@ class RemoteReplayBuffer:
             raise ConnectionLost("this client was closed")
         if self._link.lost is None:
             return self._link
-        if self._opening is None:
+        if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._open_again())
-            self._opening.add_done_callback(self._note_opened)
+            # Retrieved, so that asyncio does not warn of it: every caller may have been cancelled.
+            self._opening.add_done_callback(lambda task: None if task.cancelled() else task.exception())
         try:
             # Together, and also for the others when one of them is cancelled.
             return await asyncio.shield(self._opening)
@@ -347,12 +351,6 @@ class RemoteReplayBuffer:
         await self._link.close()
         self._link = await BufferLink.open(*await self._locate(), limit_s=self._limit_s)
         return self._link
-
-    def _note_opened(self, opening: asyncio.Task[BufferLink]) -> None:
-        self._opening = None
-        if not opening.cancelled():
-            # Retrieved, so that asyncio does not warn of it: every caller may have been cancelled.
-            opening.exception()
 
 
 class RemoteRows:
@@ -390,7 +388,3 @@ class RemoteRows:
 
 def _absolute(path: str | Path) -> str:
     return os.path.abspath(path)
-
-
-def _checked(tags: Mapping[str, TagValue] | None) -> dict[str, TagValue] | None:
-    return None if tags is None else check_tags(tags)

@@ -293,15 +293,8 @@ class ClientConnection(Session):
             self._output.release()
 
     async def _send_groups(self, number: int, groups: list[PackedGroup]) -> None:
-        part: list[PackedGroup] = []
-        num_bytes = 0
-        for place, packed in enumerate(groups, start=1):
-            part.append(packed)
-            num_bytes += sum(packed.size)
-            if num_bytes >= PART_BYTES or place == len(groups):
-                sizes, buffers = messages.sent(part)
-                await self.channel.send(Part(number, sizes), buffers)
-                part, num_bytes = [], 0
+        for sizes, buffers, _ in messages.parts_of(groups, len(groups), PART_BYTES):
+            await self.channel.send(Part(number, sizes), buffers)
 
     async def _keep(self, key: bytes) -> None:
         handover, timer = self._handovers.get(key, (None, None))

@@ -20,7 +20,7 @@ has them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +113,12 @@ async def take_over(buffer: ReplayBuffer, arguments: TakeArguments, *, max_bytes
             if size > 0:
                 taking = buffer._take(size, task, status, view, tags=arguments.tags, present=pack_out)
                 groups[task] = await taking
-            _check_sizes(groups[task], max_bytes)
+            for packed in groups[task]:
+                if (num_bytes := sum(packed.size)) > max_bytes:
+                    raise ValueError(
+                        f"a group has {num_bytes} bytes, and a message at most {max_bytes}; "
+                        f"serve the buffer with larger max_frame_bytes"
+                    )
         rows = view.taken
         # Only what still is as it was taken, and all of it: another server may have recovered some.
         taken = {"status": Status.ARCHIVED, "train_step": PARKED_STEP}
@@ -127,15 +132,6 @@ async def take_over(buffer: ReplayBuffer, arguments: TakeArguments, *, max_bytes
     archived = {"status": Status.ARCHIVED, "train_step": train_step}
     held = PARKED if parks else None if train_step is None else archived
     return Handover(buffer, groups, rows, held, train_step)
-
-
-def _check_sizes(groups: Sequence[PackedGroup], max_bytes: int) -> None:
-    for packed in groups:
-        if (num_bytes := sum(packed.size)) > max_bytes:
-            raise ValueError(
-                f"a group has {num_bytes} bytes, and a message at most {max_bytes}; "
-                f"serve the buffer with larger max_frame_bytes"
-            )
 
 
 async def recover(buffer: ReplayBuffer) -> int:

@@ -13,9 +13,7 @@ in order, before anything of them is sent.
 from __future__ import annotations
 
 import asyncio
-import secrets
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -28,7 +26,7 @@ from forebay.io.heartbeat import SILENCE_LIMIT_S
 from forebay.io.link import Link
 from forebay.io.messages import Answer, Call, FrameError, Goodbye, Note, Part, encode_value
 from forebay.replay.arrival import label_group
-from forebay.replay.format.encode import PackedGroup, pack_group
+from forebay.replay.format.encode import pack_group
 from forebay.replay.format.packed import unpack_group
 from forebay.replay.remote import messages
 from forebay.replay.remote.messages import ConnectionLost, Greeting, Hello, Reply
@@ -101,23 +99,29 @@ class BufferLink(Link):
         finally:
             self._calls.leave(1)
 
-    async def put(self, arguments: messages.PutArguments, pieces: Pieces) -> Any:
-        """Put groups, which are sent piece by piece, each as soon as it is there; the result.
+    async def put(self, arguments: messages.PutArguments, groups: Sequence[Sequence[RolloutState]]) -> Any:
+        """Put groups, labeled and packed while the server has the earlier ones; the result.
 
         Raises:
             ConnectionLost: the connection broke before the answer came.
             ValueError, RuntimeError, ...: an error of the method, or of packing; or the groups are too large.
         """
+        packed = (pack_group(label_group(group, arguments.arrival.model_step)) for group in groups)
+        limit = self.channel.max_frame_bytes
         held = num_bytes = 0
         try:
-            # One at a time: the next piece may have to wait for room.
+            # One at a time: the next part may have to wait for room.
             async with self._put_turn:
                 pending = self.begin()
                 try:
-                    for piece, is_last in pieces:
-                        sizes, buffers = messages.sent(piece)
+                    for sizes, buffers, is_last in messages.parts_of(packed, len(groups), PIECE_BYTES):
                         num_bytes += sum(sizes)
-                        self._check_size(num_bytes)
+                        if num_bytes > limit:
+                            raise ValueError(
+                                f"the groups have {num_bytes} bytes or more, and the server takes at most "
+                                f"{limit} in one call; put fewer at once, or serve the buffer with larger "
+                                f"max_frame_bytes"
+                            )
                         # A window full of the smallest puts has as many as a client may have under way.
                         amount = max(num_bytes, messages.PUT_WINDOW_BYTES // messages.MAX_PUTS) - held
                         await self._puts.enter(amount, held=held)
@@ -135,14 +139,6 @@ class BufferLink(Link):
             return (await self.result(pending))[0]
         finally:
             self._puts.leave(held)
-
-    def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self.channel.max_frame_bytes:
-            raise ValueError(
-                f"the groups have {num_bytes} bytes or more, and the server takes at most "
-                f"{self.channel.max_frame_bytes} in one call; put fewer at once, or serve the buffer with "
-                f"larger max_frame_bytes"
-            )
 
     def read(self, answer: Answer) -> Any:
         """The result in an answer; how the buffer stands is noted."""
@@ -164,35 +160,6 @@ class BufferLink(Link):
         self.num_live, self.version = reply.num_live, reply.version
         if reply.num_evicted is not None:
             self.num_evicted = reply.num_evicted
-
-
-class Pieces:
-    """Groups to send, labeled and packed as they are asked for; they may be asked for again."""
-
-    def __init__(self, groups: Sequence[Sequence[RolloutState]], model_step: int | None) -> None:
-        self._groups = groups
-        self._model_step = model_step
-        self._num_packed = 0
-        self._packed: list[list[PackedGroup]] = []
-
-    def __iter__(self) -> Iterator[tuple[list[PackedGroup], bool]]:
-        at = 0
-        while at < len(self._packed) or self._num_packed < len(self._groups):
-            if at == len(self._packed):
-                self._packed.append(self._pack())
-            at += 1
-            yield self._packed[at - 1], at == len(self._packed) and self._num_packed == len(self._groups)
-
-    def _pack(self) -> list[PackedGroup]:
-        piece: list[PackedGroup] = []
-        num_bytes = 0
-        for group in islice(self._groups, self._num_packed, None):
-            piece.append(pack_group(label_group(group, self._model_step)))
-            num_bytes += sum(piece[-1].size)
-            if num_bytes >= PIECE_BYTES:
-                break
-        self._num_packed += len(piece)
-        return piece
 
 
 async def _connect(address: Address, token: str | None, limit_s: float) -> tuple[Channel, Greeting, Reply]:
@@ -230,8 +197,3 @@ async def _expect(channel: Channel, kind: type[Kind]) -> Kind:
     if not isinstance(value, kind):
         raise FrameError(f"it said {type(value).__name__} instead of {kind.__name__}")
     return value
-
-
-def new_key() -> bytes:
-    """A key by which the server knows a put or a take again."""
-    return secrets.token_bytes(messages.KEY_BYTES)

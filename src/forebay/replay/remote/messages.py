@@ -17,7 +17,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -181,26 +181,20 @@ class TakeArguments(_Arguments):
     tags: Tags | None = None
 
 
-class KeyArguments(_Arguments):
-    """Of ``keep`` and ``release``, which settle an earlier take."""
-
-    key: bytes
-
-
 def _plain(method: str, *arguments: tuple[str, Any]) -> Any:
     return msgspec.defstruct(method, arguments, forbid_unknown_fields=True)
 
 
-_ROWS = ("query", dict[str, Any]), ("order", str | None), ("limit", int | None)
 ARGUMENTS: dict[str, Any] = {
     "put_groups": PutArguments,
     "take_batch": TakeArguments,
-    "keep": KeyArguments,
-    "release": KeyArguments,
+    # These settle an earlier take.
+    "keep": _plain("keep", ("key", bytes)),
+    "release": _plain("release", ("key", bytes)),
     "count": _plain("count", ("task_name", str), ("group_status", Status), ("tags", Tags | None)),
     "count_statuses": _plain("count_statuses", ("task_names", list[str]), ("statuses", list[Status])),
     "count_rows": _plain("count_rows", ("query", dict[str, Any])),
-    "get_rows": _plain("get_rows", *_ROWS),
+    "get_rows": _plain("get_rows", ("query", dict[str, Any]), ("order", str | None), ("limit", int | None)),
     "commit": _plain("commit", ("train_step", int)),
     "restore": _plain("restore", ("train_step", int)),
     "refresh_staleness": _plain(
@@ -223,14 +217,24 @@ ARGUMENTS: dict[str, Any] = {
 """By method: what a client may call, and the types of its arguments."""
 
 
-def sent(groups: Sequence[PackedGroup]) -> tuple[list[int], list[Buffer]]:
-    """The sizes and the buffers of a message that brings these groups."""
+def parts_of(
+    groups: Iterable[PackedGroup], number: int, max_bytes: int
+) -> Iterator[tuple[list[int], list[Buffer], bool]]:
+    """Sizes and buffers of the messages that bring `number` groups, and which is the last one.
+
+    A message is full when it has `max_bytes`; groups are asked for as they are needed.
+    """
     sizes: list[int] = []
     buffers: list[Buffer] = []
-    for group in groups:
-        sizes += group.size
+    num_bytes = 0
+    for place, group in enumerate(groups, start=1):
+        size = group.size
+        sizes += size
         buffers += (group.head, *group.buffers)
-    return sizes, buffers
+        num_bytes += sum(size)
+        if num_bytes >= max_bytes or place == number:
+            yield sizes, buffers, place == number
+            sizes, buffers, num_bytes = [], [], 0
 
 
 def read_note(note: Note) -> Greeting | Hello | Key | Reply:

@@ -41,22 +41,6 @@ from forebay.types import (
     label_and_fill,
 )
 
-CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
-EXPIRE_AT_ONCE = 64
-"""Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
-LABEL_AT_ONCE = 256
-"""Groups labeled between two turns of the event loop; with arrays to make it takes about 10 ms."""
-
-
-class PutKeywords(TypedDict, total=False):
-    """The keywords of `ReplayBuffer.put`; their meaning is that of the fields of `Arrival`."""
-
-    model_step: int | None
-    current_train_step: int | None
-    stale_threshold: int | None
-    tags: Mapping[str, TagValue] | None
-    priority: float | None
-
 
 class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the groups of one put arrive: one value from the caller to the store, also through a server.
@@ -106,6 +90,23 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_tags(self.tags)
         check_priority(self.priority)
         return self
+
+
+class PutKeywords(TypedDict, total=False):
+    """The keywords of `ReplayBuffer.put`; their meaning is that of the fields of `Arrival`."""
+
+    model_step: int | None
+    current_train_step: int | None
+    stale_threshold: int | None
+    tags: Mapping[str, TagValue] | None
+    priority: float | None
+
+
+CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED)
+EXPIRE_AT_ONCE = 64
+"""Groups expired between two turns of the event loop: wiping them takes about 10 ms."""
+LABEL_AT_ONCE = 256
+"""Groups labeled between two turns of the event loop; with arrays to make it takes about 10 ms."""
 
 
 def check_threshold(task_name: str, threshold: int | None) -> None:

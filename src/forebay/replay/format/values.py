@@ -19,8 +19,7 @@ Plain JSON values stand for themselves. Every other value is an object with one 
 ``$ref``           ``[number, value]`` of a Ray object reference; ``[number]`` where it comes again
 ``$set``           a list of its items; likewise ``$frozenset``
 ``$datetime``      ISO text, fold, and the key of its `ZoneInfo` or None; likewise ``$time``, without a key
-``$date``          ISO text
-``$timedelta``     days, seconds, microseconds
+``$date``          ISO text; ``$timedelta``: days, seconds, microseconds
 ``$status``        the value of a `Status`
 ``$sample_params`` the fields of a `SampleParams`
 ``$dataclass``     ``package.module:Class`` and its fields
@@ -29,7 +28,6 @@ Plain JSON values stand for themselves. Every other value is an object with one 
 
 Types must match exactly: a subclass would come back as something else, so it is refused. Arrays, tensors and
 references that several members of a group share are stored once and shared again after decoding.
-
 Reading never imports a module because a file names it: that would run whatever the file chose. A dataclass or
 a model is put together again if the program has imported its module itself, and if the class still has these
 fields. No constructor, validator or ``__post_init__`` runs. Otherwise the value comes back as `SavedFields`,
@@ -57,12 +55,6 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from pydantic import BaseModel
 
 from forebay.types import SampleParams, Status
-
-MAX_DEPTH = 100
-"""Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
-MAX_DTYPE_TEXT = 4096
-"""Longer than any but a structured dtype of a hundred fields; what is parsed is bounded."""
-_KINDS_OF_BYTES = "biufcmMSUV"
 
 
 class Encoder:
@@ -169,6 +161,13 @@ class Encoder:
     def _add_blob(self, make: Callable[[], bytes]) -> int:
         self.blobs.append(make())
         return len(self.blobs) - 1
+
+
+MAX_DEPTH = 100
+"""Of nested containers: what is written is read again, and Python reads no JSON of some hundred levels."""
+MAX_DTYPE_TEXT = 4096
+"""Longer than any but a structured dtype of a hundred fields; what is parsed is bounded."""
+_KINDS_OF_BYTES = "biufcmMSUV"
 
 
 class Checker(Encoder):

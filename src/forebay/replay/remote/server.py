@@ -21,9 +21,6 @@ Both sides can rely on this:
   their old places. Then they are removed, or, with a train step, ARCHIVED, and `restore` brings them back.
 * **Others.** A client that waits, reads slowly or dies holds up no other: each has its own tasks and socket.
 * **Closing.** What runs comes to its end, what waits raises `ServerClosed`, then everybody is sent goodbye.
-
-``forebay buffer serve`` is `serve_buffer`: it builds a buffer, serves it until it is told to stop, and leaves
-nothing behind.
 """
 
 from __future__ import annotations
@@ -57,9 +54,6 @@ from forebay.replay.remote.connection import ClientConnection
 from forebay.replay.remote.messages import MAX_FRAME_BYTES
 from forebay.replay.stores.contract import StorageBackend
 from forebay.replay.stores.indexed import IndexedStorage
-
-GRACE_S = 5.0
-"""For clients to read their last answers when the server closes."""
 
 
 class BufferServer:
@@ -116,6 +110,10 @@ class BufferServer:
         connection.channel.end()
         closing.cancel()
         await asyncio.gather(closing, serving, return_exceptions=True)
+
+
+GRACE_S = 5.0
+"""For clients to read their last answers when the server closes."""
 
 
 @asynccontextmanager
@@ -230,7 +228,9 @@ class ServeOptions:
 
 
 async def serve_buffer(options: ServeOptions, say: Callable[[str], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C; `say` is told where, and what was saved.
+    """``forebay buffer serve``: build a buffer, serve it until SIGTERM or Ctrl-C, leave nothing behind.
+
+    `say` is told where it is served, and what was saved.
 
     Raises:
         ValueError: the options contradict each other, or a snapshot is of another policy or damaged.

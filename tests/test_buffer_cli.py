@@ -10,9 +10,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.inspection.commands import still_there
-from forebay.inspection.source import hide_password, open_database
-from forebay.inspection.views import group_view, histogram, plain, version_spans
+from forebay.cli.buffer import still_there
+from forebay.cli.source import hide_password, open_database
+from forebay.cli.views import group_view, histogram, plain, version_spans
 from forebay.ledger import Ledger
 from forebay.replay import (
     AsyncReplayBufferConfig,

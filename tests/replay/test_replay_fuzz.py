@@ -21,7 +21,7 @@ from replay_factory import make_group, make_row, refusal, uids
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.inspection.commands import parse_json_query
+from forebay.cli.buffer import parse_json_query
 from forebay.replay import (
     FIFOReplayPolicy,
     IndexedStorage,

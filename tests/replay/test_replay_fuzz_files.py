@@ -5,6 +5,7 @@ made by another program, another version, or somebody with bad intentions.
 """
 
 import asyncio
+import contextlib
 import io
 import json
 import shutil
@@ -21,9 +22,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from replay_factory import make_group, make_state, refusal
-from rich.console import Console
 
-from forebay.inspection.commands import inspect_buffer, query_buffer, show_group
+from forebay.cli import buffer as commands
 from forebay.replay import IndexedStorage, PrioritizedReplayPolicy, ReplayBuffer
 from forebay.replay.format import snapshot
 from forebay.replay.format.packed import GroupCodec
@@ -152,10 +152,10 @@ async def check(manifest, files):
             assert buffer.num_evicted == {}
         else:
             await use(buffer)
-        console = Console(file=io.StringIO())
-        await refusal(inspect_buffer(str(folder), console))
-        await refusal(query_buffer(str(folder), "{}", "-staleness", 9, console))
-        await refusal(show_group(str(folder), 0, console))
+        with contextlib.redirect_stdout(io.StringIO()):
+            await refusal(commands.inspect.__wrapped__(str(folder)))
+            await refusal(commands.query.__wrapped__(str(folder), "{}", "-staleness", 9))
+            await refusal(commands.show.__wrapped__(str(folder), 0))
     finally:
         shutil.rmtree(folder)
 

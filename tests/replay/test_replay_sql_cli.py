@@ -10,7 +10,7 @@ from replay_factory import make_group
 from typer.testing import CliRunner
 
 from forebay.cli import app
-from forebay.inspection.source import hide_password
+from forebay.cli.source import hide_password
 from forebay.replay import FIFOReplayPolicy, ReplayBuffer, SQLStorage
 
 

@@ -1,4 +1,4 @@
-"""The ``forebay buffer`` and ``forebay ledger`` commands: looking into what a run left on disk.
+"""The ``forebay buffer`` commands: looking into a replay buffer on disk, moving it, serving it.
 
 ::
 
@@ -8,8 +8,6 @@
     forebay buffer export  PATH out.parquet      one line per rollout, for pandas, Polars, DuckDB
     forebay buffer migrate FROM TO               to another store or a snapshot
     forebay buffer serve   ADDRESS               the buffer for other processes, until Ctrl-C or SIGTERM
-    forebay ledger RUN_FOLDER                    what became of every group, and whether dropping bends it
-    forebay migrate PATH                         a run folder or a database of version 0.1, in its place
 
 PATH is a snapshot folder, a checkpoint, a run folder (its newest checkpoint), or a database: a URL, or an
 SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, and only what they are told to.
@@ -17,17 +15,36 @@ SQLite file. Of the commands that look, only ``export`` and ``migrate`` write, a
 
 from __future__ import annotations
 
-import asyncio
-import sys
-from collections.abc import Callable, Coroutine
+import json
+import secrets
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import typer
-from rich.console import Console
+from rich.text import Text
 
-from forebay.cli.errors import MARKUP, one_message
+from forebay.cli import views
+from forebay.cli.errors import MARKUP, console, in_one_message
+from forebay.cli.ledger import ledger_section
+from forebay.cli.source import (
+    ALL_STATUSES,
+    Digest,
+    find_snapshot,
+    hide_password,
+    is_sql,
+    open_sql,
+    opened,
+)
+from forebay.replay import policies
+from forebay.replay.format.snapshot import Snapshot, read_snapshot, write_snapshot
+from forebay.replay.format.tables import JOINED_SCHEMA
+from forebay.replay.format.values import damage_named
+from forebay.replay.policies import FIFOReplayPolicy, ReplayPolicy
+from forebay.replay.query import show_value
+from forebay.replay.stores.contract import StorageItem
 
 app = typer.Typer(
     help="Look into a replay buffer on disk, move it, or serve it.",
@@ -35,57 +52,116 @@ app = typer.Typer(
     rich_markup_mode=MARKUP,
 )
 
-PIPED_WIDTH = 160
-"""Columns when the output is no terminal; a table of groups fits."""
-
 BufferPath = Annotated[
     str, typer.Argument(metavar="PATH", help="A snapshot, checkpoint or run folder, or a database.")
 ]
-QueryText = Annotated[
-    str, typer.Argument(metavar="QUERY", help='JSON, such as \'{"task_name": "math", "tags.level": 3}\'.')
-]
 
 
 @app.command()
-def inspect(path: BufferPath) -> None:
+@in_one_message
+async def inspect(path: BufferPath) -> None:
     """Show what is in a buffer: counts, staleness, ages, sizes, and the ledger's balance."""
-    _do(lambda commands: commands.inspect_buffer(path, _console()))
+    out = console()
+    async with opened(path) as source:
+        rows = await source.storage.get(ALL_STATUSES, rows_only=True)
+        live = [row for row in rows if not row.is_archived]
+        out.print(Text(source.location, "bold"), soft_wrap=True)
+        on_disk = [] if source.num_bytes is None else [f"{views.size(source.num_bytes)} on disk"]
+        out.print(Text("; ".join([source.kind, *on_disk]), "dim"))
+        out.print(views.section("groups", views.counts_table(rows) if rows else Text("none")))
+        if live:
+            ages = views.histogram([row.staleness for row in live])
+            out.print(views.section("staleness of live groups", ages))
+            steps = {row.task_name: await source.storage.get_train_step(row.task_name) for row in live}
+            out.print(views.section("ages", views.ages_table(live, steps)))
+        if rows:
+            digests = await source.digests([row.uid for row in rows])
+            out.print(views.section("sizes", views.sizes_table(still_there(rows, digests), digests)))
+        if source.num_evicted:
+            evicted = [f"{task} {views.number(count)}" for task, count in sorted(source.num_evicted.items())]
+            out.print(views.section("evicted so far", views.plain(", ".join(evicted))))
+        if "://" not in path:
+            out.print(ledger_section(Path(source.location), live))
 
 
 @app.command()
-def show(
+@in_one_message
+async def show(
     path: BufferPath, uid: Annotated[int, typer.Argument(metavar="UID", help="As `query` lists it.")]
 ) -> None:
     """Show one group: prompt, responses, rewards, and the weights that made each span of tokens."""
-    _do(lambda commands: commands.show_group(path, uid, _console()))
+    async with opened(path) as source:
+        rows = await source.storage.get({"uid": uid, **ALL_STATUSES}, rows_only=True)
+        if not rows:
+            raise ValueError(
+                f"no group with uid {uid} in {source.location!r}; `forebay buffer query` lists those it has"
+            )
+        group = await source.group(uid)
+        with damage_named(f"group {uid}"):
+            console().print(views.group_view(rows[0], group))
 
 
 @app.command()
-def query(
+@in_one_message
+async def query(
     path: BufferPath,
-    query: QueryText = "{}",
+    query: Annotated[
+        str,
+        typer.Argument(metavar="QUERY", help='JSON, such as \'{"task_name": "math", "tags.level": 3}\'.'),
+    ] = "{}",
     order: Annotated[
         str | None, typer.Option(help="timestamp_id, staleness or priority; - in front: descending.")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Groups to show at most.")] = 50,
 ) -> None:
     """List the groups that match a query."""
-    _do(lambda commands: commands.query_buffer(path, query, order, limit, _console()))
+    asked = parse_json_query(query)
+    async with opened(path) as source:
+        rows = await source.storage.get(asked, order=order, limit=limit, rows_only=True)
+        found = await source.storage.count(asked)
+        if rows:
+            digests = await source.digests([row.uid for row in rows])
+            console().print(views.rows_table(still_there(rows, digests), digests))
+    more = f"; showing the first {len(rows)} (--limit)" if found > len(rows) else ""
+    console().print(Text(f"{views.number(found)} group{'' if found == 1 else 's'}{more}", "dim"))
 
 
 @app.command()
-def export(
+@in_one_message
+async def export(
     path: BufferPath,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="The Parquet file to write.")],
     query: Annotated[str, typer.Option(help="Only the groups that match, as in `query`.")] = "{}",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file.")] = False,
 ) -> None:
     """Write rows and rollouts to a Parquet file, one line per rollout."""
-    _do(lambda commands: commands.export_buffer(path, target, query, overwrite, _console()))
+    asked = parse_json_query(query)
+    if target.suffix != ".parquet":
+        raise ValueError(f"the file is written as Parquet; let its name end in .parquet, got {str(target)!r}")
+    if target.exists() and not overwrite:
+        raise ValueError(f"{str(target)!r} exists; --overwrite replaces it")
+    if not target.parent.is_dir():
+        raise ValueError(
+            f"there is no folder {str(target.parent)!r} to write {target.name!r} to; make it first"
+        )
+    async with opened(path) as source:
+        rows = await source.storage.get(asked, rows_only=True)
+        rollouts = pa.Table.from_batches(await source.joined(rows), JOINED_SCHEMA)
+    # Under another name first: a file of the name that was asked for is complete.
+    temporary = target.with_name(f".tmp-{secrets.token_hex(8)}")
+    try:
+        pq.write_table(rollouts, temporary)
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    written = f"{views.number(len(rows))} groups, {views.number(len(rollouts))} rollouts"
+    size = views.size(target.stat().st_size)
+    console().print(views.plain(f"{target}: {written}, {size}"), soft_wrap=True)
 
 
 @app.command()
-def migrate(
+@in_one_message
+async def migrate(
     source: Annotated[str, typer.Argument(metavar="FROM", help="As PATH elsewhere.")],
     target: Annotated[str, typer.Argument(metavar="TO", help="A new folder, or an empty database.")],
     policy: Annotated[
@@ -94,11 +170,22 @@ def migrate(
     ] = None,
 ) -> None:
     """Copy everything: a snapshot to a database, a database to a snapshot, or like to like."""
-    _do(lambda commands: commands.migrate_buffer(source, target, policy, _console()))
+    snapshot, out = _read_all(source, policy), console()
+    if is_sql(target):
+        await _fill_database(target, snapshot)
+        if snapshot.policy_state:
+            out.print(Text(f"the state of {snapshot.policy} (its random numbers) stays behind", "yellow"))
+    else:
+        _write_new_snapshot(Path(target), snapshot)
+    items = snapshot.storage["items"]
+    archived = sum(item.is_archived for item in items)
+    moved = f"{views.number(len(items) - archived)} live and {views.number(archived)} archived groups"
+    out.print(views.plain(f"{hide_password(target)}: {moved}"), soft_wrap=True)
 
 
 @app.command()
-def serve(
+@in_one_message
+async def serve(
     address: Annotated[
         str,
         typer.Argument(
@@ -134,40 +221,72 @@ def serve(
     Prints where it listens. Ctrl-C or SIGTERM ends it: what runs comes to its end, what waits is told.
     """
     given = locals()
-    with one_message(ValueError, OSError):
-        from forebay.replay.remote.server import ServeOptions, serve_buffer
+    # Here, because it loads the server, which no other command needs.
+    from forebay.replay.remote.server import ServeOptions, serve_buffer
 
-        options = ServeOptions(**given)
-        asyncio.run(serve_buffer(options, typer.echo))
-
-
-def show_ledger(
-    path: Annotated[Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, or a ledger.jsonl.")],
-    task: Annotated[str | None, typer.Option(help="Compare the groups of this task only.")] = None,
-) -> None:
-    """Show what became of every group, and how dropped groups differ from trained ones."""
-    _do(lambda commands: commands.ledger_report(path, task, _console()))
+    await serve_buffer(ServeOptions(**given), typer.echo)
 
 
-def convert(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="A run folder or a database of version 0.1.")],
-) -> None:
-    """Convert what version 0.1 wrote, in its place; no process may be using it."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection.migration import migrate
-
-        typer.echo(migrate(path))
+def still_there(rows: list[StorageItem], digests: Mapping[int, Digest]) -> list[StorageItem]:
+    """Without those that another process took out of a database between two questions."""
+    return [row for row in rows if row.uid in digests]
 
 
-def _do(action: Callable[[ModuleType], Coroutine[Any, Any, None]]) -> None:
-    """Run one of `forebay.inspection.commands`, which is loaded here: the other commands need less."""
-    with one_message(ValueError, OSError):
-        from forebay.inspection import commands
+def _read_all(source: str, policy: str | None) -> Snapshot:
+    if not is_sql(source):
+        if policy is not None:
+            raise ValueError(f"a snapshot keeps the policy it was taken with; leave out --policy {policy}")
+        return read_snapshot(find_snapshot(Path(source)))
+    known = {
+        name: kind
+        for name, kind in vars(policies).items()
+        if isinstance(kind, type) and issubclass(kind, ReplayPolicy) and kind is not ReplayPolicy
+    }
+    chosen = FIFOReplayPolicy.__name__ if policy is None else policy
+    if chosen not in known:
+        raise ValueError(f"unknown policy {chosen!r}; known: {', '.join(known)}")
+    store = open_sql(source)
+    try:
+        return Snapshot(store.state_dict(), chosen, known[chosen]().state_dict(), store.num_evicted)
+    finally:
+        store.close()
 
-        asyncio.run(action(commands))
+
+def _write_new_snapshot(folder: Path, snapshot: Snapshot) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{str(folder)!r} is there already; name a new folder, or an empty one")
+    write_snapshot(folder, snapshot)
 
 
-def _console() -> Console:
-    """Text as it is: no markup, no emoji codes, no colors for what looks like a number."""
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    return Console(markup=False, emoji=False, highlight=False, width=width)
+async def _fill_database(target: str, snapshot: Snapshot) -> None:
+    store = open_sql(target, create=True)
+    try:
+        held = await store.count(ALL_STATUSES)
+        if held:
+            raise ValueError(f"{hide_password(target)!r} holds {held} groups already; name an empty database")
+        store.load_state_dict(snapshot.storage)
+        store.num_evicted = dict(snapshot.num_evicted)
+    finally:
+        store.close()
+
+
+def parse_json_query(text: str) -> dict[str, Any]:
+    """The query in `text`.
+
+    Raises:
+        ValueError: it is no JSON object; the message says where it goes wrong.
+    """
+    try:
+        query = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"the query is no JSON: {error.msg} at character {error.pos + 1} of {show_value(text)}"
+        ) from None
+    except (RecursionError, ValueError) as error:
+        # Nested deeper, or with a longer number, than Python reads.
+        raise ValueError(f"the query cannot be read: {error}, in {show_value(text)}") from None
+    if not isinstance(query, dict):
+        raise ValueError(
+            f'a query is a JSON object such as {{"status": "completed"}}, got {show_value(text)}'
+        )
+    return query

@@ -31,7 +31,7 @@ import typer
 from forebay import __version__
 from forebay.cli import buffer as buffer_cli
 from forebay.cli import init as init_cli
-from forebay.cli import keys
+from forebay.cli import keys, ledger, migrate
 from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
 from forebay.cli.errors import MARKUP, one_message
@@ -109,12 +109,26 @@ def evaluate(
 ) -> None:
     """Try a trained model on the held-out prompts of its run, and print the metrics."""
     with one_message():
-        _evaluate(folder, overrides or [], model)
+        from forebay.runs.config import RunConfig
+        from forebay.runs.folder import RUN_FILE, saved_as
+
+        config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides or [])
+        if isinstance(config, RunConfig):
+            from forebay.runs.launch import launch_evaluation
+
+            asyncio.run(launch_evaluation(config, model))
+            return
+        from forebay.environments.launch import evaluate as play
+
+        if model is not None:
+            raise ConfigError("--model is for runs that train language models; leave it out")
+        for name, value in asyncio.run(play(config)).items():
+            typer.echo(f"{name} {value:g}")
 
 
 app.add_typer(buffer_cli.app, name="buffer")
-app.command(name="ledger")(buffer_cli.show_ledger)
-app.command(name="migrate")(buffer_cli.convert)
+app.command(name="ledger")(ledger.show_ledger)
+app.command(name="migrate")(migrate.convert)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
 app.command(name="keys")(keys.show_keys)
@@ -135,7 +149,7 @@ def main() -> None:
 def _train(
     run_file: Path | None, overrides: list[str], dry_run: bool, resume: Path | None, overwrite: bool
 ) -> None:
-    from forebay.runs.config import RunConfig
+    from forebay.runs.config import RunConfig, to_toml
     from forebay.runs.folder import RUN_FILE, saved_as
 
     if resume is not None:
@@ -145,7 +159,9 @@ def _train(
     else:
         raise ConfigError("name a run file, for example recipes/demo_tiny.toml, or --resume RUN_FOLDER")
     if dry_run:
-        _show(config)
+        typer.echo(to_toml(config), nl=False)
+        for difference in config.train.differences_from_papers() if isinstance(config, RunConfig) else ():
+            typer.echo(f"warning: {difference}", err=True)
         return
     if isinstance(config, RunConfig):
         from forebay.runs.launch import launch
@@ -159,15 +175,6 @@ def _train(
         interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
     if interrupted:
         sys.exit(INTERRUPTED)
-
-
-def _show(config: RunConfig | FragmentRunConfig) -> None:
-    from forebay.runs.config import RunConfig, to_toml
-
-    typer.echo(to_toml(config), nl=False)
-    if isinstance(config, RunConfig):
-        for difference in config.train.differences_from_papers():
-            typer.echo(f"warning: {difference}", err=True)
 
 
 def _check(run_file: Path | None, overrides: list[str]) -> None:
@@ -200,21 +207,3 @@ def _kind_of(run_file: Path) -> type[RunConfig | FragmentRunConfig]:
     from forebay.runs.config import RunConfig
 
     return RunConfig
-
-
-def _evaluate(folder: Path, overrides: list[str], model: Path | None) -> None:
-    from forebay.runs.config import RunConfig
-    from forebay.runs.folder import RUN_FILE, saved_as
-
-    config = saved_as(_kind_of(folder / RUN_FILE), folder, overrides)
-    if isinstance(config, RunConfig):
-        from forebay.runs.launch import launch_evaluation
-
-        asyncio.run(launch_evaluation(config, model))
-        return
-    from forebay.environments.launch import evaluate as play
-
-    if model is not None:
-        raise ConfigError("--model is for runs that train language models; leave it out")
-    for name, value in asyncio.run(play(config)).items():
-        typer.echo(f"{name} {value:g}")

@@ -10,14 +10,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from types import FrameType
-from typing import Literal, NoReturn
+from functools import wraps
+from typing import Any, Literal, NoReturn, ParamSpec
 
 from rich.console import Console
 from rich.text import Text
@@ -29,7 +30,10 @@ from forebay.tracebacks import INTERRUPTED, first_error
 
 MARKUP: Literal["rich", None] = "rich" if sys.stdout.isatty() and sys.stderr.isatty() else None
 """How typer shows help and wrong usage: boxes of 80 columns are for a terminal; a pipe gets plain lines."""
+PIPED_WIDTH = 160
+"""Columns when the output is no terminal; a table of groups fits."""
 FAILED = 2
+Given = ParamSpec("Given")
 
 _MENDABLE = {
     "forebay.io.durable": "DiskError",
@@ -51,7 +55,7 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
     """Run a command's work inside; `also` are further errors whose message is all that a person needs."""
     # Set before transformers is imported: its progress bars and warnings would tear the display.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    before = signal.signal(signal.SIGTERM, _as_ctrl_c)
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         yield
     except KeyboardInterrupt:
@@ -63,11 +67,37 @@ def one_message(*also: type[Exception]) -> Iterator[None]:
         fail(str(error) if isinstance(error, MissingLibraryError) else str(missing(error.name or "", "this")))
     except Exception as error:
         first = first_error(error)
-        if not _is_mendable(first, also):
+        known = [getattr(sys.modules.get(module), name, None) for module, name in _MENDABLE.items()]
+        mendable = (ConfigError, FloatingPointError, *also, *(kind for kind in known if kind is not None))
+        cannot_open = isinstance(first, OSError) and first.errno in (errno.EISDIR, errno.EMFILE)
+        if not (isinstance(first, mendable) or is_disk_error(first) or cannot_open):
             raise
-        fail(_said(first))
+        message = str(first)
+        if type(first).__module__.startswith("sqlalchemy."):
+            # It goes on with the statement and its values.
+            message = f"the database says: {message.splitlines()[0]}"
+        elif isinstance(first, OSError) and first.strerror is not None:
+            message = first.strerror + ("" if first.filename is None else f": {str(first.filename)!r}")
+        fail(message)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def in_one_message(work: Callable[Given, Coroutine[Any, Any, None]]) -> Callable[Given, None]:
+    """A command whose work is `work`; wrong values and files are one message, too."""
+
+    @wraps(work)
+    def command(*arguments: Given.args, **options: Given.kwargs) -> None:
+        with one_message(ValueError, OSError):
+            asyncio.run(work(*arguments, **options))
+
+    return command
+
+
+def console() -> Console:
+    """Stdout, with text as it is: no markup, no emoji codes, no colors for what looks like a number."""
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(markup=False, emoji=False, highlight=False, width=width)
 
 
 def fail(message: str) -> NoReturn:
@@ -81,26 +111,3 @@ def say(message: str | Text) -> None:
     """A line on stderr: as it is, not broken into pieces of a terminal's width."""
     console = Console(stderr=True, markup=False, emoji=False, highlight=False)
     console.print(message, soft_wrap=True)
-
-
-def _as_ctrl_c(signal_number: int, frame: FrameType | None) -> None:
-    signal.raise_signal(signal.SIGINT)
-
-
-def _is_mendable(error: BaseException, also: tuple[type[Exception], ...]) -> bool:
-    if isinstance(error, (ConfigError, FloatingPointError, *also)):
-        return True
-    if is_disk_error(error) or (isinstance(error, OSError) and error.errno in (errno.EISDIR, errno.EMFILE)):
-        return True
-    known = (getattr(sys.modules.get(module), name, None) for module, name in _MENDABLE.items())
-    return any(isinstance(error, kind) for kind in known if isinstance(kind, type))
-
-
-def _said(error: BaseException) -> str:
-    if type(error).__module__.startswith("sqlalchemy."):
-        # It goes on with the statement and its values.
-        return f"the database says: {str(error).splitlines()[0]}"
-    if isinstance(error, OSError) and error.strerror is not None:
-        place = "" if error.filename is None else f": {str(error.filename)!r}"
-        return f"{error.strerror}{place}"
-    return str(error)

@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
-from forebay.cli.errors import one_message
+from forebay.cli.errors import console, one_message
 
 if TYPE_CHECKING:
     from forebay.runs.record.rerun import Rerun, RerunStep
@@ -74,7 +72,13 @@ async def _replay(folder: Path, until: int | None, output: Path | None, batches_
     if last is None or (until is not None and last.train_step < until):
         raise ValueError(f"no train step {until or 1} in the record: it ends with step {last_recorded}")
     if output is not None:
-        await _save(rerun, last, output)
+        saved = ["batches.parquet", "buffer"]
+        await rerun.buffer.save(output / "buffer")
+        # After a failed step the weights are those of no step.
+        if rerun.trainer is not None and last.failure is None:
+            rerun.trainer.save(output / "trainer")
+            saved.append("trainer")
+        typer.echo(f"after step {last.train_step}: {', '.join(saved)} in {output}")
     if until is not None:
         _show_batch(rerun, last)
     typer.echo(report.verdict(last, batches_only))
@@ -117,16 +121,6 @@ class _Report:
         return f"{steps}, the same batches" if batches_only else f"{steps}, bit-equal"
 
 
-async def _save(rerun: Rerun, last: RerunStep, output: Path) -> None:
-    saved = ["batches.parquet", "buffer"]
-    await rerun.buffer.save(output / "buffer")
-    # After a failed step the weights are those of no step.
-    if rerun.trainer is not None and last.failure is None:
-        rerun.trainer.save(output / "trainer")
-        saved.append("trainer")
-    typer.echo(f"after step {last.train_step}: {', '.join(saved)} in {output}")
-
-
 def _line(step: RerunStep) -> str:
     recorded = None if step.recorded is None else step.recorded.get(_LOSS)
     numbers = (step.train_step, 6, 6), (step.again.get("reward"), 8, 4)
@@ -135,19 +129,16 @@ def _line(step: RerunStep) -> str:
         equal = step.failure
     elif step.recorded is None:
         equal = "not recorded: the run ended here"
+    elif step.differences:
+        # The loss has columns of its own.
+        names = [name for name in step.differences if name != _LOSS] or step.differences
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        now, before = _number(step.again.get(names[0])), _number(step.recorded.get(names[0]))
+        equal = f"NO: {names[0]} {now}, recorded {before}{more}"
     else:
-        equal = "yes" if not step.differences else "NO: " + _explain(step)
+        equal = "yes"
     cells = [f"{_number(value, digits):>{width}}" for value, width, digits in (*numbers, *losses)]
     return "  ".join([*cells, equal])
-
-
-def _explain(step: RerunStep) -> str:
-    assert step.recorded is not None
-    # The loss has columns of its own.
-    names = [name for name in step.differences if name != _LOSS] or step.differences
-    name = names[0]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{name} {_number(step.again.get(name))}, recorded {_number(step.recorded.get(name))}{more}"
 
 
 def _number(value: float | None, digits: int = 12) -> str:
@@ -156,7 +147,7 @@ def _number(value: float | None, digits: int = 12) -> str:
 
 def _show_batch(rerun: Rerun, step: RerunStep) -> None:
     """The batch: a line per rollout."""
-    from forebay.inspection.views import number, plain, table, version_spans
+    from forebay.cli.views import number, plain, table, version_spans
     from forebay.runs.record.journal import read_seeds
 
     states = [state for group in step.groups for state in group]
@@ -175,6 +166,4 @@ def _show_batch(rerun: Rerun, step: RerunStep) -> None:
             plain(version_spans(state).removeprefix("weights: ")),
         )
     typer.echo(f"\nthe batch of train step {step.train_step}")
-    Console(markup=False, emoji=False, highlight=False, width=None if sys.stdout.isatty() else 160).print(
-        shown
-    )
+    console().print(shown)

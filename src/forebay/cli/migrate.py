@@ -1,4 +1,4 @@
-"""Run folders and databases of version 0.1, converted in their place.
+"""The ``forebay migrate`` command: run folders and databases of version 0.1, converted in their place.
 
 ::
 
@@ -12,20 +12,26 @@ has another name now.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from forebay.cli.errors import one_message
+from forebay.cli.source import hide_password, is_sql
 from forebay.extras import needed_by
-from forebay.inspection.source import hide_password, is_sql
 from forebay.io.durable import CHECKSUMS, seal, sync_tree
 from forebay.runs.folder import RUN_FILE, list_checkpoints
 
 
-def migrate(path: str) -> str:
-    """Convert the run folder or the database at `path`; return a sentence about it.
+def convert(
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run folder or a database of version 0.1.")],
+) -> None:
+    """Convert what version 0.1 wrote, in its place; no process may be using it."""
+    with one_message(ValueError, OSError):
+        typer.echo(_convert(path))
 
-    Raises:
-        FileNotFoundError: there is nothing at `path`.
-        ValueError: it is neither, or not of version 0.1.
-    """
+
+def _convert(path: str) -> str:
     if is_sql(path):
         with needed_by("a SQL store"):
             from forebay.replay.stores.sql.upgrade import upgrade

@@ -22,8 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from forebay.agents.extra_fields import conversation_of, facts_of
-from forebay.inspection.source import Digest
-from forebay.ledger import Balance, Comparison
+from forebay.cli.source import Digest
 from forebay.replay import StorageItem
 from forebay.replay.query import plain_value
 from forebay.types import UNLABELED, RolloutState, Status
@@ -241,46 +240,6 @@ def version_spans(state: RolloutState) -> str:
         spans.append(f"{maker} for {start}-{end - 1}")
         start = end
     return "weights: " + (", ".join(spans) or "-")
-
-
-def balance_table(balance: Balance) -> Table:
-    """By task: generated = trained + dropped by reason + live; and the rollouts that left, if any did."""
-    reasons = sorted(balance.dropped)
-    parts = balance.by_task | ({"all": balance} if len(balance.by_task) > 1 else {})
-    lines = [
-        (
-            *(name, part.generated, part.trained),
-            *(part.dropped.get(reason, 0) for reason in reasons),
-            part.live,
-            *(Text(number(wrong), "bold red" if wrong else "") for wrong in (part.difference, part.repeated)),
-            part.retried,
-            *([part.left] if balance.left else []),
-        )
-        for name, part in parts.items()
-    ]
-    columns = ["task", "generated", "trained", *reasons, "live", "difference", "repeated", "retried"]
-    return table(*columns, *(["rollouts left"] if balance.left else []), rows=lines)
-
-
-def bias_table(comparisons: Mapping[str, Sequence[Comparison]]) -> Table:
-    """Dropped against trained groups: counts, means, medians, difference of means with its standard error."""
-    reasons = [reason for reason in comparisons if reason != "all" or len(comparisons) != 2]
-    lines: list[tuple[Any, ...]] = []
-    for place, (first, *_) in enumerate(zip(*comparisons.values(), strict=True)):
-        trained = first.trained
-        lines.append((_UNITS[first.quantity], "trained", trained.count, trained.mean, trained.median, "", ""))
-        for reason in reasons:
-            one = comparisons[reason][place]
-            mark, style = (" *", "bold yellow") if one.is_notable else ("", "")
-            signed = "-" if math.isnan(one.difference) else f"{one.difference:+,.2f}"
-            label = "dropped" if reason == "all" else f"dropped: {reason}"
-            summary = one.dropped.count, one.dropped.mean, one.dropped.median
-            lines.append(("", label, *summary, Text(signed + mark, style), one.standard_error))
-    columns = ("groups", "mean", "median", "difference", "standard error")
-    return table("quantity", "of", *columns, rows=lines, left=2)
-
-
-_UNITS = {"num_tokens": "tokens", "latency_s": "seconds", "score": "first score"}
 
 
 def _content(value: object) -> str:

@@ -117,7 +117,14 @@ class RolloutController:
             completion = Completion(finish_reason="length")
         else:
             async with self._places or contextlib.nullcontext():
-                completion = await self._generate(state, self._request(state, params, budget))
+                request = self._request(state, params, budget)
+                # Those without an id have a request id that is theirs alone.
+                name = request.request_id if state.rollout_id is None else state.rollout_id
+                self._at_engine[name] = request
+                try:
+                    completion = await self._pool.generate(request)
+                finally:
+                    self._at_engine.pop(name, None)
         state.append(completion.response_ids, logprobs=completion.logprobs, model_step=completion.model_steps)
         state.finish_reason = completion.finish_reason
         state.status = status_from_finish_reason(completion.finish_reason)
@@ -205,15 +212,6 @@ class RolloutController:
     async def close(self) -> None:
         """End everything and free the engines; one that does not answer is left as it is."""
         await self._pool.close()
-
-    async def _generate(self, state: RolloutState, request: GenerateRequest) -> Completion:
-        # Those without an id have a request id that is theirs alone.
-        name = request.request_id if state.rollout_id is None else state.rollout_id
-        self._at_engine[name] = request
-        try:
-            return await self._pool.generate(request)
-        finally:
-            self._at_engine.pop(name, None)
 
     def _request(self, state: RolloutState, params: SampleParams, budget: int) -> GenerateRequest:
         name = state.rollout_id

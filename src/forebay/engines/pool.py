@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from forebay.aio.changed import Changes
 from forebay.engines.base import (
     Completion,
     Engine,
@@ -80,7 +81,8 @@ class EnginePool:
         """Of the weights that the engines should have."""
         self._paused = False
         self._closed = False
-        self._news = asyncio.Event()
+        self._changes = Changes()
+        """An engine came back, or was given up; a pause or the end began."""
         self.num_retries = 0
         """Requests given to another engine (or the same again) because one was lost."""
         self.num_restarts = 0
@@ -147,7 +149,13 @@ class EnginePool:
             member = await self._place(call.request.session_id)
             if member is None:
                 return Completion(finish_reason="abort")
-            completion = await self._ask(member, call)
+            member.num_in_flight += 1
+            call.engine = member.engine
+            try:
+                completion = await member.engine.generate(call.rest())
+            finally:
+                call.engine = None
+                member.num_in_flight -= 1
             if not completion.lost:
                 return completion
             why = completion.error_msg or "lost"
@@ -182,7 +190,7 @@ class EnginePool:
             StallError: an engine of this process did not answer within a minute; the others are paused.
         """
         self._paused = True
-        self._wake()
+        self._changes.note()
         await self._ask_all("pause", self._follow_pause)
 
     async def resume(self) -> None:
@@ -262,7 +270,7 @@ class EnginePool:
     async def close(self) -> None:
         """End everything and free the engines; one that does not answer is left as it is."""
         self._closed = True
-        self._wake()
+        self._changes.note()
         tasks = [member.bringing_up for member in self._members if member.bringing_up is not None]
         for task in tasks:
             task.cancel()
@@ -298,15 +306,6 @@ class EnginePool:
             del self._engine_of_session[next(iter(self._engine_of_session))]
         return member
 
-    async def _ask(self, member: _Member, call: _Call) -> Completion:
-        member.num_in_flight += 1
-        call.engine = member.engine
-        try:
-            return await member.engine.generate(call.rest())
-        finally:
-            call.engine = None
-            member.num_in_flight -= 1
-
     # Engines that are lost, and come back
 
     def _start(self) -> None:
@@ -326,8 +325,13 @@ class EnginePool:
         try:
             for num_left in reversed(range(_BRING_UP_TRIES)):
                 await cast("Remote", member.engine).bring_up()
-                if await self._follows(member, again=num_left > 0):
+                try:
+                    await self._rest_as_others_do(member)
                     break
+                except (EngineLost, StallError) as error:
+                    if not num_left:
+                        raise
+                    logger.warning("%s is brought up once more: %s", member, error)
             member.is_up = True
             if again:
                 self.num_restarts += 1
@@ -338,20 +342,13 @@ class EnginePool:
             logger.error("%s is given up: %s", member, error)
         finally:
             member.bringing_up = None
-            self._wake()
+            self._changes.note()
 
-    async def _follows(self, member: _Member, *, again: bool) -> bool:
-        """Whether an engine that came up rests if the others do; raises instead of False unless `again`."""
+    async def _rest_as_others_do(self, member: _Member) -> None:
+        """Pause an engine that came up, if the others are; a pause may begin or end meanwhile."""
         member.paused = False
-        try:
-            while member.paused is not self._paused:
-                await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
-        except (EngineLost, StallError) as error:
-            if not again:
-                raise
-            logger.warning("%s is brought up once more: %s", member, error)
-            return False
-        return True
+        while member.paused is not self._paused:
+            await answered(self._follow_pause(member), f"{member} was asked to pause or resume")
 
     async def _follow_pause(self, member: _Member) -> None:
         member.paused = self._paused
@@ -366,11 +363,7 @@ class EnginePool:
         if all(member.gone for member in self._members):
             why = "; ".join(f"{member}: {member.lost_because}" for member in self._members)
             raise EngineLost(f"no engine is left: {why}")
-        await self._news.wait()
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+        await self._changes.wait(self._changes.version)
 
     async def _ask_all(
         self,

@@ -21,6 +21,7 @@ from functools import cache
 from urllib.parse import urlsplit
 
 from forebay.aio.time_limits import timeout
+from forebay.engines.base import EngineLost
 
 CONNECT_LIMIT_S = 10.0
 
@@ -29,7 +30,7 @@ _HEAD_LIMIT_BYTES = 1 << 20
 _PIECE_BYTES = 1 << 16
 
 
-class HTTPError(OSError):
+class HTTPError(EngineLost):
     """There is no connection, it broke, or the bytes on it are not HTTP."""
 
 
@@ -41,6 +42,8 @@ class Response:
     headers: dict[str, str]
     """Names in lower case."""
     reader: asyncio.StreamReader
+    origin: str
+    """Of the server, for errors."""
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The body as it arrives.
@@ -48,7 +51,7 @@ class Response:
         Raises:
             HTTPError: it ended early, or is not HTTP.
         """
-        with _as_http_errors():
+        with _as_http_errors(self.origin):
             if self.headers.get("transfer-encoding", "").lower() == "chunked":
                 # A chunk's size may have an extension after a semicolon, which says nothing that is needed.
                 while size := int((await self.reader.readuntil(b"\r\n")).partition(b";")[0], 16):
@@ -91,7 +94,7 @@ async def request(
     if body is not None:
         given |= {"content-type": "application/json", "content-length": str(len(body))}
     lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
-    secure = parts.scheme == "https"
+    secure, origin = parts.scheme == "https", f"{parts.scheme}://{parts.netloc}"
     try:
         async with timeout(CONNECT_LIMIT_S):
             reader, writer = await asyncio.open_connection(
@@ -101,46 +104,38 @@ async def request(
                 limit=_HEAD_LIMIT_BYTES,
             )
     except TimeoutError:
-        raise HTTPError(f"no connection within {CONNECT_LIMIT_S:g} s") from None
+        raise HTTPError(f"{origin}: no connection within {CONNECT_LIMIT_S:g} s") from None
     except OSError as error:
-        raise HTTPError(f"no connection: {error}") from error
+        raise HTTPError(f"{origin}: no connection: {error}") from error
     try:
-        with _as_http_errors():
+        with _as_http_errors(origin):
             writer.write(("\r\n".join(lines) + "\r\n\r\n").encode() + (body or b""))
             await writer.drain()
-            response = await _read_head(reader)
-        yield response
+            status = 100
+            # Provisional answers, such as "100 Continue", come before the one that counts.
+            while 100 <= status < 200:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                first, *fields = head.rstrip("\r\n").split("\r\n")
+                status = int(first.split(" ", 2)[1])
+        pairs = (field.partition(":") for field in fields)
+        found = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        yield Response(status, found, reader, origin)
     finally:
         # Not `close`, which would wait for the rest of the request to be sent.
         writer.transport.abort()
 
 
-async def _read_head(reader: asyncio.StreamReader) -> Response:
-    status = 100
-    # Provisional answers, such as "100 Continue", come before the one that counts.
-    while 100 <= status < 200:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-        first, *lines = head.rstrip("\r\n").split("\r\n")
-        status = int(first.split(" ", 2)[1])
-    pairs = (line.partition(":") for line in lines)
-    return Response(status, {name.strip().lower(): value.strip() for name, _, value in pairs}, reader)
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Made once, because it reads all certificates of the machine."""
-    return ssl.create_default_context()
+# Made once, because it reads all certificates of the machine.
+_certificates = cache(ssl.create_default_context)
 
 
 @contextlib.contextmanager
-def _as_http_errors() -> Iterator[None]:
+def _as_http_errors(origin: str) -> Iterator[None]:
     try:
         yield
     except asyncio.IncompleteReadError:
-        raise HTTPError("the connection was closed in the middle of the answer") from None
+        raise HTTPError(f"{origin}: the connection was closed in the middle of the answer") from None
     except (ValueError, IndexError, asyncio.LimitOverrunError) as error:
-        raise HTTPError(f"the answer is not HTTP: {error}") from error
-    except HTTPError:
-        raise
+        raise HTTPError(f"{origin}: the answer is not HTTP: {error}") from error
     except OSError as error:
-        raise HTTPError(f"the connection broke: {error}") from error
+        raise HTTPError(f"{origin}: the connection broke: {error}") from error

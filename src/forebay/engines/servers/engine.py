@@ -390,17 +390,16 @@ class HTTPEngine:
     async def _load(self, written: WrittenWeights) -> None:
         """Let the server take over weights; requests are interrupted and go on afterwards."""
         await self._stop_all(goes_on=True)
+        refused: AdaptersRefusedError | None = None
         try:
             await self._weights.take(written)
-        except AdaptersRefusedError:
+        except AdaptersRefusedError as error:
             # It goes on with what it had.
-            await self._release_unless_paused()
-            raise
-        await self._release_unless_paused()
-
-    async def _release_unless_paused(self) -> None:
+            refused = error
         if not self._paused:
             await self._link.do(self._dialect.release)
+        if refused is not None:
+            raise refused
 
     # The server
 

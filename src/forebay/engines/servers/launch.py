@@ -85,7 +85,8 @@ class LocalServer:
             EngineLost: it ended before, or took too long (then it is stopped).
         """
         await self.stop()
-        self._port = _free_port()
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, **self._environment}
         with self.log.open("ab") as log:
@@ -151,8 +152,3 @@ class LocalServer:
             log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])

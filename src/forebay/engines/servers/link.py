@@ -120,7 +120,7 @@ class ServerLink:
             if status == _NOT_FOUND and not call.may_refuse:
                 raise ServerFailed(f"{self} knows no {call.path}; {self.dialect.help}")
             if not done:
-                problem = f"{self}: {call.path} was answered {status}{_hint(status)}: {_shown(text)}"
+                problem = f"{self}: {call.path} was {_answered(status, text)}"
                 if not await self.is_healthy():
                     raise EngineLost(problem)
                 raise (Refused if call.may_refuse and status not in _NO_KEY else ServerFailed)(problem)
@@ -170,33 +170,28 @@ class ServerLink:
             BadAnswer: it sends something else.
         """
         url, data = str(self) + self.dialect.generate_path, json.dumps(body).encode()
-        try:
-            async with client.request("POST", url, data, self._headers) as response:
-                if (status := response.status) != _OK:
-                    problem = f"{self} answered {status}{_hint(status)}: {_shown(await response.read())}"
-                    if status in _BUSY:
-                        raise Busy(problem, _retry_after_s(response.headers))
-                    blame = 400 <= status < 500 and status not in _MAY_PASS
-                    raise (Refused if blame else ServerFailed)(problem)
-                rest = b""
-                async with contextlib.aclosing(response.chunks()) as chunks:
-                    async for chunk in chunks:
-                        *events, rest = (rest + chunk).split(b"\n\n")
-                        for event in events:
-                            if (found := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
-                                yield _decoded(found)
-        except client.HTTPError as error:
-            raise EngineLost(f"{self}: {error}") from error
+        async with client.request("POST", url, data, self._headers) as response:
+            if (status := response.status) != _OK:
+                problem = f"{self} {_answered(status, await response.read())}"
+                if status in _BUSY:
+                    raise Busy(problem, _retry_after_s(response.headers))
+                blame = 400 <= status < 500 and status not in _MAY_PASS
+                raise (Refused if blame else ServerFailed)(problem)
+            rest = b""
+            async with contextlib.aclosing(response.chunks()) as chunks:
+                async for chunk in chunks:
+                    *events, rest = (rest + chunk).split(b"\n\n")
+                    for event in events:
+                        if (found := event.removeprefix(b"data:").strip()) not in (b"", b"[DONE]"):
+                            yield _decoded(found)
 
     async def _ask(self, call: Call, limit_s: float | None) -> tuple[int, bytes]:
         url = str(self) + call.path + (f"?{urlencode(call.params)}" if call.params else "")
         body = None if call.body is None else json.dumps(call.body).encode()
+        request = client.request(call.method, url, body, self._headers)
         try:
-            request = client.request(call.method, url, body, self._headers)
             async with timeout(limit_s), request as response:
                 return response.status, await response.read()
-        except client.HTTPError as error:
-            raise EngineLost(f"{self}: {error}") from error
         except TimeoutError:
             raise EngineLost(f"{self}: {call.path} was not answered within {limit_s:g} s") from None
 
@@ -260,7 +255,12 @@ class Watch:
             why = ""
             while not why:
                 await asyncio.wait([ended], timeout=_HEALTH_EVERY_S)
-                why = self._end_of_process(ended.result()) if ended.done() else await self._fault()
+                if ended.done():
+                    assert self._server is not None
+                    tail = self._server.log_tail()
+                    why = f"it ended with exit code {ended.result()}; the end of its log:\n{tail}"
+                else:
+                    why = await self._fault()
             self._lose(why)
         finally:
             ended.cancel()
@@ -273,10 +273,6 @@ class Watch:
         if silent_s > _SILENCE_S and not await self._link.is_alive():
             return f"it stands still: no token for {silent_s:.0f} s, and its model does not answer"
         return ""
-
-    def _end_of_process(self, code: int) -> str:
-        assert self._server is not None
-        return f"it ended with exit code {code}; the end of its log:\n{self._server.log_tail()}"
 
 
 class ServerFailed(EngineLost):
@@ -310,8 +306,9 @@ def _parsed(text: bytes) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _hint(status: int) -> str:
-    return " (the API key is wrong or missing: see api_key_env)" if status in _NO_KEY else ""
+def _answered(status: int, text: bytes) -> str:
+    hint = " (the API key is wrong or missing: see api_key_env)" if status in _NO_KEY else ""
+    return f"answered {status}{hint}: {text.decode(errors='replace')[:_SHOWN]}"
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:
@@ -320,7 +317,3 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
     # None given, or a date.
     except (KeyError, ValueError):
         return 0.0
-
-
-def _shown(text: bytes) -> str:
-    return text.decode(errors="replace")[:_SHOWN]

@@ -100,8 +100,10 @@ class Stream:
 
     def add(self, piece: Piece) -> None:
         """Take in what the server sent."""
-        if piece.ids and not self.ids:
-            self._start_time_limit()
+        if piece.ids and not self.ids and (limit_s := self.request.time_limit_s) is not None:
+            # From the first token on: before that it may have waited for its turn.
+            why = f"aborted after its time limit of {limit_s} s"
+            self._timer = asyncio.get_running_loop().call_later(limit_s, self.cut, "abort", why)
         self.ids += piece.ids
         self._logprobs += piece.logprobs
         self._steps += [self._step] * len(piece.ids)
@@ -159,12 +161,6 @@ class Stream:
     def _stop_reading(self) -> None:
         if self._reading is not None:
             self._reading.reschedule(asyncio.get_running_loop().time())
-
-    def _start_time_limit(self) -> None:
-        """From the first token on: before that it may have waited for its turn."""
-        if (limit_s := self.request.time_limit_s) is not None:
-            why = f"aborted after its time limit of {limit_s} s"
-            self._timer = asyncio.get_running_loop().call_later(limit_s, self.cut, "abort", why)
 
     def _completes_stop_text(self, num_new: int) -> bool:
         """Whether the response ends in a stop text that began before this leg, which no server can know.

@@ -98,7 +98,9 @@ class ServerWeights:
         if self._has(written):
             return
         dialect, base = self._dialect, written.base or written
-        if written.base is None or not self._has_base(base):
+        # Loading adapters never touches the base, which lies below whatever the server has.
+        has_base = base.is_start or self._label.partition("+")[0] == base.version
+        if written.base is None or not has_base:
             await self._load(base, dialect.load(str(base.folder), base.version))
         if written.base is None:
             return
@@ -107,10 +109,6 @@ class ServerWeights:
         except Refused as error:
             self._is_half_loaded, self._was_refused = False, True
             raise AdaptersRefusedError(f"{error}; {dialect.lora_help}") from error
-
-    def _has_base(self, base: WrittenWeights) -> bool:
-        """Whether it lies below whatever the server has; loading adapters never touches it."""
-        return base.is_start or self._label.partition("+")[0] == base.version
 
     async def _load(self, written: WrittenWeights, calls: Iterable[Call]) -> None:
         if self._is_half_loaded:

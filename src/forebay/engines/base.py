@@ -38,7 +38,7 @@ Contract:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -46,7 +46,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from forebay.models import ModelConfig, Precision
-from forebay.models.starting_weights import Weights
+from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.types import FloatArray, IntArray, SampleParams
 
 DEFAULT_MAX_BATCH = 256
@@ -229,7 +229,7 @@ class TakesAdapters(Protocol):
         """Whether it does; an engine without this property does not."""
         ...
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `Engine.load_weights`, with the weights that the starting weights and these adapters make.
 
         The starting weights are those that the engine began with, or was last given whole. `adapters` and

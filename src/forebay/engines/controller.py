@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from forebay.engines.base import Completion, Engine, EngineHealth, GenerateRequest, request_seed
 from forebay.engines.pool import EnginePool
-from forebay.models.starting_weights import Weights
+from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.types import (
     RolloutState,
     SampleParams,
@@ -184,7 +183,7 @@ class RolloutController:
         """Whether `update_adapters` may be called: all engines keep their starting weights."""
         return self._pool.takes_adapters
 
-    async def update_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
+    async def update_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """Give every engine the LoRA adapters after train step `model_step`, for its starting weights.
 
         Raises:

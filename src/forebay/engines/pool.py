@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from forebay.engines.base import (
     Remote,
     TakesAdapters,
 )
-from forebay.models.starting_weights import Weights
+from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -223,7 +223,7 @@ class EnginePool:
         """Whether all engines do."""
         return all(getattr(member.engine, "takes_adapters", False) for member in self._members)
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `load_weights`, with adapters on the engines' starting weights; for engines that take them.
 
         Raises:

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     import torch
 
 Weights: TypeAlias = "Iterable[tuple[str, torch.Tensor]]"
 """Parameters by name, on their way from a trainer to engines."""
+
+AdapterConfig: TypeAlias = "Mapping[str, Any]"
+"""What LoRA adapters are: peft's ``adapter_config.json``, with a `BASE_FINGERPRINT` on the way to engines."""
 
 BASE_FINGERPRINT = "base_fingerprint"
 """The key, in the config of adapters on their way to engines, of their starting weights' `fingerprint`."""

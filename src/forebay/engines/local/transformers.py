@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +34,7 @@ from forebay.engines.base import DEFAULT_MAX_BATCH, Completion, EngineHealth, Ge
 from forebay.engines.local.batch import DecodeBatch, Ended, Row
 from forebay.engines.local.compatibility import check_config, probe
 from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
-from forebay.models.starting_weights import AdaptersRefusedError, Weights
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -181,21 +181,21 @@ class TransformersEngine:
             ValueError: a parameter is missing, unknown or of another shape; then nothing has changed.
             RuntimeError: the engine is closed.
         """
-        await self._take_over(weights, model_step)
+        await self._update(weights, model_step)
 
     @property
     def takes_adapters(self) -> bool:
         """Whether `load_adapters` may be called."""
         return self._adapted is not None
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """Merge these adapters into the starting weights between two forward passes, as `load_weights` does.
 
         Raises:
             BaseDiffersError, AdaptersRefusedError, ValueError: see `TakesAdapters`; nothing has changed.
             RuntimeError: the engine is closed.
         """
-        await self._take_over(adapters, model_step, config)
+        await self._update(adapters, model_step, config)
 
     async def sleep(self) -> None:
         """Give the device to somebody else: weights to the CPU, caches freed. `pause` comes first."""
@@ -246,9 +246,7 @@ class TransformersEngine:
         if running := [call.ended for call in calls if not call.ended.done()]:
             await asyncio.wait(running)
 
-    async def _take_over(
-        self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None = None
-    ) -> None:
+    async def _update(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
         """Whole weights, or with their config adapters, between two forward passes."""
         if self._closed:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
@@ -334,7 +332,7 @@ class TransformersEngine:
         logger.error("a forward pass failed", exc_info=error)
         return f"forward pass failed: {_describe(error)}"
 
-    def _load(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> None:
+    def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
         if adapters is None:
             copy_weights(self._model, weights)
             if self._adapted is not None:

@@ -37,7 +37,7 @@ from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, Engin
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
 from forebay.io.messages import Answer, Message, Note
-from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError, Weights
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, BaseDiffersError, Weights
 
 if TYPE_CHECKING:
     from forebay.engines.weights.shared_memory import SharedMemoryHandOver
@@ -153,16 +153,11 @@ class ProcessEngine:
         """Take over these parameters; engines that were given the same list share one hand-over."""
         await self._load(weights, model_step)
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `load_weights`, with adapters on the starting weights: see `TakesAdapters`."""
         await self._load(adapters, model_step, config)
 
-    async def _load(
-        self,
-        weights: Weights,
-        model_step: int,
-        adapters: Mapping[str, Any] | None = None,
-    ) -> None:
+    async def _load(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
         # The object names the hand-over, so a list must stay itself.
         given = weights if isinstance(weights, list) else list(weights)
         try:

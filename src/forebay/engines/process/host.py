@@ -74,24 +74,20 @@ class HostSession(Session):
         params = SampleParams(**message.pop("params"))
         request = GenerateRequest(**message, input_ids=input_ids, params=params)
         if self._timer is None:
-            self._report_later()
+            self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
         completion = await self._host.complete(request, "parent")
+        arrays = (completion.response_ids, completion.logprobs, completion.model_steps)
         buffers = [
-            np.asarray(completion.response_ids, np.int32).tobytes(),
-            np.asarray(completion.logprobs, np.float32).tobytes(),
-            np.asarray(completion.model_steps, np.int32).tobytes(),
+            np.asarray(array, kind).tobytes()
+            for array, kind in zip(arrays, (np.int32, np.float32, np.int32), strict=True)
         ]
         return {"finish_reason": completion.finish_reason, "error_msg": completion.error_msg}, buffers
 
-    def _report_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(PROGRESS_EVERY_S, self._report)
-
     def _report(self) -> None:
-        self._timer = None
         made = self._host.num_made("parent")
         self.channel.post(Note(encode_value(made)))
-        if made:
-            self._report_later()
+        later = asyncio.get_running_loop().call_later
+        self._timer = later(PROGRESS_EVERY_S, self._report) if made else None
 
 
 class EngineHost:

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -47,7 +47,7 @@ from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink
 from forebay.engines.servers.stream import Stream
 from forebay.engines.servers.weights import ServerWeights
 from forebay.engines.weights.files import WeightFiles, WrittenWeights
-from forebay.models.starting_weights import AdaptersRefusedError, Weights
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
 
 class HTTPEngine:
@@ -196,14 +196,14 @@ class HTTPEngine:
             ConfigError: they cannot be written; the server keeps what it has.
             RuntimeError: the engine is closed.
         """
-        await self._take_over(weights, model_step)
+        await self._update(weights, model_step)
 
     @property
     def takes_adapters(self) -> bool:
         """Whether the server was started for adapters, and has refused none yet."""
         return self._weights.takes_adapters
 
-    async def load_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
+    async def load_adapters(self, adapters: Weights, model_step: int, *, config: AdapterConfig) -> None:
         """As `load_weights`, with adapters on the starting weights: see `forebay.engines.base.TakesAdapters`.
 
         The server computes with them beside its weights, so log probabilities are those of merged weights but
@@ -215,7 +215,7 @@ class HTTPEngine:
             EngineLost, ConfigError, RuntimeError: as for `load_weights`.
         """
         self._weights.check(config)
-        await self._take_over(adapters, model_step, config)
+        await self._update(adapters, model_step, config)
 
     async def close(self) -> None:
         """End everything; stop the server if it was started here, else leave it unpaused."""
@@ -361,12 +361,7 @@ class HTTPEngine:
 
     # Weights
 
-    async def _take_over(
-        self,
-        weights: Weights,
-        model_step: int,
-        adapters: Mapping[str, Any] | None = None,
-    ) -> None:
+    async def _update(self, weights: Weights, model_step: int, adapters: AdapterConfig | None = None) -> None:
         if self._state is State.CLOSED:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         written = await self._files.write(weights, model_step, adapters=adapters)

@@ -15,13 +15,12 @@ The server must be paused for `take`: the engine does that, and sees to the requ
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from forebay.engines.servers.dialects import Call
 from forebay.engines.servers.link import Refused, ServerLink
 from forebay.engines.weights.files import WrittenWeights
-from forebay.models.starting_weights import AdaptersRefusedError
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 
 
 class ServerWeights:
@@ -54,7 +53,7 @@ class ServerWeights:
         """Whether adapters may be tried: the server was started for them, and has never refused any."""
         return self._lora_rank > 0 and not self._was_refused
 
-    def check(self, config: Mapping[str, Any]) -> None:
+    def check(self, config: AdapterConfig) -> None:
         """Raise unless servers compute what adapters of this kind mean.
 
         Raises:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -31,10 +32,16 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
-from forebay.models.starting_weights import BASE_FINGERPRINT, BaseDiffersError, Weights, fingerprint
+from forebay.models.starting_weights import (
+    BASE_FINGERPRINT,
+    AdapterConfig,
+    BaseDiffersError,
+    Weights,
+    fingerprint,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -109,11 +116,7 @@ class WeightFiles:
         """The object that is written there, which says whose weights they are, and the step."""
 
     async def write(
-        self,
-        weights: Weights,
-        model_step: int,
-        *,
-        adapters: Mapping[str, Any] | None = None,
+        self, weights: Weights, model_step: int, *, adapters: AdapterConfig | None = None
     ) -> WrittenWeights:
         """Write them, unless somebody is just doing so; return when they are `current`.
 
@@ -150,7 +153,7 @@ class WeightFiles:
         self,
         weights: dict[str, torch.Tensor],
         model_step: int,
-        adapters: Mapping[str, Any] | None,
+        adapters: AdapterConfig | None,
         after: asyncio.Task[WrittenWeights] | None,
     ) -> WrittenWeights:
         from safetensors import SafetensorError
@@ -177,7 +180,7 @@ class WeightFiles:
             await asyncio.to_thread(shutil.rmtree, kept.pop(0).folder, ignore_errors=True)
         return self.current
 
-    def _base(self, config: Mapping[str, Any]) -> WrittenWeights:
+    def _base(self, config: AdapterConfig) -> WrittenWeights:
         """The whole weights that these adapters are for."""
         base = self._whole[-1] if self._whole else self._start
         if base is None:
@@ -185,22 +188,21 @@ class WeightFiles:
                 "nobody knows which weights the servers began with; give them the starting weights first"
             )
         wanted = config.get(BASE_FINGERPRINT)
-        if wanted is not None and wanted != (found := self._fingerprint(base)):
+        if wanted is None:
+            return base
+        if (found := self._fingerprints.get(base.version)) is None:
+            dtype = self._starting_dtype if base.is_start else None
+            found = fingerprint(_stored(base.folder, dtype, leave_out=self._written_out))
+            self._fingerprints[base.version] = found
+        if wanted != found:
             raise BaseDiffersError(
                 f"these adapters are for the starting weights {wanted[:12]}, but the servers hold "
                 f"{found[:12]}; give them those first, or all weights"
             )
         return base
 
-    def _fingerprint(self, base: WrittenWeights) -> str:
-        if base.version not in self._fingerprints:
-            dtype = self._starting_dtype if base.is_start else None
-            stored = _stored(base.folder, dtype, leave_out=self._written_out)
-            self._fingerprints[base.version] = fingerprint(stored)
-        return self._fingerprints[base.version]
-
     def _write_folder(
-        self, weights: dict[str, torch.Tensor], name: str, adapters: Mapping[str, Any] | None
+        self, weights: dict[str, torch.Tensor], name: str, adapters: AdapterConfig | None
     ) -> Path:
         from safetensors.torch import save_file
 
@@ -210,7 +212,11 @@ class WeightFiles:
         try:
             # mkdtemp makes it private; a server may run as somebody else.
             unfinished.chmod(0o755)
-            kept, file = _without_shared(weights), "adapter_model.safetensors"
+            names: dict[int, str] = {}
+            for own, tensor in weights.items():
+                names.setdefault(tensor.data_ptr(), own)
+            kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
+            file = "adapter_model.safetensors"
             if adapters is not None:
                 # Servers have no use for our own key, and their peft would warn of it.
                 config = {key: value for key, value in adapters.items() if key != BASE_FINGERPRINT}
@@ -219,8 +225,10 @@ class WeightFiles:
             else:
                 file = "model.safetensors"
                 kept.update({name: kept[source].clone() for name, source in self._written_out.items()})
-                if self._model_folder is not None:
-                    _copy_small_files(self._model_folder, unfinished)
+                small = [] if self._model_folder is None else map(self._model_folder.glob, _SMALL_FILES)
+                for found in itertools.chain.from_iterable(small):
+                    if not found.match(_WEIGHT_INDEX):
+                        shutil.copyfile(found, unfinished / found.name)
             save_file(kept, unfinished / file, metadata={"format": "pt"})
             return unfinished.rename(self._part.folder / name)
         finally:
@@ -262,7 +270,11 @@ class _Part:
     def __init__(self, parent: Path, name: str) -> None:
         parent.mkdir(parents=True, exist_ok=True)
         for other in parent.glob(f"{_RUN_PREFIX}*/{_LOCK}"):
-            _delete_if_dead(other)
+            with contextlib.suppress(OSError), other.open("rb") as file:
+                if file.read() == socket.gethostname().encode():
+                    # Refused while its process lives.
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(other.parent, ignore_errors=True)
         self.folder = parent / f"{_RUN_PREFIX}{name}"
         # Under its name only with its lock, or it would pass for a dead one's.
         unnamed = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
@@ -279,28 +291,6 @@ class _Part:
         """Delete it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
-
-
-def _delete_if_dead(lock: Path) -> None:
-    with contextlib.suppress(OSError), lock.open("rb") as file:
-        if file.read() == socket.gethostname().encode():
-            # Refused while its process lives.
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent, ignore_errors=True)
-
-
-def _copy_small_files(source: Path, target: Path) -> None:
-    for pattern in _SMALL_FILES:
-        for file in source.glob(pattern):
-            if not file.match(_WEIGHT_INDEX):
-                shutil.copyfile(file, target / file.name)
-
-
-def _without_shared(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    kept: dict[int, str] = {}
-    for name, tensor in weights.items():
-        kept.setdefault(tensor.data_ptr(), name)
-    return {name: weights[name].detach().cpu().contiguous() for name in kept.values()}
 
 
 def _stored(folder: Path, dtype: str | None, *, leave_out: Collection[str]) -> Weights:

@@ -23,14 +23,14 @@ import asyncio
 import os
 import tempfile
 import weakref
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
 import torch
 
 from forebay.engines.base import Engine, EngineLost, TakesAdapters
 from forebay.engines.weights.layout import lay_out, views, write
-from forebay.models.starting_weights import AdaptersRefusedError
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 
 Weights = Sequence[tuple[str, torch.Tensor]]
 
@@ -69,7 +69,7 @@ class SharedMemoryHandOver:
             self.close()
 
     async def load(
-        self, send: Send, weights: Weights, model_step: int, *, adapters: Mapping[str, Any] | None = None
+        self, send: Send, weights: Weights, model_step: int, *, adapters: AdapterConfig | None = None
     ) -> None:
         """Return once the engine behind `send` uses `weights`; calls with the same object share a hand-over.
 
@@ -116,13 +116,13 @@ class SharedMemoryHandOver:
         # An engine that was given up, or failed otherwise, may still read: then it counts for ever.
         written.num_readers -= 1
 
-    def _latest(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> _Written:
+    def _latest(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> _Written:
         """`weights` on their way to the memory, which has others until now or these already."""
         earlier = self._whole if adapters is None else self._adapters
         if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
             return earlier
         written = _Written(weights, model_step, adapters)
-        written.message = asyncio.ensure_future(self._write(written, earlier))
+        written.message = asyncio.create_task(self._write(written, earlier))
         if adapters is None:
             self._whole, self._adapters = written, None
         else:
@@ -192,7 +192,7 @@ class WeightInbox:
 class _Written:
     """Weights in shared memory, or on the way there."""
 
-    def __init__(self, weights: Weights, model_step: int, adapters: Mapping[str, Any] | None) -> None:
+    def __init__(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
         self.weights, self.model_step, self.adapters = weights, model_step, adapters
         self.message: asyncio.Future[dict[str, Any]] | None = None
         self.file: _MemoryFile | None = None

@@ -28,6 +28,7 @@ from transformers.pytorch_utils import Conv1D
 
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
+    AdapterConfig,
     AdaptersRefusedError,
     BaseDiffersError,
     Weights,
@@ -60,7 +61,7 @@ class AdaptedWeights:
         """Keep the copy there from now on."""
         self._starting = {name: weight.to(device) for name, weight in self._starting.items()}
 
-    def load(self, adapters: Weights, config: Mapping[str, Any]) -> None:
+    def load(self, adapters: Weights, config: AdapterConfig) -> None:
         """Put these adapters, and no others, on the starting weights.
 
         `adapters` and `config` are what peft writes: ``adapter_model.safetensors`` and
@@ -82,7 +83,7 @@ class AdaptedWeights:
             for name, adapter in adapted.items():
                 adapter.put_on(self._starting[name])
 
-    def _check_base(self, config: Mapping[str, Any]) -> None:
+    def _check_base(self, config: AdapterConfig) -> None:
         wanted = config.get(BASE_FINGERPRINT)
         if wanted is None:
             return
@@ -95,7 +96,7 @@ class AdaptedWeights:
                 f"{self._fingerprint[:12]}; give it those first, in the dtype that it holds, or all weights"
             )
 
-    def _checked(self, adapters: dict[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, _Adapter]:
+    def _checked(self, adapters: dict[str, torch.Tensor], config: AdapterConfig) -> dict[str, _Adapter]:
         """The adapters, by the name of the weight that they change."""
         scale = scale_of(config)
         factors: dict[str, dict[str, torch.Tensor]] = {}
@@ -167,7 +168,7 @@ class _Adapter:
         torch.add(base, delta, out=self.weight)
 
 
-def scale_of(config: Mapping[str, Any]) -> float:
+def scale_of(config: AdapterConfig) -> float:
     """The factor of the product of both matrices: Hu et al. 2021; Kalajdzievski 2023 for rsLoRA.
 
     Raises:

@@ -55,10 +55,6 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _WEIGHT_INDEX = "*.index.json"
 """Says which file has which tensor; there is only one file here."""
 
-_WEIGHT_FILES = "*.safetensors"
-
-_RUN_PREFIX, _LOCK = "run-", "lock"
-
 
 class WeightFiles:
     """The weights that all servers of a run should have, as a model folder.
@@ -261,6 +257,9 @@ class WrittenWeights:
     """Whether servers have them from their start, without a load."""
 
 
+_RUN_PREFIX, _LOCK = "run-", "lock"
+
+
 class _Part:
     """A subfolder that is this process's own as long as it lives; made after those of dead ones are deleted.
 
@@ -291,6 +290,9 @@ class _Part:
         """Delete it."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self._unlock()
+
+
+_WEIGHT_FILES = "*.safetensors"
 
 
 def _stored(folder: Path, dtype: str | None, *, leave_out: Collection[str]) -> Weights:

@@ -14,7 +14,7 @@ EXTRAS = {
     "sql": ("sqlalchemy", "psycopg"),
     "tasks": ("reasoning_gym", "math_verify"),
     "fragments": ("lmdb",),
-    "environments": ("gymnasium", "pygame"),
+    "environments": ("gymnasium",),
     "http": ("httpx", "jinja2", "starlette", "uvicorn", "safetensors"),
     "ray": ("ray",),
     "trackers": ("tensorboard", "trackio", "wandb"),

@@ -9,21 +9,19 @@ import gymnasium
 import numpy as np
 import torch
 
-from forebay.environments.actions import head_for
 from forebay.environments.config import EnvironmentConfig, FragmentRunConfig, PolicyConfig
-from forebay.environments.policy import Policy
+from forebay.environments.policy import Policy, head_for
 from forebay.environments.workers.stepper import Stepper, make_vector, spaces
 
 
 class Counting(gymnasium.Env):
-    """Observes and draws how many steps ago its episode began; ends after `length`, by itself or cut off."""
+    """Observes how many steps ago its episode began; ends after `length`, by itself or cut off."""
 
-    metadata = {"render_modes": ["rgb_array"]}  # noqa: RUF012
     observation_space = gymnasium.spaces.Box(-1, 1000, (1,), np.float32)
     action_space = gymnasium.spaces.Discrete(2)
 
-    def __init__(self, length=3, truncates=False, render_mode=None):
-        self.length, self.truncates, self.render_mode = length, truncates, render_mode
+    def __init__(self, length=3, truncates=False):
+        self.length, self.truncates = length, truncates
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -35,9 +33,6 @@ class Counting(gymnasium.Env):
         ends = self.count == self.length
         obs = np.full(1, self.count, np.float32)
         return obs, 1.0, ends and not self.truncates, ends and self.truncates, {}
-
-    def render(self):
-        return np.full((2, 3, 3), self.count, np.uint8)
 
 
 COUNTING = "forebay_test/Counting-v0"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from environment_factory import pid_of, small_run
 
-from forebay.environments.launch import build_trainer
+from forebay.environments.run import build_trainer
 from forebay.environments.workers import worker
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import Orders, Report, WorkerDied, WorkerSpec

@@ -3,7 +3,7 @@
 import pytest
 from environment_factory import small_run
 
-from forebay.environments.launch import launch
+from forebay.environments.run import launch
 from forebay.metrics import read_jsonl
 from ray_cluster import local_cluster
 

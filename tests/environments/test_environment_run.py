@@ -17,8 +17,7 @@ from forebay.config import ConfigError
 from forebay.environments import WorkerError
 from forebay.environments import run as run_module
 from forebay.environments.config import FragmentRunConfig
-from forebay.environments.launch import launch
-from forebay.environments.run import load_checkpoint
+from forebay.environments.run import launch, load_checkpoint
 from forebay.environments.workers.worker_pool import ProcessWorkers
 from forebay.metrics import read_jsonl
 from forebay.runs.folder import list_checkpoints, saved_as
@@ -36,7 +35,7 @@ def rows_of(config):
 def _undrawn(request, monkeypatch):
     """Pictures take five times as long as the rest of a small run; a test that looks at them is `drawn`."""
     if "drawn" not in request.fixturenames:
-        monkeypatch.setattr("forebay.environments.launch.draw", lambda *_: None)
+        monkeypatch.setattr("forebay.environments.run.learning_curve", lambda *_: None)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ async def test_a_run_learns(tmp_path, drawn):
     assert returns[-1] > 2 * returns[0]
     assert rows[-1]["eval/return"] > 100
     assert max(row["lag"] for row in rows[1:]) <= config.fragments.max_staleness
-    for name in ("learning_curve.png", "episode.png", "run.toml"):
+    for name in ("learning_curve.png", "run.toml"):
         assert (config.folder / name).stat().st_size > 0
     assert not list(config.folder.glob("buffer-*"))
 
@@ -180,7 +179,7 @@ async def test_no_batch_for_long_is_an_error(tmp_path, monkeypatch):
         async def run(self, spec, hub):
             await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr("forebay.environments.launch.build_mode", lambda config: Idle())
+    monkeypatch.setattr("forebay.environments.run.build_mode", lambda config: Idle())
     monkeypatch.setattr(run_module, "STALL_S", 0.01)
     with pytest.raises(WorkerError, match=r"no batch arrived within 0\.01 s"):
         await launch(small_run(tmp_path, eval_episodes=1))

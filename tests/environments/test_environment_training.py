@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.config import ConfigError
-from forebay.environments.actions import Categorical, Gaussian, head_for
 from forebay.environments.config import EnvironmentConfig, PolicyConfig, PPOConfig
-from forebay.environments.policy import Policy
+from forebay.environments.policy import Categorical, Gaussian, Policy, head_for
 from forebay.environments.ppo import Moments, PPOTrainer, StepBatch
 from forebay.environments.workers.stepper import spaces
 from forebay.fragments import FragmentStore

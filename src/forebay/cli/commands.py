@@ -118,7 +118,7 @@ def evaluate(
 
             asyncio.run(launch_evaluation(config, model))
             return
-        from forebay.environments.launch import evaluate as play
+        from forebay.environments.run import evaluate as play
 
         if model is not None:
             raise ConfigError("--model is for runs that train language models; leave it out")
@@ -170,7 +170,7 @@ def _train(
         if last_line:
             typer.echo(last_line)
     else:
-        from forebay.environments.launch import launch as launch_in_environments
+        from forebay.environments.run import launch as launch_in_environments
 
         interrupted = asyncio.run(launch_in_environments(config, resume=resume, overwrite=overwrite))
     if interrupted:
@@ -190,7 +190,7 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
         silence_progress_bars()
         asyncio.run(try_all(config, typer.echo))
     else:
-        from forebay.environments.launch import try_parts
+        from forebay.environments.run import try_parts
 
         try_parts(config, typer.echo)
     command = shlex.join(["forebay", "train", str(run_file), *overrides])

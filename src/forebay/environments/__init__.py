@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from forebay.environments.advantages import vtrace
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
 from forebay.environments.workers.worker_pool import WorkerMode
@@ -10,7 +9,7 @@ from forebay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from forebay.environments.policy import Policy
-    from forebay.environments.ppo import PPOTrainer
+    from forebay.environments.ppo import PPOTrainer, vtrace
 
 __all__ = [
     "FragmentRunConfig",
@@ -24,4 +23,4 @@ __all__ = [
 ]
 
 # These load torch.
-__getattr__ = lazy_names(__name__, {"policy": ["Policy"], "ppo": ["PPOTrainer"]})
+__getattr__ = lazy_names(__name__, {"policy": ["Policy"], "ppo": ["PPOTrainer", "vtrace"]})

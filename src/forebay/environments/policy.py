@@ -1,30 +1,34 @@
-"""A small actor and critic, with or without memory, and its weights as one run of bytes.
+"""A small actor and critic, with or without memory, and the distributions over actions that its numbers mean.
 
 ::
 
     obs_SBD --normalize--> [Linear, tanh, GRU or LSTM cell over S]  --> actor --> params_SBP
                             only with memory; state reset at `first` '-> critic --> values_SB
 
+    head: params_P --> sample, mode --> action (stored) --to_env--> what the environment gets
+                  '--> log_prob(action), entropy
+
 Shapes: S consecutive steps, B environments side by side, D numbers in an observation, P parameters of a
-distribution over actions, H units of memory. A worker acts with S = 1, a trainer replays whole chunks: the
-same code, so equal weights and states give equal log-probs.
+distribution over actions, A numbers in a continuous action, H units of memory. A worker acts with S = 1, a
+trainer replays whole chunks: the same code, so equal weights and states give equal log-probs.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import nn
 
-from forebay.environments.actions import ActionHead
+from forebay.config import ConfigError
 from forebay.environments.config import PolicyConfig
 
 State = tuple[torch.Tensor, ...]
 """[B, H] each: none without memory, one of a GRU, two (output and cell) of an LSTM."""
 
+_HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 MIN_STD = 1e-2
 """A number that hardly ever changes is not blown up to noise."""
 MIN_VALUE_STEP = 0.05
@@ -40,7 +44,6 @@ class Policy(nn.Module):
     Invariants: what happened before a step with `first` has no influence on it; everything that acting needs
     is in `weights`.
 
-    >>> from forebay.environments.actions import Categorical
     >>> policy = Policy(4, Categorical(2), PolicyConfig())
     >>> params, state = policy.act_params(torch.zeros(1, 3, 4), torch.ones(1, 3), policy.initial_state(3))
     >>> params.shape
@@ -165,3 +168,106 @@ def _layers(size: int, hidden: int, out: int, *, last_gain: float) -> nn.Sequent
         nn.init.zeros_(linear.bias)
         layers += [linear, nn.Tanh()]
     return nn.Sequential(*layers[:-1])
+
+
+class Gaussian:
+    """Independent normal numbers; the parameters are means, then logarithms of standard deviations.
+
+    An action is in units of half the space's range around its middle, and is clipped on its way to the
+    environment. The stored action is not clipped, so its density is exact.
+
+    >>> head = Gaussian(np.array([-2.0]), np.array([2.0]))
+    >>> head.to_env(np.array([[0.5], [3.0]])).tolist()
+    [[1.0], [2.0]]
+    """
+
+    def __init__(self, low_A: np.ndarray[Any, Any], high_A: np.ndarray[Any, Any]) -> None:
+        """Bounds of the action space; without finite ones the unit is 1."""
+        bounded = np.isfinite(low_A) & np.isfinite(high_A)
+        self._low, self._high = low_A, high_A
+        low, high = np.where(bounded, low_A, -1.0), np.where(bounded, high_A, 1.0)
+        self._middle, self._half = (low + high) / 2, (high - low) / 2
+        self.num_params, self.num_free = 2 * len(low), len(low)
+
+    def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """One action for each row of ``params [..., P]``."""
+        mean, log_std = params.chunk(2, -1)
+        return mean + log_std.exp() * torch.empty_like(mean).normal_(generator=generator)
+
+    def mode(self, params: torch.Tensor) -> torch.Tensor:
+        """The likeliest action."""
+        return params.chunk(2, -1)[0]
+
+    def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """[...] of `action`."""
+        mean, log_std = params.chunk(2, -1)
+        return (-0.5 * ((action - mean) / log_std.exp()) ** 2 - log_std - _HALF_LOG_2PI).sum(-1)
+
+    def entropy(self, params: torch.Tensor) -> torch.Tensor:
+        """[...] in nats."""
+        return (params.chunk(2, -1)[1] + 0.5 + _HALF_LOG_2PI).sum(-1)
+
+    def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The actions as the environment takes them."""
+        clipped = np.clip(self._middle + self._half * action, self._low, self._high)
+        return np.asarray(clipped, self._low.dtype)
+
+
+class Categorical:
+    """One of `num_actions`; the parameters are logits.
+
+    >>> head = Categorical(2)
+    >>> head.log_prob(torch.zeros(1, 2), torch.tensor([1])).item()
+    -0.6931...
+    """
+
+    num_free = 0
+    """Parameters, the last ones, that do not depend on the observation."""
+
+    def __init__(self, num_actions: int, start: int = 0) -> None:
+        """Environments count actions from `start`; here they are counted from 0."""
+        self.num_params = num_actions
+        self._start = start
+
+    def sample(self, params: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+        """One action for each row of ``params [..., P]``: the largest of logits + Gumbel noise."""
+        noise = torch.empty_like(params).exponential_(generator=generator)
+        return (params - noise.log()).argmax(-1)
+
+    def mode(self, params: torch.Tensor) -> torch.Tensor:
+        """The likeliest action."""
+        return params.argmax(-1)
+
+    def log_prob(self, params: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
+        """[...] of `action`."""
+        return params.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+
+    def entropy(self, params: torch.Tensor) -> torch.Tensor:
+        """[...] in nats."""
+        logprobs = params.log_softmax(-1)
+        return -(logprobs.exp() * logprobs).sum(-1)
+
+    def to_env(self, action: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """The actions as the environment takes them."""
+        return action + self._start
+
+
+ActionHead: TypeAlias = Categorical | Gaussian
+"""A family of distributions over actions; `num_params` is P."""
+
+
+def head_for(action_space: Any) -> ActionHead:
+    """The distributions over a gymnasium ``Discrete`` space, or a ``Box`` with one axis.
+
+    Raises:
+        ConfigError: it is another space.
+    """
+    kind = type(action_space).__name__
+    if kind == "Discrete":
+        return Categorical(int(action_space.n), int(action_space.start))
+    if kind == "Box" and len(action_space.shape) == 1:
+        return Gaussian(action_space.low, action_space.high)
+    raise ConfigError(
+        f"the environment has the action space {action_space}; a policy here acts in Discrete spaces and in "
+        f"Box spaces with one axis: wrap the environment"
+    )

@@ -1,4 +1,4 @@
-"""A run in environments: its components, the loop around them, and its checkpoints.
+"""A run in environments: how it starts, its components, the loop around them, and its checkpoints.
 
 ::
 
@@ -14,7 +14,7 @@
                   run.json          counts, recent episodes, session
                   fragments/        a copy of the buffer
                 buffer-*/           the buffer while the run goes on; made anew from a checkpoint
-                learning_curve.png  episode.png
+                learning_curve.png
 
 The event loop belongs to the buffer, the hub and the workers' connections; reading a batch, training,
 evaluating and drawing happen in a thread, one after the other. Nothing that is loaded is unpickled.
@@ -25,26 +25,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 
+from forebay.config import ConfigError, look_up
 from forebay.environments import evaluation
-from forebay.environments.config import FragmentRunConfig
+from forebay.environments.config import MODES, FragmentRunConfig
+from forebay.environments.evaluation import EVAL_RETURN
+from forebay.environments.policy import Policy, head_for
 from forebay.environments.ppo import PPOTrainer, StepBatch
-from forebay.environments.show import RETURN, STEPS_PER_S, FragmentDisplay
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import WorkerError, WorkerSpec
+from forebay.environments.workers.stepper import spaces
 from forebay.environments.workers.worker_pool import WorkerMode, WorkerPool
 from forebay.fragments import FragmentBatch, FragmentStore, ReplayBufferActor
 from forebay.io.durable import write_json
-from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer
-from forebay.runs.folder import check_checkpoint, checkpoint_path, prune_checkpoints, publish, unfinished
+from forebay.metrics import STEP_S, MetricsConfig, PhaseTimer, read_jsonl
+from forebay.runs import folder as run_folder
+from forebay.runs.show.display import RunDisplay
+from forebay.runs.show.pictures import Curves, learning_curve
+from forebay.runs.show.surroundings import logs_shown, stopped_by_signals
+from forebay.tracebacks import first_error
 
+RETURN, STEPS_PER_S, LAG = "return", "env_steps_per_s", "lag"
 STALL_S = 900.0
 """Without a batch for so long, workers hang: no environment takes a quarter of an hour for a few steps."""
 STOP_GRACE_S = 30.0
@@ -204,15 +214,15 @@ class FragmentRun:
             "stream": self.config.stream,
             **self.hub.counts(),
         }
-        final = checkpoint_path(self.config.folder, self.trainer.step)
+        final = run_folder.checkpoint_path(self.config.folder, self.trainer.step)
         if not final.exists():
-            with unfinished(final) as temporary:
+            with run_folder.unfinished(final) as temporary:
                 np.savez(temporary / "arrays.npz", **self.trainer.arrays())  # type: ignore[arg-type]
                 write_json(temporary / "run.json", counts)
                 await self._buffer.save(str(temporary / "fragments"))
                 # In a thread: workers are answered meanwhile.
-                await asyncio.to_thread(publish, temporary, final)
-        prune_checkpoints(self.config.folder, NUM_CHECKPOINTS)
+                await asyncio.to_thread(run_folder.publish, temporary, final)
+        run_folder.prune_checkpoints(self.config.folder, NUM_CHECKPOINTS)
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[None]:
@@ -278,7 +288,189 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises:
         ConfigError: it is damaged.
     """
-    check_checkpoint(path)
+    run_folder.check_checkpoint(path)
     counts = json.loads((path / "run.json").read_text(encoding="utf-8"))
     with np.load(path / "arrays.npz", allow_pickle=False) as arrays:
         return Checkpoint(dict(arrays), counts, path / "fragments")
+
+
+async def launch(config: FragmentRunConfig, *, resume: Path | None = None, overwrite: bool = False) -> bool:
+    """Run `config`, or go on with the run in the folder `resume`; whether it was stopped early.
+
+    Raises:
+        ConfigError: something in the recipe, or the folder, does not fit; the last checkpoint is damaged.
+        DiskError: the folder cannot be written to, from the beginning or any more.
+        WorkerError: the workers cannot go on.
+        FloatingPointError: the training broke down.
+    """
+    with run_folder.disk_errors_of_run(config.folder), run_folder.occupied(config.folder):
+        trainer, mode = build_trainer(config), build_mode(config)
+        saved = None if resume is None else _load_newest(config.folder, trainer)
+        with FragmentDisplay() as display, logs_shown(display):
+            if saved is not None and trainer.step >= config.steps:
+                display.message(run_folder.finished_line(config.folder, trainer.step))
+                return False
+            if saved is None:
+                with run_folder.new_folder(config, overwrite=overwrite):
+                    # Everything that may not fit has been built: an earlier run may go.
+                    pass
+            else:
+                # Only now: overrides that do not fit must not spoil the recipe.
+                run_folder.write_run_file(config, config.folder)
+            return await _run(config, trainer, mode, display, saved)
+
+
+async def _run(
+    config: FragmentRunConfig,
+    trainer: PPOTrainer,
+    mode: WorkerMode,
+    display: FragmentDisplay,
+    saved: Checkpoint | None,
+) -> bool:
+    # Fragments of another shape, or from elsewhere, cannot be trained together with new ones.
+    fits = saved is not None and saved.counts["stream"] == config.stream
+    with _buffer_folder(config.folder, saved.fragments if saved is not None and fits else None) as path:
+        run = FragmentRun(config, trainer, mode, display, path, saved)
+        display.start(config.name, run.facts(), step=trainer.step, total=config.steps)
+        if saved is not None and not fits:
+            display.warning("the fragments of the checkpoint are of another stream of steps and stay behind")
+        try:
+            with stopped_by_signals(run.stop, display, config.folder):
+                async with run.working():
+                    await run.train()
+        except BaseExceptionGroup as group:
+            raise first_error(group) from None
+        finally:
+            await run.close()
+        rows = read_jsonl(config.folder / "metrics.jsonl")
+        trained = [row for row in rows if STEP_S in row]
+        tried = [row for row in rows if EVAL_RETURN in row]
+        try:
+            await asyncio.to_thread(
+                learning_curve, trained, tried, config.folder / "learning_curve.png", CURVES
+            )
+        except ImportError as error:
+            display.warning(f"the learning curve is missing: {error}")
+        display.summary(trained, tried, run.totals(), config.folder)
+    return run.stop.is_set()
+
+
+@contextlib.contextmanager
+def _buffer_folder(folder: Path, fragments: Path | None) -> Iterator[Path]:
+    """The place of the buffer inside the block: empty, or a copy of the one in `fragments`."""
+    for left_over in folder.glob("buffer-*"):
+        shutil.rmtree(left_over)
+    # A name of its own: workers of a killed run may still hold the files of theirs.
+    live = folder / f"buffer-{uuid.uuid4().hex[:8]}"
+    if fragments is not None:
+        shutil.copytree(fragments, live)
+    try:
+        yield live
+    finally:
+        shutil.rmtree(live, ignore_errors=True)
+
+
+def try_parts(config: FragmentRunConfig, say: Callable[[str], None]) -> None:
+    """Make an environment, the policy and what runs the workers, act once, say what worked; keep nothing.
+
+    Raises:
+        ConfigError: something does not fit.
+    """
+    with run_folder.occupied(config.folder):
+        state = (
+            "holds a run: --overwrite replaces it"
+            if (config.folder / run_folder.RUN_FILE).exists()
+            else "is free"
+        )
+        say(f"folder  {config.folder} {state}")
+    policy = build_trainer(config).policy
+    say(f"policy  {config.policy.hidden_size} units, and its trainer")
+    build_mode(config)
+    say(f"workers {config.environment.workers} {config.environment.mode}")
+    (reward, _) = evaluation.play(config.environment, policy, 1, config.seed, max_steps=1)[0]
+    say(f"step    {config.environment.id}: reward {reward:g}")
+
+
+async def evaluate(config: FragmentRunConfig) -> dict[str, float]:
+    """Play `config.eval_episodes` episodes with the newest checkpoint of the run.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    trainer = build_trainer(config)
+    _load_newest(config.folder, trainer)
+    return {"step": trainer.step} | await asyncio.to_thread(evaluation.measure, config, trainer.policy)
+
+
+def build_trainer(config: FragmentRunConfig) -> PPOTrainer:
+    """The trainer with a new policy for the environment.
+
+    Raises:
+        ConfigError: there is no such environment, or none that a policy here can act in.
+    """
+    torch.set_num_threads(1)
+    obs_size, action_space = spaces(config.environment)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        policy = Policy(obs_size, head_for(action_space), config.policy)
+    return PPOTrainer(policy, config.train, total_steps=config.steps, seed=config.seed)
+
+
+def build_mode(config: FragmentRunConfig) -> WorkerMode:
+    """The way to run workers.
+
+    Raises:
+        ConfigError: there is none of that name, or it needs what is not installed.
+    """
+    name = config.environment.mode
+    path = MODES.get(name, name)
+    try:
+        mode: WorkerMode = look_up("environment.mode", path if ":" in path else name, MODES)()
+    except ImportError as error:
+        raise ConfigError(f"environment.mode = {name!r}: {error}") from error
+    return mode
+
+
+def _load_newest(folder: Path, trainer: PPOTrainer) -> Checkpoint:
+    """The newest checkpoint of the run in `folder`, from which `trainer` goes on."""
+    checkpoints = run_folder.list_checkpoints(folder)
+    if not checkpoints:
+        raise ConfigError(f"nothing to go on from in {str(folder)!r}: it has no complete checkpoint")
+    path = checkpoints[-1]
+    saved = load_checkpoint(path)
+    try:
+        trainer.load(saved.counts["step"], saved.arrays)
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r}: {error}") from error
+    return saved
+
+
+CURVES = Curves(
+    main=(RETURN, "return of the last 100 training episodes", "mean return"),
+    evaluation=(EVAL_RETURN, "evaluation"),
+    others=(
+        (LAG, "lag of the weights", "train steps"),
+        (STEPS_PER_S, "speed", "environment steps/s"),
+        (STEP_S, "time of a step", "seconds"),
+    ),
+)
+
+
+class FragmentDisplay(RunDisplay):
+    """Shows one run on a console."""
+
+    numbers: ClassVar[Mapping[str, tuple[str, int]]] = {
+        "return": (RETURN, 10),
+        "eval": (EVAL_RETURN, 9),
+        "length": ("episode_steps", 9),
+        "steps/s": (STEPS_PER_S, 9),
+        "lag": (LAG, 7),
+        "kl": ("kl", 8),
+        "s/step": (STEP_S, 8),
+    }
+    curve_title: ClassVar[str] = "mean return of training episodes, smoothed; o: of an evaluation"
+    saved: ClassVar[Mapping[str, str]] = {
+        "learning_curve.png": "returns, lag, speed and time by step",
+        "metrics.jsonl": "every number of every step",
+        "checkpoints": "to go on from: forebay train --resume",
+    }

@@ -44,7 +44,7 @@ class Stepper:
     Invariants: fragments follow each other without a gap; every step says which weights acted in it;
     `in_state` and the observations of a fragment are all that its log-probs depend on.
 
-    >>> from forebay.environments.actions import Categorical
+    >>> from forebay.environments.policy import Categorical
     >>> from forebay.environments.config import PolicyConfig
     >>> envs = make_vector(EnvironmentConfig(id="CartPole-v1"), num_envs=8)
     >>> policy = Policy(4, Categorical(2), PolicyConfig())
@@ -146,7 +146,7 @@ def import_gymnasium() -> Any:
         return import_module("gymnasium")
 
 
-def make_env(config: EnvironmentConfig, render_mode: str | None = None) -> Any:
+def make_env(config: EnvironmentConfig) -> Any:
     """One environment with flat observations.
 
     Raises:
@@ -154,7 +154,7 @@ def make_env(config: EnvironmentConfig, render_mode: str | None = None) -> Any:
     """
     gymnasium = import_gymnasium()
     try:
-        env = gymnasium.make(config.id, render_mode=render_mode, disable_env_checker=True, **config.arguments)
+        env = gymnasium.make(config.id, disable_env_checker=True, **config.arguments)
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(
             f"environment.id = {config.id!r} with arguments = {config.arguments}: {error}"

@@ -16,8 +16,7 @@ import time
 import msgspec
 import torch
 
-from forebay.environments.actions import head_for
-from forebay.environments.policy import Policy
+from forebay.environments.policy import Policy, head_for
 from forebay.environments.workers.messages import Orders, Report, WorkerSpec
 from forebay.environments.workers.stepper import Stepper, make_vector
 from forebay.fragments import FragmentStore

@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 EXAMPLES = (
     *("io.address", "io.channel", "io.session", "replay.remote.calls", "replay.remote.server"),
-    "fragments.remote.server",
+    "fragments.remote",
 )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
 from forebay.fragments import BufferClosed, ReplayBufferActor
-from forebay.fragments.remote.client import FragmentCalls
+from forebay.fragments.remote import FragmentCalls
 from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
 from forebay.watching.stalls import StallError, answered
 

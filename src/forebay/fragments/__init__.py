@@ -4,8 +4,7 @@ from forebay.aio.changed import BufferClosed
 from forebay.fragments.buffer import ReplayBufferActor
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentIndex, FragmentMetadata, SampleFragment
-from forebay.fragments.remote.client import RemoteFragmentBuffer
-from forebay.fragments.remote.server import serve
+from forebay.fragments.remote import RemoteFragmentBuffer, serve
 from forebay.fragments.rules import RateLimit
 from forebay.fragments.store.mapped import StoreFullError
 from forebay.fragments.store.payloads import FragmentStore

@@ -25,51 +25,6 @@ from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 _Z_99 = NormalDist().inv_cdf(0.99)
 
 
-class LengthConfig(BaseModel, extra="forbid", frozen=True):
-    """How long responses are, in tokens: one of three ways to say it.
-
-    >>> LengthConfig(p50=500, p99=4000).quantile(0.99)
-    4000
-    >>> LengthConfig(values=[30, 10, 20]).quantile(0.5)
-    20
-    """
-
-    p50: float | None = Field(default=None, ge=1)
-    """Log-normal: half of the responses are shorter."""
-    p99: float | None = Field(default=None, ge=1)
-    """Log-normal: one in a hundred is longer."""
-    constant: int | None = Field(default=None, ge=1)
-    values: tuple[int, ...] | None = Field(default=None, min_length=1)
-    """Measured lengths, each as likely as the others."""
-
-    @field_validator("values")
-    @classmethod
-    def _sorted(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if values is not None and min(values) < 1:
-            raise ValueError(f"a response has at least one token, got a length of {min(values)}")
-        return None if values is None else tuple(sorted(values))
-
-    @model_validator(mode="after")
-    def _check(self) -> LengthConfig:
-        is_log_normal = self.p50 is not None or self.p99 is not None
-        if is_log_normal + (self.constant is not None) + (self.values is not None) != 1:
-            raise ValueError("say the lengths in one way: p50 and p99, or constant, or values")
-        if is_log_normal and (self.p50 is None or self.p99 is None or self.p99 < self.p50):
-            raise ValueError(f"a log-normal needs p50 <= p99, got p50 = {self.p50}, p99 = {self.p99}")
-        return self
-
-    def quantile(self, share: float) -> int:
-        """The length that this share of the responses, in (0, 1), is not longer than."""
-        if self.constant is not None:
-            return self.constant
-        if self.values is not None:
-            return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
-        assert self.p50 is not None
-        assert self.p99 is not None
-        sigma = math.log(self.p99 / self.p50) / _Z_99
-        return max(1, round(self.p50 * math.exp(sigma * NormalDist().inv_cdf(share))))
-
-
 class ClusterConfig(BaseModel, extra="forbid", frozen=True):
     """The facts that a simulation needs of engines, trainer and responses.
 
@@ -171,6 +126,51 @@ class ClusterConfig(BaseModel, extra="forbid", frozen=True):
                 "train_tokens_per_s": None if rate is None else rate / share,
             }
         )
+
+
+class LengthConfig(BaseModel, extra="forbid", frozen=True):
+    """How long responses are, in tokens: one of three ways to say it.
+
+    >>> LengthConfig(p50=500, p99=4000).quantile(0.99)
+    4000
+    >>> LengthConfig(values=[30, 10, 20]).quantile(0.5)
+    20
+    """
+
+    p50: float | None = Field(default=None, ge=1)
+    """Log-normal: half of the responses are shorter."""
+    p99: float | None = Field(default=None, ge=1)
+    """Log-normal: one in a hundred is longer."""
+    constant: int | None = Field(default=None, ge=1)
+    values: tuple[int, ...] | None = Field(default=None, min_length=1)
+    """Measured lengths, each as likely as the others."""
+
+    @field_validator("values")
+    @classmethod
+    def _sorted(cls, values: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if values is not None and min(values) < 1:
+            raise ValueError(f"a response has at least one token, got a length of {min(values)}")
+        return None if values is None else tuple(sorted(values))
+
+    @model_validator(mode="after")
+    def _check(self) -> LengthConfig:
+        is_log_normal = self.p50 is not None or self.p99 is not None
+        if is_log_normal + (self.constant is not None) + (self.values is not None) != 1:
+            raise ValueError("say the lengths in one way: p50 and p99, or constant, or values")
+        if is_log_normal and (self.p50 is None or self.p99 is None or self.p99 < self.p50):
+            raise ValueError(f"a log-normal needs p50 <= p99, got p50 = {self.p50}, p99 = {self.p99}")
+        return self
+
+    def quantile(self, share: float) -> int:
+        """The length that this share of the responses, in (0, 1), is not longer than."""
+        if self.constant is not None:
+            return self.constant
+        if self.values is not None:
+            return self.values[min(int(share * len(self.values)), len(self.values) - 1)]
+        assert self.p50 is not None
+        assert self.p99 is not None
+        sigma = math.log(self.p99 / self.p50) / _Z_99
+        return max(1, round(self.p50 * math.exp(sigma * NormalDist().inv_cdf(share))))
 
 
 def load_cluster(path: Path, overrides: Sequence[str] = ()) -> ClusterConfig:

@@ -1,1 +1,0 @@
-"""A fragment buffer for other processes of the machine."""

@@ -27,7 +27,6 @@ from forebay.engines.build import ENGINE_ARGUMENTS
 from forebay.judges.build import JUDGE_ARGUMENTS, JudgeConfig, PartConfig
 from forebay.produce.prompts.sources import SOURCE_ARGUMENTS
 from forebay.replay.config import BufferConfig
-from forebay.sandbox import Limits
 from forebay.tools.base import TOOL_ARGUMENTS
 from forebay.types import SampleParams
 from house_figures import (
@@ -194,7 +193,6 @@ def test_a_run_file_has_few_keys() -> None:
         if model not in elsewhere
     }
     keys["SampleParams"] = sorted(SampleParams.__dataclass_fields__)
-    keys["Limits"] = sorted(Limits.__dataclass_fields__)
     for kind, models in kinds.items():
         keys[kind] = sorted({name for model in models for name in _own_fields(model)})
     count = sum(map(len, keys.values()))
@@ -219,7 +217,7 @@ def _own_fields(model: type[BaseModel]) -> set[str]:
 
 
 def _names_a_table(annotation: object) -> bool:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel | SampleParams | Limits):
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel | SampleParams):
         return True
     return any(map(_names_a_table, get_args(annotation)))
 

@@ -33,7 +33,6 @@ from rich.text import Text
 
 from forebay.cli.errors import one_message
 from forebay.config import Component, ConfigError
-from forebay.sandbox import Limits
 from forebay.types import SampleParams
 
 
@@ -150,7 +149,7 @@ def _table_in(annotation: Any) -> tuple[Any, bool]:
     if origin is list:
         return _table_in(get_args(annotation)[0])[0], True
     for part in get_args(annotation) if origin else [annotation]:
-        if isinstance(part, type) and issubclass(part, BaseModel | SampleParams | Limits):
+        if isinstance(part, type) and issubclass(part, BaseModel | SampleParams):
             return part, False
         if get_origin(part) is not None and (found := _table_in(part))[0] is not None:
             return found
@@ -204,7 +203,7 @@ def _shown(default: Any) -> str:
         return str(default).lower()
     if isinstance(default, Component):
         return default.name
-    if isinstance(default, BaseModel | SampleParams | Limits):
+    if isinstance(default, BaseModel | SampleParams):
         return ""
     return str(list(default) if isinstance(default, tuple) else default).replace("\n", "\\n")
 

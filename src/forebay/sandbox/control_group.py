@@ -50,15 +50,13 @@ class ControlGroup:
 
     def ran_out_of_memory(self) -> bool:
         """Whether, since the last call, the kernel has killed a process because the group was full."""
-        before, self.num_killed = self.num_killed, self._num_killed()
-        return self.num_killed > before
-
-    def _num_killed(self) -> int:
+        before = self.num_killed
+        # The file's name in the unified hierarchy, and in the first version of control groups.
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(FileNotFoundError):
                 counts = dict(line.split() for line in (self.folder / name).read_text().splitlines())
-                return int(counts.get("oom_kill", 0))
-        return 0
+                self.num_killed = int(counts.get("oom_kill", 0))
+        return self.num_killed > before
 
 
 class ControlGroups:

@@ -20,12 +20,13 @@ import secrets
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
 
+from pydantic import PositiveFloat, PositiveInt
+
+from forebay.config import StrictModel
 from forebay.sandbox import launcher
 
 STARTED = launcher.STARTED
@@ -65,8 +66,7 @@ CONFINED = (Isolation.BUBBLEWRAP, Isolation.LANDLOCK)
 """The levels that are sandboxes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
+class Limits(StrictModel):
     """The time, memory and files that one program may use.
 
     >>> Limits(wall_s=5.0, file_bytes=1 << 20).folder_bytes
@@ -76,21 +76,19 @@ class Limits:
         ValueError: a limit is not positive.
     """
 
-    wall_s: float = 10.0
+    wall_s: PositiveFloat = 10.0
     """Seconds on the event loop's clock, from the start of the sandbox on."""
-    cpu_s: int = 10
+    cpu_s: PositiveInt = 10
     """Seconds of CPU time of each process."""
-    memory_bytes: int = 1 << 30
+    memory_bytes: PositiveInt = 1 << 30
     """Address space of each process; where there are control groups, also the memory of all together (beside
     `folder_bytes` and the outputs). numpy alone takes some hundred MiB."""
-    output_bytes: int = 1 << 20
+    output_bytes: PositiveInt = 1 << 20
     """The part of each of the two outputs that is kept."""
-    file_bytes: int = 16 << 20
+    file_bytes: PositiveInt = 16 << 20
     """The largest file, outputs included."""
-    processes: int = 32
+    processes: PositiveInt = 32
     """Processes and threads at a time; under Landlock a program is one process whatever this says."""
-
-    __pydantic_config__: ClassVar[dict[str, object]] = {"extra": "forbid", "strict": False}
 
     @property
     def folder_bytes(self) -> int:
@@ -102,11 +100,6 @@ class Limits:
         """Memory of all of a program's processes together, its folder and two outputs included."""
         return self.memory_bytes + self.folder_bytes + 2 * self.file_bytes + _OVERHEAD_BYTES
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"limits: {name} must be positive, got {value!r}")
-
 
 def readable_paths(python: str, further: Iterable[str | Path]) -> list[str]:
     """The existing files and folders that a program may read: the system's, the interpreter's, `further`."""
@@ -116,10 +109,8 @@ def readable_paths(python: str, further: Iterable[str | Path]) -> list[str]:
     return [path for path in dict.fromkeys(paths) if os.path.exists(path)]
 
 
-def missing_programs(level: Isolation) -> list[str]:
-    """The programs that `level` is made of and that are not installed."""
-    if level is not Isolation.BUBBLEWRAP:
-        return []
+def missing_programs() -> list[str]:
+    """The programs that `Isolation.BUBBLEWRAP` is made of and that are not installed."""
     missing = [name for name in ("bwrap", "setpriv", "prlimit", "sh") if shutil.which(name) is None]
     try:
         launcher.seccomp_library()
@@ -147,18 +138,28 @@ def bubblewrap_command(
     `system_call_filter`.
     """
     mounts: list[str] = []
-    for folder in _parents(readable):
+    # The folders that they are in, outer ones first: those that bwrap makes unasked are root's alone.
+    folders = {str(parent) for path in readable for parent in Path(path).parents}
+    for folder in sorted(folders - {"/"}):
         mounts += ["--perms", "0755", "--dir", folder]
     for path in readable:
         link = ["--symlink", os.readlink(path)] if os.path.islink(path) else ["--ro-bind", path]
         mounts += [*link, path]
     for name, descriptor in files.items():
         mounts += ["--perms", "0644", "--file", str(descriptor), f"{BOX}/{name}"]
-    # Root's programs change their user inside, which a user namespace with one user does not allow; there
-    # the system call filter alone denies further user namespaces.
-    privileges, become = (
-        _change_of_user() if os.geteuid() == 0 else (["--unshare-user", "--disable-userns"], [])
-    )
+    privileges, become = ["--unshare-user", "--disable-userns"], list[str]()
+    if os.geteuid() == 0:
+        # Root's programs change their user inside, which a user namespace with one user does not allow; here
+        # the system call filter alone denies further user namespaces. They change it in the sandbox, and not
+        # before it, because the interpreter may be in a folder that only root may enter.
+        names = ("SETUID", "SETGID", "SETPCAP")
+        privileges = [word for name in names for word in ("--cap-add", f"CAP_{name}")]
+        uid = str(_FIRST_FREE_UID + secrets.randbelow(_NUM_FREE_UIDS))
+        drop = ["--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs"]
+        become = _found("setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", *drop, "--")
+    # Counted in the namespace: bwrap's own process is one of them.
+    nproc = (limits.processes + 1, limits.processes + 1)
+    resources = {**_resource_limits(limits), "nproc": nproc}
     return [
         # The signal comes when the process that started the sandbox ends, even by SIGKILL.
         *_found("setpriv", "--pdeathsig", "KILL", "--"),
@@ -168,27 +169,10 @@ def bubblewrap_command(
         *("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"),
         *("--perms", "1777", "--size", str(limits.folder_bytes), "--tmpfs", BOX, *mounts),
         *("--remount-ro", "/", "--chdir", BOX, "--", *become),
-        *_found("prlimit", *_prlimit_options(limits), "--"),
+        *_found("prlimit", *(f"--{name}={soft}:{hard}" for name, (soft, hard) in resources.items()), "--"),
         *_found("sh", "-c", _MARK_AND_RUN, STARTED, str(stderr)),
         *program,
     ]
-
-
-def _parents(paths: Iterable[str]) -> list[str]:
-    """The folders that `paths` are in, outer ones first. Those that bwrap makes unasked are root's alone."""
-    folders = {str(parent) for path in paths for parent in Path(path).parents}
-    return sorted(folders - {"/"})
-
-
-def _change_of_user() -> tuple[list[str], list[str]]:
-    """bwrap's options and the command that let root's program run as a user without any right.
-
-    In the sandbox, and not before it: the interpreter may be in a folder that only root may enter.
-    """
-    uid = str(_FIRST_FREE_UID + secrets.randbelow(_NUM_FREE_UIDS))
-    options = [word for name in ("SETUID", "SETGID", "SETPCAP") for word in ("--cap-add", f"CAP_{name}")]
-    drop = ["--bounding-set", "-all", "--inh-caps", "-all", "--no-new-privs"]
-    return options, _found("setpriv", "--reuid", uid, "--regid", uid, "--clear-groups", *drop, "--")
 
 
 def launcher_command(
@@ -216,12 +200,6 @@ def _found(name: str, *arguments: str) -> list[str]:
     path = shutil.which(name)
     assert path is not None, name
     return [path, *arguments]
-
-
-def _prlimit_options(limits: Limits) -> list[str]:
-    # Counted in the namespace: bwrap's own process is one of them.
-    values = {**_resource_limits(limits), "nproc": (limits.processes + 1, limits.processes + 1)}
-    return [f"--{name}={soft}:{hard}" for name, (soft, hard) in values.items()]
 
 
 def _resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:

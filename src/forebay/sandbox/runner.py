@@ -34,7 +34,8 @@ from pathlib import Path
 
 from forebay.aio.cancellation import finish
 from forebay.aio.time_limits import not_counted, timeout
-from forebay.sandbox.control_group import ControlGroup, ControlGroups, find_control_groups
+from forebay.config import parse_config
+from forebay.sandbox.control_group import ControlGroups, find_control_groups
 from forebay.sandbox.isolation import (
     BOX,
     CONFINED,
@@ -88,8 +89,16 @@ class Sandbox:
         readable: Iterable[str | Path] = (),
         max_concurrent: int | None = None,
     ) -> None:
-        self.limits = _as_limits(limits)
-        self.levels = _as_levels(levels)
+        self.limits = (
+            limits if isinstance(limits, Limits) else parse_config(Limits, limits or {}, source="limits")
+        )
+        try:
+            self.levels = () if isinstance(levels, str) else tuple(map(Isolation, levels))
+        except ValueError:
+            self.levels = ()
+        if not self.levels:
+            known = ", ".join(level.value for level in Isolation)
+            raise ValueError(f"levels must be a list of some of {known}; got {levels!r}")
         if max_concurrent is not None and max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")
         self.python = python
@@ -157,7 +166,7 @@ class Sandbox:
     async def _problem_of(self, level: Isolation) -> str | None:
         if sys.platform != "linux":
             return "only on Linux"
-        if missing := missing_programs(level):
+        if level is Isolation.BUBBLEWRAP and (missing := missing_programs()):
             return f"not installed: {', '.join(missing)}"
         try:
             result = await self._run_in(level, [self.python, "-S", "-c", ""], "", {})
@@ -172,11 +181,30 @@ class Sandbox:
             await self._slots.acquire()
         try:
             with contextlib.ExitStack() as stack:
-                streams = [stack.enter_context(in_memory(content)) for content in (stdin, "", "", "")]
-                group = None
-                if level is Isolation.BUBBLEWRAP and self._groups is not None:
-                    group = stack.enter_context(self._groups.lend())
-                process = self._start(level, command, files, streams, group, stack)
+                # Standard input, standard output, the chain's standard error, and the program's own.
+                streams = [stack.enter_context(in_memory(text)) for text in (stdin, "", "", "")]
+                passed, group = streams[3:], None
+                if level is Isolation.BUBBLEWRAP:
+                    folder = BOX
+                    opened = {name: stack.enter_context(in_memory(text)) for name, text in files.items()}
+                    system_calls = stack.enter_context(in_memory(system_call_filter()))
+                    passed += [*opened.values(), system_calls]
+                    argv = bubblewrap_command(
+                        command,
+                        self.limits,
+                        self._readable,
+                        opened,
+                        stderr=streams[3],
+                        system_calls=system_calls,
+                    )
+                    if self._groups is not None:
+                        group = stack.enter_context(self._groups.lend())
+                        argv = group.joining(argv)
+                else:
+                    folder = stack.enter_context(temporary_folder(files))
+                    readable = self._readable if level is Isolation.LANDLOCK else None
+                    argv = launcher_command(command, self.limits, readable, folder, streams[3])
+                process = self._start(argv, folder, streams, passed)
                 clock = asyncio.get_running_loop().time
                 start_s = clock()
                 overran = await until_end(process, self.limits.wall_s, tree=level is Isolation.BUBBLEWRAP)
@@ -188,28 +216,8 @@ class Sandbox:
             self._slots.release()
 
     def _start(
-        self,
-        level: Isolation,
-        command: Sequence[str],
-        files: Mapping[str, Text],
-        streams: Sequence[int],
-        group: ControlGroup | None,
-        stack: contextlib.ExitStack,
+        self, argv: Sequence[str], folder: str, streams: Sequence[int], passed: Sequence[int]
     ) -> subprocess.Popen[bytes]:
-        passed = [streams[3]]
-        if level is Isolation.BUBBLEWRAP:
-            folder = BOX
-            opened = {name: stack.enter_context(in_memory(content)) for name, content in files.items()}
-            system_calls = stack.enter_context(in_memory(system_call_filter()))
-            passed += [*opened.values(), system_calls]
-            argv = bubblewrap_command(
-                command, self.limits, self._readable, opened, stderr=streams[3], system_calls=system_calls
-            )
-            argv = argv if group is None else group.joining(argv)
-        else:
-            folder = stack.enter_context(temporary_folder(files))
-            readable = self._readable if level is Isolation.LANDLOCK else None
-            argv = launcher_command(command, self.limits, readable, folder, streams[3])
         return subprocess.Popen(
             argv,
             stdin=streams[0],
@@ -219,20 +227,17 @@ class Sandbox:
             # A group of its own, to be killed as one; and no terminal.
             start_new_session=True,
             cwd="/",
-            env=self._environment(folder),
+            env={
+                "PATH": f"{os.path.dirname(self.python)}:/usr/bin:/bin",
+                "HOME": folder,
+                "TMPDIR": folder,
+                "LANG": "C.UTF-8",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                # Numeric libraries start a thread, and reserve memory, for each CPU.
+                "OMP_NUM_THREADS": "1",
+                "OPENBLAS_NUM_THREADS": "1",
+            },
         )
-
-    def _environment(self, folder: str) -> dict[str, str]:
-        return {
-            "PATH": f"{os.path.dirname(self.python)}:/usr/bin:/bin",
-            "HOME": folder,
-            "TMPDIR": folder,
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            # Numeric libraries start a thread, and reserve memory, for each CPU.
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
 
     def _result(
         self, level: Isolation, code: int, overran: bool, wall_s: float, out: int, control: int, err: int
@@ -292,26 +297,6 @@ class SandboxResult:
 
 
 _REASONS = {128 + signal.SIGXCPU: "cpu", 128 + signal.SIGXFSZ: "file_size"}
-
-
-def _as_levels(levels: Sequence[Isolation | str]) -> tuple[Isolation, ...]:
-    try:
-        found = () if isinstance(levels, str) else tuple(map(Isolation, levels))
-    except ValueError:
-        found = ()
-    if not found:
-        known = ", ".join(level.value for level in Isolation)
-        raise ValueError(f"levels must be a list of some of {known}; got {levels!r}")
-    return found
-
-
-def _as_limits(limits: Limits | Mapping[str, float] | None) -> Limits:
-    if isinstance(limits, Limits):
-        return limits
-    known = Limits.__dataclass_fields__
-    if unknown := set(limits or {}) - set(known):
-        raise ValueError(f"limits: unknown {sorted(unknown)}; known: {', '.join(known)}")
-    return Limits(**(limits or {}))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from forebay.agents.build import AGENT_ARGUMENTS, AGENTS, GIVEN
-from forebay.agents.environments.build import ENVIRONMENT_ARGUMENTS, ENVIRONMENTS
+from forebay.agents.environments import ENVIRONMENT_ARGUMENTS, ENVIRONMENTS
 from forebay.config import ConfigError, StrictModel, apply_overrides, parse_config
 from forebay.engines import TransformersEngine
 from forebay.engines.build import TransformersArguments

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 import forebay
 from forebay.agents.build import AGENT_ARGUMENTS
-from forebay.agents.environments.build import ENVIRONMENT_ARGUMENTS
+from forebay.agents.environments import ENVIRONMENT_ARGUMENTS
 from forebay.cluster.arguments import RayArguments
 from forebay.config import Component, StrictModel
 from forebay.engines.build import ENGINE_ARGUMENTS

@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from forebay.agents.interruption import is_cancelled
+from forebay.aio.cancellation import is_cancelled
 from forebay.config import StrictModel, parse_config
 from forebay.judges.base import Judge
 from forebay.tracebacks import raised_at
@@ -149,8 +149,15 @@ class AgentLoop(ABC):
         )
         if self.judge is not None and unjudged and not waits:
             await self._judge(self.judge, unjudged)
-        for attempt in attempts:
-            _share_verdict(attempt)
+        for first, *further in attempts:
+            # They share the first one's reward, or its failure, unless they have a reward of their own.
+            for state in further:
+                if state.status is not Status.COMPLETED or state.reward is not None:
+                    continue
+                if first.status is Status.FAILED:
+                    state.status, state.error_msg = Status.FAILED, first.error_msg
+                elif first.reward is not None:
+                    state.reward = dict(first.reward)
         return [state for attempt in attempts for state in attempt]
 
     def go_on(self) -> None:  # noqa: B027
@@ -259,18 +266,6 @@ def _joined(first: RolloutState, made: Sequence[RolloutState]) -> Attempt:
         state.session_id = state.session_id or first.session_id
         state.sample_params = state.sample_params or first.sample_params
     return list(made)
-
-
-def _share_verdict(attempt: Attempt) -> None:
-    """Give the first trajectory's reward, or its failure, to those without a reward of their own."""
-    first = attempt[0]
-    for state in attempt[1:]:
-        if state.status is not Status.COMPLETED or state.reward is not None:
-            continue
-        if first.status is Status.FAILED:
-            state.status, state.error_msg = Status.FAILED, first.error_msg
-        elif first.reward is not None:
-            state.reward = dict(first.reward)
 
 
 def _fail(state: RolloutState, part: str, error: BaseException) -> None:

@@ -17,13 +17,14 @@ in any process: in the middle of a turn from its tokens, after a turn with the e
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from pydantic import AfterValidator, Field
@@ -31,16 +32,23 @@ from pydantic import AfterValidator, Field
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.conversation import cut_unanswered
 from forebay.agents.chat.rendering import IncrementRenderer, PromptRenderer
-from forebay.agents.environments.build import build_environment, check_environment, environment_class
-from forebay.agents.environments.contract import Environment, Memory
+from forebay.agents.environments import (
+    Environment,
+    Memory,
+    build_environment,
+    check_environment,
+    environment_class,
+)
 from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
-from forebay.agents.interruption import Interrupted, Interruptible
-from forebay.aio.time_limits import timeout
+from forebay.aio.cancellation import is_cancelled
+from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel
 from forebay.types import Message, RolloutState, Status
 from forebay.watching.activity import TOOL
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 ENVIRONMENT_TIMEOUT_S = 60.0
 """Longer than a game or a look-up takes, short enough to notice an environment that hangs."""
@@ -85,6 +93,7 @@ class MultiTurnAgentLoop(AgentLoop):
     def set_up(self) -> None:
         """Make the environment."""
         self.environment = build_environment(self.arguments.environment)
+        self._name = f"environment {type(self.environment).__name__}"
         self._prompts = PromptRenderer(self.tokenizer)
         self._increments = IncrementRenderer(self.tokenizer, roles=self.environment.roles)
         self._calls = Interruptible()
@@ -117,7 +126,12 @@ class MultiTurnAgentLoop(AgentLoop):
             state.sample_params = self.sample_params
         try:
             async with self._opened(state) as record:
-                await self._play(state, record)
+                while record.ended_by is None:
+                    if not record.awaits_reply:
+                        await self._generate_turn(state, record)
+                        if not record.awaits_reply:
+                            break
+                    await self._reply(state, record)
         except Interrupted:
             state.status, state.finish_reason = Status.ABORTED, "abort"
         return state
@@ -169,14 +183,6 @@ class MultiTurnAgentLoop(AgentLoop):
         state.extra_fields[TURNS_KEY] = 0
         return EpisodeRecord(memory, turn_start=len(state.response_ids))
 
-    async def _play(self, state: RolloutState, record: EpisodeRecord) -> None:
-        while record.ended_by is None:
-            if not record.awaits_reply:
-                await self._generate_turn(state, record)
-                if not record.awaits_reply:
-                    return
-            await self._reply(state, record)
-
     async def _generate_turn(self, state: RolloutState, record: EpisodeRecord) -> None:
         """Write, or finish, the model's turn; the record says whether the environment is next."""
         whole = state.sample_params
@@ -200,7 +206,8 @@ class MultiTurnAgentLoop(AgentLoop):
         record.is_cut = state.finish_reason == "length"
         if turn_ids:
             state.extra_fields[TURNS_KEY] += 1
-            self._note(state, {"role": "assistant", "content": self._read(turn_ids, record)})
+            said = {"role": "assistant", "content": self._read(turn_ids, record)}
+            state.extra_fields[CONVERSATION_KEY].append(said)
         if not record.is_cut or turn_limit <= num_used < whole.max_tokens:
             record.awaits_reply = True
             # Until the environment has replied, this rollout must not pass for a finished one.
@@ -224,7 +231,7 @@ class MultiTurnAgentLoop(AgentLoop):
         if reply.reward is not None:
             record.rewards.append(float(reply.reward))
         messages = [] if reply.done else reply.messages
-        self._note(state, *messages)
+        state.extra_fields[CONVERSATION_KEY].extend(messages)
         record.awaits_reply = False
         if reply.done or state.extra_fields[TURNS_KEY] >= self.arguments.max_turns:
             self._end(state, record, "environment" if reply.done else "max_turns")
@@ -274,14 +281,6 @@ class MultiTurnAgentLoop(AgentLoop):
             activity.note = what
             return await self._calls.run(call, what, limit_s)
 
-    @property
-    def _name(self) -> str:
-        return f"environment {type(self.environment).__name__}"
-
-    @staticmethod
-    def _note(state: RolloutState, *messages: Message) -> None:
-        state.extra_fields[CONVERSATION_KEY].extend(messages)
-
 
 @dataclass
 class EpisodeRecord:
@@ -299,6 +298,67 @@ class EpisodeRecord:
     """The environment's rewards so far."""
     ended_by: str | None = None
     """``environment``, ``max_turns``, ``max_tokens`` or ``context``; None: not ended."""
+
+
+class Interrupted(Exception):
+    """A pause ended the call."""
+
+
+class Interruptible:
+    """Runs calls until they are paused.
+
+    Invariants: once paused, no call runs and none begins until `allow`; a call that ends by itself in the
+    moment of the pause keeps its result.
+    """
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self._interrupted: set[asyncio.Task[Any]] = set()
+        self._is_paused = False
+
+    def allow(self) -> None:
+        """Let calls run again."""
+        self._is_paused = False
+
+    def pause(self) -> None:
+        """End all calls."""
+        self._is_paused = True
+        for task in self._running:
+            if task.cancel():
+                self._interrupted.add(task)
+
+    async def run(self, call: Coroutine[Any, Any, Result], what: str, limit_s: float | None) -> Result:
+        """The result of `call`.
+
+        Raises:
+            Interrupted: a pause came first.
+            TimeoutError: it took longer than `limit_s`; the message begins with `what`.
+        """
+        if self._is_paused:
+            call.close()
+            raise Interrupted
+        # Made within its limit, whose clock it may stop.
+        task: asyncio.Task[Result] | None = None
+        limit: asyncio.Timeout | None = None
+        try:
+            async with time_limit(limit_s) as limit:
+                task = asyncio.create_task(call)
+                self._running.add(task)
+                return await task
+        except asyncio.CancelledError:
+            if task in self._interrupted and not is_cancelled():
+                raise Interrupted from None
+            raise
+        except TimeoutError as error:
+            if limit is not None and limit.expired():
+                raise TimeoutError(f"{what} did not answer within {limit_s:g} s") from None
+            raise RuntimeError(f"{what}: TimeoutError: {error}") from error
+        except Exception as error:
+            raise RuntimeError(f"{what}: {type(error).__name__}: {error}") from error
+        finally:
+            if task is not None:
+                self._running.discard(task)
+                self._interrupted.discard(task)
 
 
 def episode_reward(state: RolloutState) -> float:

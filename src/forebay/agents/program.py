@@ -31,7 +31,7 @@ from forebay.agents.chat.endpoint import MODEL, ChatEndpoint
 from forebay.agents.chat.rendering import IncrementRenderer
 from forebay.agents.chat.session import ChatSession
 from forebay.agents.chat.tool_calls import check_parser, choose_reader
-from forebay.agents.extra_fields import RECORD_KEY, REQUESTS_KEY
+from forebay.agents.extra_fields import REQUESTS_KEY
 from forebay.aio.time_limits import start_thread, timeout
 from forebay.config import StrictModel, import_object
 from forebay.sandbox.runner import until_exit
@@ -143,20 +143,13 @@ class ProgramAgentLoop(AgentLoop):
         given = ProgramSession(
             base_url,
             [dict(message) for message in state.message],
-            {
-                "tools": state.tools,
-                "tool_choice": state.tool_choice,
-                "task_name": state.task_name,
-                "data_source": state.data_source,
-                "reward_model": state.reward_model,
-                "rollout_id": state.rollout_id,
-            },
+            {name: getattr(state, name) for name in _TASK_FIELDS},
         )
         with self.activities.span(
             TOOL, state.rollout_id, task=state.task_name, group=state.group_id
         ) as activity:
             activity.note = self.name
-            program = asyncio.create_task(_awaited(self._program(given)))
+            program = asyncio.ensure_future(self._program(given))
             ended = asyncio.create_task(session.ended.wait())
             try:
                 async with timeout(self.arguments.timeout_s):
@@ -238,10 +231,7 @@ _MAX_OUTPUT_BYTES = 1 << 20
 
 
 _TAIL_CHARACTERS = 500
-
-
-async def _awaited(result: Any) -> Any:
-    return await result if inspect.isawaitable(result) else result
+_TASK_FIELDS = ("tools", "tool_choice", "task_name", "data_source", "reward_model", "rollout_id")
 
 
 def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSession], Awaitable[Any]]:
@@ -290,7 +280,14 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
             output = streams.create_task(_tail(process.stdout))
             errors = streams.create_task(_tail(process.stderr))
             try:
-                await _ended(process)
+                # asyncio's own `wait` wants its output closed too, which what it left running may keep open.
+                # Without Linux's process descriptors that has to do.
+                if hasattr(os, "pidfd_open"):
+                    # Reaped already if it was very short.
+                    with contextlib.suppress(ProcessLookupError):
+                        await until_exit(process.pid)
+                else:
+                    await process.wait()
             finally:
                 # Processes that it left running would also keep its output open.
                 with contextlib.suppress(ProcessLookupError):
@@ -303,17 +300,6 @@ async def _run_command(command: Sequence[str], session: ProgramSession) -> Any:
     with contextlib.suppress(ValueError, IndexError, RecursionError):
         return json.loads(output.result().strip().splitlines()[-1])
     return None
-
-
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Wait for the end of `process` itself: asyncio's own ``wait`` wants its output closed too, which what it
-    left running may keep open. Without Linux's process descriptors that has to do."""
-    if not hasattr(os, "pidfd_open"):
-        await process.wait()
-        return
-    # Reaped already if it was very short.
-    with contextlib.suppress(ProcessLookupError):
-        await until_exit(process.pid)
 
 
 async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
@@ -330,6 +316,3 @@ async def _tail(stream: asyncio.StreamReader) -> str:
     while part := await stream.read(_MAX_OUTPUT_BYTES):
         tail = (tail + part)[-_MAX_OUTPUT_BYTES:]
     return tail.decode(errors="replace")
-
-
-__all__ = ["RECORD_KEY", "ProgramAgentLoop", "ProgramSession"]

@@ -24,7 +24,7 @@ from pydantic import AfterValidator, Field
 from forebay.agents.base import AgentLoop
 from forebay.agents.chat.rendering import NO_TOOLS
 from forebay.agents.chat.tool_calls import Parser, ToolCall, api_call, check_parser, choose_parser
-from forebay.agents.environments.contract import Environment, Memory, Reply
+from forebay.agents.environments import Environment, Memory, Reply
 from forebay.agents.extra_fields import TOOL_CALLS_KEY, TOOL_ERRORS_KEY
 from forebay.agents.multi_turn import MultiTurnAgentLoop
 from forebay.aio.time_limits import time_limit
@@ -37,10 +37,6 @@ TOOL_TIMEOUT_S = 10.0
 """For one call: a program, a look-up; a model that computes for longer should learn to compute less."""
 MAX_RESULT_CHARACTERS = 4000
 """About a thousand tokens: a result must not fill the context."""
-
-
-def _as_text(call: ToolCall) -> str:
-    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
 
 
 def _check_tools(tools: Sequence[Any]) -> Sequence[Any]:
@@ -113,12 +109,20 @@ class ToolEnvironment(Environment):
             # One broken tool is enough, and says more than that there were errors.
             raise errors.exceptions[0] from None
         results = [task.result() for task in tasks]
-        # One that cannot be read has no name.
-        made = [api_call(number, call.name, _as_text(call)) for number, call in enumerate(calls)]
+        made: list[dict[str, Any]] = []
+        messages: list[Message] = []
+        for call, (_, result) in zip(calls, results, strict=True):
+            arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
+            made.append(api_call(len(made), call.name, arguments))
+            said = self._arguments.result_format.replace("{result}", result)
+            messages.append({"role": self.roles[0], "content": said})
+            if self.roles[0] == "tool":
+                # A call that cannot be read has no name.
+                messages[-1] |= {"name": call.name, "tool_call_id": made[-1]["id"]}
         state.tool_calls = [*(state.tool_calls or ()), *made]
         state.extra_fields[TOOL_CALLS_KEY] += len(calls)
         state.extra_fields[TOOL_ERRORS_KEY] += sum(not ok for ok, _ in results)
-        return Reply([self._message(call, text) for call, (_, text) in zip(made, results, strict=True)])
+        return Reply(messages)
 
     async def _result_of(self, call: ToolCall) -> tuple[bool, str]:
         """Whether there is a result, and what the model reads."""
@@ -173,12 +177,6 @@ class ToolEnvironment(Environment):
                 errors.append(error)
         if errors:
             raise ExceptionGroup("tools could not be closed", errors)
-
-    def _message(self, call: dict[str, Any], text: str) -> Message:
-        role, text = self.roles[0], self._arguments.result_format.replace("{result}", text)
-        if role != "tool":
-            return {"role": role, "content": text}
-        return {"role": role, "name": call["function"]["name"], "tool_call_id": call["id"], "content": text}
 
     def _cut(self, text: str) -> str:
         # Half a surrogate pair, which JSON can hold, is nothing that a tokenizer takes.

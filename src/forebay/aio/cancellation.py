@@ -40,3 +40,9 @@ async def outlast(future: asyncio.Future[Any]) -> None:
     if not future.cancelled():
         # Retrieved, so that asyncio does not warn of it: the caller is told of the cancellation instead.
         future.exception()
+
+
+def is_cancelled() -> bool:
+    """Whether the current task was cancelled; otherwise a call in it let a cancellation escape."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -66,7 +66,7 @@ COMPONENTS = (
     (
         "tasks.0.agent.arguments.environment.arguments",
         "environment",
-        "forebay.agents.environments.build:ENVIRONMENT_ARGUMENTS",
+        "forebay.agents.environments:ENVIRONMENT_ARGUMENTS",
     ),
     ("tasks.0.agent.arguments.tools.0.arguments", "tool", "forebay.tools.base:TOOL_ARGUMENTS"),
     ("tasks.0.judge.arguments", "judge", "forebay.judges.build:JUDGE_ARGUMENTS"),

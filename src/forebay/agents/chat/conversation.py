@@ -69,13 +69,8 @@ class Trajectory:
 
     def note(self) -> None:
         """Keep the record with the rollout, as plain data."""
-        self.state.extra_fields[RECORD_KEY] = {
-            "tools": self.tools,
-            "messages": self.messages,
-            "turn_starts": self.turn_starts,
-            "finish_reasons": self.finish_reasons,
-            "is_exhausted": self.is_exhausted,
-        }
+        recorded = ("tools", "messages", "turn_starts", "finish_reasons", "is_exhausted")
+        self.state.extra_fields[RECORD_KEY] = {name: getattr(self, name) for name in recorded}
 
     def continue_with(self, messages: list[Message], ids: IntArray) -> None:
         """Append the increment `ids`, which makes the conversation `messages`."""
@@ -143,7 +138,7 @@ def render_conversation(
     named = with_names(messages)
     refusal: Exception | None = None
     # Templates take the arguments of tool calls as objects or as text, and few take both.
-    for form in (named, [_with_text_arguments(message) for message in named]):
+    for form in (named, [with_text_arguments(message) for message in named]):
         try:
             return render_prompt(tokenizer, form, tools)
         # They refuse what they do not know in many ways: raise_exception, missing attributes.
@@ -152,17 +147,16 @@ def render_conversation(
     raise RequestError(f"the chat template cannot render these messages: {refusal}") from refusal
 
 
-def arguments_as_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """A recorded tool call as the API writes it."""
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    return {**call, "function": {**call["function"], "arguments": text}}
-
-
-def _with_text_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    return {**message, "tool_calls": [arguments_as_text(call) for call in message["tool_calls"]]}
+def with_text_arguments(message: Message) -> Message:
+    """A copy of a recorded message as the API writes it: the arguments of tool calls are text."""
+    changed = dict(message)
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = []
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            changed["tool_calls"].append({**call, "function": {**call["function"], "arguments": text}})
+    return changed
 
 
 def _text(content: Any) -> str:

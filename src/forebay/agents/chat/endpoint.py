@@ -21,7 +21,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Any
 
-from forebay.agents.chat.conversation import RequestError, arguments_as_text
+from forebay.agents.chat.conversation import RequestError, with_text_arguments
 from forebay.agents.chat.session import BudgetExhaustedError, ChatSession, SessionEndedError, Turn
 from forebay.config import ConfigError
 from forebay.extras import require_library
@@ -54,7 +54,11 @@ class ChatEndpoint:
     """
 
     def __init__(self, *, host: str = "127.0.0.1", port: int = 0, allow_remote: bool = False) -> None:
-        if not allow_remote and not _is_loopback(host):
+        try:
+            is_loopback = ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            is_loopback = host == "localhost"
+        if not (is_loopback or allow_remote):
             raise ConfigError(
                 f"the chat endpoint would listen on {host!r}, which others can reach; use '127.0.0.1', or "
                 f"set allow_remote = true where the network is trusted"
@@ -113,7 +117,9 @@ class ChatEndpoint:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
-        self._server = _make_server(config)
+        self._server = uvicorn.Server(config)
+        # Signals are left to the run.
+        self._server.capture_signals = contextlib.nullcontext
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]), name="chat endpoint")
 
     async def _chat(self, request: Request) -> Response:
@@ -124,12 +130,13 @@ class ChatEndpoint:
             return await _unknown(request)
         try:
             body = await _body(request)
+            stop = body.get("stop") or ()
             turn = await session.complete(
                 body["messages"],
                 tools=body.get("tools") or None,
                 may_call=body.get("tool_choice") != "none",
                 max_tokens=body.get("max_completion_tokens") or body.get("max_tokens"),
-                stop=_stop(body),
+                stop=(stop,) if isinstance(stop, str) else tuple(str(text) for text in stop if text),
             )
         except BudgetExhaustedError as error:
             return _error(400, str(error), "context_length_exceeded")
@@ -137,24 +144,17 @@ class ChatEndpoint:
             return _error(400, str(error), "invalid_request_error")
         except SessionEndedError as error:
             return _error(410, str(error), "session_ended")
-        name = str(body.get("model") or MODEL)
+        completion = _completion(turn, str(body.get("model") or MODEL), bool(body.get("logprobs")))
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            return StreamingResponse(_chunks(turn, name, usage), media_type="text/event-stream")
-        return _json(_completion(turn, name, bool(body.get("logprobs"))))
+            return StreamingResponse(_chunks(completion, usage), media_type="text/event-stream")
+        return _json(completion)
 
     async def _models(self, request: Request) -> Response:
         if request.path_params["secret"] not in self._sessions:
             return await _unknown(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "forebay"}
         return _json({"object": "list", "data": [model]})
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 async def _unknown(request: Request) -> Response:
@@ -194,11 +194,6 @@ async def _body(request: Request) -> dict[str, Any]:
     return body
 
 
-def _stop(body: dict[str, Any]) -> tuple[str, ...]:
-    stop = body.get("stop") or ()
-    return (stop,) if isinstance(stop, str) else tuple(str(text) for text in stop if text)
-
-
 def _error(status: int, message: str, code: str) -> Response:
     error = {"message": message, "type": code, "param": None, "code": code}
     return _json({"error": error}, status)
@@ -211,74 +206,45 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
     return JSONResponse(content, status_code=status, headers={"x-should-retry": "false"})
 
 
-def _api_message(turn: Turn) -> dict[str, Any]:
-    """The turn as the chat API writes it: arguments of tool calls are text there."""
-    message = dict(turn.message)
-    if calls := message.get("tool_calls"):
-        message["content"] = message["content"] or None
-        message["tool_calls"] = [arguments_as_text(call) for call in calls]
-    return message
-
-
-def _usage(turn: Turn) -> dict[str, int]:
-    return {
-        "prompt_tokens": turn.num_prompt_tokens,
-        "completion_tokens": turn.num_tokens,
-        "total_tokens": turn.num_prompt_tokens + turn.num_tokens,
-    }
-
-
 def _completion(turn: Turn, model: str, with_logprobs: bool) -> dict[str, Any]:
-    choice: dict[str, Any] = {
-        "index": 0,
-        "message": _api_message(turn),
-        "finish_reason": turn.finish_reason,
-        "logprobs": None,
-    }
+    message = with_text_arguments(turn.message)
+    if message.get("tool_calls"):
+        message["content"] = message["content"] or None
+    logprobs: dict[str, Any] | None = None
     if with_logprobs:
         content = [
             {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
             for token, value in turn.logprobs
         ]
-        choice["logprobs"] = {"content": content, "refusal": None}
-    return {**_frame("chat.completion", model), "choices": [choice], "usage": _usage(turn)}
-
-
-def _frame(kind: str, model: str) -> dict[str, Any]:
+        logprobs = {"content": content, "refusal": None}
+    choice = {"index": 0, "message": message, "finish_reason": turn.finish_reason, "logprobs": logprobs}
     return {
         "id": f"chatcmpl-{secrets.token_hex(12)}",
-        "object": kind,
+        "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
+        "choices": [choice],
+        "usage": {
+            "prompt_tokens": turn.num_prompt_tokens,
+            "completion_tokens": turn.num_tokens,
+            "total_tokens": turn.num_prompt_tokens + turn.num_tokens,
+        },
     }
 
 
-def _chunks(turn: Turn, model: str, with_usage: bool) -> Iterator[bytes]:
+def _chunks(completion: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
     """The whole turn as a stream: it is only sent when it is complete."""
-    message = _api_message(turn)
-    delta: dict[str, Any] = {"role": "assistant", "content": message["content"]}
-    if calls := message.get("tool_calls"):
+    (choice,) = completion["choices"]
+    delta = dict(choice["message"])
+    if calls := delta.get("tool_calls"):
         delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-    frame = _frame("chat.completion.chunk", model)
     parts: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
-        {"choices": [{"index": 0, "delta": {}, "finish_reason": turn.finish_reason}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
     ]
     if with_usage:
-        parts.append({"choices": [], "usage": _usage(turn)})
+        parts.append({"choices": [], "usage": completion["usage"]})
     for part in parts:
-        yield b"data: " + json.dumps({**frame, **part}).encode() + b"\n\n"
+        chunk = {**completion, "object": "chat.completion.chunk", "usage": None, **part}
+        yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
     yield b"data: [DONE]\n\n"
-
-
-def _make_server(config: Any) -> Any:
-    import uvicorn
-
-    class QuietServer(uvicorn.Server):
-        """Leaves the signals to the run."""
-
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            yield
-
-    return QuietServer(config)

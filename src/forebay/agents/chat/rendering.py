@@ -53,7 +53,11 @@ class IncrementRenderer:
     def __init__(self, tokenizer: ChatTokenizer, *, roles: Sequence[str] = ("user",)) -> None:
         self._tokenizer = tokenizer
         self._special_ids = frozenset(tokenizer.all_special_ids)
-        longest_first = sorted(_control_tokens(tokenizer), key=len, reverse=True)
+        added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
+        # Texts that mean something to a template or a model. Some vocabularies also add words and runs of
+        # blanks, which text may hold.
+        signs = {token for token in added if len(token) > 1 and re.search(r"[^\w\s]", token)}
+        longest_first = sorted(signs | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._end = _after_marker(self._text(_stand_in()))
         self._end_ids = self._encode(self._end)
@@ -103,11 +107,14 @@ class IncrementRenderer:
         Raises:
             ValueError: there is none.
         """
+        probe: Message = {"role": role, "content": MARKER.lower()}
+        if role == "tool":
+            probe |= {"name": "f", "tool_call_id": CALL_ID}
         error: Exception | None = None
         for stand_in in _stand_ins(role):
             try:
                 before = _after_marker(self._text(stand_in))
-                after = _after_marker(self._text([*stand_in, _probe(role)], add_generation_prompt=True))
+                after = _after_marker(self._text([*stand_in, probe], add_generation_prompt=True))
             # Templates refuse what they do not know in many ways: raise_exception, missing attributes.
             except Exception as refusal:
                 error = refusal
@@ -164,11 +171,6 @@ def _stand_ins(role: str) -> Iterator[list[Message]]:
     yield _stand_in()
 
 
-def _probe(role: str) -> Message:
-    message = {"role": role, "content": MARKER.lower()}
-    return {**message, "name": "f", "tool_call_id": CALL_ID} if role == "tool" else message
-
-
 def _after_marker(text: str) -> str:
     """The text after the last marker.
 
@@ -181,14 +183,6 @@ def _after_marker(text: str) -> str:
             f"the chat template left out what the assistant said; it rendered {before + after!r}"
         )
     return after
-
-
-def _control_tokens(tokenizer: ChatTokenizer) -> set[str]:
-    """Texts that are tokens by themselves and mean something to a template or a model."""
-    added: dict[str, int] = getattr(tokenizer, "get_added_vocab", dict)()
-    # Some vocabularies add words and runs of blanks, which text may hold.
-    signs = {token for token in added if len(token) > 1 and re.search(r"[^\w\s]", token)}
-    return signs | set(tokenizer.all_special_tokens)
 
 
 def _broken_up(match: re.Match[str]) -> str:
@@ -222,20 +216,6 @@ NO_TOOLS = "none"
 """A rollout's ``tool_choice`` with which its prompt tells of no tools."""
 
 
-def require_chat_template(tokenizer: ChatTokenizer) -> None:
-    """Raise unless the tokenizer can turn a chat into tokens.
-
-    Raises:
-        ValueError: it has no chat template.
-    """
-    if not tokenizer.chat_template:
-        where = tokenizer.name_or_path or "the given tokenizer"
-        raise ValueError(
-            f"the tokenizer of {where!r} has no chat template, so chats cannot become tokens: put a "
-            f"chat_template.jinja into that folder, set tokenizer.chat_template, or use the instruct model"
-        )
-
-
 def render_prompt(
     tokenizer: ChatTokenizer, message: list[Message], tools: list[dict[str, Any]] | None = None
 ) -> IntArray:
@@ -261,7 +241,13 @@ class PromptRenderer:
     """
 
     def __init__(self, tokenizer: ChatTokenizer) -> None:
-        require_chat_template(tokenizer)
+        if not tokenizer.chat_template:
+            where = tokenizer.name_or_path or "the given tokenizer"
+            raise ValueError(
+                f"the tokenizer of {where!r} has no chat template, so chats cannot become tokens: put a "
+                f"chat_template.jinja into that folder, set tokenizer.chat_template, or use the instruct "
+                f"model"
+            )
         self._tokenizer = tokenizer
         # The latest prompt: the members of a group start one after the other, so one entry serves them all.
         self._latest: tuple[list[Message], list[dict[str, Any]] | None, IntArray] | None = None
@@ -269,14 +255,11 @@ class PromptRenderer:
     def render(self, state: RolloutState) -> None:
         """Give `state` its ``prompt_ids``, and ``tokens`` to begin with, unless it has them."""
         if len(state.prompt_ids) == 0:
-            state.prompt_ids = self._prompt_ids(state.message, offered_tools(state.tools, state.tool_choice))
+            tools = offered_tools(state.tools, state.tool_choice)
+            if self._latest is None or self._latest[:2] != (state.message, tools):
+                prompt_ids = render_prompt(self._tokenizer, state.message, tools)
+                # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
+                self._latest = ([dict(part) for part in state.message], tools, prompt_ids)
+            state.prompt_ids = self._latest[2]
         if len(state.tokens) == 0:
             state.tokens = state.prompt_ids
-
-    def _prompt_ids(self, message: list[Message], tools: list[dict[str, Any]] | None) -> IntArray:
-        if self._latest is not None and self._latest[:2] == (message, tools):
-            return self._latest[2]
-        prompt_ids = render_prompt(self._tokenizer, message, tools)
-        # Copies: the chat of a rollout may grow, and must not then count as the same prompt.
-        self._latest = ([dict(part) for part in message], tools, prompt_ids)
-        return prompt_ids

@@ -40,7 +40,7 @@ from forebay.agents.chat.conversation import (
 from forebay.agents.chat.rendering import ChatTokenizer, IncrementRenderer
 from forebay.agents.chat.tool_calls import TurnReader
 from forebay.agents.extra_fields import RECORD_KEY
-from forebay.agents.interruption import is_cancelled
+from forebay.aio.cancellation import is_cancelled
 from forebay.types import (
     TOKEN_FIELDS,
     Message,
@@ -173,7 +173,13 @@ class ChatSession:
                 self._reserved -= room
             return self._answer(trajectory, tools if may_call else None, tuple(stop))
         except BaseException:
-            self._take_back(trajectory)
+            # A question without an answer is forgotten, unless the rollout goes on from it after a pause.
+            if self.end_status is not Status.ABORTED:
+                trajectory.take_back()
+                if not len(trajectory.state.response_ids):
+                    self._refused_prompt |= trajectory.is_exhausted
+                    reset_rollout_response(trajectory.state)
+                    self._trajectories.remove(trajectory)
             raise
         finally:
             trajectory.is_busy = False
@@ -207,29 +213,24 @@ class ChatSession:
 
     def _begun(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> Trajectory:
         prompt_ids = render_conversation(self._tokenizer, messages, tools)
-        if any(trajectory.state is self.state for trajectory in self._trajectories):
-            state = self._further(messages, tools)
-        else:
-            state = self.state
+        state = self.state
+        if any(trajectory.state is state for trajectory in self._trajectories):
+            self._num_begun += 1
+            state = RolloutState(
+                messages,
+                rollout_id=f"{state.rollout_id}/{self._num_begun}",
+                group_id=state.group_id,
+                task_name=state.task_name,
+                session_id=f"{state.session_id or state.rollout_id}/{self._num_begun}",
+                num_tries=state.num_tries,
+                tools=tools,
+                status=Status.INIT,
+            )
         state.prompt_ids = state.tokens = prompt_ids
         trajectory = Trajectory(state, tools, messages)
         self._trajectories.append(trajectory)
         trajectory.note()
         return trajectory
-
-    def _further(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> RolloutState:
-        first = self.state
-        self._num_begun += 1
-        return RolloutState(
-            messages,
-            rollout_id=f"{first.rollout_id}/{self._num_begun}",
-            group_id=first.group_id,
-            task_name=first.task_name,
-            session_id=f"{first.session_id or first.rollout_id}/{self._num_begun}",
-            num_tries=first.num_tries,
-            tools=tools,
-            status=Status.INIT,
-        )
 
     async def _reserve(self, trajectory: Trajectory, max_tokens: int | None) -> int:
         """How many tokens the turn may have; they are not there for others until it has ended."""
@@ -304,7 +305,9 @@ class ChatSession:
         message = plain_message(self._reader.read(turn_ids, tools, num_calls, is_cut=is_cut))
         if not message.get("tool_calls"):
             # A text that ends the turn is in the tokens, and not in the answer.
-            message["content"] = _before_any(message["content"], stop)
+            text = message["content"]
+            end = min((text.index(words) for words in stop if words in text), default=len(text))
+            message["content"] = text[:end]
         trajectory.messages = [*trajectory.messages, message]
         reason = "length" if is_cut else "tool_calls" if message.get("tool_calls") else "stop"
         trajectory.finish_reasons = [*trajectory.finish_reasons, reason]
@@ -327,16 +330,6 @@ class ChatSession:
                 (self._tokenizer.decode([token]), value) for token, value in zip(ids, logprobs, strict=True)
             ],
         )
-
-    def _take_back(self, trajectory: Trajectory) -> None:
-        """Forget a question that got no answer, unless the rollout goes on from it after a pause."""
-        if self.end_status is Status.ABORTED:
-            return
-        trajectory.take_back()
-        if not len(trajectory.state.response_ids):
-            self._refused_prompt |= trajectory.is_exhausted
-            reset_rollout_response(trajectory.state)
-            self._trajectories.remove(trajectory)
 
     def _exhausted(self, trajectory: Trajectory, reason: str) -> BudgetExhaustedError:
         trajectory.is_exhausted = True
@@ -421,7 +414,3 @@ class Turn:
     num_tokens: int = 0
     logprobs: list[tuple[str, float]] = field(default_factory=list)
     """(token, log probability) of each token."""
-
-
-def _before_any(text: str, stops: Sequence[str]) -> str:
-    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]

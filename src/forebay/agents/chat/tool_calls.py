@@ -81,7 +81,9 @@ class TurnReader:
         if not found or any(call.problem or (call.name is None and len(tools) != 1) for call in found):
             return plain
         calls = [_resolved(call, tools, number) for number, call in enumerate(found, start=num_calls)]
-        before = self._special.sub("", text_before_calls(text)).strip()
+        starts = [position for sign in _SIGNS if (position := text.find(sign)) >= 0]
+        # Where no tag shows the beginning of the calls, no text stands before them.
+        before = self._special.sub("", text[: min(starts, default=0)]).strip()
         return {"role": "assistant", "content": before, "tool_calls": calls}
 
 
@@ -161,7 +163,8 @@ def parse_pattern(pattern: str) -> Parser:
         raise ValueError(f"parser {pattern!r} has no group (?P<arguments>...)")
 
     def parse(text: str) -> list[ToolCall]:
-        return [_from_match(match) for match in compiled.finditer(text)]
+        found = [match.groupdict() for match in compiled.finditer(text)]
+        return [ToolCall(groups.get("name"), _as_mapping(groups["arguments"] or "")) for groups in found]
 
     return parse
 
@@ -196,9 +199,16 @@ def choose_parser(parser: str | Parser | None, tokenizer: ChatTokenizer) -> Pars
     if callable(parser):
         return parser
     has_template = getattr(tokenizer, "response_template", None) is not None
-    if parser is None:
-        parser = "tokenizer" if has_template else _dialect_of(tokenizer)
-    if parser == "tokenizer":
+    if parser is None and not has_template:
+        template = str(tokenizer.chat_template or "")
+        parser = next((dialect for sign, dialect in _SIGNS.items() if sign in template), None)
+        if parser is None:
+            raise ValueError(
+                f"the chat template of {tokenizer.name_or_path or 'the given tokenizer'!r} does not tell how "
+                f"its model writes tool calls; set parser to one of {', '.join(PARSERS)}, or to a regular "
+                f"expression with a group (?P<arguments>...)"
+            )
+    if parser is None or parser == "tokenizer":
         if not has_template:
             raise ValueError(
                 f"parser 'tokenizer': {tokenizer.name_or_path!r} has no response_template; name another"
@@ -226,24 +236,6 @@ def _named(parser: str) -> Parser:
     raise ValueError(
         f"unknown parser {parser!r}; known: {', '.join(PARSERS)}, tokenizer, or a regular expression with a "
         f"group (?P<arguments>...)"
-    )
-
-
-def text_before_calls(text: str) -> str:
-    """The text of a turn before its first call; empty where no tag shows its beginning."""
-    starts = [position for sign in _SIGNS if (position := text.find(sign)) >= 0]
-    return text[: min(starts)] if starts else ""
-
-
-def _dialect_of(tokenizer: ChatTokenizer) -> str:
-    template = str(tokenizer.chat_template or "")
-    for sign, dialect in _SIGNS.items():
-        if sign in template:
-            return dialect
-    raise ValueError(
-        f"the chat template of {tokenizer.name_or_path or 'the given tokenizer'!r} does not tell how its "
-        f"model writes tool calls; set parser to one of {', '.join(PARSERS)}, or to a regular expression "
-        f"with a group (?P<arguments>...)"
     )
 
 
@@ -332,11 +324,6 @@ def _from_json(value: Any) -> ToolCall:
     if not isinstance(arguments, dict | str):
         return _malformed(json.dumps(value), "the arguments are not an object")
     return ToolCall(name, arguments)
-
-
-def _from_match(match: re.Match[str]) -> ToolCall:
-    groups = match.groupdict()
-    return ToolCall(groups.get("name"), _as_mapping(groups["arguments"] or ""))
 
 
 def _as_mapping(text: str) -> dict[str, Any] | str:

@@ -6,25 +6,35 @@
                               |         done: the episode is over
               plain data in the rollout's extra_fields: paused, stored, killed and continued with it
 
-One environment object serves all rollouts; the state of one episode is in its `memory`. Environments that are
-objects with a state of their own (`Episode`) get one object for each rollout, replayed where it goes on::
+One environment object serves all rollouts; the state of one episode is in its `memory`. Two are here:
 
-    reset --> make() --> step(text), step(text), ... --> close()
-                              | the texts are the memory
-    another process: make() --> the same texts again --> on
+* `LiveEnvironment` is for objects with a state of their own (`Episode`). Each rollout gets one, replayed
+  where it goes on: ``make() -> step(text), step(text), ... -> close()``, and in another process ``make()``,
+  the same texts again, and on.
+* `SecondChances` is for tasks with an answer: any judge looks at every try, and the model may try again.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field, field_validator
 
-from forebay.config import StrictModel, check_arguments, look_up
-from forebay.types import Message, RolloutState
+from forebay.config import (
+    ConfigError,
+    StrictModel,
+    check_arguments,
+    find_component,
+    look_up,
+    parse_component,
+    parse_config,
+)
+from forebay.judges.build import JudgeConfig, build_judge
+from forebay.types import Message, RolloutState, Status
 
 Memory = dict[str, Any]
 """Of one episode: text, numbers, lists and dicts."""
@@ -176,3 +186,127 @@ class LiveEnvironment(Environment):
         episode = self._live[id(state)] = self._make(**self._arguments)
         await episode.reset(state)
         return episode
+
+
+SOLVED_SCORE = 1.0
+"""A try at or over this score ends the episode; as in evaluations."""
+
+NOT_RIGHT = "That is not right. Try again."
+
+
+class SecondChances(Environment):
+    """Has every turn judged, and gives the model further tries.
+
+    Invariants: the rewards of an episode add up to the best score of any try, times `discount` for every try
+    before it (a negative score is not discounted), however the episode ends; a judge that fails, fails the
+    rollout.
+
+    >>> environment = SecondChances(judge={"name": "reasoning_gym"}, num_tries=3, discount=0.8)
+
+    Args:
+        arguments: those of `Arguments`, by name.
+
+    Raises:
+        ConfigError: an argument does not fit, or the judge is unknown or does not take its own.
+    """
+
+    class Arguments(StrictModel, strict=True):
+        """Keys of a ``second_chances`` environment in a run file."""
+
+        judge: JudgeConfig
+        """The judge of every try, as a task's ``judge``."""
+        num_tries: int = Field(default=3, ge=1)
+        """Turns that are judged."""
+        discount: float = Field(default=1.0, gt=0, le=1)
+        """Factor of a success for every try before it; 1.0: later ones are worth as much."""
+        says: str = NOT_RIGHT
+        """The model's next message after a try that was not right."""
+
+        @field_validator("judge")
+        @classmethod
+        def _can_be_built(cls, judge: JudgeConfig) -> JudgeConfig:
+            build_judge(judge)
+            return judge
+
+    def __init__(self, **arguments: Any) -> None:
+        self._arguments = parse_config(self.Arguments, arguments, source="second_chances")
+        self._judge = build_judge(self._arguments.judge)
+
+    async def reset(self, state: RolloutState) -> Memory:
+        """No try so far."""
+        return {"num_tries": 0, "best": None}
+
+    async def step(self, state: RolloutState, memory: Memory, text: str) -> Reply:
+        """Judge the try.
+
+        Raises:
+            RuntimeError: the judge failed.
+        """
+        tried = copy(state)
+        tried.response, tried.status, tried.reward = text, Status.COMPLETED, None
+        judged = await self._judge.judge(tried)
+        if judged.reward is None:
+            raise RuntimeError(judged.error_msg or "the judge gave no verdict")
+        score = float(judged.reward["score"])
+        worth = score * self._arguments.discount ** memory["num_tries"] if score > 0 else score
+        best = memory["best"]
+        # The gain, try by try: the episode may end by a limit before the last one.
+        gain = worth if best is None else max(worth - best, 0.0)
+        memory["best"] = worth if best is None else max(best, worth)
+        memory["num_tries"] += 1
+        if score >= SOLVED_SCORE or memory["num_tries"] == self._arguments.num_tries:
+            return Reply(done=True, reward=gain)
+        return Reply(self._arguments.says, reward=gain)
+
+    async def shut_down(self) -> None:
+        """Close the judge."""
+        close = getattr(self._judge, "aclose", None)
+        if close is not None:
+            await close()
+
+
+ENVIRONMENTS: dict[str, Any] = {"live": LiveEnvironment, "second_chances": SecondChances}
+"""The names that ``environment`` may have in a run file; besides, ``package.module:Class``."""
+
+ENVIRONMENT_ARGUMENTS: dict[str, type[StrictModel]] = {
+    name: environment.Arguments for name, environment in ENVIRONMENTS.items()
+}
+"""The model of each one's ``arguments``."""
+
+
+def environment_class(environment: str | Mapping[str, Any]) -> Any:
+    """The class, or function, that `environment` names and that takes its arguments; nothing is made.
+
+    Raises:
+        ConfigError: the name is unknown, or its arguments do not fit.
+    """
+    return find_component("environment", parse_component(environment, source="environment"), ENVIRONMENTS)
+
+
+def check_environment(environment: Any) -> Any:
+    """`environment` as it is, if `build_environment` could take it; nothing is made.
+
+    Raises:
+        ConfigError: the name is unknown, or its arguments do not fit.
+    """
+    if isinstance(environment, str | Mapping):
+        environment_class(environment)
+    return environment
+
+
+def build_environment(environment: Environment | str | Mapping[str, Any]) -> Environment:
+    """`environment`, or what it names: a name, or a table with ``name`` and ``arguments``.
+
+    Raises:
+        ConfigError: the name is unknown, or its arguments do not fit.
+    """
+    if isinstance(environment, Environment):
+        return environment
+    config = parse_component(environment, source="environment")
+    made = find_component("environment", config, ENVIRONMENTS)(**config.arguments)
+    if not isinstance(made, Environment):
+        raise ConfigError(
+            f"environment {config.name!r} makes a {type(made).__name__}; it must be an Environment with "
+            f"reset(state) and step(state, memory, text)"
+        )
+    return made

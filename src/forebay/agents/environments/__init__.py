@@ -1,1 +1,0 @@
-"""Environments that answer the model between its turns."""

@@ -17,19 +17,19 @@ def test_the_first_values_are_zero_and_the_policy_is_not_shared(make_model, make
     batch = trainer.compute_values(trainer.pack(make_groups()))
     assert not batch.values.any()
     policy = {p.data_ptr() for p in trainer.model.parameters()}
-    assert not policy & {p.data_ptr() for p in trainer.critic.parameters()}
+    assert not policy & {p.data_ptr() for p in trainer.learner.critic.parameters()}
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
 def test_values_do_not_depend_on_the_layout(make_model, make_groups, layout):
     trainer = trainer_for(make_model(), layout=layout, token_budget=30)
-    torch.nn.init.normal_(trainer.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.normal_(trainer.learner.critic.head.weight, generator=torch.Generator().manual_seed(0))
     batch = trainer.compute_values(trainer.pack(make_groups(masked=True)))
     start, prompt = batch.token_starts[5], batch.prompt_lengths[5]
     ids = torch.from_numpy(batch.input_ids[start : start + batch.lengths[5]]).long()[None]
     with torch.no_grad():
-        states = trainer.critic.body(input_ids=ids).last_hidden_state[0, prompt - 1 : -1]
-        expected = trainer.critic.head(states)[:, 0].numpy()
+        states = trainer.learner.critic.body(input_ids=ids).last_hidden_state[0, prompt - 1 : -1]
+        expected = trainer.learner.critic.head(states)[:, 0].numpy()
     mask = batch.by_sequence(batch.response_mask)[5]
     np.testing.assert_allclose(batch.by_sequence(batch.values)[5], np.where(mask, expected, 0), atol=1e-5)
 
@@ -69,6 +69,6 @@ def test_a_critic_may_be_given(make_model, make_groups):
 
 def test_the_critic_of_a_lora_run_has_no_adapters(make_model):
     trainer = trainer_for(make_model(), lora_rank=2)
-    names = [name for name, _ in trainer.critic.named_parameters()]
+    names = [name for name, _ in trainer.learner.critic.named_parameters()]
     assert not any("lora" in name for name in names)
-    assert all(p.requires_grad for p in trainer.critic.parameters())
+    assert all(p.requires_grad for p in trainer.learner.critic.parameters())

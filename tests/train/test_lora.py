@@ -41,7 +41,7 @@ def test_only_adapters_are_trained_and_the_output_head_has_none(make_model, make
 
 def test_the_reference_is_the_model_without_its_adapters(make_model, make_groups):
     trainer = trained(make_model, make_groups, kl_coef=0.1)
-    assert trainer.ref_model is None
+    assert trainer.learner.ref_model is None
     batch = trainer.compute_ref_logprobs(trainer.pack(make_groups()))
     fresh = TrainController(make_model(), TrainConfig(), pad_token_id=0)
     expected = fresh.compute_old_logprobs(fresh.pack(make_groups())).old_logprobs

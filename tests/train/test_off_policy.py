@@ -325,10 +325,10 @@ def test_a_wholly_masked_batch_changes_nothing_and_says_so(make_model, make_grou
     settings = {"weight_decay": 0.1, "advantage": "gae", "critic_lr": 1e-2, "mini_batches": 2, "kl_coef": 0.1}
     trainer = trainer_for(make_model(), **settings)
     trainer.fit(make_groups(seed=1))
-    before = [p.clone() for module in (trainer.model, trainer.critic) for p in module.parameters()]
+    before = [p.clone() for module in (trainer.model, trainer.learner.critic) for p in module.parameters()]
     with caplog.at_level(logging.WARNING, logger="forebay.train.controller"):
         metrics = trainer.fit(make_groups(), stale_thresholds=1).metrics
-    after = [p for module in (trainer.model, trainer.critic) for p in module.parameters()]
+    after = [p for module in (trainer.model, trainer.learner.critic) for p in module.parameters()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
     assert trainer.train_step == 2
     assert "train step 2 changed no weight: all of its tokens are masked (stale)" in caplog.text

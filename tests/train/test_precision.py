@@ -47,8 +47,8 @@ def test_adapters_are_float32_on_whatever_they_lie(make_model, make_groups):
     dtypes = {name: value.dtype for name, value in trainer.model.named_parameters()}
     assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
     assert {dtype for name, dtype in dtypes.items() if "lora_" not in name} == {torch.bfloat16}
-    assert trainer.critic is not None
-    assert {value.dtype for value in trainer.critic.parameters()} == {torch.float32}
+    assert trainer.learner.critic is not None
+    assert {value.dtype for value in trainer.learner.critic.parameters()} == {torch.float32}
 
 
 async def test_engines_get_their_own_dtype_and_know_it_by_its_bits(make_model):
@@ -59,8 +59,8 @@ async def test_engines_get_their_own_dtype_and_know_it_by_its_bits(make_model):
     assert trainer.model.dtype == torch.float32
     held = make_model().bfloat16().named_parameters()
     adapted = TrainController(make_model(), TrainConfig(lora_rank=2), pad_token_id=0, engine_dtype="bfloat16")
-    assert adapted._local.adapter_config is not None
-    assert adapted._local.adapter_config[BASE_FINGERPRINT] == fingerprint(held)
+    assert adapted.learner.adapter_config is not None
+    assert adapted.learner.adapter_config[BASE_FINGERPRINT] == fingerprint(held)
 
 
 def run_file(tmp_path: Path, text: str) -> Path:

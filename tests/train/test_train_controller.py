@@ -85,7 +85,9 @@ def test_a_step_left_out_is_named(model, make_groups, settings, skipped):
     batch = trainer.pack(make_groups())
     for step in ("compute_old_logprobs", "compute_ref_logprobs", "compute_values"):
         if step != skipped and (step != "compute_ref_logprobs" or "kl_coef" in settings):
-            batch = getattr(trainer, step)(batch) if step != "compute_values" or trainer.critic else batch
+            batch = (
+                getattr(trainer, step)(batch) if step != "compute_values" or trainer.learner.critic else batch
+            )
     if skipped not in ("compute_advantages", "compute_values"):
         batch = trainer.compute_advantages(batch)
     with pytest.raises(ValueError, match=f"before train, the batch needs.* {skipped}"):
@@ -289,9 +291,9 @@ def test_weights_are_handed_over_by_name_with_their_step(make_model, make_groups
 def test_the_models_go_to_the_device_that_is_named(make_model, make_groups):
     settings = {"advantage": "gae", "critic_lr": 1e-3, "kl_coef": 0.1}
     trainer = TrainController(make_model(), TrainConfig(**settings), pad_token_id=0, device="meta")
-    assert trainer.device == torch.device("meta")
-    for module in (trainer.model, trainer.critic, trainer.ref_model):
+    assert trainer.learner.device == torch.device("meta")
+    for module in (trainer.model, trainer.learner.critic, trainer.learner.ref_model):
         assert {parameter.device.type for parameter in module.parameters()} == {"meta"}
     stays = TrainController(make_model(), TrainConfig(), pad_token_id=0)
-    assert stays.device == torch.device("cpu")
+    assert stays.learner.device == torch.device("cpu")
     stays.close()

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from forebay.aio.changed import Changes
 from forebay.aio.time_limits import timeout
 from forebay.produce.progress import ProduceProgress
+from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.base import ProduceBatchStatus, ProduceStrategy, worst_status
-from forebay.produce.strategies.context import Generation, GroupGenerator, GroupSampler, ProduceContext
+from forebay.produce.strategies.context import Generation, GroupGenerator, ProduceContext
 from forebay.produce.strategies.pending import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.watching.stalls import ANSWER_LIMIT_S, answered
@@ -320,7 +321,7 @@ class TaskRunner:
     task_name: str
     agent_loop: GroupGenerator
     produce_strategy: ProduceStrategy
-    sampler: GroupSampler
+    sampler: Sampler
     weight: float = 1.0
     """Share of the batch, relative to the other tasks; 0 disables the task."""
 

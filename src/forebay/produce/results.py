@@ -42,11 +42,6 @@ class TaskResult:
             self.group_gen_times_s = [time for time in times if time is not None]
 
     @property
-    def group_gen_count(self) -> int:
-        """Groups in the batch whose generation was timed."""
-        return len(self.group_gen_times_s)
-
-    @property
     def group_gen_mean_s(self) -> float:
         """Mean seconds to generate and judge a group; 0 without groups."""
         return float(np.mean(self.group_gen_times_s)) if self.group_gen_times_s else 0.0

@@ -16,11 +16,11 @@ from forebay.train.packing import Packer
 
 if TYPE_CHECKING:
     from forebay.train.controller import TrainController
+    from forebay.train.learner import supervised_warmup
     from forebay.train.model.critic import Critic
     from forebay.train.objective.losses import PolicyInputs, PolicyLoss
     from forebay.train.parallel.ranks import LocalRanks, RankError, Ranks
     from forebay.train.parallel.worker import RankWorker
-    from forebay.train.warmup import supervised_warmup
     from forebay.train.weight_sync import AdapterReceiver, WeightReceiver
 
 __all__ = [
@@ -51,11 +51,11 @@ __getattr__ = lazy_names(
     __name__,
     {
         "controller": ["TrainController"],
+        "learner": ["supervised_warmup"],
         "model.critic": ["Critic"],
         "objective.losses": ["PolicyInputs", "PolicyLoss"],
         "parallel.ranks": ["LocalRanks", "RankError", "Ranks"],
         "parallel.worker": ["RankWorker"],
-        "warmup": ["supervised_warmup"],
         "weight_sync": ["AdapterReceiver", "WeightReceiver"],
     },
 )

@@ -292,17 +292,15 @@ def why_untrainable(state: RolloutState, temperature: float) -> str | None:
         return str(state.status.value)
     if state.reward is None or "score" not in state.reward:
         return "no score"
-    if not _is_finite_number(state.reward["score"]):
-        return f"the score {state.reward['score']!r} is no finite number"
+    score: Any = state.reward["score"]
+    try:
+        is_number = math.isfinite(float(score))
+    except (TypeError, ValueError):
+        is_number = False
+    if not is_number:
+        return f"the score {score!r} is no finite number"
     if len(state.prompt_ids) == 0:
         return "no prompt tokens"
     if temperature <= 0:
         return "greedy: temperature 0"
     return None
-
-
-def _is_finite_number(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False

@@ -90,12 +90,6 @@ def _disk_errors_of_safetensors(path: Path) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that `save_tensors` wrote, on the CPU."""
-    tensors: dict[str, torch.Tensor] = load_file(path)
-    return tensors
-
-
 def save_json(values: Mapping[str, Any], path: Path) -> None:
     """Write a JSON object."""
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -112,12 +106,6 @@ def check_folder(folder: Path) -> None:
     check(folder)
 
 
-def load_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object."""
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
-
-
 def save_random(folder: Path) -> None:
     """Write the state of torch's global generators: CPU, and each CUDA device if there is one."""
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -127,7 +115,7 @@ def save_random(folder: Path) -> None:
 
 def load_random(folder: Path) -> None:
     """Take over what `save_random` wrote; states of devices that are not here are left out."""
-    states = load_tensors(folder / RANDOM_FILE)
+    states = load_file(folder / RANDOM_FILE)
     torch.set_rng_state(states["cpu"])
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for number in range(count):
@@ -175,7 +163,12 @@ def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, writes: 
     """
     weights = _on_cpu(model_weights(parts.model), writes)
     if writes:
-        _save_model(folder / "model", parts.model, weights)
+        base: Any = without_adapters(parts.model)
+        saved_names = base.state_dict().keys()
+        buffers = {name: buffer for name, buffer in base.named_buffers() if name in saved_names}
+        with _no_progress_bars(), _disk_errors_of_safetensors(folder / "model"):
+            base.save_pretrained(folder / "model", state_dict=weights | buffers)
+    # The optimizer's tensors are gathered next: both at once would take twice the memory.
     del weights
     rest = {"optimizer": parts.optimizer.state_tensors()}
     if parts.critic is not None and parts.critic_optimizer is not None:
@@ -207,49 +200,37 @@ def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str
     return kept
 
 
-def _save_model(folder: Path, model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    base: Any = without_adapters(model)
-    saved_names = base.state_dict().keys()
-    buffers = {name: buffer for name, buffer in base.named_buffers() if name in saved_names}
-    with _no_progress_bars(), _disk_errors_of_safetensors(folder):
-        base.save_pretrained(folder, state_dict=weights | buffers)
-
-
 def load_trainer(folder: Path, parts: TrainerParts) -> int:
     """Read into `parts` what `save_trainer` wrote; return the number of completed train steps.
 
     Raises:
         ValueError: it is of another kind of trainer.
     """
-    saved = load_json(folder / "trainer.json")
+    saved = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
     for name, mine in parts.kind().items():
         if saved.get(name) != mine:
             raise ValueError(
                 f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r}; "
                 f"build it from the same config and the same starting model (after its warm-up, if any)"
             )
-    _load_weights(parts.model, folder)
+    if is_lora(parts.model):
+        _fill_all(dict(adapter_weights(parts.model)), load_file(folder / "adapter" / ADAPTER_FILE))
+    else:
+        # Through the model's class: names on disk may differ from those in memory.
+        loader: Any = plain_class(parts.model)
+        dtype = next(parts.model.parameters()).dtype
+        with _no_progress_bars():
+            model = loader.from_pretrained(folder / "model", dtype=dtype)
+        _fill_all(parts.model.state_dict(), model.state_dict())
     if parts.critic is not None:
-        _fill_all(parts.critic.state_dict(), load_tensors(folder / "critic.safetensors"))
+        _fill_all(parts.critic.state_dict(), load_file(folder / "critic.safetensors"))
     for name, optimizer in (("optimizer", parts.optimizer), ("critic_optimizer", parts.critic_optimizer)):
         if optimizer is not None:
             path = folder / f"{name}.safetensors"
             # Version 0.1 spelled the name otherwise.
             old = folder / f"{name.replace('optimizer', 'optimiser')}.safetensors"
-            optimizer.load_state_tensors(load_tensors(path if path.exists() else old))
+            optimizer.load_state_tensors(load_file(path if path.exists() else old))
     return int(saved["train_step"])
-
-
-def _load_weights(model: Any, folder: Path) -> None:
-    if is_lora(model):
-        _fill_all(dict(adapter_weights(model)), load_tensors(folder / "adapter" / ADAPTER_FILE))
-        return
-    # Through the model's class: names on disk may differ from those in memory.
-    loader: Any = plain_class(model)
-    dtype = next(model.parameters()).dtype
-    with _no_progress_bars():
-        saved = loader.from_pretrained(folder / "model", dtype=dtype)
-    _fill_all(model.state_dict(), saved.state_dict())
 
 
 def _fill_all(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:

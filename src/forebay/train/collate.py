@@ -82,22 +82,6 @@ class MicroBatch:
         return to_device(values_R[self.token_index], self.targets.device)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class _Trained:
-    """The N trained tokens of a pack."""
-
-    token_index: Ints
-    rows: Ints
-    """N: the position of each token's sequence in the pack."""
-    offsets: Ints
-    """N: distance from the sequence's first token; at least 1."""
-
-    def take(self, order: Ints) -> _Trained:
-        return _Trained(
-            token_index=self.token_index[order], rows=self.rows[order], offsets=self.offsets[order]
-        )
-
-
 def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.device) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
@@ -105,31 +89,40 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
     passes as the others.
     """
 
-    def place(array: Ints) -> torch.Tensor:
+    def place(array: NDArray[Any]) -> torch.Tensor:
         return to_device(array, device)
 
-    trained = _trained_tokens(batch, pack)
+    lengths = batch.response_lengths[pack]
+    tokens = ranges(batch.response_starts[pack], lengths)
+    # Of each trained token: its place in the batch, its row in the pack, and its distance from the first
+    # token of its sequence, which is at least 1.
+    places_3N = np.stack(
+        [tokens, np.repeat(np.arange(len(pack)), lengths), ranges(batch.prompt_lengths[pack], lengths)]
+    )[:, batch.response_mask[tokens]]
+    _, rows, offsets = places_3N
     prompts = attention_mask = position_ids = None
     if batch.layout == "padded":
         ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
-        cells = trained.rows * ids_BL.shape[1] + trained.offsets - 1
+        cells = rows * ids_BL.shape[1] + offsets - 1
     elif batch.layout == "packed":
         ids_BL, position_ids, firsts = _concatenate(batch, pack, pad_token_id)
-        cells = firsts[trained.rows] + trained.offsets - 1
+        cells = firsts[rows] + offsets - 1
     else:
         ends = batch.prompt_lengths[pack]
-        is_first = trained.offsets == ends[trained.rows]
-        first, rest = trained.take(np.flatnonzero(is_first)), trained.take(np.flatnonzero(~is_first))
-        trained = trained.take(np.argsort(~is_first, kind="stable"))
+        # The prompts' pass predicts the first tokens of all responses, so these come before the others.
+        is_first = offsets == ends[rows]
+        places_3N = places_3N[:, np.argsort(~is_first, kind="stable")]
+        _, rows, offsets = places_3N
+        num_first = int(is_first.sum())
         prompt_ids, prompt_rows = _distinct_prompts(batch, pack, pad_token_id)
+        prompt_cells = prompt_rows[rows] * prompt_ids.shape[1] + offsets - 1
         prompts = SharedPrompts(
-            input_ids=place(prompt_ids),
-            positions=place(prompt_rows[first.rows] * prompt_ids.shape[1] + first.offsets - 1),
-            rows=place(prompt_rows),
+            input_ids=place(prompt_ids), positions=place(prompt_cells[:num_first]), rows=place(prompt_rows)
         )
         ids_BL, position_ids, attention_mask = _responses(batch, pack, prompt_ids.shape[1], pad_token_id)
-        cells = rest.rows * ids_BL.shape[1] + rest.offsets - ends[rest.rows] - 1
-    targets = batch.input_ids[batch.token_starts[pack][trained.rows] + trained.offsets]
+        cells = (rows * ids_BL.shape[1] + offsets - ends[rows] - 1)[num_first:]
+    temperatures = batch.temperatures[pack]
+    targets = batch.input_ids[batch.token_starts[pack][rows] + offsets]
     return MicroBatch(
         input_ids=place(ids_BL),
         position_ids=None if position_ids is None else place(position_ids),
@@ -137,21 +130,11 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
         prompts=prompts,
         attention_mask=None if attention_mask is None else place(attention_mask),
         targets=place(targets.astype(np.int64)),
-        inverse_temperature=_inverse_temperature(batch.temperatures[pack], trained.rows, device),
-        sequence_index=place(trained.rows),
+        inverse_temperature=None if np.all(temperatures == 1) else place(1 / temperatures[rows]),
+        sequence_index=place(rows),
         num_sequences=len(pack),
-        token_index=trained.token_index,
+        token_index=places_3N[0],
     )
-
-
-def _trained_tokens(batch: TrainBatch, pack: Pack) -> _Trained:
-    lengths = batch.response_lengths[pack]
-    everything = _Trained(
-        token_index=ranges(batch.response_starts[pack], lengths),
-        rows=np.repeat(np.arange(len(pack)), lengths),
-        offsets=ranges(batch.prompt_lengths[pack], lengths),
-    )
-    return everything.take(np.flatnonzero(batch.response_mask[everything.token_index]))
 
 
 def _input_widths(batch: TrainBatch, pack: Pack) -> Ints:
@@ -208,11 +191,3 @@ def ranges(starts: Ints, lengths: Ints) -> Ints:
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     return np.asarray(np.arange(total) + np.repeat(starts - (ends - lengths), lengths))
-
-
-def _inverse_temperature(
-    temperatures: NDArray[np.float32], rows: Ints, device: torch.device
-) -> torch.Tensor | None:
-    if np.all(temperatures == 1):
-        return None
-    return to_device(1 / temperatures[rows], device)

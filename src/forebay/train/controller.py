@@ -153,34 +153,20 @@ class TrainController:
         return self.train_step
 
     @property
-    def _local(self) -> Learner:
+    def learner(self) -> Learner:
+        """The models of this process (`critic`, `ref_model`), and their `device`.
+
+        Raises:
+            RuntimeError: they are on several ranks; so for `model`.
+        """
         if not isinstance(self._learner, Learner):
             raise RuntimeError("the models are on the ranks, in slices; use sync_weights or save to see them")
         return self._learner
 
     @property
     def model(self) -> nn.Module:
-        """The trained model, if it is in this process.
-
-        Raises:
-            RuntimeError: it is on several ranks; so for `critic`, `ref_model` and `device`.
-        """
-        return self._local.model
-
-    @property
-    def critic(self) -> Critic | None:
-        """The critic, if there is one."""
-        return self._local.critic
-
-    @property
-    def ref_model(self) -> nn.Module | None:
-        """The reference model, if there is one beside the adapters switched off."""
-        return self._local.ref_model
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._local.device
+        """The trained model, if it is in this process."""
+        return self.learner.model
 
     # The steps
 
@@ -190,11 +176,9 @@ class TrainController:
         Raises:
             ValueError: as `TrainBatch.from_groups` and `Packer.pack_pad_dispatch`.
         """
-        batch = groups if isinstance(groups, TrainBatch) else self._batch(groups)
-        return self._packer.pack_pad_dispatch(batch, seed=(self._seed, self.train_step))
-
-    def _batch(self, groups: Groups) -> TrainBatch:
-        return TrainBatch.from_groups(groups, temperature=self._temperature)
+        if not isinstance(groups, TrainBatch):
+            groups = TrainBatch.from_groups(groups, temperature=self._temperature)
+        return self._packer.pack_pad_dispatch(groups, seed=(self._seed, self.train_step))
 
     def mask_stale(self, batch: TrainBatch, thresholds: int | Mapping[str, int]) -> TrainBatch:
         """Leave out of the loss the tokens at or over their task's stale threshold in the next train step.
@@ -214,7 +198,16 @@ class TrainController:
         if self.config.correction != "ratio":
             return self._fill("old_logprobs", batch)
         with timed(batch, "old_logprobs"):
-            batch.old_logprobs = _known_rollout_logprobs(batch)
+            unknown_R: NDArray[np.bool_] = np.isnan(batch.rollout_logprobs) & batch.response_mask
+            if unknown_R.any():
+                rollout_id = batch.rollout_ids[int(batch.response_rows[np.argmax(unknown_R)])]
+                raise ValueError(
+                    f"correction = 'ratio' needs the engine's logprobs, but {int(unknown_R.sum())} generated "
+                    f"tokens have none, the first in rollout {rollout_id!r}; use an engine that returns "
+                    f"them, or 'token_tis'"
+                )
+            known_R = np.where(batch.response_mask, batch.rollout_logprobs, 0)
+            batch.old_logprobs = known_R.astype(np.float32)
         return batch
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -368,14 +361,3 @@ class TrainController:
         if done.critic_norms:
             metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
         return metrics
-
-
-def _known_rollout_logprobs(batch: TrainBatch) -> FloatArray:
-    unknown_R: NDArray[np.bool_] = np.isnan(batch.rollout_logprobs) & batch.response_mask
-    if unknown_R.any():
-        rollout_id = batch.rollout_ids[int(batch.response_rows[np.argmax(unknown_R)])]
-        raise ValueError(
-            f"correction = 'ratio' needs the engine's logprobs, but {int(unknown_R.sum())} generated tokens "
-            f"have none, the first in rollout {rollout_id!r}; use an engine that returns them, or 'token_tis'"
-        )
-    return np.where(batch.response_mask, batch.rollout_logprobs, 0).astype(np.float32)

@@ -8,6 +8,7 @@ whole batch is worked out before (`TrainController`) and arrives as arrays by re
     token_values("old_logprobs" | "ref_logprobs" | "values", batch) --> array by response token
     update(batch) : epochs x mini-batches x micro-batches
                     loss.backward() ... optimizer step --> Update(columns, norms)
+    supervised_warmup(model, examples): shuffled mini-batches --> cross-entropy --> optimizer step
 
 On several ranks each has a Learner whose weights are slices (`forebay.train.parallel.sharding`). All get the
 whole batch, each makes the passes of its own packs, and all make equally many passes and steps.
@@ -18,7 +19,7 @@ Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
 from forebay.train.batch import Pack, TrainBatch
 from forebay.train.collate import MicroBatch, collate, to_device
-from forebay.train.config import TrainConfig
+from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
@@ -48,6 +49,7 @@ from forebay.train.objective.losses import (
     value_loss,
 )
 from forebay.train.optimization import Optimizer
+from forebay.train.packing import cut_sorted
 from forebay.train.parallel.sharding import whole
 from forebay.types import FloatArray
 
@@ -98,7 +100,7 @@ class Learner:
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model
-        self._starting_weights = checkpoint.fingerprint(frozen) if frozen is not None else None
+        starting_weights = checkpoint.fingerprint(frozen) if frozen is not None else None
         policy = lora.without_adapters(model).to(self.device)
         check_layout(model.eval(), config.layout, self.device)
         shard(policy)
@@ -121,6 +123,13 @@ class Learner:
         self._critic_optimizer: Optimizer | None = None
         if self.critic is not None and config.critic_lr is not None:
             self._critic_optimizer = make_optimizer(self.critic, lr=config.critic_lr)
+        self._parts = checkpoint.TrainerParts(
+            model=model,
+            optimizer=self._optimizer,
+            critic=self.critic,
+            critic_optimizer=self._critic_optimizer,
+            starting_weights=starting_weights,
+        )
         self._set_modes()
 
     def _set_modes(self) -> None:
@@ -151,7 +160,7 @@ class Learner:
             model, adapters = self.model, lora.adapters_off(self.model)
         parts = []
         with torch.no_grad(), self._autocast(), adapters:
-            for pack in self._own_packs(batch):
+            for pack in [pack for ranks in batch.packs for pack in ranks[self._rank]]:
                 micro = self._collate(batch, pack)
                 values_N = model(micro) if name == "values" else response_logprobs(model, micro).logprobs
                 parts.append((micro.token_index, values_N))
@@ -160,10 +169,6 @@ class Learner:
         for tokens, values_N in parts:
             results_R[tokens] = values_N.cpu().numpy()
         return results_R
-
-    def _own_packs(self, batch: TrainBatch) -> Iterator[Pack]:
-        for ranks in batch.packs:
-            yield from ranks[self._rank]
 
     def _collate(self, batch: TrainBatch, pack: Pack) -> MicroBatch:
         return collate(batch, pack, pad_token_id=self._pad_token_id, device=self.device)
@@ -192,7 +197,10 @@ class Learner:
         trained_S[batch.response_rows[batch.token_weights != 0]] = True
         for _ in range(self.config.epochs):
             for ranks in batch.packs:
-                self._zero_grad()
+                # An interrupted step, or one that was not taken, may have left gradients behind.
+                for optimizer in (self._optimizer, self._critic_optimizer):
+                    if optimizer is not None:
+                        optimizer.zero_grad()
                 for pack in ranks[self._rank]:
                     self._backward(batch, pack, records)
                 # Of all ranks' packs: a step is collective, so every rank must decide alike.
@@ -202,12 +210,6 @@ class Learner:
                 if self._critic_optimizer is not None:
                     critic_norms.append(self._critic_optimizer.step(train_step))
         return Update(records.columns(), norms, critic_norms, lr)
-
-    def _zero_grad(self) -> None:
-        """An interrupted step, or one that was not taken, may have left gradients behind."""
-        self._optimizer.zero_grad()
-        if self._critic_optimizer is not None:
-            self._critic_optimizer.zero_grad()
 
     def _backward(self, batch: TrainBatch, pack: Pack, records: TokenRecords) -> None:
         """Add the gradients of one micro-batch."""
@@ -241,8 +243,13 @@ class Learner:
             config,
         )
         # The correction weighs the policy's loss alone: the penalties are not of the engine's distribution.
-        importance_N = self._importance(batch, micro, old_N)
-        policy_N = policy.loss if importance_N is None else policy.loss * importance_N
+        policy_N = policy.loss
+        if batch.importance is not None:
+            policy_N = policy_N * micro.gather(batch.importance)
+        elif self._corrector.weighs_tokens:
+            # One optimizer step: these logprobs are the proximal ones, and no mask needs them any sooner.
+            weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
+            policy_N = policy_N * to_device(weights_N, self.device).to(old_N.dtype)
         loss_N, kl_N = policy_N, None
         if batch.ref_logprobs is not None:
             kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)
@@ -260,15 +267,6 @@ class Learner:
             clip_high=policy.clipped_high,
         )
         return loss_N
-
-    def _importance(self, batch: TrainBatch, micro: MicroBatch, old_N: torch.Tensor) -> torch.Tensor | None:
-        if batch.importance is not None:
-            return micro.gather(batch.importance)
-        if not self._corrector.weighs_tokens:
-            return None
-        # One optimizer step: these logprobs are the proximal ones, and no mask needs them any sooner.
-        weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
-        return to_device(weights_N, old_N.device).to(old_N.dtype)
 
     def _value_losses(
         self, critic: Critic, batch: TrainBatch, micro: MicroBatch, records: TokenRecords
@@ -309,16 +307,6 @@ class Learner:
         """
         return checkpoint.load_trainer(folder, self._parts)
 
-    @property
-    def _parts(self) -> checkpoint.TrainerParts:
-        return checkpoint.TrainerParts(
-            model=self.model,
-            optimizer=self._optimizer,
-            critic=self.critic,
-            critic_optimizer=self._critic_optimizer,
-            starting_weights=self._starting_weights,
-        )
-
 
 class Update(NamedTuple):
     """The record of one train step."""
@@ -330,3 +318,51 @@ class Update(NamedTuple):
     critic_norms: list[float]
     lr: float
     """The policy's learning rate in this step."""
+
+
+def supervised_warmup(
+    model: nn.Module,
+    examples: Sequence[tuple[Sequence[int], Sequence[int]]],
+    config: WarmupConfig,
+    *,
+    pad_token_id: int,
+    seed: int = 0,
+    token_budget: int = 16384,
+    on_step: Callable[[int, float], None] | None = None,
+) -> list[float]:
+    """Train `model` in place and return the loss of each step: nats per response token.
+
+    `examples` are (prompt ids, response ids); the response should end with the end-of-sequence token.
+    `on_step(step, loss)` is called after each step, which count from 1. The same model, examples, config and
+    seed give the same weights.
+
+    Raises:
+        ValueError: there are no examples, one has an empty prompt, or one is longer than `token_budget`.
+    """
+    batch = TrainBatch.from_examples(examples)
+    longest = int(batch.lengths.max())
+    if longest > token_budget:
+        raise ValueError(f"an example has {longest} tokens, more than the token budget of {token_budget}")
+    optimizer = Optimizer(model, lr=config.lr, schedule="linear", total_steps=config.steps)
+    device = next(model.parameters()).device
+    model.eval()
+    generator, losses = np.random.default_rng(seed), []
+    left: list[Pack] = []
+    for step in range(config.steps):
+        if not left:
+            # A pass ends with a smaller mini-batch if it must.
+            order = generator.permutation(batch.num_sequences)
+            left = np.split(order, range(config.batch_size, len(order), config.batch_size))
+        chosen = left.pop(0)
+        num_tokens = int(batch.response_lengths[chosen].sum())
+        loss = torch.zeros((), device=device)
+        for pack in cut_sorted(batch, chosen, token_budget):
+            micro = collate(batch, pack, pad_token_id=pad_token_id, device=device)
+            part = -response_logprobs(model, micro).logprobs.sum() / max(1, num_tokens)
+            part.backward()  # type: ignore[no-untyped-call]
+            loss += part.detach()
+        optimizer.step(step)
+        losses.append(float(loss))
+        if on_step is not None:
+            on_step(step + 1, losses[-1])
+    return losses

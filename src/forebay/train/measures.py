@@ -8,6 +8,7 @@ Every name is ``train/NAME``; means are over trained tokens unless the name says
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -85,23 +86,30 @@ def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, floa
 def batch_measures(batch: TrainBatch) -> dict[str, float]:
     """Sizes, scores (by attempt) and advantages of a batch, and how much of its tensors is padding."""
     scores = batch.scores[batch.attempt_first == np.arange(batch.num_sequences)]
+    firsts = np.flatnonzero(np.diff(batch.group_index, prepend=-1))
+    spread = np.maximum.reduceat(batch.scores, firsts) - np.minimum.reduceat(batch.scores, firsts)
+    packs = [pack for ranks in batch.packs for micros in ranks for pack in micros]
+    cells = sum(num_cells(batch, pack, batch.layout) for pack in packs)
     metrics = {
         "tokens": float(batch.num_tokens),
         "sequences": float(batch.num_sequences),
         "trained_tokens": float(batch.in_loss.sum()),
         "score_mean": float(scores.mean()),
         "score_std": float(scores.std()),
-        "equal_score_groups": _equal_score_share(batch),
-        "padding": _padding_share(batch),
+        # Groups whose scores are all equal teach nothing.
+        "equal_score_groups": float((spread == 0).mean()),
+        # Cells that hold no token; negative where shared prompts save more than it costs.
+        "padding": 1 - batch.num_tokens / max(1, cells),
     }
     if batch.advantages is not None:
         trained = batch.advantages[batch.in_loss]
         metrics["advantage_mean"] = _mean(trained)
         metrics["advantage_abs_mean"] = _mean(np.abs(trained))
     if batch.values is not None and batch.returns is not None:
-        metrics["explained_variance"] = explained_variance(
-            batch.values[batch.response_mask], batch.returns[batch.response_mask]
-        )
+        returns = batch.returns[batch.response_mask]
+        variance, errors = returns.var(), returns - batch.values[batch.response_mask]
+        # The share of the returns' variance that the values foresee: 1 all, 0 none.
+        metrics["explained_variance"] = float(1 - errors.var() / variance) if variance > 0 else math.nan
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
@@ -167,26 +175,6 @@ def staleness_measures(batch: TrainBatch, train_step: int) -> dict[str, float]:
         "train/staleness_max": float(staleness_N.max()) if len(staleness_N) else 0.0,
         "train/stale_masked": _mean(~batch.in_loss[batch.response_mask]),
     }
-
-
-def explained_variance(values: NDArray[np.float32], returns: NDArray[np.float32]) -> float:
-    """The share of the returns' variance that the values foresee: 1 all, 0 none; NaN if there is none."""
-    variance = returns.var()
-    return float(1 - (returns - values).var() / variance) if variance > 0 else float("nan")
-
-
-def _equal_score_share(batch: TrainBatch) -> float:
-    """The share of groups whose scores are all equal: they teach nothing."""
-    firsts = np.flatnonzero(np.diff(batch.group_index, prepend=-1))
-    spread = np.maximum.reduceat(batch.scores, firsts) - np.minimum.reduceat(batch.scores, firsts)
-    return float((spread == 0).mean())
-
-
-def _padding_share(batch: TrainBatch) -> float:
-    """The share of tensor cells that hold no token; negative where shared prompts save more than it costs."""
-    packs = [pack for ranks in batch.packs for micros in ranks for pack in micros]
-    cells = sum(num_cells(batch, pack, batch.layout) for pack in packs)
-    return 1 - batch.num_tokens / max(1, cells)
 
 
 def _mean(values: NDArray[Any]) -> float:

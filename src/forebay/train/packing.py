@@ -64,7 +64,12 @@ class Packer:
         if self.mini_batches > 1:
             order = np.random.default_rng(seed).permutation(order)
         batch.layout = self.layout
-        batch.packs = [self._pack(batch, np.sort(part)) for part in np.array_split(order, self.mini_batches)]
+        batch.packs = []
+        for part in np.array_split(order, self.mini_batches):
+            packs = CUTS[self.layout](batch, np.sort(part), self.token_budget)
+            packs = _split_until_divisible(packs, self.num_ranks)
+            shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
+            batch.packs.append([[packs[index] for index in share] for share in shares])
         return batch
 
     def _check(self, batch: TrainBatch) -> None:
@@ -79,12 +84,6 @@ class Packer:
                 f"{batch.num_sequences} sequences cannot be split into {self.mini_batches} mini-batches; "
                 f"lower mini_batches or train on more rollouts"
             )
-
-    def _pack(self, batch: TrainBatch, sequences: Pack) -> list[list[Pack]]:
-        packs = CUTS[self.layout](batch, sequences, self.token_budget)
-        packs = _split_until_divisible(packs, self.num_ranks)
-        shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
-        return [[packs[index] for index in share] for share in shares]
 
 
 def num_cells(batch: TrainBatch, pack: Pack, layout: Layout) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -28,8 +28,6 @@ from forebay.train.model.lora import cast
 from forebay.train.parallel.learner import RankedLearner
 
 logger = logging.getLogger(__name__)
-
-Weights = list[tuple[str, torch.Tensor]]
 
 
 class WeightReceiver(Protocol):
@@ -84,34 +82,26 @@ async def sync_weights(
     `model_step` above 0, that it has trained ones, for what runs there must not fall back to those of step 0.
     No training step may run meanwhile. Gathering and merging happen in a thread.
     """
+
+    def gather(
+        weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], dtype: Precision
+    ) -> Awaitable[list[tuple[str, torch.Tensor]]]:
+        return asyncio.to_thread(lambda: list(cast(weights(), dtype)))
+
     config = source.adapter_config
     if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:
+        adapters = await gather(source.adapters, "float32")
+        # Before it is told of new ones.
+        held_step = getattr(receiver, "model_step", 0)
         try:
-            return await _give_adapters(source, receiver, model_step, config, dtype)
+            try:
+                return await receiver.update_adapters(adapters, model_step, config=config)
+            except BaseDiffersError:
+                if held_step > 0:
+                    raise
+                # They are the weights of step 0: adapters begin as nothing.
+                await receiver.update_weights(await gather(source.base_weights, dtype), 0)
+                return await receiver.update_adapters(adapters, model_step, config=config)
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
-    await receiver.update_weights(await _gather(source.weights, dtype), model_step)
-
-
-async def _give_adapters(
-    source: Learner | RankedLearner,
-    receiver: Any,
-    model_step: int,
-    config: Mapping[str, Any],
-    dtype: Precision,
-) -> None:
-    adapters = await _gather(source.adapters, "float32")
-    # Before it is told of new ones.
-    held_step = getattr(receiver, "model_step", 0)
-    try:
-        await receiver.update_adapters(adapters, model_step, config=config)
-    except BaseDiffersError:
-        if held_step > 0:
-            raise
-        # They are the weights of step 0: adapters begin as nothing.
-        await receiver.update_weights(await _gather(source.base_weights, dtype), 0)
-        await receiver.update_adapters(adapters, model_step, config=config)
-
-
-async def _gather(weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], dtype: Precision) -> Weights:
-    return await asyncio.to_thread(lambda: list(cast(weights(), dtype)))
+    await receiver.update_weights(await gather(source.weights, dtype), model_step)

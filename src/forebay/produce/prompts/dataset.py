@@ -278,7 +278,14 @@ def _take_column(rest: dict[str, Any], column: str, setting: str, place: str) ->
 def _make_message(value: Any, config: DataConfig, place: str) -> list[Message]:
     if isinstance(value, str) and value:
         message: list[Message] = [{"role": "user", "content": value}]
-    elif isinstance(value, list) and value and all(_is_message(item) for item in value):
+    elif (
+        value
+        and isinstance(value, list)
+        and all(
+            isinstance(item, dict) and isinstance(item.get("role"), str) and "content" in item
+            for item in value
+        )
+    ):
         # Arrow gives every message all the fields that any message has; the absent ones as None.
         message = [{key: part for key, part in item.items() if part is not None} for item in value]
     else:
@@ -303,7 +310,3 @@ def _read_json(rest: dict[str, Any], column: str, kinds: tuple[type, ...], wante
     if value is not None and not isinstance(value, kinds):
         raise ConfigError(f"{place}: column {column!r} must hold {wanted}, got {value!r}")
     return value or None
-
-
-def _is_message(item: Any) -> bool:
-    return isinstance(item, dict) and isinstance(item.get("role"), str) and "content" in item

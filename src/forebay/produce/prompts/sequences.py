@@ -82,15 +82,12 @@ class Permutation:
         half_mask = (1 << self._half_bits) - 1
         left, right = value >> self._half_bits, value & half_mask
         for key in self._round_keys:
-            left, right = right, left ^ (_mix(right ^ key) & half_mask)
+            # The finalizer of splitmix64 (Steele, Lea and Flood 2014): 64 bits to 64 well mixed bits.
+            mixed = right ^ key
+            mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
+            mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK_64
+            left, right = right, left ^ ((mixed ^ mixed >> 31) & half_mask)
         return left << self._half_bits | right
-
-
-def _mix(value: int) -> int:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014): 64 bits to 64 well mixed bits."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK_64
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK_64
-    return value ^ value >> 31
 
 
 def shuffled(items: Sequence[ItemT], key: str) -> LazySequence[ItemT]:

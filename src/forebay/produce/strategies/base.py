@@ -190,9 +190,7 @@ class SyncProduceStrategyConfig(ProduceStrategyConfig):
         self, *, sync_weights_interval: int = 1, rollout_controller: Generation | None = None
     ) -> SyncProduceStrategy:
         """The strategy for weights that are synchronized every `sync_weights_interval` train steps."""
-        return SyncProduceStrategy(
-            self.is_valid_sample_fn, self.should_continue_fn, sync_weights_interval=sync_weights_interval
-        )
+        return SyncProduceStrategy(self, sync_weights_interval)
 
 
 class SyncProduceStrategy(ProduceStrategy):
@@ -206,14 +204,8 @@ class SyncProduceStrategy(ProduceStrategy):
     update event; produces: stored groups.
     """
 
-    def __init__(
-        self,
-        is_valid_sample_fn: IsValidSampleFn = default_is_valid_sample_fn,
-        should_continue_fn: ShouldContinueFn = default_should_continue_fn,
-        *,
-        sync_weights_interval: int = 1,
-    ) -> None:
-        super().__init__(is_valid_sample_fn, should_continue_fn)
+    def __init__(self, config: SyncProduceStrategyConfig, sync_weights_interval: int = 1) -> None:
+        super().__init__(config.is_valid_sample_fn, config.should_continue_fn)
         self._max_lag = calculate_stale_threshold(0, sync_weights_interval)
         self.leftover_threshold: int = self._max_lag
         self._ctx: ProduceContext

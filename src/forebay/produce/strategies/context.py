@@ -19,13 +19,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
+from forebay.produce.sampler import Sampler
 from forebay.produce.strategies.rules import GroupRules, check_form, fail_group, name_group, record_left
 from forebay.replay import ReplayBuffer
 from forebay.tracebacks import raised_at
@@ -62,19 +62,6 @@ class GroupGenerator(Protocol):
         """End what is running as ABORTED."""
 
 
-class GroupSampler(Protocol):
-    """The part of a sampler that production calls."""
-
-    async def sample(self, task_name: str, group_status: Status | list[Status] | None = None) -> Group:
-        """A group of the listed statuses from the buffer, else the next prompt."""
-
-    def save(self, path: Path, /) -> None:
-        """Write position, epoch and seed to `path`."""
-
-    def resume(self, path: Path, /) -> None:
-        """Go to the position in `path`."""
-
-
 class Generation(Protocol):
     """The part of a rollout controller that production calls."""
 
@@ -109,7 +96,7 @@ class ProduceContext:
     """Everything a production strategy may touch for one task during one call."""
 
     agent_loop: GroupGenerator
-    sampler: GroupSampler
+    sampler: Sampler
     replay_buffer: ReplayBuffer
     task_batch_size: int
     task_name: str

@@ -26,7 +26,7 @@ from forebay.engines import RolloutController
 from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.judges import Judge
 from forebay.produce import AgentLoopManager
-from forebay.produce.strategies.context import GroupSampler
+from forebay.produce.sampler import Sampler
 from forebay.replay import ReplayBuffer
 from forebay.replay.groups import StoredGroup, copy_group
 from forebay.runs.record.journal import Event, Facts, Recorder
@@ -225,7 +225,7 @@ class _Observed:
         return getattr(self._part, name)
 
 
-def _observed_sampler(recorder: Recorder, sampler: GroupSampler) -> GroupSampler:
+def _observed_sampler(recorder: Recorder, sampler: Sampler) -> Sampler:
     async def sample(task_name: str, group_status: Status | list[Status] | None = None) -> list[RolloutState]:
         group = await sampler.sample(task_name, group_status)
         recorder.note(
@@ -240,7 +240,7 @@ def _observed_sampler(recorder: Recorder, sampler: GroupSampler) -> GroupSampler
         )
         return group
 
-    return cast(GroupSampler, _Observed(sampler, sample=sample))
+    return cast(Sampler, _Observed(sampler, sample=sample))
 
 
 def _observed_judge(recorder: Recorder, judge: Judge) -> Judge:

@@ -21,8 +21,7 @@ Shapes: B rows, L columns, H hidden size, N trained tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -71,12 +70,19 @@ def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy =
     def outputs_at(place: slice, positions_N: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, Any]:
         tail, num_tokens = tail_at(place), len(positions_N)
         # A model without a body of its own cannot be asked for its logits chunk by chunk.
-        rows = num_tokens if plain.base_model is plain else max(1, CHUNK_ELEMENTS // _vocabulary(plain))
+        rows = num_tokens
+        if plain.base_model is not plain:
+            rows = max(1, CHUNK_ELEMENTS // int(plain.config.get_text_config().vocab_size))
         if num_tokens > rows:
             with chunked_logits(plain, head, positions_N, tail, rows):
                 output = model(**inputs)
             return output.logits, output.get("past_key_values")
-        with _selected_positions(head, positions_N):
+
+        def select(module: nn.Module, states: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden_BLH, *others = states
+            return (hidden_BLH.flatten(0, 1).index_select(0, positions_N)[None], *others)
+
+        with head.register_forward_pre_hook(select):
             output = model(**inputs)
         if output.logits.shape[1] != num_tokens:
             raise ValueError(f"{type(plain).__name__} computes its logits without its output embeddings")
@@ -86,10 +92,6 @@ def response_logprobs(model: nn.Module, micro: MicroBatch, *, entropy: Entropy =
     if not entropies:
         return TokenOutputs(logprobs_N, None)
     return TokenOutputs(logprobs_N, entropies[0] if entropy == "train" else entropies[0].detach())
-
-
-def _vocabulary(model: Any) -> int:
-    return int(model.config.get_text_config().vocab_size)
 
 
 def _token_outputs(
@@ -130,7 +132,14 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
     first, cache = call(
         slice(num_first), micro.prompts.positions, input_ids=micro.prompts.input_ids, use_cache=True
     )
-    _check_cache(cache)
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    if not isinstance(cache, DynamicCache) or any(type(layer) is not DynamicLayer for layer in cache.layers):
+        raise ValueError(
+            f"layout 'shared_prompt' needs full attention with plain keys and values in every layer, but "
+            f"this model keeps {type(cache).__name__}; use layout 'padded'"
+        )
     cache.batch_select_indices(micro.prompts.rows)
     rest, _ = call(
         slice(num_first, None),
@@ -142,33 +151,6 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
         use_cache=True,
     )
     return torch.cat([first, rest])
-
-
-def _check_cache(cache: Any) -> None:
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-
-    if isinstance(cache, DynamicCache) and all(type(layer) is DynamicLayer for layer in cache.layers):
-        return
-    raise ValueError(
-        f"layout 'shared_prompt' needs full attention with plain keys and values in every layer, but this "
-        f"model keeps {type(cache).__name__}; use layout 'padded'"
-    )
-
-
-@contextmanager
-def _selected_positions(head: nn.Module, positions_N: torch.Tensor) -> Iterator[None]:
-    """While open, `head` sees 1 x N x H: the states at `positions_N`."""
-
-    def select(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        hidden_BLH = inputs[0]
-        return (hidden_BLH.flatten(0, 1).index_select(0, positions_N)[None], *inputs[1:])
-
-    handle = head.register_forward_pre_hook(select)
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def output_head(model: nn.Module) -> nn.Module:

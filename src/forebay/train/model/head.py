@@ -114,8 +114,11 @@ class _ChunkedLinear(torch.autograd.Function):
         ctx.finish, ctx.parts, device = finish, parts, hidden_NH.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_NH.dtype
         with torch.autocast(device, enabled=False):
-            linear = _Linear(hidden_NH, weight_VH, bias_V, ctx.dtype)
-            return torch.cat([finish(linear.logits(part), part) for part in parts])
+            hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
+            # No name for a chunk's logits: they are freed before the next ones are made.
+            return torch.cat(
+                [finish(functional.linear(hidden_NH[part], weight_VH, bias_V), part) for part in parts]
+            )
 
     @staticmethod
     def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:
@@ -125,41 +128,27 @@ class _ChunkedLinear(torch.autograd.Function):
         grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
         grad_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            linear = _Linear(hidden_NH, weight_VH, bias_V, ctx.dtype)
+            hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
             for part in ctx.parts:
-                raw_nV = linear.logits(part).requires_grad_()
+                raw_nV = functional.linear(hidden_NH[part], weight_VH, bias_V).requires_grad_()
                 with torch.enable_grad():
                     results_nK = ctx.finish(raw_nV, part)
                 (grad_nV,) = torch.autograd.grad(results_nK, raw_nV, grad_NK[part])
                 del raw_nV, results_nK
-                grad_NH[part] = grad_nV @ linear.weight_VH
+                grad_NH[part] = grad_nV @ weight_VH
                 if grad_VH is not None:
-                    chunk = linear.hidden_NH[part]
                     if grad_VH.dtype == grad_nV.dtype:
-                        grad_VH.addmm_(grad_nV.T, chunk)
+                        grad_VH.addmm_(grad_nV.T, hidden_NH[part])
                     else:
-                        grad_VH += grad_nV.T @ chunk
+                        grad_VH += grad_nV.T @ hidden_NH[part]
                 if grad_V is not None:
                     grad_V += grad_nV.sum(0)
         return grad_NH, grad_VH, grad_V, None, None
 
 
-class _Linear:
+def _cast(dtype: torch.dtype, *operands: Any) -> list[Any]:
     """The operands in the dtype of the product, cast once.
 
     Autocast would do so too, but it would keep the copy for the next call, and this one has no graph.
     """
-
-    def __init__(
-        self,
-        hidden_NH: torch.Tensor,
-        weight_VH: torch.Tensor,
-        bias_V: torch.Tensor | None,
-        dtype: torch.dtype,
-    ) -> None:
-        self.hidden_NH, self.weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
-        self._bias_V = None if bias_V is None else bias_V.to(dtype)
-
-    def logits(self, part: slice) -> torch.Tensor:
-        """n x V, before what the model does to them."""
-        return functional.linear(self.hidden_NH[part], self.weight_VH, self._bias_V)
+    return [None if operand is None else operand.to(dtype) for operand in operands]

@@ -127,23 +127,16 @@ def correct(
     >>> correct(np.log([0.5, 4.0]), np.array([0, 0]), 1, (0.0, 2.0), level="token", outside="tis").weights
     array([0.5, 2. ])
     """
-    raw_N = np.exp(np.clip(_pooled(log_weights_N, index_N, num_sequences, level), *_LOG_LIMITS))
+    if level != "token":
+        sums_S = np.bincount(index_N, log_weights_N, minlength=num_sequences).astype(np.float64)
+        if level == "geometric":
+            sums_S = sums_S / np.maximum(np.bincount(index_N, minlength=num_sequences), 1)
+        log_weights_N = sums_S[index_N]
+    raw_N = np.exp(np.clip(log_weights_N, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
     low, high = band
     limited_N = (raw_N < low) | (raw_N > high)
     inside_N = np.clip(raw_N, low, high) if outside == "tis" else np.where(limited_N, 0.0, raw_N)
     return Correction(inside_N, limited_N)
-
-
-_LOG_LIMITS = (-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-
-
-def _pooled(log_weights_N: Floats, index_N: Ints, num_sequences: int, level: str) -> Floats:
-    if level == "token":
-        return log_weights_N
-    sums_S = np.bincount(index_N, log_weights_N, minlength=num_sequences).astype(np.float64)
-    if level == "geometric":
-        sums_S = sums_S / np.maximum(np.bincount(index_N, minlength=num_sequences), 1)
-    return np.asarray(sums_S[index_N])
 
 
 CORRECTIONS: Mapping[str, CorrectionFunction | None] = {

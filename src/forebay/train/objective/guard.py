@@ -63,7 +63,12 @@ class OffPolicyGuard:
             value = metrics.get(f"train/{name}", math.nan)
             if not math.isnan(value):
                 window.append(value)
-        outside = [name for name in self._bands if self._is_outside(name)]
+        outside = []
+        for name, window in self._windows.items():
+            if len(window) >= MIN_STEPS:
+                middle, bound = statistics.median(window), self._bands[name]
+                if middle < bound if name in LOWER_BOUNDS else middle > bound:
+                    outside.append(name)
         if self._action == "off" or not outside:
             return GuardDecision("none", "")
         message = self._message(train_step, outside, metrics)
@@ -72,13 +77,6 @@ class OffPolicyGuard:
         for window in self._windows.values():
             window.clear()
         return GuardDecision(self._action, message)
-
-    def _is_outside(self, name: str) -> bool:
-        window = self._windows[name]
-        if len(window) < MIN_STEPS:
-            return False
-        middle, bound = statistics.median(window), self._bands[name]
-        return middle < bound if name in LOWER_BOUNDS else middle > bound
 
     def _message(self, train_step: int, outside: list[str], metrics: Mapping[str, float]) -> str:
         seen = [

@@ -128,8 +128,8 @@ async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buff
 class Answerless(ClientConnection):
     """A server that stores what it is given and dies before it says so."""
 
-    async def _put(self, call, arguments, groups):
-        await self._served.put(arguments, groups)
+    async def _put(self, call, arguments):
+        await self._served.put(arguments, self._puts[call.number].groups)
         self.channel.end()
         raise BrokenPipeError("killed by the test")
 
@@ -137,7 +137,7 @@ class Answerless(ClientConnection):
 class Deaf(ClientConnection):
     """A server that dies before it has stored anything."""
 
-    async def _put(self, call, arguments, groups):
+    async def _put(self, call, arguments):
         self.channel.end()
         raise BrokenPipeError("killed by the test")
 

@@ -132,27 +132,26 @@ class ClientConnection(Session):
 
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         """Do what a message asks for; FrameError if it may not come now."""
-        if isinstance(message, Part):
-            if not message.sizes:
-                raise FrameError("a part has no groups")
-            if message.number in self.calls:
-                raise FrameError(f"there is a call {message.number} already")
-            self._check_put(self._hold(self._put_of(message.number), buffers))
-            return
         if isinstance(message, Note):
             value = messages.read_note(message)
             if not isinstance(value, messages.Key):
                 raise FrameError("there is one hello only")
             self._settle(value.key)
-            return
-        if isinstance(message, Call):
-            if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
-                raise FrameError(f"{len(self.calls)} calls wait for their answers already")
-            if message.number in self._puts:
-                if message.method not in messages.PUTS:
+        elif isinstance(message, Part):
+            if not message.sizes:
+                raise FrameError("a part has no groups")
+            if message.number in self.calls:
+                raise FrameError(f"there is a call {message.number} already")
+            self._hold(message.number, buffers)
+        else:
+            if isinstance(message, Call):
+                if len(self.calls) >= SLACK * (messages.MAX_CALLS + messages.MAX_PUTS):
+                    raise FrameError(f"{len(self.calls)} calls wait for their answers already")
+                if message.method in messages.PUTS:
+                    self._hold(message.number, buffers)
+                elif message.number in self._puts:
                     raise FrameError(f"{message.method} brings no groups")
-                self._check_put(self._puts[message.number])
-        super().dispatch(message, buffers)
+            super().dispatch(message, buffers)
 
     def cancel(self, number: int) -> None:
         """Cancel a call if it can be undone; of a call that has not come, forget the groups."""
@@ -197,21 +196,19 @@ class ClientConnection(Session):
         self._count(put, -put.num_bytes)
         put.groups, put.is_refused = [], True
 
-    def _hold(self, put: _Put, buffers: list[Any] | None) -> _Put:
-        """Keep groups, which are checked, until they are stored."""
-        if buffers is not None:
-            try:
-                put.groups += [hold_packed(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
-            except ValueError as error:
-                raise FrameError(str(error)) from None
-        return put
-
-    def _check_put(self, put: _Put) -> None:
+    def _hold(self, number: int, buffers: list[Any] | None) -> None:
+        """Check groups, and keep them until they are stored."""
+        put = self._put_of(number)
         others = self._put_bytes - put.num_bytes
         if put.num_bytes > self.channel.max_frame_bytes:
             raise FrameError(f"a put has at most {self.channel.max_frame_bytes} bytes")
         if others and self._put_bytes > SLACK * messages.PUT_WINDOW_BYTES:
             raise FrameError(f"puts of {others} bytes wait for their answers already")
+        if buffers is not None:
+            try:
+                put.groups += [hold_packed(*pair) for pair in zip(buffers[::2], buffers[1::2], strict=True)]
+            except ValueError as error:
+                raise FrameError(str(error)) from None
 
     def _forget(self, number: int) -> None:
         if (put := self._puts.pop(number, None)) is not None:
@@ -238,7 +235,7 @@ class ClientConnection(Session):
         try:
             match call.method:
                 case "put_groups":
-                    value = await self._put(call, arguments, self._groups_of(call, buffers))
+                    value = await self._put(call, arguments)
                 case "take_batch":
                     value = await self._hand_over(call, arguments)
                 case "keep":
@@ -256,8 +253,8 @@ class ClientConnection(Session):
             raise
         return self._reply(value), ()
 
-    def _groups_of(self, call: Call, buffers: list[Any] | None) -> list[HeldGroup]:
-        put = self._hold(self._puts.get(call.number) or _Put(), buffers)
+    async def _put(self, call: Call, arguments: messages.PutArguments) -> Any:
+        put = self._puts[call.number]
         if put.is_refused:
             raise ServerFull(
                 f"puts of {self._served.put_bytes} bytes wait to be stored, and the server takes "
@@ -265,12 +262,9 @@ class ClientConnection(Session):
             )
         if not put.groups:
             raise FrameError(f"{call.method} does not bring 0 groups")
-        return put.groups
-
-    async def _put(self, call: Call, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         with self._waits():
-            result = await self._served.admit(arguments, groups)
-        return await self._served.put(arguments, groups) if result is None else result
+            result = await self._served.admit(arguments, put.groups)
+        return await self._served.put(arguments, put.groups) if result is None else result
 
     async def _hand_over(self, call: Call, arguments: messages.TakeArguments) -> dict[str, int]:
         """Take and send, when all groups of earlier calls are sent; the number of groups by task."""

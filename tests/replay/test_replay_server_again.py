@@ -17,7 +17,7 @@ from forebay.replay import (
     serve,
 )
 from forebay.replay.remote.connection import ClientConnection
-from forebay.replay.remote.handover import take_over
+from forebay.replay.remote.handover import Handover, take_over
 from forebay.replay.remote.messages import TakeArguments
 from forebay.replay.stores.sql import writes
 from forebay.replay.stores.sql.schema import receipts
@@ -123,6 +123,29 @@ async def test_what_is_given_back_while_it_is_being_confirmed_is_live_again(buff
         await asyncio.gather(served.keep(b"key", handover), served.release(b"key", handover))
         assert await live_names(buffer) == ["a"]
         assert served.room.num_live == 1
+
+
+@pytest.mark.parametrize("train_step", [None, 4])
+async def test_what_was_being_confirmed_when_the_connection_broke_is_taken_once(
+    buffer, path, monkeypatch, train_step
+):
+    """The confirmation comes to its end, and the client learns of it on its next connection."""
+    await buffer.put_groups([make_group(name) for name in "ab"], "math")
+    keep = Handover.keep
+
+    async def keep_when_the_connection_is_gone(handover, key):
+        for connection in list(server._connections):
+            connection.channel.end()
+        # Enough for the server to find out, and to give back what was not confirmed.
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return await keep(handover, key)
+
+    monkeypatch.setattr(Handover, "keep", keep_when_the_connection_is_gone)
+    async with serve(buffer, path) as server, await RemoteReplayBuffer.connect(path) as client:
+        taken, _ = await client.take_batch({"math": 2}, train_step=train_step)
+        assert names(taken["math"]) == ["a", "b"]
+        assert await live_names(buffer) == []
 
 
 class Answerless(ClientConnection):

@@ -187,16 +187,18 @@ class Served:
                 "the connection broke while groups were handed over; they are in the buffer again"
             )
 
-    async def release(self, key: bytes, handover: Handover | None) -> None:
+    async def release(self, key: bytes, handover: Handover | None, *, unless_kept: bool = False) -> None:
         """Put the groups of `handover`, which were taken under `key`, back: no caller has them."""
         if handover is None:
             return
 
         async def give_back() -> None:
-            # A client that gave up while its confirmation was on its way says both at once.
+            # A client that gave up while its confirmation was on its way says both at once; and a connection
+            # may break while its last confirmation is being done, of which the client learns on its next one.
             await self._kept.settled(key)
-            async with self.room.within():
-                self.room.add(await handover.release())
+            if not (unless_kept and handover.is_kept):
+                async with self.room.within():
+                    self.room.add(await handover.release())
 
         await finish(give_back())
 

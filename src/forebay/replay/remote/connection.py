@@ -78,9 +78,7 @@ class ClientConnection(Session):
             for number in self._puts.keys() - self.calls.keys():
                 self._forget(number)
             for key in list(self._handovers):
-                handover = self._settle(key)
-                if handover is not None and not handover.is_kept:
-                    await self._served.release(key, handover)
+                await self._served.release(key, self._settle(key), unless_kept=True)
 
     async def close(self) -> None:
         """End the calls that wait, let those that run come to their end, and say goodbye."""

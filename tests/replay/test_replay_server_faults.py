@@ -353,16 +353,17 @@ async def test_a_put_whose_answer_was_lost_is_stored_once(path):
 async def test_a_put_that_failed_may_be_tried_again(buffer, path):
     async with serve(buffer, path):
         link = await BufferLink.open(Address.parse(path), None)
-        for threshold, outcome in ((0, ValueError), (3, None)):
-            arguments = messages.PutArguments(
-                b"key", "math", Arrival(current_train_step=1, stale_threshold=threshold)
-            )
+        for task, outcome in (("ma\0th", ValueError), ("math", None)):
+            arguments = messages.PutArguments(b"key", task, Arrival())
             if outcome:
-                with pytest.raises(outcome, match="threshold"):
+                with pytest.raises(outcome, match="NUL"):
                     await link.put(arguments, [make_group("b")])
             else:
                 await link.put(arguments, [make_group("b")])
         assert len(buffer) == 1
+        arguments = messages.PutArguments(b"other", "math", Arrival(stale_threshold=0))
+        with pytest.raises(ValueError, match="threshold"):
+            await link.put(arguments, [make_group("b")])
         await link.close()
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import marshal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import TypedDict
+from typing import Annotated, TypedDict
 
 import msgspec
 import numpy as np
@@ -31,7 +31,6 @@ from forebay.replay.stores.contract import (
     check_priority,
     check_tags,
 )
-from forebay.replay.stores.slices import in_turns
 from forebay.types import (
     FIELDS,
     RolloutState,
@@ -53,7 +52,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The weights that made the tokens which have no label yet."""
     current_train_step: int | None = None
     """The train step at which the groups are aged; None: the one last seen for the task."""
-    stale_threshold: int | None = None
+    stale_threshold: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """A COMPLETED or ABORTED group of this staleness or more is stored EXPIRED; None: none is."""
     tags: dict[str, TagValue] = {}
     priority: float = 1.0
@@ -65,7 +64,7 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
         Raises:
             TypeError: there is no such keyword.
-            ValueError: see `checked`.
+            ValueError: the threshold is not positive, or a tag or the priority cannot be stored.
         """
         if unknown := sorted(set(keywords).difference(cls.__struct_fields__)):
             known = ", ".join(cls.__struct_fields__)
@@ -79,17 +78,6 @@ class Arrival(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             check_tags(keywords.get("tags")),
             check_priority(keywords.get("priority")),
         )
-
-    def checked(self, task_name: str) -> Arrival:
-        """The same value, which may have come from another process.
-
-        Raises:
-            ValueError: the threshold is not positive, or a tag or the priority cannot be stored.
-        """
-        check_threshold(task_name, self.stale_threshold)
-        check_tags(self.tags)
-        check_priority(self.priority)
-        return self
 
 
 class PutKeywords(TypedDict, total=False):
@@ -113,16 +101,6 @@ def check_threshold(task_name: str, threshold: int | None) -> None:
     """ValueError if the stale threshold is not positive; None stands for no threshold."""
     if threshold is not None and threshold <= 0:
         raise ValueError(f"the stale threshold of task {task_name!r} must be positive, got {threshold}")
-
-
-async def label_groups(groups: Iterable[Sequence[RolloutState]], model_step: int | None) -> list[HeldGroup]:
-    """Those that are not empty, labeled by `label_group`; others have their turn in between.
-
-    Raises:
-        ValueError: as there.
-    """
-    given = in_turns((group for group in groups if group), LABEL_AT_ONCE)
-    return [label_group(group, model_step) async for group in given]
 
 
 def label_group(group: Sequence[RolloutState], model_step: int | None) -> HeldGroup:

@@ -25,15 +25,15 @@ from forebay.aio.changed import Changes
 from forebay.aio.gate import SharedLock
 from forebay.replay.arrival import (
     CAN_EXPIRE,
+    LABEL_AT_ONCE,
     Arrival,
     PutKeywords,
     arrived_row,
     check_threshold,
     expire_old,
-    label_groups,
+    label_group,
 )
 from forebay.replay.format.packed import GroupCodec, hand_out
-from forebay.replay.groups import all_have
 from forebay.replay.policies import ReplayPolicy
 from forebay.replay.query import QueryLike, StorageIndices
 from forebay.replay.stores.archiving import ArchivingStorage, taking
@@ -165,7 +165,8 @@ class ReplayBuffer:
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
-        if not (listed := await label_groups(groups, how.model_step)):
+        labeling = in_turns((group for group in groups if group), LABEL_AT_ONCE)
+        if not (listed := [label_group(group, how.model_step) async for group in labeling]):
             return [], []
         async with self._lock.shared():
             step, aged_at = await self._see_step(task_name, how.current_train_step)
@@ -236,7 +237,7 @@ class ReplayBuffer:
     ) -> bool:
         """Whether every task with a size over 0 has that many groups."""
         counts = await self.count_statuses(task_batch_sizes, [group_status])
-        return all_have(counts, task_batch_sizes, group_status)
+        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
 
     async def take_batch(
         self,
@@ -313,7 +314,9 @@ class ReplayBuffer:
             expired = {}
             for task, threshold in task_stale_thresholds.items():
                 rule = task, threshold, current_train_step, expiring
-                expired[task] = await expire_old(self.storage, *rule, self._changes, self._is_saving)
+                expired[task] = await expire_old(
+                    self.storage, *rule, self._changes, lambda: self._num_saving > 0
+                )
             return expired
 
     async def update_priorities(
@@ -429,9 +432,6 @@ class ReplayBuffer:
     def _load(self, snapshot: Snapshot) -> None:
         self.storage.load_state_dict(snapshot.storage)
         self.storage.num_evicted = dict(snapshot.num_evicted)
-
-    def _is_saving(self) -> bool:
-        return self._num_saving > 0
 
     def _require_empty(self) -> None:
         if len(self):

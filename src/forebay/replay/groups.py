@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import make_dataclass
 from operator import attrgetter
 from typing import Any
@@ -124,10 +124,3 @@ def build_states(columns: Iterable[Sequence[Any]]) -> list[RolloutState]:
         # Python allows it for classes of the same slots.
         state.__class__ = RolloutState
     return states
-
-
-def all_have(
-    counts: Mapping[str, Mapping[Status, int]], task_batch_sizes: Mapping[str, int], status: Status
-) -> bool:
-    """Whether every task with a size over 0 has that many groups of `status`, by `counts`."""
-    return all(counts[task][status] >= size for task, size in task_batch_sizes.items() if size > 0)

@@ -117,16 +117,10 @@ class Encoder:
         try:
             if (torch := sys.modules.get("torch")) is not None and kind is torch.Tensor:
                 return self._encode_tensor(value)
-            taken = _take_apart(value)
+            tag, content = _take_apart(value)
         except ValueError as error:
             raise ValueError(f"{where} {error}") from None
-        if taken is not None:
-            tag, content = taken
-            return {tag: self.encode(content, where)}
-        raise ValueError(
-            f"{where} is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot hold; use dicts, "
-            f"lists, sets, plain values, bytes, times, arrays, tensors, dataclasses or pydantic models"
-        )
+        return {tag: self.encode(content, where)}
 
     def _encode_array(self, value: np.ndarray[Any, Any], where: str) -> dict[str, Any]:
         if id(value) not in self._arrays:
@@ -219,12 +213,6 @@ class Decoder:
 
     def _decode_tag(self, tag: str, content: Any) -> Any:
         match tag:
-            case "$float":
-                return float(content)
-            case "$tuple":
-                return tuple(self.decode(content))
-            case "$dict":
-                return {self.decode(key): self.decode(item) for key, item in content}
             case "$bytes":
                 return bytes(self._blobs[content])
             case "$array":
@@ -345,11 +333,11 @@ class SavedFields:
     """Of a dataclass: its fields. Of a model: what pydantic keeps, the fields as ``__dict__``."""
 
 
-def _take_apart(value: Any) -> tuple[str, Any] | None:
-    """The tag and the plain content of a value of one of these classes; None if it is of none.
+def _take_apart(value: Any) -> tuple[str, Any]:
+    """The tag and the plain content of a value of a known class.
 
     Raises:
-        ValueError: it is, but would not come back as it is; the message goes on from its name.
+        ValueError: it is of none, or would not come back as it is; the message goes on from its name.
     """
     kind = type(value)
     if kind in _CLASSES:
@@ -361,7 +349,10 @@ def _take_apart(value: Any) -> tuple[str, Any] | None:
         return "$model", [_path_of(kind), BaseModel.__getstate__(value)]
     if is_dataclass(kind):
         return "$dataclass", [_path_of(kind), _fields_of(value)]
-    return None
+    raise ValueError(
+        f"is a {kind.__module__}.{kind.__qualname__}, which a snapshot cannot hold; use dicts, lists, sets, "
+        f"plain values, bytes, times, arrays, tensors, dataclasses or pydantic models"
+    )
 
 
 def _put_together(tag: str, path: str, state: dict[str, Any]) -> Any:
@@ -415,7 +406,8 @@ _CLASSES: dict[type[Any], tuple[str, Callable[[Any], Any], Callable[[Any], Any]]
 }
 """By class: its tag, how it is taken apart, and how it is put together."""
 
-_JOIN = {tag: join for tag, _, join in _CLASSES.values()}
+_JOIN: dict[str, Callable[[Any], Any]] = {"$float": float, "$tuple": tuple, "$dict": dict}
+_JOIN |= {tag: join for tag, _, join in _CLASSES.values()}
 
 
 def _check_tensor(tensor: Any) -> None:

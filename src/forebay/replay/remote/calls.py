@@ -126,7 +126,7 @@ class Served:
         return None
 
     async def _result_of_earlier(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
-        task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
+        task, how = arguments.task_name, arguments.arrival
         # Of the two the later one, as for the put itself.
         steps = [await self.buffer.storage.get_train_step(task), how.current_train_step]
         seen = max((step for step in steps if step is not None), default=None)
@@ -144,7 +144,7 @@ class Served:
     async def _store(self, arguments: messages.PutArguments, groups: list[HeldGroup]) -> Any:
         try:
             before = [group.status for group in groups]
-            task, how = arguments.task_name, arguments.arrival.checked(arguments.task_name)
+            task, how = arguments.task_name, arguments.arrival
             async with self.room.within():
                 key = arguments.key if self.buffer.storage.keeps_receipts else None
                 rows, evicted = await self.buffer._store(groups, task, how, key)

@@ -32,7 +32,6 @@ from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, check_limit
 from forebay.io.messages import Note, encode_value
 from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group
-from forebay.replay.groups import all_have
 from forebay.replay.remote import messages
 from forebay.replay.remote.link import BufferLink
 from forebay.replay.remote.messages import ConnectionLost
@@ -199,7 +198,7 @@ class RemoteReplayBuffer:
         self, task_batch_sizes: Mapping[str, int], group_status: Status = Status.COMPLETED
     ) -> bool:
         counts = await self.count_statuses(task_batch_sizes, [group_status])
-        return all_have(counts, task_batch_sizes, group_status)
+        return all(counts[task][group_status] >= size for task, size in task_batch_sizes.items() if size > 0)
 
     async def take_batch(
         self,

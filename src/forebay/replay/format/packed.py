@@ -237,9 +237,11 @@ class GroupCodec:
 
 Arrays = list[NDArray[Any]]
 
-_SHORTEST = dict.fromkeys((*CONSTANTS, "tokens"), NOT_SENT)
-_SHORTEST |= {"response_ids": 0, "logprobs": 0, PROMPTS: EQUAL}
-"""The smallest number that may stand as a length of each array field."""
+_SHORTEST = {
+    name: (0 if name in ("response_ids", "logprobs") else NOT_SENT, dtype.itemsize)
+    for name, dtype in ARRAYS.items()
+}
+"""The smallest number that may stand as a length of each array, and the bytes of an entry."""
 
 _LIMITS = {name: (np.iinfo(ARRAYS[name]).min, np.iinfo(ARRAYS[name]).max) for name in CONSTANTS}
 _VALUE_NAMES = frozenset(VALUES)
@@ -287,11 +289,13 @@ def check_head(head: Head, num_bytes: int) -> None:
     size, lengths = len(head.status), head.lengths
     if len(head.steps) != size:
         raise ValueError(f"there are {len(head.steps)} oldest model steps of {size} rollouts")
-    for name, shortest in _SHORTEST.items():
+    sent = 0
+    for name, (shortest, itemsize) in _SHORTEST.items():
         of_all = lengths[name]
-        if len(of_all) != size or min(of_all) < shortest:
+        lowest = min(of_all)
+        if len(of_all) != size or lowest < shortest:
             raise ValueError(f"{of_all[:8]} are not the lengths of {name} of {size} rollouts")
-    sent = sum(sum(_without_marks(lengths[name])) * dtype.itemsize for name, dtype in ARRAYS.items())
+        sent += sum(of_all if lowest >= 0 else _without_marks(of_all)) * itemsize
     if min(head.blobs, default=0) < 0 or sent + sum(head.blobs) != num_bytes:
         raise ValueError(f"its arrays and blobs of {sent} and {head.blobs} bytes are not {num_bytes} as came")
     for name, (lowest, highest) in _LIMITS.items():
@@ -317,6 +321,8 @@ def check_head(head: Head, num_bytes: int) -> None:
 def _check_prompts(head: Head) -> None:
     """Check the prompts, and the arrays that are made of them: few bytes could ask for much memory."""
     lengths, data = head.lengths[PROMPTS], head.prompts
+    if len(lengths) != len(head.status) or min(lengths) < EQUAL:
+        raise ValueError(f"{lengths[:8]} are not the lengths of {PROMPTS} of {len(head.status)} rollouts")
     if sum(_without_marks(lengths)) * ARRAYS["tokens"].itemsize != len(data) or lengths[0] < 0:
         raise ValueError(f"its prompts are {len(data)} bytes, but should have lengths of {lengths[:8]}")
     if lengths[0] * len(lengths) > MAX_TOKENS:

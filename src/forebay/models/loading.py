@@ -21,13 +21,14 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from forebay.config import ConfigError
 from forebay.extras import require_library
-from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, Precision, TinyConfig
+from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, Precision
 from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
 
 _TOKENIZER_FILES = (
@@ -133,7 +134,13 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
     config = ModelConfig(source=model) if isinstance(model, str) else model
     source, cache = config.source, cache_dir or default_cache_dir()
     if source == TINY:
-        return _tiny(cache, config.tiny, config.max_context or DEFAULT_CONTEXT, seed)
+        context = config.max_context or DEFAULT_CONTEXT
+        # Another version may make another model of the same sizes.
+        versions = [metadata.version(name) for name in ("forebay", "transformers", "torch")]
+        key = f"{config.tiny.model_dump_json()} {context} {seed} {versions}"
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        write = partial(write_tiny, config=config.tiny, max_context=context, seed=seed)
+        return _cached(cache / f"tiny-{digest[:16]}", write)
     if source.startswith(PYPI_PREFIX):
         package = source.removeprefix(PYPI_PREFIX)
         file, version = find_gguf(package)
@@ -142,21 +149,19 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
     if folder.is_dir():
         return folder
     if _HUB_ID.fullmatch(source):
-        return _from_hub(source)
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+        # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
+        except Exception as error:
+            raise ConfigError(
+                f"no model at {source!r}: there is no such folder, and the hub did not give it "
+                f"({type(error).__name__}: {error}); offline, name a folder"
+            ) from error
     raise ConfigError(
         f"no model at {source!r}: it is not a folder, and neither 'tiny', 'pypi:PACKAGE' nor a hub id "
         f"'owner/name'"
-    )
-
-
-def _tiny(cache: Path, config: TinyConfig, max_context: int, seed: int) -> Path:
-    # Another version may make another model of the same sizes.
-    versions = [metadata.version(name) for name in ("forebay", "transformers", "torch")]
-    key = f"{config.model_dump_json()} {max_context} {seed} {versions}"
-    digest = hashlib.sha256(key.encode()).hexdigest()
-    return _cached(
-        cache / f"tiny-{digest[:16]}",
-        lambda folder: write_tiny(folder, config, max_context=max_context, seed=seed),
     )
 
 
@@ -179,19 +184,6 @@ def _cached(target: Path, write: Callable[[Path], None]) -> Path:
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def _from_hub(source: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
-    # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
-    except Exception as error:
-        raise ConfigError(
-            f"no model at {source!r}: there is no such folder, and the hub did not give it "
-            f"({type(error).__name__}: {error}); offline, name a folder"
-        ) from error
 
 
 def find_gguf(package: str) -> tuple[Path, str]:

@@ -315,11 +315,8 @@ class TransformersEngine:
                 self._batch.admit(admitted)
             # A model may raise anything (out of memory, say): it fails these requests, not the engine.
             except Exception as error:
-                ended += [
-                    (row, Completion(finish_reason="error", error_msg=message))
-                    for message in [self._failed_pass(error)]
-                    for row in admitted
-                ]
+                failed = Completion(finish_reason="error", error_msg=self._failed_pass(error))
+                ended += [(row, failed) for row in admitted]
         while self._batch.size and not ended and not self._news.is_set():
             try:
                 ended = self._batch.step(self.model_step)

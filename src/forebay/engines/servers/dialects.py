@@ -30,9 +30,6 @@ ADAPTER_NAME = "policy-adapter"
 TOKENS_PER_PIECE = 16
 """Asked of servers that take it. One event per token costs both sides more than it tells."""
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that ``--max-lora-rank`` may have."""
-
 SGLANG_SEED_BITS = 31
 """SGLang keeps seeds in 32-bit integers."""
 
@@ -98,6 +95,8 @@ class Dialect(ABC):
     """Further ones for a server that is to take adapters."""
     help: str
     """How a server must be started, for errors."""
+    lora_ranks: tuple[int, ...] = ()
+    """The ranks that it may be started with, in ascending order; (): any."""
     lora_help: str
     """How it must be started to take adapters, for errors."""
 
@@ -133,25 +132,23 @@ class Dialect(ABC):
         """Free what adapters occupy that no request uses any more."""
         return ()
 
-    def served_rank(self, rank: int) -> int:
-        """The rank that a server must be started with to take adapters of `rank`.
-
-        Raises:
-            ValueError: servers of this kind take none of that rank.
-        """
-        return rank
-
     def command(self, folder: str, port: int, context: int, dtype: str, lora_rank: int = 0) -> list[str]:
         """`command_line` for the model in `folder`; `lora_rank`: of the adapters it is to take, 0: none.
 
         Raises:
-            ValueError: as `served_rank`.
+            ValueError: servers of this kind take none of that rank.
         """
         values = {"folder": folder, "name": MODEL_NAME, "port": port, "context": context, "dtype": dtype}
         line = self.command_line.split()
         if lora_rank:
             line += self.lora_options.split()
-            values["rank"] = self.served_rank(lora_rank)
+            fitting = [rank for rank in self.lora_ranks or (lora_rank,) if rank >= lora_rank]
+            if not fitting:
+                raise ValueError(
+                    f"a server takes adapters of rank {self.lora_ranks[-1]} at most, got {lora_rank}; lower "
+                    f"train.lora_rank, or set takes_adapters = false among the engine's arguments"
+                )
+            values["rank"] = fitting[0]
         # Split first: a folder's name may have spaces.
         return [part.format(**values) for part in line]
 
@@ -181,6 +178,7 @@ class VLLM(Dialect):
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     lora_environment: ClassVar[Mapping[str, str | None]] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     help = (
         "vLLM must be started with --logprobs-mode processed_logprobs and the environment variable "
@@ -241,16 +239,6 @@ class VLLM(Dialect):
             Call("POST", "/reset_prefix_cache", tries=5),
             Call("POST", "/update_weight_version", {"new_version": version}),
         )
-
-    def served_rank(self, rank: int) -> int:
-        """The next of the ranks that vLLM has kernels for."""
-        enough = next((known for known in VLLM_RANKS if known >= rank), None)
-        if enough is None:
-            raise ValueError(
-                f"vLLM takes adapters of rank {VLLM_RANKS[-1]} at most, got {rank}; lower train.lora_rank, "
-                f"or set takes_adapters = false among the engine's arguments"
-            )
-        return enough
 
 
 class SGLang(Dialect):

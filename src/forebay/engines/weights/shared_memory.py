@@ -75,7 +75,14 @@ class SharedMemoryHandOver:
 
         With `adapters`, the config of LoRA adapters, `weights` are these, for its starting weights.
         """
-        written = self._latest(weights, model_step, adapters)
+        written = self._whole if adapters is None else self._adapters
+        if written is None or written.weights is not weights or written.model_step != model_step:
+            earlier, written = written, _Written(weights, model_step, adapters)
+            written.message = asyncio.create_task(self._write(written, earlier))
+            if adapters is None:
+                self._whole, self._adapters = written, None
+            else:
+                self._adapters = written
         try:
             await self._give(send, written)
         except ValueError:
@@ -115,19 +122,6 @@ class SharedMemoryHandOver:
             raise
         # An engine that was given up, or failed otherwise, may still read: then it counts for ever.
         written.num_readers -= 1
-
-    def _latest(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> _Written:
-        """`weights` on their way to the memory, which has others until now or these already."""
-        earlier = self._whole if adapters is None else self._adapters
-        if earlier is not None and earlier.weights is weights and earlier.model_step == model_step:
-            return earlier
-        written = _Written(weights, model_step, adapters)
-        written.message = asyncio.create_task(self._write(written, earlier))
-        if adapters is None:
-            self._whole, self._adapters = written, None
-        else:
-            self._adapters = written
-        return written
 
     async def _write(self, written: _Written, earlier: _Written | None) -> dict[str, Any]:
         free: _MemoryFile | None = None

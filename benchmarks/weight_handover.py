@@ -27,7 +27,7 @@ from forebay.config import Component
 from forebay.engines import RolloutController, TransformersEngine
 from forebay.engines.process.engine import ProcessEngine
 from forebay.engines.process.host import EngineRecipe
-from forebay.engines.weights.shared_memory import SharedMemoryHandOver
+from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model
 from forebay.models.tiny import write_tiny
 from forebay.train import TrainConfig, TrainController

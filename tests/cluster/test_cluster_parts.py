@@ -20,7 +20,7 @@ from forebay.cluster.supervisor import Restarts
 from forebay.cluster.trainer import RayTrainer
 from forebay.config import ConfigError
 from forebay.engines.process.host import NotBuilt
-from forebay.engines.weights.layout import to_plain, to_tensors
+from forebay.engines.weights.between_processes import to_plain, to_tensors
 from forebay.produce import ProductionError
 from forebay.replay import ConnectionLost
 from forebay.runs.launch import _lost_part

@@ -13,7 +13,7 @@ from forebay.cluster.engine_actor import EngineActor, EngineSpec, _build, engine
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
 from forebay.engines.process.host import NotBuilt
-from forebay.engines.weights.layout import to_plain
+from forebay.engines.weights.between_processes import to_plain
 from forebay.models import load_model, resolve_model
 from forebay.types import SampleParams
 

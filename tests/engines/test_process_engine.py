@@ -26,7 +26,7 @@ from forebay.engines.base import EngineLost
 from forebay.engines.process import engine as process
 from forebay.engines.process.engine import ProcessEngine
 from forebay.engines.process.host import EngineRecipe
-from forebay.engines.weights.shared_memory import SharedMemoryHandOver
+from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.models import ModelConfig, TinyConfig, load_model, load_tokenizer, resolve_model
 from forebay.models.starting_weights import BASE_FINGERPRINT, AdaptersRefusedError, BaseDiffersError
 from forebay.types import SampleParams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from forebay.engines.base import EngineLost
-from forebay.engines.weights.shared_memory import SharedMemoryHandOver, WeightInbox
+from forebay.engines.weights.between_processes import SharedMemoryHandOver, WeightInbox
 from forebay.models.starting_weights import AdaptersRefusedError
 
 

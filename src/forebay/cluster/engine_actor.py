@@ -24,7 +24,7 @@ from forebay.config import Component, ConfigError
 from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.pool import EnginePool
 from forebay.engines.process.host import EngineHost
-from forebay.engines.weights.layout import PlainWeight, to_tensors
+from forebay.engines.weights.between_processes import PlainWeight, to_tensors
 
 
 @dataclass(frozen=True, kw_only=True)

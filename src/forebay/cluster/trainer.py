@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
-from forebay.engines.weights.layout import PlainWeight, to_plain
+from forebay.engines.weights.between_processes import PlainWeight, to_plain
 from forebay.runs.placement import PartLost
 from forebay.train.parallel.ranks import EXPECTED, RankError
 from forebay.types import FloatArray, RolloutState

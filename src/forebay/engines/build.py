@@ -69,7 +69,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
     """Processes on this machine, as `ProcessArguments`; their engines take the other arguments."""
     from forebay.engines.process.engine import ProcessEngine
     from forebay.engines.process.host import EngineRecipe
-    from forebay.engines.weights.shared_memory import SharedMemoryHandOver
+    from forebay.engines.weights.between_processes import SharedMemoryHandOver
 
     settings = ProcessArguments(
         **{name: arguments.pop(name) for name in ProcessArguments.model_fields if name in arguments}

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -34,13 +34,11 @@ import numpy as np
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.process.host import MAX_HEADER_BYTES, PARENT_LIMIT_S, EngineRecipe
+from forebay.engines.weights.between_processes import SharedMemoryHandOver
 from forebay.io.channel import BlockingChannel, Channel
 from forebay.io.link import Link
 from forebay.io.messages import Answer, Message, Note
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, BaseDiffersError, Weights
-
-if TYPE_CHECKING:
-    from forebay.engines.weights.shared_memory import SharedMemoryHandOver
 
 CLOSE_LIMIT_S = 10.0
 """For an engine to end what it does; then its process is killed."""

@@ -21,6 +21,7 @@ import numpy as np
 from forebay.config import Component, StrictModel
 from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.engines.pool import EnginePool
+from forebay.engines.weights.between_processes import WeightInbox
 from forebay.io.channel import Channel
 from forebay.io.messages import Call, Note, encode_value
 from forebay.io.session import Result, Session
@@ -47,8 +48,6 @@ class HostSession(Session):
 
     def __init__(self, host: EngineHost, channel: Channel, *, silence_limit_s: float) -> None:
         """`silence_limit_s` is how long the parent waits for a sign of life."""
-        from forebay.engines.weights.shared_memory import WeightInbox
-
         super().__init__(channel, limit_s=PARENT_LIMIT_S, other_limit_s=silence_limit_s)
         self._host = host
         self._inbox = WeightInbox(host.pool)

@@ -285,8 +285,11 @@ class HTTPEngine:
             stream.cut("error", f"{self}: {why}", lost=True)
 
     @contextlib.asynccontextmanager
-    async def _controlling(self) -> AsyncIterator[None]:
-        """One control at a time; after one that failed or was cancelled the server is lost."""
+    async def _controlling(self, loading: int | None = None) -> AsyncIterator[None]:
+        """One control at a time; after one that failed or was cancelled the server is lost.
+
+        `loading` is the step of the weights that the server is being given.
+        """
         async with self._control:
             try:
                 yield
@@ -294,6 +297,9 @@ class HTTPEngine:
                 # The server does what it did before.
                 raise
             except BaseException as error:
+                if loading is not None:
+                    # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
+                    self._weights.model_step = loading
                 self._lose(str(error) or "what it was asked for was cancelled")
                 raise
 
@@ -365,22 +371,15 @@ class HTTPEngine:
         if self._state is State.CLOSED:
             raise RuntimeError(f"the engine is closed and takes no weights (those of step {model_step})")
         written = await self._files.write(weights, model_step, adapters=adapters)
-        async with self._controlling():
+        async with self._controlling(loading=model_step):
+            if self._state in (State.NEW, State.LOST, State.CLOSED):
+                raise EngineLost(f"{self}: {self._lost_because}")
+            self._enter(State.LOADING)
             try:
-                if self._state in (State.NEW, State.LOST, State.CLOSED):
-                    raise EngineLost(f"{self}: {self._lost_because}")
-                self._enter(State.LOADING)
-                try:
-                    await self._load(written)
-                finally:
-                    if self._state is State.LOADING:
-                        self._enter(State.UP)
-            except AdaptersRefusedError:
-                raise
-            except BaseException:
-                # Half loaded or not at all: the next tokens will be made by these weights, or newer ones.
-                self._weights.model_step = model_step
-                raise
+                await self._load(written)
+            finally:
+                if self._state is State.LOADING:
+                    self._enter(State.UP)
 
     async def _load(self, written: WrittenWeights) -> None:
         """Let the server take over weights; requests are interrupted and go on afterwards."""

@@ -1,4 +1,4 @@
-"""Handing weights to engines in other processes of this machine, through shared memory.
+"""Weights on their way between processes: through shared memory of this machine, or as plain arrays.
 
 ::
 
@@ -12,6 +12,10 @@
 With LoRA, adapters travel in the same way; the message then has their config too, and the inbox calls
 ``engine.load_adapters``, which puts them on the engine's starting weights.
 
+Every parameter in the memory starts at a multiple of 64 bytes, so that a view of it has the alignment of any
+dtype. Where there is no shared memory (a cluster's object store), weights travel as arrays over the memory
+that they have, with name, dtype and shape: `to_plain` and `to_tensors`.
+
 An engine takes weights over only when all of them have arrived, so one that dies in between, or a sender that
 does, leaves the others with whole weights. The messages are plain data; which way they travel (a socket, a
 Ray call) is the member's affair.
@@ -22,18 +26,22 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
+import warnings
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from forebay.engines.base import Engine, EngineLost, TakesAdapters
-from forebay.engines.weights.layout import lay_out, views, write
-from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
+from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
-Weights = Sequence[tuple[str, torch.Tensor]]
+if TYPE_CHECKING:
+    import torch
 
+Listed: TypeAlias = "Sequence[tuple[str, torch.Tensor]]"
+"""Weights that can be read more than once."""
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 """Has the `WeightInbox` of one engine handle a message; returns once it has."""
@@ -69,7 +77,7 @@ class SharedMemoryHandOver:
             self.close()
 
     async def load(
-        self, send: Send, weights: Weights, model_step: int, *, adapters: AdapterConfig | None = None
+        self, send: Send, weights: Listed, model_step: int, *, adapters: AdapterConfig | None = None
     ) -> None:
         """Return once the engine behind `send` uses `weights`; calls with the same object share a hand-over.
 
@@ -179,6 +187,8 @@ class WeightInbox:
         if self._mapped is None or self._mapped[0] != inode:
             if not os.path.exists(path) or os.stat(path).st_ino != inode:
                 raise RuntimeError(f"{path} is not the memory that was announced; it was given back")
+            import torch
+
             self._mapped = inode, torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         return self._mapped[1]
 
@@ -186,7 +196,7 @@ class WeightInbox:
 class _Written:
     """Weights in shared memory, or on the way there."""
 
-    def __init__(self, weights: Weights, model_step: int, adapters: AdapterConfig | None) -> None:
+    def __init__(self, weights: Listed, model_step: int, adapters: AdapterConfig | None) -> None:
         self.weights, self.model_step, self.adapters = weights, model_step, adapters
         self.message: asyncio.Future[dict[str, Any]] | None = None
         self.file: _MemoryFile | None = None
@@ -197,6 +207,8 @@ class _MemoryFile:
     """Memory that other processes of this user can map by `path`, freed when no process has it open."""
 
     def __init__(self, num_bytes: int) -> None:
+        import torch
+
         self.num_bytes = num_bytes
         if hasattr(os, "memfd_create"):
             handle = os.memfd_create("forebay-weights")
@@ -213,3 +225,74 @@ class _MemoryFile:
     def close(self) -> None:
         """Give the memory back once no other process has mapped it."""
         self._finalizer()
+
+
+ALIGNMENT = 64
+"""A cache line; any dtype's alignment divides it."""
+
+Layout = Sequence[tuple[str, str, Sequence[int], int, int]]
+"""Of each parameter: name, torch's name of the dtype, shape, first byte, byte after the last."""
+
+PlainWeight = tuple[str, str, tuple[int, ...], NDArray[np.uint8]]
+"""Name, torch's name of the dtype, shape, bytes."""
+
+
+def lay_out(weights: Weights) -> tuple[Layout, int]:
+    """Where each of these parameters is to lie, and how many bytes they take in all.
+
+    >>> lay_out([("bias", torch.zeros(3)), ("scale", torch.ones(2, 2))])
+    ([('bias', 'float32', (3,), 0, 12), ('scale', 'float32', (2, 2), 64, 80)], 128)
+    """
+    layout, start = [], 0
+    for name, tensor in weights:
+        layout.append((name, _name_of(tensor), tuple(tensor.shape), start, start + tensor.nbytes))
+        start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return layout, start
+
+
+def views(layout: Layout, data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters inside `data` (uint8), without a copy."""
+    import torch
+
+    for name, dtype, shape, start, stop in layout:
+        yield name, data[start:stop].view(getattr(torch, dtype)).view(tuple(shape))
+
+
+def write(layout: Layout, data: torch.Tensor, weights: Weights) -> None:
+    """Copy `weights`, from any device, to their places in `data`."""
+    for (name, place), (own_name, tensor) in zip(views(layout, data), weights, strict=True):
+        assert name == own_name, f"{own_name} comes where {name} was laid out"
+        place.copy_(tensor.detach())
+
+
+def to_plain(weights: Weights) -> list[PlainWeight]:
+    """The same as arrays over the same memory, as far as it is this machine's main memory."""
+    import torch
+
+    return [
+        (
+            name,
+            _name_of(tensor),
+            tuple(tensor.shape),
+            tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy(),
+        )
+        for name, tensor in weights
+    ]
+
+
+def to_tensors(weights: Iterable[PlainWeight]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors, over the memory of the arrays: not to be written to."""
+    import torch
+
+    for name, dtype, shape, data in weights:
+        with warnings.catch_warnings():
+            # That it must not be written to is known: an engine that takes weights over copies them.
+            warnings.filterwarnings("ignore", message=".*not writable.*")
+            tensor = torch.from_numpy(data)
+        kind = getattr(torch, dtype)
+        # An empty array has no stride that another dtype could be seen with.
+        yield name, tensor.view(kind).reshape(shape) if data.size else torch.empty(shape, dtype=kind)
+
+
+def _name_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

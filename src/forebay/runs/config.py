@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -418,28 +419,23 @@ def changed(before: RunConfig, after: RunConfig) -> list[str]:
     Raises:
         ConfigError: a key cannot change.
     """
-    old, new = dict(_leaves(before)), dict(_leaves(after))
+    # The folder of the run may have been moved, which is no wish to change it.
+    old, new = (
+        dict(_walk(config.model_dump(mode="json", exclude={"name", "output"}), ""))
+        for config in (before, after)
+    )
     lines = []
     for key in sorted(old.keys() | new.keys()):
         was, will_be = old.get(key), new.get(key)
         if was == will_be:
             continue
-        if (reason := FIXED.get(_pattern(key))) is not None:
+        if (reason := FIXED.get(re.sub(r"\b\d+\b", "*", key))) is not None:
             raise ConfigError(
                 f"cannot go on with {key} = {will_be!r}, it is {was!r}: {reason}; leave it out, or start a "
                 f"new run under another name=..."
             )
         lines.append(f"changed: {key} = {will_be!r}, was {was!r}")
     return lines
-
-
-def _pattern(key: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in key.split("."))
-
-
-def _leaves(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    # The folder of the run may have been moved, which is no wish to change it.
-    yield from _walk(config.model_dump(mode="json", exclude={"name", "output"}), "")
 
 
 def _walk(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -11,10 +11,10 @@
                     woken by: note, the timer of the flush interval, checkpoint, close
                     produces: a piece of rollouts, then its events
 
-Both files only grow. A piece of rollouts is written before the events that need it, and a line in the journal
-says where it lies, so a process that is killed leaves a prefix that can be read; it loses the last second.
-Before a checkpoint is published, everything up to it is on the disk. This module knows nothing of the meaning
-of the events: `forebay.runs.record.events` notes and repeats them.
+Both files only grow. A piece of rollouts is written before the events that need it, so a process that is
+killed leaves prefixes that can be read together; it loses the last second. Before a checkpoint is published,
+everything up to it is on the disk. This module knows nothing of the meaning of the events:
+`forebay.runs.record.events` notes and repeats them.
 
 A last line that a killed process did not finish is left out with a message; anything else that is not as it
 was written is a ValueError that names the place.
@@ -26,7 +26,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -186,11 +185,23 @@ class _Files:
 
     def flush(self) -> None:
         """Write what is waiting: rollouts first."""
-        text = [*self._write_rollouts(), *self._lines]
-        if text:
-            self._events.write("".join(f"{line}\n" for line in text).encode("ascii"))
+        if self._items:
+            # Here, because loading Arrow takes longer than the event loop may stand still.
+            import pyarrow as pa
+
+            from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
+
+            if self._stream is None:
+                options = pa.ipc.IpcWriteOptions(compression="zstd")
+                self._stream = pa.ipc.new_stream(self._rollouts, ROLLOUTS_SCHEMA, options=options)
+            for batch in rollout_batches(self._items):
+                self._stream.write_batch(batch)
+            self._rollouts.flush()
+            self._items, self._num_tokens = [], 0
+        if self._lines:
+            self._events.write("".join(f"{line}\n" for line in self._lines).encode("ascii"))
             self._events.flush()
-        self._lines = []
+            self._lines = []
 
     def sync(self) -> None:
         """`flush`, and wait for the disk."""
@@ -205,29 +216,6 @@ class _Files:
             stack.callback(self._rollouts.close)
             if self._stream is not None:
                 stack.callback(self._stream.close)
-
-    def _write_rollouts(self) -> list[str]:
-        """Write the waiting groups; the lines that say where they lie."""
-        if not self._items:
-            return []
-        # Here, because loading Arrow takes longer than the event loop may stand still.
-        import pyarrow as pa
-
-        from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
-
-        if self._stream is None:
-            options = pa.ipc.IpcWriteOptions(compression="zstd")
-            self._stream = pa.ipc.new_stream(self._rollouts, ROLLOUTS_SCHEMA, options=options)
-        places = []
-        for batch in rollout_batches(self._items):
-            # The stream begins with its schema, which is written together with the first piece.
-            start = self._rollouts.tell() or len(ROLLOUTS_SCHEMA.serialize())
-            self._stream.write_batch(batch)
-            num_bytes = self._rollouts.tell() - start
-            places.append(self._encode({"event": "rollouts", "offset": start, "bytes": num_bytes}))
-        self._rollouts.flush()
-        self._items, self._num_tokens = [], 0
-        return places
 
 
 class Segment(NamedTuple):
@@ -294,20 +282,20 @@ def read_events(segment: Segment) -> Iterator[Event]:
     Raises:
         ValueError: the journal or the rollouts are damaged.
     """
+    path = segment.folder / ROLLOUTS
+    pieces = _read_pieces(path)
     groups: dict[int, StoredGroup] = {}
     for facts in _read_lines(segment.folder / EVENTS):
+        # Up to version 0.2 a line said where the next piece lies.
         if facts["event"] == "rollouts":
-            groups |= _read_piece(segment.folder / ROLLOUTS, facts["offset"], facts["bytes"])
             continue
-        group = None
-        if facts["event"] == "put":
-            if facts["number"] not in groups:
+        while facts["event"] == "put" and facts["number"] not in groups:
+            if (piece := next(pieces, None)) is None:
                 raise ValueError(
-                    f"{str(segment.folder / ROLLOUTS)!r} is damaged: it does not hold the group of event "
-                    f"{facts['number']}"
+                    f"{str(path)!r} is damaged: it does not hold the group of event {facts['number']}"
                 )
-            group = groups.pop(facts["number"])
-        yield Event(facts, group)
+            groups = piece
+        yield Event(facts, groups.pop(facts["number"]) if facts["event"] == "put" else None)
         if facts["event"] == "checkpoint" and facts["train_step"] == segment.until:
             return
 
@@ -351,18 +339,14 @@ def _read_lines(path: Path, events: Collection[str] | None = None) -> Iterator[F
                 yield facts
 
 
-def _read_piece(path: Path, offset: int, num_bytes: int) -> dict[int, StoredGroup]:
-    """The groups in one piece of the rollouts, by the number of their event."""
+def _read_pieces(path: Path) -> Iterator[dict[int, StoredGroup]]:
+    """The groups of each piece of the rollouts, by the number of their event."""
     import pyarrow as pa
 
-    from forebay.replay.format.tables import ROLLOUTS_SCHEMA, read_groups
+    from forebay.replay.format.tables import read_groups
 
-    with damage_named(f"{str(path)!r} at byte {offset}"):
-        with path.open("rb") as file:
-            data = os.pread(file.fileno(), num_bytes, offset)
-        if len(data) != num_bytes:
-            raise ValueError(f"it ends after {len(data)} of {num_bytes} bytes")
-        batch = pa.ipc.read_record_batch(pa.ipc.read_message(data), ROLLOUTS_SCHEMA)
-        # Before anything is read from it: wrong offsets would be followed outside of the data.
-        batch.validate(full=True)
-        return dict(read_groups(batch))
+    with damage_named(repr(str(path))), path.open("rb") as file, pa.ipc.open_stream(file) as stream:
+        for batch in stream:
+            # Before anything is read from it: wrong offsets would be followed outside of the data.
+            batch.validate(full=True)
+            yield dict(read_groups(batch))

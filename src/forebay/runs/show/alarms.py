@@ -24,6 +24,9 @@ from forebay.runs.show.status import LENGTH_BIAS
 ALARM_PREFIX = "alarm/"
 """``alarm/<name>`` is 1 in the row of each step at which the alarm holds."""
 
+KEEPING_RULE = "correct"
+"""The staleness rule that drops nothing (docs/async.md)."""
+
 ALARMS = ("no_signal", "truncated", "failed", "entropy", "held_out", "drops_long")
 """Each has a method below, which gives its message while its condition holds."""
 
@@ -103,7 +106,7 @@ class RunAlarms:
     def catch_up(self, history: Iterable[Row], evaluations: Iterable[Row]) -> None:
         """Take in what a resumed run did before, without saying it again."""
         # An evaluation comes after the step that it is of.
-        for row in sorted([*history, *evaluations], key=_step_of):
+        for row in sorted([*history, *evaluations], key=lambda row: row["train_step"] or 0.0):
             self.see(row)
 
     def _column(self, name: str) -> list[float]:
@@ -226,11 +229,3 @@ class RunAlarms:
             f"short ones. Set produce.staleness_rule = {KEEPING_RULE!r} (now {produce.staleness_rule!r}), or "
             f"raise produce.max_staleness (now {produce.max_staleness})"
         )
-
-
-KEEPING_RULE = "correct"
-"""The staleness rule that drops nothing (docs/async.md)."""
-
-
-def _step_of(row: Row) -> float:
-    return row["train_step"] or 0.0

@@ -20,10 +20,10 @@ from forebay.models.tiny import character_tokenizer
 from forebay.produce import DataConfig, Prompt, Sampler, load_prompts
 from forebay.produce.prompts.dataset import check_prompt_lengths
 from forebay.replay import SyncReplayBufferConfig
+from forebay.runs.build import Demonstrations, _with_tools
 from forebay.runs.config import RunConfig
-from forebay.runs.data import task_agent
 from forebay.runs.launch import launch
-from forebay.runs.warmup import Demonstrations, _with_tools
+from forebay.runs.rollouts import task_agent
 from forebay.tools.calculator import calculate
 from forebay.tools.contract import make_schema
 from forebay.types import RolloutState, SampleParams, Status

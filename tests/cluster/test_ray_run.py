@@ -17,9 +17,8 @@ from forebay.replay import AsyncReplayBufferConfig
 from forebay.runs import steps
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import list_checkpoints, saved_config
-from forebay.runs.launch import launch, launch_evaluation
+from forebay.runs.launch import launch, launch_evaluation, try_all
 from forebay.runs.placement import PartLost, make_cluster
-from forebay.runs.preflight import try_all
 from forebay.runs.record.rerun import Rerun
 from forebay.runs.verify import WeightCheck
 

@@ -20,12 +20,12 @@ from forebay.metrics import read_jsonl
 from forebay.models import resolve_model
 from forebay.produce import Prompt
 from forebay.runs import steps
+from forebay.runs.build import _drawn
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import list_checkpoints, new_folder, saved_config
 from forebay.runs.launch import launch, launch_evaluation
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import logs_shown
-from forebay.runs.warmup import _drawn
 from forebay.train import TrainController, WarmupConfig
 from forebay.types import RolloutState, Status
 

@@ -12,8 +12,7 @@ from forebay.config import ConfigError, parse_config
 from forebay.io.durable import DiskError
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import occupied, saved_config
-from forebay.runs.launch import launch
-from forebay.runs.preflight import try_all
+from forebay.runs.launch import launch, try_all
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import ended_by_ctrl_c
 

@@ -184,8 +184,7 @@ def _check(run_file: Path | None, overrides: list[str]) -> None:
 
     config = load_config(_kind_of(run_file), run_file, overrides)
     if isinstance(config, RunConfig):
-        from forebay.runs.launch import silence_progress_bars
-        from forebay.runs.preflight import try_all
+        from forebay.runs.launch import silence_progress_bars, try_all
 
         silence_progress_bars()
         asyncio.run(try_all(config, typer.echo))

@@ -5,29 +5,40 @@
     launch --> folder, cluster --> open_run ---> loop --> cluster closed
                                        ^           | PartLost
                                        '-----------' from the last checkpoint, a limited number of times
+
+Trials before a run costs time::
+
+    try_judges:  the first row's own answer --> judge                                 before every new run
+    try_all:     data, model, trainer, engine, agent, judge: one sample, nothing kept  forebay train --check
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 import transformers
+from rich.console import Console
 
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
 from forebay.io.durable import DamagedError, check, is_disk_error
-from forebay.produce import ProductionError
+from forebay.judges import build_judge
+from forebay.metrics import MetricsConfig
+from forebay.produce import ProductionError, Prompt, TaskRunner
+from forebay.produce.prompts.dataset import last_user_text
 from forebay.replay import ConnectionLost
 from forebay.runs import steps
 from forebay.runs.build import Run, open_run
 from forebay.runs.colocated import run_colocated
 from forebay.runs.config import RunConfig, changed
-from forebay.runs.data import load_data, with_alphabet
 from forebay.runs.folder import (
+    RUN_FILE,
     check_checkpoint,
     disk_errors_of_run,
     finished_line,
@@ -39,13 +50,14 @@ from forebay.runs.folder import (
     write_run_file,
 )
 from forebay.runs.placement import Cluster, PartLost, opened_cluster
-from forebay.runs.preflight import try_judges
 from forebay.runs.reporting import accuracy_line
-from forebay.runs.rollouts import build_rollouts
+from forebay.runs.rollouts import TaskData, build_rollouts, load_data, with_alphabet
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import ended_by_ctrl_c, logs_shown, stopped_by_signals
+from forebay.runs.show.wording import clean
 from forebay.train.parallel.ranks import RankError
+from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 MAX_RESTARTS = 3
 """How often a run in one process may lose its trainer's ranks without finishing a step in between."""
@@ -238,3 +250,99 @@ def _newest_model(folder: Path) -> Path:
                 break
         raise ConfigError(f"{error}; {advice}") from None
     return newest_first[0] if published else newest_first[0] / "model"
+
+
+async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
+    """Have each task's judge score the first row's own answer.
+
+    Agents with several turns are left out: they give their judges what only they can make.
+
+    Raises:
+        ConfigError: a judge has no verdict on it.
+    """
+    for task, part in zip(config.tasks, data, strict=True):
+        if task.agent.name != "single_turn":
+            continue
+        judge = build_judge(task.judge)
+        state = _answered(task.name, part.training[0])
+        try:
+            await judge.judge([state])
+        finally:
+            await judge.aclose()
+        if state.status is Status.FAILED:
+            reason = (state.error_msg or "").removeprefix(f"rollout {state.rollout_id}: ")
+            if raised := state.extra_fields.get(FAILED_AT_KEY):
+                reason += f" ({raised})"
+            place = part.training[0].place or "the first row"
+            raise ConfigError(
+                f"task {task.name!r}: {reason} (tried before the start on {place}, with the response "
+                f"{state.response!r}); mend the judge, or name another with judge.name"
+            )
+
+
+def _answered(task_name: str, prompt: Prompt) -> RolloutState:
+    """A rollout of `prompt` whose response is the row's answer; without one, any text."""
+    answer = (prompt.reward_model or {}).get("ground_truth")
+    response = str(answer) if isinstance(answer, str | int | float) else last_user_text(prompt.message)
+    state = RolloutState(
+        [dict(message) for message in prompt.message],
+        rollout_id=f"{task_name}/before the start",
+        group_id=f"{task_name}/before the start",
+        task_name=task_name,
+        data_source=prompt.data_source,
+        reward_model=prompt.reward_model,
+        extra_fields=dict(prompt.extra),
+        response=response,
+        finish_reason="stop",
+        status=Status.COMPLETED,
+    )
+    # Judges of length count tokens; no tokenizer is needed for so many.
+    state.append([0] * len(response), logprobs=[0.0] * len(response), model_step=0)
+    return state
+
+
+async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
+    """Open everything that the run needs, make one group of each task, and say what worked; keep nothing.
+
+    Raises:
+        ConfigError: something does not fit, or all rollouts of a group failed.
+    """
+    with occupied(config.folder):
+        state = "holds a run: --overwrite replaces it" if (config.folder / RUN_FILE).exists() else "is free"
+        say(f"folder  {config.folder} {state}")
+    data = load_data(config)
+    config = with_alphabet(config, data)
+    for task, part in zip(config.tasks, data, strict=True):
+        held_out = f", {len(part.held_out)} held out" if part.held_out else ""
+        say(f"data    {task.name}: {len(part.training)} prompts to train on{held_out}")
+    with tempfile.TemporaryDirectory(prefix="forebay-check-") as scratch:
+        trial = config.model_copy(
+            update={
+                "output": Path(scratch),
+                # Nothing of a trial is kept, and a warm-up would train.
+                **{"warmup": None, "metrics": MetricsConfig(), "record": False, "trace": False},
+            }
+        )
+        async with opened_cluster(trial) as cluster:
+            run = await open_run(trial, RunDisplay(Console(quiet=True)), cluster, data=data)
+            try:
+                say(f"model   {config.model.source}, and its trainer")
+                # Engines on a cluster answer nothing before they have the trainer's weights.
+                await steps.sync_weights(run)
+                for runner in run.manager.task_runners:
+                    await _try_task(runner, config.engine.name, say)
+            finally:
+                await steps.close(run)
+
+
+async def _try_task(runner: TaskRunner, engine: str, say: Callable[[str], None]) -> None:
+    made = await runner.agent_loop.generate_group(await runner.sampler.sample(runner.task_name))
+    failed = [state for state in made if state.status is Status.FAILED]
+    if len(failed) == len(made):
+        raise ConfigError(f"task {runner.task_name!r}: {failed[0].error_msg}")
+    if failed:
+        say(f"warning {len(failed)} of {len(made)} rollouts failed: {failed[0].error_msg}")
+    state = next(state for state in made if state.status is not Status.FAILED)
+    prompt, response = last_user_text(state.message), state.response
+    say(f"engine  {engine}: {clean(prompt, 60)!r} -> {clean(response, 60)!r}")
+    say(f"judge   {runner.task_name}: {state.reward}")

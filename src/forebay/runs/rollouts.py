@@ -1,8 +1,9 @@
-"""The half of a run that makes rollouts, from a run file: engines, tasks, buffer, manager, held-out prompts.
+"""The half of a run that makes rollouts, from a run file: prompts, engines, tasks, buffer, manager.
 
 ::
 
-    data --> prompts --> sampler --+
+    load_data --> prompts --with_alphabet--> model folder --check_lengths--> prompts that fit
+    prompts --> sampler -----------+
     judge, agent ------------------+--> agent loop <--- controller <--- engines
                                    +--> task runner --> manager (replay buffer)
 
@@ -16,16 +17,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from forebay.agents import AgentLoop, build_agent_loop
+from forebay.agents import AgentLoop, build_agent_loop, prompt_tools, with_max_context
 from forebay.agents.base import Generator
-from forebay.config import ConfigError, look_up
+from forebay.config import Component, ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.judges import build_judge
-from forebay.models import load_tokenizer
+from forebay.models import context_of, load_tokenizer
+from forebay.models.config import TINY
+from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import (
     STALENESS_RULES,
     AgentLoopManager,
@@ -37,10 +40,10 @@ from forebay.produce import (
     SyncProduceStrategyConfig,
     TaskRunner,
 )
+from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.data import TaskData, fitting, task_agent
 from forebay.runs.placement import Cluster
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
@@ -52,6 +55,16 @@ WARN_AFTER_S = 60.0
 """Seconds without progress after which a run says what it waits for: longer than a usual generation."""
 EVAL_SEED = -1
 """Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
+
+
+class TaskData(NamedTuple):
+    """The prompts of one task."""
+
+    training: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """Empty for a task that is not evaluated."""
+    context: int | None = None
+    """Tokens of prompt and response that all of them fit into; None: not looked at yet."""
 
 
 @dataclass
@@ -86,6 +99,111 @@ class Rollouts:
     eval_sets: list[EvalSet]
     manager: AgentLoopManager
     activities: Activities
+
+
+def load_data(config: RunConfig) -> list[TaskData]:
+    """The prompts of every task; those held out are not among those to train on.
+
+    Raises:
+        ConfigError: a data source does not fit.
+    """
+    data = []
+    for task in config.tasks:
+        try:
+            held_out = load_prompts(task.eval_data) if task.eval_data is not None else ()
+            training = load_prompts(task.data)
+            data.append(TaskData(hold_out(training, held_out) if held_out else training, held_out))
+        except ConfigError as error:
+            raise ConfigError(f"task {task.name!r}: {error}") from None
+    return data
+
+
+def with_alphabet(config: RunConfig, data: Sequence[TaskData]) -> RunConfig:
+    """`config` with the characters of `data` in a tiny model's alphabet, where none is given.
+
+    The printable ASCII characters are in it always: environments and tools have their say besides the data.
+    """
+    tiny = config.model.tiny
+    if config.model.source != TINY or tiny.alphabet is not None:
+        return config
+    prompts = (prompt for part in data for some in (part.training, part.held_out) for prompt in some)
+    found = {character for prompt in prompts for text in texts_of(prompt) for character in text}
+    if not (extra := sorted(found - set(DEFAULT_ALPHABET))):
+        return config
+    tiny = tiny.model_copy(update={"alphabet": DEFAULT_ALPHABET + "".join(extra)})
+    return config.model_copy(update={"model": config.model.model_copy(update={"tiny": tiny})})
+
+
+def check_lengths(config: RunConfig, model_folder: Path, data: Sequence[TaskData]) -> list[TaskData]:
+    """`data` whose prompts leave room for a response in the model's context, as the run file says it.
+
+    Raises:
+        ConfigError: a prompt is too long, or has characters that the model does not know.
+    """
+    context = config.model.max_context or context_of(model_folder)
+    if context is None:
+        return list(data)
+    tokenizer = load_tokenizer(model_folder)
+    return [fitting(config, *pair, tokenizer, context) for pair in zip(config.tasks, data, strict=True)]
+
+
+def fitting(
+    config: RunConfig, task: TaskConfig, data: TaskData, tokenizer: Any, context: int, *, trains: bool = True
+) -> TaskData:
+    """`data` with prompts that fit into `context` tokens together with a response.
+
+    Those to train on do not matter without `trains`. Prompts that were checked with this context, or a
+    smaller one, are not checked again: rendering every prompt takes seconds.
+    """
+    if data.context is not None and data.context <= context:
+        return data
+    held_out = _checked(config, task, data.held_out, tokenizer, context) if data.held_out else ()
+    training = _checked(config, task, data.training, tokenizer, context) if trains else data.training
+    return TaskData(training, held_out, context)
+
+
+def task_agent(config: RunConfig, task: TaskConfig) -> Component:
+    """The agent of `task`, limited to what the model reads and the trainer packs, if it can be.
+
+    Raises:
+        ConfigError: the agent is unknown, or its own limit is too high.
+    """
+    packed = config.train.token_budget
+    limit = min(config.model.max_context or packed, packed)
+    try:
+        return with_max_context(task.agent, limit, packed=packed)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
+
+
+def _checked(
+    config: RunConfig, task: TaskConfig, prompts: Sequence[Prompt], tokenizer: Any, context: int
+) -> Sequence[Prompt]:
+    budget, room = config.train.token_budget, task.sample.max_tokens
+    agent = task_agent(config, task)
+    tools = prompt_tools(agent)
+    own_limit = agent.arguments.get("max_context") or context
+    if context <= room:
+        raise ConfigError(
+            f"task {task.name!r}: sample.max_tokens = {room} leaves no room for a prompt in the context of "
+            f"{context}; lower it, or raise model.max_context"
+        )
+    try:
+        # An agent's own limit ends an episode early, but a prompt must leave room for something.
+        limit = min(context - room, own_limit - 1)
+        prompts = check_prompt_lengths(prompts, tokenizer, limit, task.overlong_prompts, tools=tools)
+    except ConfigError as error:
+        raise ConfigError(f"task {task.name!r}: {error}") from None
+    if budget < context:
+        # Rendering all prompts again is the price of finding out before the first rollout.
+        try:
+            check_prompt_lengths(prompts, tokenizer, budget - room, tools=tools)
+        except ConfigError as error:
+            raise ConfigError(
+                f"task {task.name!r}: train.token_budget = {budget} is less than a prompt with "
+                f"sample.max_tokens = {room} may have; raise it ({error})"
+            ) from None
+    return prompts
 
 
 def build_run_engines(

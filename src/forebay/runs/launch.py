@@ -5,11 +5,6 @@
     launch --> folder, cluster --> open_run ---> loop --> cluster closed
                                        ^           | PartLost
                                        '-----------' from the last checkpoint, a limited number of times
-
-Trials before a run costs time::
-
-    try_judges:  the first row's own answer --> judge                                 before every new run
-    try_all:     data, model, trainer, engine, agent, judge: one sample, nothing kept  forebay train --check
 """
 
 from __future__ import annotations
@@ -61,8 +56,6 @@ from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
 MAX_RESTARTS = 3
 """How often a run in one process may lose its trainer's ranks without finishing a step in between."""
-
-_LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 
 async def launch(
@@ -142,6 +135,9 @@ async def _resumed(
         await steps.close(run)
         raise
     return run
+
+
+_LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 
 async def _to_the_end(run: Run) -> Run:
@@ -253,7 +249,7 @@ def _newest_model(folder: Path) -> Path:
 
 
 async def try_judges(config: RunConfig, data: Sequence[TaskData]) -> None:
-    """Have each task's judge score the first row's own answer.
+    """Have each task's judge score the first row's own answer, as before every new run.
 
     Agents with several turns are left out: they give their judges what only they can make.
 
@@ -303,6 +299,8 @@ def _answered(task_name: str, prompt: Prompt) -> RolloutState:
 
 async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
     """Open everything that the run needs, make one group of each task, and say what worked; keep nothing.
+
+    It is ``forebay train --check``: data, model, trainer, engine, agent and judge, each once.
 
     Raises:
         ConfigError: something does not fit, or all rollouts of a group failed.

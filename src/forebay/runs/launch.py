@@ -54,9 +54,6 @@ from forebay.runs.show.wording import clean
 from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
-MAX_RESTARTS = 3
-"""How often a run in one process may lose its trainer's ranks without finishing a step in between."""
-
 
 async def launch(
     config: RunConfig, *, resume: Path | None = None, overwrite: bool = False
@@ -137,6 +134,8 @@ async def _resumed(
     return run
 
 
+MAX_RESTARTS = 3
+"""How often a run in one process may lose its trainer's ranks without finishing a step in between."""
 _LOOPS = {"colocated": run_colocated, "separate": run_separate}
 
 

@@ -27,8 +27,8 @@ from forebay.runs import RunConfig, build_run
 from forebay.runs.folder import new_folder
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.show.live import LiveView, StepNow, panel
-from forebay.runs.show.status import RunStatus
+from forebay.runs.show.live import LiveView, panel
+from forebay.runs.show.status import RunStatus, StepNow
 from forebay.types import RolloutState, Status
 from forebay.watching.activity import GENERATE, Activities
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.text import Text
 
 from forebay.aio.virtual_time import run
-from forebay.runs.show.live import MAX_TASKS, MIN_PERIOD_S, TICK_S, LiveView, StepNow, panel
-from forebay.runs.show.status import MAX_AGE, Now, Oldest, TaskNow
+from forebay.runs.show.live import MAX_TASKS, MIN_PERIOD_S, TICK_S, LiveView, panel
+from forebay.runs.show.status import MAX_AGE, Now, Oldest, StepNow, TaskNow
 from forebay.types import Status
 
 

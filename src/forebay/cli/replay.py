@@ -54,7 +54,8 @@ def replay(
 async def _replay(folder: Path, until: int | None, output: Path | None, batches_only: bool) -> bool:
     from transformers.utils.logging import disable_progress_bar
 
-    from forebay.runs.record.rerun import Rerun, batch_file
+    from forebay.runs.record.journal import batch_file
+    from forebay.runs.record.rerun import Rerun
 
     disable_progress_bar()
     rerun = Rerun(folder, trains=not batches_only)
@@ -67,7 +68,7 @@ async def _replay(folder: Path, until: int | None, output: Path | None, batches_
         async for step in rerun.steps(until=until):
             report.add(step)
             if add_batch is not None:
-                add_batch(step)
+                add_batch(step.train_step, step.groups)
     last = report.last
     if last is None or (until is not None and last.train_step < until):
         raise ValueError(f"no train step {until or 1} in the record: it ends with step {last_recorded}")

@@ -350,3 +350,33 @@ def _read_pieces(path: Path) -> Iterator[dict[int, StoredGroup]]:
             # Before anything is read from it: wrong offsets would be followed outside of the data.
             batch.validate(full=True)
             yield dict(read_groups(batch))
+
+
+@contextlib.contextmanager
+def batch_file(path: Path) -> Iterator[Callable[[int, Sequence[Sequence[RolloutState]]], None]]:
+    """A new Parquet file for the batches of a training: a line per rollout, in the order of training.
+
+    The block is given a function that appends the groups of a train step. The columns are those of
+    `forebay.replay.format.tables`, `train_step` in front. The file can be read once the block has ended.
+
+    >>> with batch_file(Path("batches.parquet")) as add:                            # doctest: +SKIP
+    ...     add(step.train_step, step.groups)
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
+
+    kept = [field for field in ROLLOUTS_SCHEMA if field.name not in ("uid", "blobs")]
+    schema = pa.schema([pa.field("train_step", pa.int64()), *kept])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with pq.ParquetWriter(path, schema, compression="zstd") as writer:
+
+        def add(train_step: int, groups: Sequence[Sequence[RolloutState]]) -> None:
+            items = [StorageItem(group, at, at, "", "", staleness=0) for at, group in enumerate(groups)]
+            for batch in rollout_batches(items):
+                steps = pa.array([train_step] * batch.num_rows, pa.int64())
+                columns = [steps, *(batch.column(field.name) for field in kept)]
+                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=schema))
+
+        yield add

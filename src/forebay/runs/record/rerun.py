@@ -16,21 +16,16 @@ from __future__ import annotations
 import math
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 
 from forebay.config import load_config
 from forebay.metrics import read_jsonl
 from forebay.models import load_tokenizer, resolve_model
 from forebay.replay import ReplayBuffer
-from forebay.replay.format.tables import ROLLOUTS_SCHEMA, rollout_batches
-from forebay.replay.stores.contract import StorageItem
 from forebay.runs.build import build_trainer
 from forebay.runs.config import RunConfig
 from forebay.runs.record.events import BufferRerun, Groups
@@ -179,34 +174,3 @@ class RerunStep:
         # A record of a version that logged fewer numbers has not all of them.
         known = [name for name in self.again if name in self.recorded]
         return [name for name in known if self.recorded[name] != self.again[name]]
-
-
-BATCHES_SCHEMA = pa.schema(
-    [
-        pa.field("train_step", pa.int64()),
-        *(field for field in ROLLOUTS_SCHEMA if field.name not in ("uid", "blobs")),
-    ]
-)
-
-
-@contextmanager
-def batch_file(path: Path) -> Iterator[Callable[[RerunStep], None]]:
-    """A new Parquet file for the batches of a rerun: a line per rollout, in the order of training.
-
-    The block is given a function that appends the rollouts of a step. The columns are those of
-    `forebay.replay.format.tables`, `train_step` in front. The file can be read once the block has ended.
-
-    >>> with batch_file(Path("batches.parquet")) as add:                            # doctest: +SKIP
-    ...     add(step)
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with pq.ParquetWriter(path, BATCHES_SCHEMA, compression="zstd") as writer:
-
-        def add(step: RerunStep) -> None:
-            items = [StorageItem(group, at, at, "", "", staleness=0) for at, group in enumerate(step.groups)]
-            for batch in rollout_batches(items):
-                steps = pa.array([step.train_step] * batch.num_rows, pa.int64())
-                columns = [steps, *(batch.column(name) for name in BATCHES_SCHEMA.names[1:])]
-                writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=BATCHES_SCHEMA))
-
-        yield add

@@ -29,9 +29,9 @@ from rich.text import Text
 from forebay.agents.extra_fields import conversation_of
 from forebay.metrics import EVAL_SCORE, RESPONSE_TOKENS, REWARD, STEP_S, TIME_PREFIX, TOKENS_PER_S
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.runs.show.live import MIN_PERIOD_S, LiveView, StepNow, panel
+from forebay.runs.show.live import MIN_PERIOD_S, LiveView, panel
 from forebay.runs.show.pictures import Rows, terminal_curve
-from forebay.runs.show.status import RunStatus
+from forebay.runs.show.status import RunStatus, StepNow
 from forebay.runs.show.wording import clean, duration, mean, number
 from forebay.types import Message, RolloutState, Status, get_group_status
 

@@ -19,8 +19,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console, Group, RenderableType
@@ -28,7 +27,7 @@ from rich.live import Live
 from rich.text import Text
 
 from forebay.aio.time_limits import timeout
-from forebay.runs.show.status import MAX_AGE, Now, TaskNow
+from forebay.runs.show.status import MAX_AGE, Now, StepNow, TaskNow
 from forebay.runs.show.wording import age, clean, percent
 from forebay.types import Status
 from forebay.watching.activity import STAGES
@@ -115,21 +114,6 @@ class LiveView:
         except Exception as error:
             self._live.stop()
             logger.warning("the live view has ended: %r", error)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepNow:
-    """Where the run stands, and what the trainer does."""
-
-    step: int
-    total: int
-    done: float
-    """Of this step, 0 to 1, where that is known."""
-    eta: str
-    phase: str
-    phase_s: float
-    facts: Mapping[str, str]
-    """Names and numbers of the last steps, the most important first."""
 
 
 def panel(step: StepNow, now: Now | None, *, width: int, ascii_only: bool = False) -> RenderableType:

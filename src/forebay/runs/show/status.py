@@ -238,6 +238,21 @@ class Now:
     """The report of a stall that was warned of and goes on; else empty."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepNow:
+    """Where the run stands, and what the trainer does."""
+
+    step: int
+    total: int
+    done: float
+    """Of this step, 0 to 1, where that is known."""
+    eta: str
+    phase: str
+    phase_s: float
+    facts: Mapping[str, str]
+    """Names and numbers of the last steps, the most important first."""
+
+
 async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:
     count = buffer.storage.count
     groups = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]

@@ -10,19 +10,19 @@ from replay_factory import make_row
 from forebay.io.messages import error_of, failure_of
 from forebay.replay import SQLStorage, StoreBusy
 from forebay.replay.remote.messages import ERRORS
-from forebay.replay.stores.sql import transactions
+from forebay.replay.stores.sql import connections
 
 HOLDER = """
 import signal, os, sys
 import sqlalchemy as sa
-from forebay.replay.stores.sql.transactions import write_turn
+from forebay.replay.stores.sql.connections import write_turn
 with write_turn(sa.make_url(sys.argv[1])):
     print("mine", flush=True)
     os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-@pytest.mark.skipif(transactions.fcntl is None, reason="no queue without POSIX locks")
+@pytest.mark.skipif(connections.fcntl is None, reason="no queue without POSIX locks")
 async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_others_go_on(
     tmp_path, monkeypatch
 ):
@@ -32,7 +32,7 @@ async def test_a_stopped_process_that_has_the_turn_is_named_and_its_end_lets_oth
     with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
         try:
             assert holder.stdout.readline() == b"mine\n"
-            monkeypatch.setattr(transactions, "LIMIT_S", 0.05)
+            monkeypatch.setattr(connections, "LIMIT_S", 0.05)
             with pytest.raises(StoreBusy, match=r"buffer\.db-turn' locked for 0\.05 s: it hangs") as busy:
                 await store.put(make_row("a"))
             # Readers never wait.

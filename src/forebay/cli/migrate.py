@@ -3,7 +3,7 @@
 ::
 
     run folder --> checksums of every checkpoint and of the model, as they are now
-    database   --> the present schema (`forebay.replay.stores.sql.upgrade`)
+    database   --> the present schema (`upgrade` of `forebay.replay.stores.sql.connections`)
 
 Snapshots and ledgers of version 0.1 are read as they are, and so are its run files, with a note where a key
 has another name now.
@@ -34,7 +34,7 @@ def convert(
 def _convert(path: str) -> str:
     if is_sql(path):
         with needed_by("a SQL store"):
-            from forebay.replay.stores.sql.upgrade import upgrade
+            from forebay.replay.stores.sql.connections import upgrade
         return f"{hide_password(path)}: {upgrade(path)} groups converted"
     folder = Path(path)
     if not folder.exists():

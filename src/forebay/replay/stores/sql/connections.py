@@ -1,20 +1,56 @@
-"""Connections of a SQL store: an engine for a path or a URL, and how SQLite is set up.
+"""How a SQL store reaches its database: the engine for a path or a URL, its tables, its transactions.
 
 ::
 
     path, sqlite:///path --> write-ahead log; a transaction that may write takes the file at once
     postgresql://...     --> `postgres`: connections that notice when the server is lost
+
+    claim ------> a new owner in the database
+    writing ----> (its turn) -> is this store, which has claimed it, the owner still? -> changes -> commit
+
+The turn. SQLite lets a writer that finds the file locked sleep and try again, for up to 100 ms each time;
+under competition some writers wait for seconds while others write. Here they wait in the kernel's queue for a
+lock on a file beside the database, and are woken when the one before them is done. The death of a process
+gives its lock back. One that is stopped or hangs keeps it, so no writer waits longer than `LIMIT_S`. This
+lock only orders the writers; SQLite's own lock protects the content.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import secrets
+import threading
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
+
+from forebay.replay.stores.errors import OwnerLost, StoreBusy
+from forebay.replay.stores.sql.rows import checksum_of, chunks, read_payloads
+from forebay.replay.stores.sql.schema import (
+    CREATE_LOCK,
+    FORMAT,
+    ID_NAMES,
+    SCHEMA_VERSION,
+    counters,
+    counts,
+    groups,
+    insert_or_update,
+    meta,
+    metadata,
+    payloads,
+)
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system: SQLite's own waiting has to do
+    fcntl = None  # type: ignore[assignment]
 
 PAGE_BYTES = 16_384
 """SQLite's page. Of 4, 16 and 64 KiB, 64 writes groups of 127 KB fastest and 4 small rows; measured per group
@@ -24,6 +60,167 @@ CHECKPOINT_BYTES = 64 * 2**20
 BUSY_S = 60.0
 """How long a process waits for another's write before it gives up; a write takes milliseconds."""
 _in_memory = itertools.count()
+LIMIT_S = 60.0
+"""A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
+
+
+class Transactions:
+    """Transactions of one store; any thread may begin one."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._owner: str | None = None
+
+    def claim(self) -> None:
+        """Fence off every earlier owner of the content."""
+        owner = secrets.token_hex(16)
+        with self.writing(is_fenced=False) as connection:
+            insert_or_update(connection, meta, [{"name": "owner", "value": owner}], "value")
+        self._owner = owner
+
+    @contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        """A transaction that sees one moment of the database."""
+        with self._engine.connect() as connection:
+            if connection.dialect.name == "postgresql":
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            with connection.begin():
+                yield connection
+
+    @contextmanager
+    def writing(self, *, is_fenced: bool = True) -> Iterator[sa.Connection]:
+        """A transaction that is committed at the end, or rolled back by an error.
+
+        Raises:
+            OwnerLost: this store has claimed the content, and another one has done so since.
+            StoreBusy: another process writes and does not come to an end.
+        """
+        with (
+            write_turn(self._engine.url),
+            self._engine.connect().execution_options(forebay_write=True) as connection,
+            connection.begin(),
+        ):
+            if is_fenced and self._owner is not None:
+                # Locked, so that a claim waits for this transaction, or is seen by it.
+                owner = sa.select(meta.c.value).where(meta.c.name == "owner").with_for_update(read=True)
+                if connection.scalar(owner) != self._owner:
+                    raise OwnerLost(
+                        "another process owns the database of the replay buffer by now, and this one must "
+                        "not change it any more; end this process"
+                    )
+            yield connection
+
+
+def write_turn(url: sa.URL) -> AbstractContextManager[None]:
+    """A block in which it is this thread's turn to write to the database of `url`.
+
+    Raises:
+        StoreBusy: the turn does not come.
+    """
+    if fcntl is None or url.get_backend_name() != "sqlite" or is_in_memory(url):
+        return nullcontext()
+    return _turn(f"{url.database}-turn")
+
+
+@contextmanager
+def _turn(path: str) -> Iterator[None]:
+    file = open(path, "wb")  # noqa: SIM115
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        turn: Future[None] = Future()
+
+        def wait() -> None:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            if turn.set_running_or_notify_cancel():
+                turn.set_result(None)
+            else:
+                file.close()
+
+        # In a thread, because the kernel's queue knows no limit.
+        threading.Thread(target=wait, name="forebay-sql-turn", daemon=True).start()
+        try:
+            turn.result(LIMIT_S)
+        except TimeoutError:
+            if turn.cancel():
+                raise StoreBusy(
+                    f"another process has kept {path!r} locked for {LIMIT_S:g} s: it hangs or was stopped "
+                    f"while it wrote; end it (fuser {path} names it)"
+                ) from None
+    # Closing the file unlocks it.
+    with file:
+        yield
+
+
+def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engine:
+    """An engine for the database at `url`, whose tables are made if there are none; not without `create`.
+
+    Raises:
+        FileNotFoundError: there is no such file, and it is not to be created.
+        ValueError: `url` is neither a path nor of SQLite or PostgreSQL, or the database is not a replay store
+            of this version.
+    """
+    engine = make_engine(url, create=create)
+    try:
+        with engine.connect() as connection, connection.begin():
+            is_there = _is_checked(connection)
+        if not is_there and not create:
+            raise ValueError(f"{shown(engine)} holds no replay store")
+        if not is_there:
+            _create(engine)
+    except sa.exc.DatabaseError as error:
+        engine.dispose()
+        if "not a database" in str(error):
+            raise ValueError(f"{str(url)!r} is not an SQLite database; name another path") from None
+        raise
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def _is_checked(connection: sa.Connection) -> bool:
+    """Whether the tables are there, and of this version; False if nothing is.
+
+    Raises:
+        ValueError: there is something else.
+    """
+    found = set(sa.inspect(connection).get_table_names())
+    where = shown(connection.engine)
+    if meta.name in found:
+        about = {line.name: line.value for line in connection.execute(meta.select())}
+        version = about.get("version")
+        if (about.get("format"), version) != (FORMAT, str(SCHEMA_VERSION)):
+            convert = (
+                f"convert it with: forebay migrate {where}" if version == "1" else "name another database"
+            )
+            raise ValueError(
+                f"{where} holds a replay store of schema version {version!r}; this release reads "
+                f"{SCHEMA_VERSION}: {convert}"
+            )
+        return True
+    ours = {name for name in found if name.startswith("forebay_")}
+    if ours or (found and connection.dialect.name == "sqlite"):
+        raise ValueError(
+            f"{where} holds the table {sorted(ours or found)[0]!r}, which is not of a replay store; "
+            f"name another database"
+        )
+    return False
+
+
+def _create(engine: sa.Engine) -> None:
+    """Make the tables, unless another process has done so meanwhile."""
+    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+        if engine.dialect.name == "postgresql":
+            # Two processes that create the tables at once: one waits for the other.
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
+        if not _is_checked(connection):
+            metadata.create_all(connection)
+            if engine.dialect.name == "sqlite":
+                counts.create(connection)
+                connection.execute(counters.insert(), [{"name": name, "next": 0} for name in ID_NAMES])
+            about = {"format": FORMAT, "version": str(SCHEMA_VERSION)}
+            connection.execute(meta.insert(), [{"name": name, "value": about[name]} for name in about])
 
 
 def make_engine(url: str | os.PathLike[str], *, create: bool) -> sa.Engine:
@@ -98,3 +295,50 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     # A transaction that begins as a reader and then writes fails if another process wrote in between.
     write = connection.get_execution_options().get("forebay_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def upgrade(url: str | os.PathLike[str]) -> int:
+    """Convert the store of version 0.1 at `url`, which no process has open; return its number of groups.
+
+    Schema 1 had no checksums of payloads, no counts by task and status (SQLite), no receipts, and no mark of
+    a train step that may fall. All of it is made from the rows, in one transaction.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a store of version 0.1.
+    """
+    engine = make_engine(url, create=False)
+    try:
+        with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+            is_store = sa.inspect(connection).has_table(meta.name)
+            version = connection.scalar(_VERSION) if is_store else None
+            if version != "1":
+                raise ValueError(f"{shown(engine)} is not a replay store of version 0.1: nothing to convert")
+            for statement in _ADD_COLUMNS:
+                connection.exec_driver_sql(statement)
+            metadata.create_all(connection)
+            if engine.dialect.name == "sqlite":
+                counts.create(connection)
+                cells = sa.select(groups.c.task_name, groups.c.status, sa.func.count())
+                by_cell = cells.group_by(groups.c.task_name, groups.c.status)
+                connection.execute(counts.insert().from_select(list(counts.c), by_cell))
+            uids = list(connection.scalars(sa.select(groups.c.uid)))
+            for chunk in chunks(uids):
+                found = read_payloads(connection, chunk)
+                sums = [{"key": uid, "sum": checksum_of(uid, zlib.crc32(found[uid].data))} for uid in chunk]
+                connection.execute(_SET_CHECKSUM, sums)
+            connection.execute(meta.update().where(_IS_VERSION).values(value=str(SCHEMA_VERSION)))
+            return len(uids)
+    finally:
+        engine.dispose()
+
+
+_ADD_COLUMNS = (
+    "ALTER TABLE forebay_payloads ADD COLUMN checksum BIGINT NOT NULL DEFAULT 0",
+    "ALTER TABLE forebay_tasks ADD COLUMN may_fall SMALLINT NOT NULL DEFAULT 0",
+)
+_IS_VERSION = meta.c.name == "version"
+_VERSION = sa.select(meta.c.value).where(_IS_VERSION)
+_SET_CHECKSUM = (
+    payloads.update().where(payloads.c.uid == sa.bindparam("key")).values(checksum=sa.bindparam("sum"))
+)

@@ -71,7 +71,11 @@ def ranked_rows(
 
 def count_rows(connection: sa.Connection, queries: Sequence[Query], codec: Codec) -> list[int]:
     """How many rows match each of the queries."""
-    cells = _read_cells(connection)
+    cells: _Cells | None = None
+    if connection.dialect.name == "sqlite":
+        # Some dozens of numbers, read faster than one query is built.
+        lines = connection.execute(_CELLS)
+        cells = [(StorageItem(None, -1, -1, task, status, 0), number) for task, status, number in lines]
     return [_count(connection, query, codec, cells) for query in queries]
 
 
@@ -92,14 +96,6 @@ def _count(connection: sa.Connection, query: Query, codec: Codec, cells: _Cells 
         is_text = all(isinstance(leaf.value, str) for leaf in leaves(query))
         statements = _known_counts(query) if is_text else _counts(query, {})
     return sum(connection.scalar(statement) or 0 for statement in statements)
-
-
-def _read_cells(connection: sa.Connection) -> _Cells | None:
-    """The numbers that SQLite keeps by task and status: some dozens, read faster than one query is built."""
-    if connection.dialect.name != "sqlite":
-        return None
-    lines = connection.execute(_CELLS)
-    return [(StorageItem(None, -1, -1, task, status, 0), number) for task, status, number in lines]
 
 
 _CELLS = sa.select(counts.c.task_name, counts.c.status, counts.c.number)

@@ -18,7 +18,7 @@ import json
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from operator import attrgetter
@@ -47,7 +47,13 @@ from forebay.replay.stores.sql.schema import (
 CHUNK = 500
 """Rows that one statement names by uid: databases limit the values of a statement."""
 
-TAG_COLUMNS = {int: "int_value", float: "float_value", str: "text_value", bool: "bool_value"}
+_TAG_COLUMNS: Mapping[type[TagValue], tuple[str, Callable[[Any], bytes | int | float]]] = {
+    int: ("int_value", int),
+    float: ("float_value", float),
+    str: ("text_value", encode_text),
+    bool: ("bool_value", int),
+}
+"""By the type of a tag's value: its column, and the form that the column holds."""
 
 _FIELDS = [field.name for field in fields(StorageItem) if field.name != "item"]
 _read_fields = attrgetter(*_FIELDS)
@@ -207,20 +213,14 @@ def replace_rows(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None
 
 
 def _insert_tags(connection: sa.Connection, rows: Sequence[PreparedRow]) -> None:
-    empty = dict.fromkeys(TAG_COLUMNS.values())
-    lines = [
-        {"uid": row.uid, "name": encode_text(name), **empty, TAG_COLUMNS[type(value)]: _tag_value(value)}
-        for row in rows
-        for name, value in row.tags.items()
-    ]
+    lines = []
+    for row in rows:
+        for name, value in row.tags.items():
+            column, form = _TAG_COLUMNS[type(value)]
+            empty = dict.fromkeys(other for other, _ in _TAG_COLUMNS.values())
+            lines.append({"uid": row.uid, "name": encode_text(name), **empty, column: form(value)})
     if lines:
         connection.execute(tags.insert(), lines)
-
-
-def _tag_value(value: TagValue) -> bytes | int | float:
-    if isinstance(value, str):
-        return encode_text(value)
-    return int(value) if isinstance(value, bool) else value
 
 
 def delete_rows(connection: sa.Connection, uids: Iterable[int]) -> None:
@@ -326,6 +326,7 @@ class Removed:
     rows: list[StorageItem]
     data: dict[int, StoredPayload]
     train_step: int | None = None
+    is_evicted: bool = False
 
     def decode(self, codec: Codec) -> None:
         """Give the rows their payloads.

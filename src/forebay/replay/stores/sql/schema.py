@@ -15,14 +15,11 @@ compares in the order of Python.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
-
-from forebay.replay.stores.sql.connections import make_engine, shown
 
 FORMAT = "forebay-replay"
 SCHEMA_VERSION = 2
@@ -162,77 +159,6 @@ _partial_index("forebay_by_train_step", _c.status, _c.train_step, where=_c.train
 
 CREATE_LOCK, ID_LOCK, EVICT_LOCK = (0x666F7265 + number for number in range(3))
 """PostgreSQL's advisory locks are numbers that all users of a database share; these spell "fore"."""
-
-
-def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engine:
-    """An engine for the database at `url`, whose tables are made if there are none; not without `create`.
-
-    Raises:
-        FileNotFoundError: there is no such file, and it is not to be created.
-        ValueError: `url` is neither a path nor of SQLite or PostgreSQL, or the database is not a replay store
-            of this version.
-    """
-    engine = make_engine(url, create=create)
-    try:
-        with engine.connect() as connection, connection.begin():
-            is_there = _is_checked(connection)
-        if not is_there and not create:
-            raise ValueError(f"{shown(engine)} holds no replay store")
-        if not is_there:
-            _create(engine)
-    except sa.exc.DatabaseError as error:
-        engine.dispose()
-        if "not a database" in str(error):
-            raise ValueError(f"{str(url)!r} is not an SQLite database; name another path") from None
-        raise
-    except BaseException:
-        engine.dispose()
-        raise
-    return engine
-
-
-def _is_checked(connection: sa.Connection) -> bool:
-    """Whether the tables are there, and of this version; False if nothing is.
-
-    Raises:
-        ValueError: there is something else.
-    """
-    found = set(sa.inspect(connection).get_table_names())
-    where = shown(connection.engine)
-    if meta.name in found:
-        about = {line.name: line.value for line in connection.execute(meta.select())}
-        version = about.get("version")
-        if (about.get("format"), version) != (FORMAT, str(SCHEMA_VERSION)):
-            convert = (
-                f"convert it with: forebay migrate {where}" if version == "1" else "name another database"
-            )
-            raise ValueError(
-                f"{where} holds a replay store of schema version {version!r}; this release reads "
-                f"{SCHEMA_VERSION}: {convert}"
-            )
-        return True
-    ours = {name for name in found if name.startswith("forebay_")}
-    if ours or (found and connection.dialect.name == "sqlite"):
-        raise ValueError(
-            f"{where} holds the table {sorted(ours or found)[0]!r}, which is not of a replay store; "
-            f"name another database"
-        )
-    return False
-
-
-def _create(engine: sa.Engine) -> None:
-    """Make the tables, unless another process has done so meanwhile."""
-    with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
-        if engine.dialect.name == "postgresql":
-            # Two processes that create the tables at once: one waits for the other.
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(CREATE_LOCK)))
-        if not _is_checked(connection):
-            metadata.create_all(connection)
-            if engine.dialect.name == "sqlite":
-                counts.create(connection)
-                connection.execute(counters.insert(), [{"name": name, "next": 0} for name in ID_NAMES])
-            about = {"format": FORMAT, "version": str(SCHEMA_VERSION)}
-            connection.execute(meta.insert(), [{"name": name, "value": about[name]} for name in about])
 
 
 def insert_missing(connection: sa.Connection, table: sa.Table, rows: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ It is not a cache: nothing of the content is held in memory, so several processe
 same time. It knows no rollouts: a `Codec` makes bytes of payloads (a `ReplayBuffer` hands it one for groups).
 
 Writers. Puts that wait at the same time share a commit (`writes`). On SQLite a write transaction has the file
-alone and others wait for their turn (`transactions`; readers never wait: write-ahead log). On PostgreSQL rows
+alone and others wait for their turn (`connections`; readers never wait: write-ahead log). On PostgreSQL rows
 are locked one by one, and `take_first` passes over those that another taker holds (``FOR UPDATE SKIP
 LOCKED``).
 
@@ -23,17 +23,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from forebay.replay.query import Query, QueryLike, matches, parse_query
+from forebay.replay.query import QueryLike, matches, parse_query
 from forebay.replay.stores.contract import STATE_VERSION, Codec, StorageBackend, StorageItem
 from forebay.replay.stores.row_book import check_state
 from forebay.replay.stores.sql import ranking, writes
-from forebay.replay.stores.sql.connections import is_in_memory
+from forebay.replay.stores.sql.connections import Transactions, is_in_memory, open_engine
 from forebay.replay.stores.sql.rows import (
     SELECT_ROWS,
     Removed,
@@ -56,14 +56,14 @@ from forebay.replay.stores.sql.schema import (
     ID_NAMES,
     groups,
     insert_or_update,
-    open_engine,
     payloads,
+    receipts,
     tags,
     tasks,
 )
-from forebay.replay.stores.sql.transactions import Transactions
-from forebay.replay.stores.sql.worker import Sharing, Worker
-from forebay.replay.stores.sum_tree import SumTree
+from forebay.replay.stores.sql.worker import Worker
+
+Result = TypeVar("Result")
 
 
 class SQLStorage(StorageBackend):
@@ -94,8 +94,7 @@ class SQLStorage(StorageBackend):
         self._reader = Worker("forebay-sql-read", changes_nothing=True)
         # An SQLite database in memory lives as long as a connection.
         self._keeper = self._engine.connect() if is_in_memory(self._engine.url) else None
-        self._writes = Sharing(self._prepare, partial(writes.write_together, self._transactions))
-        self._evictions = Sharing(int, self._evict)
+        self._write_together = partial(writes.write_together, self._transactions)
 
     def use_codec(self, codec: Codec) -> None:
         """Payloads are what `codec` says, unless the store was built with a codec."""
@@ -120,31 +119,29 @@ class SQLStorage(StorageBackend):
     async def put_many(
         self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
     ) -> list[int]:
-        uids: list[int] = await self._worker.share(self._writes, (tuple(items), receipt, aged_at))
+        def make() -> writes.Write:
+            rows = [prepare(item, self._codec) for item in items]
+            return writes.Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
+
+        uids: list[int] = await self._worker.share(self._write_together, make)
         return uids
 
-    def _prepare(
-        self, write: writes.Write | tuple[Sequence[StorageItem], bytes | None, int | None]
-    ) -> writes.Write:
-        if isinstance(write, writes.Write):
-            return write
-        items, receipt, aged_at = write
-        rows = [prepare(item, self._codec) for item in items]
-        return writes.Write(frozenset(item.task_name for item in items), rows, receipt, aged_at)
-
     async def has_receipt(self, receipt: bytes) -> bool:
-        return await self._read(writes.has_receipt, receipt)
+        kept = sa.select(receipts.c.at).where(receipts.c.receipt == receipt)
+        return await self._read(lambda connection: connection.scalar(kept) is not None)
 
     async def get(
         self, query: QueryLike, *, order: str | None = None, limit: int | None = None, rows_only: bool = False
     ) -> list[StorageItem]:
-        def work(connection: sa.Connection, asked: ranking.Ranking) -> list[StorageItem]:
+        asked = ranking.Ranking.of(query, order, limit)
+
+        def work(connection: sa.Connection) -> list[StorageItem]:
             rows = ranking.ranked_rows(connection, asked, self._codec)
             if not rows_only:
                 attach_payloads(connection, rows, self._codec)
             return rows
 
-        return await self._read(work, ranking.Ranking.of(query, order, limit))
+        return await self._read(work)
 
     async def count(self, query: QueryLike) -> int:
         [number] = await self.count_many([query])
@@ -152,7 +149,8 @@ class SQLStorage(StorageBackend):
 
     async def count_many(self, queries: Sequence[QueryLike]) -> list[int]:
         """All at one moment."""
-        return await self._read(ranking.count_rows, list(map(parse_query, queries)), self._codec)
+        parsed = list(map(parse_query, queries))
+        return await self._read(lambda connection: ranking.count_rows(connection, parsed, self._codec))
 
     async def take(
         self, uids: Iterable[int], *, query: QueryLike | None = None, train_step: int | None = None
@@ -186,57 +184,51 @@ class SQLStorage(StorageBackend):
         """Of the rows that match, only ids and priorities are read."""
         parsed = parse_query(query)
         # Before the transaction that writes: it takes long where many rows match.
-        tree: SumTree = await self._read(ranking.read_priorities, parsed, self._codec)
+        tree = await self._read(partial(ranking.read_priorities, query=parsed, codec=self._codec))
         drawing = partial(
             ranking.lock_drawn, tree=tree, query=parsed, count=count, random=random, codec=self._codec
         )
         return await self._take(drawing, train_step)
 
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
-        return await self._write(write_priorities, dict(priorities))
+        return await self._write(partial(write_priorities, priorities=dict(priorities)))
 
     async def evict(self, limit: int) -> list[StorageItem]:
-        evicted: Removed = await self._worker.share(self._evictions, limit, undo=self._give_back_evicted)
+        evicted: Removed = await self._worker.share(self._evict, lambda: limit, undo=self._give_back)
         return evicted.rows
 
     async def delete(self, uids: Iterable[int]) -> None:
-        def work(connection: sa.Connection, wanted: list[int]) -> None:
-            delete_rows(connection, lock_rows(connection, wanted, self._codec, {}))
-
-        await self._write(work, storable_uids(uids))
+        wanted = storable_uids(uids)
+        await self._write(
+            lambda connection: delete_rows(connection, lock_rows(connection, wanted, self._codec, {}))
+        )
 
     async def delete_where(
         self, query: QueryLike, *, receipt: bytes | None = None, expected: int | None = None
     ) -> int:
-        def work(connection: sa.Connection, parsed: Query) -> int:
+        parsed = parse_query(query)
+
+        def work(connection: sa.Connection) -> int:
             uids = ranking.lock_matching(connection, parsed, self._codec)
             if expected in (None, len(uids)):
                 delete_rows(connection, uids)
                 writes.keep_receipts(connection, receipt)
             return len(uids)
 
-        return await self._write(work, parse_query(query))
+        return await self._write(work)
 
     async def update(self, items: Iterable[StorageItem]) -> None:
-        await self._update(items, None)
+        await self.update_if(items, None)
 
     async def update_if(
         self,
         items: Iterable[StorageItem],
-        query: QueryLike,
+        query: QueryLike | None,
         *,
         receipt: bytes | None = None,
         expected: int | None = None,
     ) -> int:
-        return await self._update(items, parse_query(query), receipt, expected)
-
-    async def _update(
-        self,
-        items: Iterable[StorageItem],
-        query: Query | None,
-        receipt: bytes | None = None,
-        expected: int | None = None,
-    ) -> int:
+        parsed = None if query is None else parse_query(query)
         listed = list(items)
 
         def work() -> int:
@@ -244,7 +236,7 @@ class SQLStorage(StorageBackend):
             uids = storable_uids(row.uid for row in rows)
             with self._writing() as connection:
                 found = lock_rows(connection, uids, self._codec, ranking.train_steps(connection))
-                known = {uid for uid, row in found.items() if query is None or matches(query, row)}
+                known = {uid for uid, row in found.items() if parsed is None or matches(parsed, row)}
                 if expected in (None, len(known)):
                     replace_rows(connection, [row for row in rows if row.uid in known])
                     writes.keep_receipts(connection, receipt)
@@ -253,11 +245,13 @@ class SQLStorage(StorageBackend):
         return await self._worker.call(work)
 
     async def get_train_step(self, task_name: str) -> int | None:
-        step: int | None = await self._worker.share(self._writes, writes.Write(frozenset([task_name])))
+        asked = writes.Write(frozenset([task_name]))
+        step: int | None = await self._worker.share(self._write_together, lambda: asked)
         return step
 
     async def set_train_step(self, task_name: str, train_step: int) -> None:
-        await self._worker.share(self._writes, writes.Write(frozenset([task_name]), train_step=train_step))
+        said = writes.Write(frozenset([task_name]), train_step=train_step)
+        await self._worker.share(self._write_together, lambda: said)
 
     async def let_train_steps_fall(self) -> None:
         """For all processes."""
@@ -330,31 +324,13 @@ class SQLStorage(StorageBackend):
             if steps:
                 insert_or_update(connection, tasks, steps, "train_step")
 
-    async def _read(
-        self,
-        work: Callable[Concatenate[sa.Connection, Given], Result],
-        *given: Given.args,
-        **more: Given.kwargs,
-    ) -> Result:
-        """`work(connection, ...)` in a transaction, in the thread that only reads."""
+    async def _read(self, work: Callable[[sa.Connection], Result]) -> Result:
+        """`work(connection)` in a transaction, in the thread that only reads."""
+        return await self._reader.call(partial(_within, self._reading, work))
 
-        def read() -> Result:
-            with self._reading() as connection:
-                return work(connection, *given, **more)
-
-        return await self._reader.call(read)
-
-    async def _write(
-        self,
-        work: Callable[Concatenate[sa.Connection, Given], Result],
-        *given: Given.args,
-        **more: Given.kwargs,
-    ) -> Result:
-        def write() -> Result:
-            with self._writing() as connection:
-                return work(connection, *given, **more)
-
-        return await self._worker.call(write)
+    async def _write(self, work: Callable[[sa.Connection], Result]) -> Result:
+        """`work(connection)` in a transaction, in the thread that writes."""
+        return await self._worker.call(partial(_within, self._writing, work))
 
     async def _take(
         self, choose: Callable[[sa.Connection], list[StorageItem]], train_step: int | None
@@ -365,7 +341,18 @@ class SQLStorage(StorageBackend):
             taken = Removed([], {}, train_step)
             try:
                 with self._writing() as connection:
-                    self._remove(connection, choose(connection), taken)
+                    rows = choose(connection)
+                    uids = [row.uid for row in rows]
+                    data = read_payloads(connection, uids)
+                    for uid in uids:
+                        # Before the commit: a payload that cannot be read must not cost its group.
+                        data[uid].checked(uid)
+                    if train_step is None:
+                        delete_rows(connection, uids)
+                    else:
+                        archive_rows(connection, uids, train_step)
+                    taken.rows.extend(rows)
+                    taken.data.update(data)
                 # After the commit, because others wait for it, and this takes longer.
                 taken.decode(self._codec)
             except BaseException:
@@ -377,24 +364,12 @@ class SQLStorage(StorageBackend):
 
         return (await self._worker.call(work, undo=self._give_back)).rows
 
-    def _remove(self, connection: sa.Connection, rows: list[StorageItem], taken: Removed) -> None:
-        """Remove or archive the rows; afterwards they are in `taken`, with the bytes of their payloads."""
-        uids = [row.uid for row in rows]
-        data = read_payloads(connection, uids)
-        for uid in uids:
-            # Before the commit: a payload that cannot be read must not cost its group.
-            data[uid].checked(uid)
-        if taken.train_step is None:
-            delete_rows(connection, uids)
-        else:
-            archive_rows(connection, uids, taken.train_step)
-        taken.rows.extend(rows)
-        taken.data.update(data)
-
-    def _give_back(self, taken: Removed) -> None:
-        """Undo a take; a later owner may have the groups."""
+    def _give_back(self, removed: Removed) -> None:
+        """Undo a take or an eviction of which no caller is told; a later owner may have the groups."""
         with self._writing(is_fenced=False) as connection:
-            taken.put_back(connection, self._codec)
+            if removed.is_evicted:
+                writes.count_evicted(connection, removed.rows, -1)
+            removed.put_back(connection, self._codec)
 
     def _evict(self, limits: list[int]) -> list[Removed | ValueError]:
         evicted: list[Removed | ValueError] = []
@@ -407,15 +382,13 @@ class SQLStorage(StorageBackend):
                 evicted.append(error)
         return evicted
 
-    def _give_back_evicted(self, evicted: Removed) -> None:
-        """Undo an eviction of which no caller was told."""
-        with self._writing(is_fenced=False) as connection:
-            writes.count_evicted(connection, evicted.rows, -1)
-            evicted.put_back(connection, self._codec)
 
+def _within(
+    begin: Callable[[], AbstractContextManager[sa.Connection]], work: Callable[[sa.Connection], Result]
+) -> Result:
+    with begin() as connection:
+        return work(connection)
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 GROUPS_AT_ONCE = 32
 """Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""

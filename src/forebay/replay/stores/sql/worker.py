@@ -78,13 +78,21 @@ class Worker:
         return result
 
     async def share(
-        self, sharing: Sharing, content: Any, *, undo: Callable[[Any], None] | None = None
+        self,
+        write: Callable[[list[Any]], Sequence[Any]],
+        make: Callable[[], Any],
+        *,
+        undo: Callable[[Any], None] | None = None,
     ) -> Any:
-        """The result for `content`, written together with other jobs that wait; `undo` as for `call`."""
+        """The result of ``make()``, written together with other jobs that wait for `write`.
+
+        `write` returns a result, or an error, for each of those that it gets; an error that it raises fails
+        all of them. An error of `make` fails its own job alone. `undo` is that of `call`.
+        """
         if self._is_closed:
             raise RuntimeError("the store is closed")
         loop = asyncio.get_running_loop()
-        shared = _Shared(sharing, content, loop.create_future())
+        shared = _Shared(write, make, loop.create_future())
         self._waiting.append(shared)
         if len(self._waiting) == 1:
             # Not at once: other tasks that are ready to run may have a job for the same commit.
@@ -139,21 +147,20 @@ class Worker:
     def _write_shared(self) -> None:
         """Write the shared jobs that wait, and those that arrive while these are prepared."""
         begun: list[_Shared] = []
-        prepared: dict[Sharing, list[tuple[_Shared, Any]]] = {}
+        made: dict[Callable[[list[Any]], Sequence[Any]], list[tuple[_Shared, Any]]] = {}
         while self._waiting and len(begun) < MAX_SHARED:
             shared = self._waiting.popleft()
             if not shared.job.set_running_or_notify_cancel():
                 continue
             begun.append(shared)
             try:
-                content = shared.sharing.prepare(shared.content)
-                prepared.setdefault(shared.sharing, []).append((shared, content))
+                made.setdefault(shared.write, []).append((shared, shared.make()))
             except BaseException as error:  # whatever it is, it belongs to the caller and not to this thread
                 shared.job.set_exception(error)
-        for sharing, together in prepared.items():
+        for write, together in made.items():
             results: Sequence[Any]
             try:
-                results = sharing.write([content for _, content in together])
+                results = write([content for _, content in together])
             except BaseException as error:  # as above
                 results = [error] * len(together)
             for (shared, _), result in zip(together, results, strict=True):
@@ -171,20 +178,10 @@ class Worker:
             self._begin_shared()
 
 
-@dataclass(frozen=True, eq=False)
-class Sharing:
-    """One way to do shared jobs, for `Worker.share`."""
-
-    prepare: Callable[[Any], Any]
-    """Makes the form that `write` takes; an error it raises fails that job alone."""
-    write: Callable[[list[Any]], Sequence[Any]]
-    """A result, or an error, for each of these; an error it raises fails all of them."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _Shared:
-    sharing: Sharing
-    content: Any
+    write: Callable[[list[Any]], Sequence[Any]]
+    make: Callable[[], Any]
     answer: asyncio.Future[Any]
     """Where the caller waits; it belongs to the caller's event loop."""
     job: Future[Any] = field(default_factory=Future)

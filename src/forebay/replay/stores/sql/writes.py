@@ -14,13 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 import sqlalchemy as sa
 
 from forebay.replay.stores.contract import ARRIVAL, Codec, StorageItem
 from forebay.replay.stores.errors import StepPassed
+from forebay.replay.stores.sql.connections import Transactions
 from forebay.replay.stores.sql.ranking import Ranking, count_live, ranked_rows
 from forebay.replay.stores.sql.rows import (
     PreparedRow,
@@ -33,7 +33,6 @@ from forebay.replay.stores.sql.rows import (
     read_payloads,
 )
 from forebay.replay.stores.sql.schema import EVICT_LOCK, LIVE, groups, insert_missing, receipts, tasks
-from forebay.replay.stores.sql.transactions import Transactions
 
 RECEIPT_S = 3600
 """A client asks for its receipt as soon as the buffer's server has been started again."""
@@ -51,15 +50,14 @@ class Write:
     """Becomes the step of the tasks, if it is later. Rows were judged at this step."""
 
 
-Answer = list[int] | StepPassed | int | None
-"""The uids of rows, or why they are not written; the train step of a task."""
-
-
-def write_together(transactions: Transactions, writes: Sequence[Write]) -> list[Answer]:
+def write_together(
+    transactions: Transactions, writes: Sequence[Write]
+) -> list[list[int] | StepPassed | int | None]:
     """Write rows and train steps, many in one transaction; return an answer to each of `writes`.
 
-    A train step is written if it is later than the one in the database, whichever process wrote that. Rows
-    that were judged at an older step than that of their task are not written.
+    The answer is the uids of the rows, or why they are not written, or the train step of the task. A train
+    step is written if it is later than the one in the database, whichever process wrote that. Rows that were
+    judged at an older step than that of their task are not written.
     """
     if all(write.rows is None for write in writes):
         with transactions.reading() as connection:
@@ -68,23 +66,20 @@ def write_together(transactions: Transactions, writes: Sequence[Write]) -> list[
             return [steps.get(task) for write in writes for task in write.task_names]
     with transactions.writing() as connection:
         steps = raise_steps(connection, writes)
-        verdicts = [_verdict(write, steps) for write in writes]
-        rows = [row for found in verdicts if isinstance(found, list) for row in found]
+        answers = [_answer(write, steps) for write in writes]
+        rows = [row for answer in answers if isinstance(answer, list) for row in answer]
         give_ids(connection, rows)
         insert_rows(connection, rows)
-        stored = (write for write, verdict in zip(writes, verdicts, strict=True) if verdict is write.rows)
+        stored = (write for write, answer in zip(writes, answers, strict=True) if answer is write.rows)
         keep_receipts(connection, *(write.receipt for write in stored))
-    uids = iter(row.uid for row in rows)
-    return [
-        list(islice(uids, len(verdict))) if isinstance(verdict, list) else verdict for verdict in verdicts
-    ]
+    return [[row.uid for row in answer] if isinstance(answer, list) else answer for answer in answers]
 
 
-def _verdict(write: Write, steps: Mapping[str, int | None]) -> list[PreparedRow] | StepPassed | int | None:
-    """The rows, if they are to be written."""
-    reached = max((steps.get(task) or 0 for task in write.task_names), default=0)
+def _answer(write: Write, steps: Mapping[str, int | None]) -> list[PreparedRow] | StepPassed | int | None:
+    """The rows if they are to be written, or why they are not; for a call without rows, the train step."""
     if write.rows is None:
         return steps.get(next(iter(write.task_names)))
+    reached = max((steps.get(task) or 0 for task in write.task_names), default=0)
     is_passed = write.train_step is not None and reached > write.train_step
     return StepPassed(reached) if is_passed else write.rows
 
@@ -108,11 +103,10 @@ _STEPS = sa.select(tasks.c.task_name, tasks.c.train_step, tasks.c.may_fall)
 
 
 def _latest_named(writes: Sequence[Write]) -> dict[str, int]:
-    named = [(task, write.train_step) for write in writes for task in write.task_names]
     latest: dict[str, int] = {}
-    for task, step in named:
-        if step is not None:
-            latest[task] = max(step, latest.get(task, step))
+    for write in writes:
+        if (step := write.train_step) is not None:
+            latest |= {task: max(step, latest.get(task, step)) for task in write.task_names}
     return latest
 
 
@@ -153,12 +147,6 @@ def keep_receipts(connection: sa.Connection, *kept: bytes | None) -> None:
         connection.execute(receipts.delete().where(receipts.c.at < now - RECEIPT_S))
 
 
-def has_receipt(connection: sa.Connection, receipt: bytes) -> bool:
-    """Whether the call with this receipt has happened."""
-    found = sa.select(receipts.c.at).where(receipts.c.receipt == receipt)
-    return connection.scalar(found) is not None
-
-
 def evict_together(transactions: Transactions, limits: Sequence[int], codec: Codec) -> list[Removed]:
     """Evict until so many live rows are left, and count it; the first of equal calls gets what is removed."""
     evicted: list[Removed] = []
@@ -187,7 +175,7 @@ def _evict(connection: sa.Connection, limit: int, codec: Codec) -> Removed:
     data = read_payloads(connection, [row.uid for row in rows])
     delete_rows(connection, [row.uid for row in rows])
     count_evicted(connection, rows, 1)
-    return Removed(rows, data)
+    return Removed(rows, data, is_evicted=True)
 
 
 def count_evicted(connection: sa.Connection, rows: Sequence[StorageItem], sign: Literal[1, -1]) -> None:

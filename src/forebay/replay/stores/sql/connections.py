@@ -52,14 +52,6 @@ try:
 except ImportError:  # not a POSIX system: SQLite's own waiting has to do
     fcntl = None  # type: ignore[assignment]
 
-PAGE_BYTES = 16_384
-"""SQLite's page. Of 4, 16 and 64 KiB, 64 writes groups of 127 KB fastest and 4 small rows; measured per group
-in batches of 50: 770, 510 and 380 us."""
-CHECKPOINT_BYTES = 64 * 2**20
-"""The write-ahead log is copied into the file when it has grown by this: two syncs for 500 large groups."""
-BUSY_S = 60.0
-"""How long a process waits for another's write before it gives up; a write takes milliseconds."""
-_in_memory = itertools.count()
 LIMIT_S = 60.0
 """A turn takes milliseconds; SQLite's own lock is waited for as long (`BUSY_S`)."""
 
@@ -221,6 +213,16 @@ def _create(engine: sa.Engine) -> None:
                 connection.execute(counters.insert(), [{"name": name, "next": 0} for name in ID_NAMES])
             about = {"format": FORMAT, "version": str(SCHEMA_VERSION)}
             connection.execute(meta.insert(), [{"name": name, "value": about[name]} for name in about])
+
+
+PAGE_BYTES = 16_384
+"""SQLite's page. Of 4, 16 and 64 KiB, 64 writes groups of 127 KB fastest and 4 small rows; measured per group
+in batches of 50: 770, 510 and 380 us."""
+CHECKPOINT_BYTES = 64 * 2**20
+"""The write-ahead log is copied into the file when it has grown by this: two syncs for 500 large groups."""
+BUSY_S = 60.0
+"""How long a process waits for another's write before it gives up; a write takes milliseconds."""
+_in_memory = itertools.count()
 
 
 def make_engine(url: str | os.PathLike[str], *, create: bool) -> sa.Engine:

@@ -5,8 +5,9 @@
     query --plan_arms--> one arm per task, status and age rule --compile_condition--> WHERE, ORDER BY
 
 Exactness. A database compares a 64-bit integer with a float by rounding, or refuses integers it cannot hold;
-Python compares exactly. So a comparison is first turned into one of the column's own kind: for integers into
-an interval of integers, for floats into a bound that is a float. A value of another kind is settled here.
+Python compares exactly. So a comparison is first turned into one of the column's own kind: a bound of integers
+is rounded to the integer that says the same. A value of another kind is settled here, and a query with a
+value that no column holds exactly is not compiled (`needs_scan`).
 
 Age. The staleness of a labeled row moves with the train step of its task. Within one task it is
 ``train_step - 1 - oldest_model_step``, so a condition on it is one on `oldest_model_step`, and "most stale
@@ -68,10 +69,18 @@ class Arm:
         return [ranked] if field == "timestamp_id" else [ranked, groups.c.timestamp_id.asc()]
 
 
-def is_too_large(query: Query) -> bool:
-    """Whether no database would take `query`."""
-    sizes = [len(leaf.value) if isinstance(leaf.value, tuple) else 1 for leaf in leaves(query)]
-    return len(sizes) > MAX_CONDITIONS or sum(sizes) > MAX_VALUES
+def needs_scan(query: Query) -> bool:
+    """Whether rows are to be matched here: no database would take `query`, or compare as Python does."""
+    found = [leaf.value if isinstance(leaf.value, tuple) else (leaf.value,) for leaf in leaves(query)]
+    values = [value for some in found for value in some]
+    return len(found) > MAX_CONDITIONS or len(values) > MAX_VALUES or not all(map(_is_exact, values))
+
+
+def _is_exact(value: Scalar) -> bool:
+    if isinstance(value, str):
+        return is_storable_text(value)
+    # Beyond, floats skip integers; infinity and NaN are no integers at all.
+    return value is None or abs(value) <= 2**53
 
 
 def asks_age(query: Query) -> bool:
@@ -159,7 +168,8 @@ def _compile_leaf(leaf: Condition, train_step: int | None) -> Clause:
 
 
 def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: int | None) -> Clause:
-    ints, floats = _exact_ints(values), _exact_floats(values)
+    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    ints, floats = [int(value) for value in numbers if value == int(value)], list(map(float, numbers))
     texts = [value for value in values if isinstance(value, str)]
     if field.startswith(TAG_PREFIX):
         return _tag_where(
@@ -170,11 +180,10 @@ def _is_one_of(field: str, values: tuple[Scalar, ...], train_step: int | None) -
             _in(tags.c.bool_value, [int(value) for value in values if isinstance(value, bool)]),
         )
     if field == "staleness" and train_step is not None:
-        return _in(groups.c.oldest_model_step, _exact_ints(tuple(train_step - 1 - value for value in ints)))
-    if field in _TEXT_FIELDS:
-        found = _in(groups.c[field], list(filter(is_storable_text, texts)))
-    else:
-        found = _in(groups.c[field], floats if field == _FLOAT_FIELD else ints)
+        steps = [train_step - 1 - value for value in ints]
+        return _in(groups.c.oldest_model_step, [step for step in steps if INT_MIN <= step <= INT_MAX])
+    in_column = texts if field in _TEXT_FIELDS else floats if field == _FLOAT_FIELD else ints
+    found = _in(groups.c[field], in_column)
     return sa.or_(found, groups.c[field].is_(None)) if None in values else found
 
 
@@ -185,27 +194,29 @@ def _in(column: sa.ColumnElement[Any], values: list[Any]) -> Clause:
 def _is_ordered(field: str, op: str, value: Scalar, train_step: int | None) -> Clause:
     if field.startswith(TAG_PREFIX):
         return _tag_where(field, _tag_is_ordered(op, value))
-    if isinstance(value, str):
-        return _text_is_ordered(groups.c[field], op, value) if field in _TEXT_FIELDS else sa.false()
-    if value is None or isinstance(value, bool) or field in _TEXT_FIELDS:
+    if value is None or isinstance(value, bool) or isinstance(value, str) != (field in _TEXT_FIELDS):
         return sa.false()
-    if field == _FLOAT_FIELD:
-        return _float_is_ordered(groups.c[field], op, value)
-    low, high = _interval(op, value)
+    column: sa.ColumnElement[Any] = groups.c[field]
+    if isinstance(value, str) or field == _FLOAT_FIELD:
+        return _compare(column, op, value)
+    bound = _whole_bound(op, value)
     if field == "staleness" and train_step is not None:
-        return _is_between(groups.c.oldest_model_step, train_step - 1 - high, train_step - 1 - low)
-    return _is_between(groups.c[field], low, high)
+        # staleness > b is oldest_model_step < train_step - 1 - b.
+        column, op, bound = groups.c.oldest_model_step, _MIRRORED[op], train_step - 1 - bound
+    if INT_MIN <= bound <= INT_MAX:
+        return _compare(column, op, bound)
+    return column.is_not(None) if (op in ("$lt", "$lte")) == (bound > 0) else sa.false()
 
 
 def _tag_is_ordered(op: str, value: Scalar) -> Clause:
     if value is None:
         return sa.false()
     if isinstance(value, bool):
-        return _is_between(tags.c.bool_value, *_interval(op, int(value)))
+        return _compare(tags.c.bool_value, op, int(value))
     if isinstance(value, str):
         return _compare(tags.c.text_value, op, encode_text(value))
-    ints = _is_between(tags.c.int_value, *_interval(op, value))
-    return sa.or_(ints, _float_is_ordered(tags.c.float_value, op, value))
+    ints = _compare(tags.c.int_value, op, _whole_bound(op, value))
+    return sa.or_(ints, _compare(tags.c.float_value, op, float(value)))
 
 
 def _tag_where(field: str, *any_of: Clause) -> Clause:
@@ -219,78 +230,12 @@ def _compare(column: sa.ColumnElement[Any], op: str, value: Any) -> Clause:
 
 
 _OPERATORS = {"$gt": ">", "$gte": ">=", "$lt": "<", "$lte": "<="}
-
-_BEYOND = 2**64
-"""Stands for infinity among integers: beyond every stored integer, whichever train step is added."""
+_MIRRORED = {"$gt": "$lt", "$gte": "$lte", "$lt": "$gt", "$lte": "$gte"}
 
 
-def _interval(op: str, value: int | float) -> tuple[int, int]:
-    """The integers x, from low to high, for which ``x op value``."""
-    if isinstance(value, float) and math.isinf(value):
-        value = 4 * _BEYOND if value > 0 else -4 * _BEYOND
-    if op in ("$gt", "$gte"):
-        return (math.floor(value) + 1 if op == "$gt" else math.ceil(value)), 2 * _BEYOND
-    return -2 * _BEYOND, (math.ceil(value) - 1 if op == "$lt" else math.floor(value))
-
-
-def _is_between(column: sa.ColumnElement[Any], low: int, high: int) -> Clause:
-    if low > min(high, INT_MAX) or high < INT_MIN:
-        return sa.false()
-    bounds = [column >= low] if low > INT_MIN else []
-    if high < INT_MAX:
-        bounds.append(column <= high)
-    return sa.and_(*bounds) if bounds else column.is_not(None)
-
-
-def _float_is_ordered(column: sa.ColumnElement[Any], op: str, value: int | float) -> Clause:
-    bound = _nearest_float(value)
-    # Between `value` and its nearest float lies no other float, so on one side both bounds count.
-    if bound < value:
-        op = {"$gt": "$gt", "$gte": "$gt", "$lt": "$lte", "$lte": "$lte"}[op]
-    elif bound > value:
-        op = {"$gt": "$gte", "$gte": "$gte", "$lt": "$lt", "$lte": "$lt"}[op]
-    return _compare(column, op, bound)
-
-
-def _nearest_float(value: int | float) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
-
-
-def _exact_ints(values: tuple[Scalar, ...]) -> list[int]:
-    """Of the numbers among `values`, those that an integer column can hold."""
-    return [
-        int(value)
-        for value in values
-        if isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and INT_MIN <= value <= INT_MAX
-        and value == math.floor(value)
-    ]
-
-
-def _exact_floats(values: tuple[Scalar, ...]) -> list[float]:
-    """Of the numbers among `values`, those that a float column can hold."""
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    return [_nearest_float(value) for value in numbers if _nearest_float(value) == value]
-
-
-def _text_is_ordered(column: sa.ColumnElement[Any], op: str, value: str) -> Clause:
-    """Compared by code point, also where `value` holds what a text column cannot.
-
-    Stored text holds neither NUL nor a surrogate. So what is greater than ``"ab\\0..."`` is what is greater
-    than ``"ab"``, and what is greater than ``"ab\\ud800..."`` begins with ``"ab"`` and goes on above the
-    surrogates, or is greater anyway.
-    """
-    stop = next((i for i, char in enumerate(value) if not is_storable_text(char)), None)
-    if stop is None:
-        return _compare(column, op, value)
-    above = op in ("$gt", "$gte")
-    if value[stop] == "\0":
-        return _compare(column, "$gt" if above else "$lte", value[:stop])
-    return _compare(column, "$gte" if above else "$lt", value[:stop] + "\ue000")
+def _whole_bound(op: str, value: int | float) -> int:
+    """The integer b for which ``x op b`` says the same of every integer x as ``x op value``."""
+    return math.floor(value) if op in ("$gt", "$lte") else math.ceil(value)
 
 
 def encode_text(text: str) -> bytes:

@@ -3,7 +3,7 @@
 ::
 
     query --plan_arms--> one SELECT per arm --> rows of all arms, merged and cut at the limit
-      '--(too large for a database)--> all rows, matched here
+      '--(no database compares so)--> all rows, matched here
 
 Everything happens within a transaction that the store opened.
 """
@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from forebay.replay.query import Query, QueryLike, matches, parse_query
 from forebay.replay.stores.contract import Codec, StorageItem, parse_order
-from forebay.replay.stores.sql.query import asks_age, is_too_large, leaves, plan_arms
+from forebay.replay.stores.sql.query import asks_age, leaves, needs_scan, plan_arms
 from forebay.replay.stores.sql.rows import SELECT_ROWS, lock_rows, read_rows
 from forebay.replay.stores.sql.schema import counts, groups, tasks
 from forebay.replay.stores.sum_tree import SumTree
@@ -58,7 +58,7 @@ def ranked_rows(
     """The rows of a ranking, without payload."""
     if ranking.limit is not None and ranking.limit <= 0:
         return []
-    if is_too_large(ranking.query):
+    if needs_scan(ranking.query):
         return ranking.cut(_scan(connection, ranking.query, codec, lock))
     steps = train_steps(connection)
     rows: list[StorageItem] = []
@@ -85,7 +85,7 @@ def count_live(connection: sa.Connection, codec: Codec) -> int:
 
 
 def _count(connection: sa.Connection, query: Query, codec: Codec, cells: _Cells | None) -> int:
-    if is_too_large(query):
+    if needs_scan(query):
         return len(_scan(connection, query, codec, "none"))
     if cells is not None and all(leaf.field in ("task_name", "status") for leaf in leaves(query)):
         return sum(number for row, number in cells if matches(query, row))
@@ -120,7 +120,7 @@ def _steps_for(connection: sa.Connection, query: Query) -> dict[str, int | None]
 def read_priorities(connection: sa.Connection, query: Query, codec: Codec) -> SumTree:
     """The priorities of the rows that match; of each row only its ids and its priority are read."""
     lines: list[Any]
-    if is_too_large(query):
+    if needs_scan(query):
         rows = _scan(connection, query, codec, "none")
         lines = [(row.timestamp_id, row.uid, row.priority) for row in rows]
     else:
@@ -152,7 +152,7 @@ def lock_drawn(
 
 def lock_matching(connection: sa.Connection, query: Query, codec: Codec) -> list[int]:
     """The uids of the rows that match, locked; nothing but the uids is read."""
-    if is_too_large(query):
+    if needs_scan(query):
         return [row.uid for row in _scan(connection, query, codec, "wait")]
     uids: list[int] = []
     for arm in plan_arms(query, _steps_for(connection, query), by_age=False):

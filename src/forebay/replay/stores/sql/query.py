@@ -5,8 +5,8 @@
     query --plan_arms--> one arm per task, status and age rule --compile_condition--> WHERE, ORDER BY
 
 Exactness. A database compares a 64-bit integer with a float by rounding, or refuses integers it cannot hold;
-Python compares exactly. So a comparison is first turned into one of the column's own kind: a bound of integers
-is rounded to the integer that says the same. A value of another kind is settled here, and a query with a
+Python compares exactly. So a comparison is first turned into one of the column's own kind: a bound of
+integers is rounded to the one that says the same. A value of another kind is settled here; a query with a
 value that no column holds exactly is not compiled (`needs_scan`).
 
 Age. The staleness of a labeled row moves with the train step of its task. Within one task it is

@@ -53,10 +53,8 @@ main(parser.parse_args())
 class Endless(VLLM):
     """Ignores the end token, as the benchmark client does, so that all make the same number of tokens."""
 
-    def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, tokens_per_piece: int
-    ) -> dict[str, Any]:
-        return {**super().body(request, model, max_tokens, tokens_per_piece), "ignore_eos": True}
+    def body(self, *arguments: Any, **settings: Any) -> dict[str, Any]:
+        return {**super().body(*arguments, **settings), "ignore_eos": True}
 
 
 def prompts(count: int) -> list[str]:

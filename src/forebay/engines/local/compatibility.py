@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forebay.engines.base import Completion, GenerateRequest
+from forebay.engines.base import GenerateRequest
 from forebay.engines.local.batch import DecodeBatch, Ended, Row
 from forebay.types import SampleParams
 
@@ -103,6 +103,7 @@ def probe(batch: DecodeBatch) -> None:
 
 @torch.inference_mode()
 def _worst_difference(batch: DecodeBatch) -> float:
+    """The largest difference between log probabilities of the batch and those of forwards without a cache."""
     vocab_size = batch.model.config.get_text_config().vocab_size
     rows = [
         Row(
@@ -121,14 +122,12 @@ def _worst_difference(batch: DecodeBatch) -> float:
     ended: list[Ended] = []
     while batch.size:
         ended += batch.step(0)
-    return max(_difference(batch.model, row, completion) for row, completion in ended)
-
-
-def _difference(model: Any, row: Row, completion: Completion) -> float:
-    """The largest difference between the log probabilities and those of one forward without a cache."""
-    ids = completion.response_ids.astype(np.int64)
-    tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]))[None].to(model.device)
-    logits_TV = model(input_ids=tokens, use_cache=False).logits[0].float()
-    plain_TV = torch.log_softmax(logits_TV[len(row.request.input_ids) - 1 : -1], dim=-1).cpu()
-    expected = plain_TV.gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
-    return float(np.abs(expected - completion.logprobs).max())
+    differences: list[float] = []
+    for row, completion in ended:
+        ids = completion.response_ids.astype(np.int64)
+        tokens = torch.from_numpy(np.concatenate([row.request.input_ids, ids]))[None].to(batch.model.device)
+        logits_TV = batch.model(input_ids=tokens, use_cache=False).logits[0].float()
+        plain_TV = torch.log_softmax(logits_TV[len(row.request.input_ids) - 1 : -1], dim=-1).cpu()
+        expected = plain_TV.gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+        differences.append(float(np.abs(expected - completion.logprobs).max()))
+    return max(differences)

@@ -64,7 +64,11 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.num_rows = max(num_rows, self.num_rows)
         self.num_columns = max(num_columns, self.num_columns)
         for layer in self.layers:
-            layer.resize()
+            if layer.is_initialized:
+                old_keys, old_values = layer.keys, layer.values
+                layer.lazy_initialization(old_keys, old_values)
+                layer.keys[: old_keys.shape[0], :, : old_keys.shape[2]] = old_keys
+                layer.values[: old_values.shape[0], :, : old_values.shape[2]] = old_values
 
     def set_step(self, positions_B: torch.Tensor, width: int) -> None:
         """The next forward adds one token to each of rows 0..B-1 at these columns and reads `width`."""
@@ -75,9 +79,14 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self.width = width
 
     def store(self, prefilled: Cache, sources: torch.Tensor, rows: torch.Tensor) -> None:
-        """Copy rows `sources` of a prefill's cache to `rows` of this one."""
+        """Make rows `sources` of a prefill's cache the content of `rows`, zero beyond it."""
         for own, new in zip(self.layers, prefilled.layers, strict=True):
-            own.store(new.keys[sources], new.values[sources], rows)
+            if not own.is_initialized:
+                own.lazy_initialization(new.keys, new.values)
+            for held, given in ((own.keys, new.keys), (own.values, new.values)):
+                length = given.shape[2]
+                held[rows, :, :length] = given[sources]
+                held[rows, :, length:] = 0
 
     def clear(self, rows: torch.Tensor) -> None:
         """Make these rows empty."""
@@ -129,24 +138,6 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         self.keys[cache.row_index_B, :, cache.positions_B] = key_states[:, :, 0]
         self.values[cache.row_index_B, :, cache.positions_B] = value_states[:, :, 0]
         return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
-
-    def store(self, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
-        """Make [n, H, L, D] the content of these n rows; what a row held beyond L becomes zero."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        length = keys.shape[2]
-        for own, new in ((self.keys, keys), (self.values, values)):
-            own[rows, :, :length] = new
-            own[rows, :, length:] = 0
-
-    def resize(self) -> None:
-        """Grow to the cache's numbers of rows and columns."""
-        if not self.is_initialized:
-            return
-        old_keys, old_values = self.keys, self.values
-        self.lazy_initialization(old_keys, old_values)
-        self.keys[: old_keys.shape[0], :, : old_keys.shape[2]] = old_keys
-        self.values[: old_values.shape[0], :, : old_values.shape[2]] = old_values
 
     def release(self) -> None:
         """Free the memory."""

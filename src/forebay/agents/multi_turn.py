@@ -43,7 +43,7 @@ from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
 from forebay.aio.cancellation import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel
-from forebay.types import Message, RolloutState, Status
+from forebay.types import RolloutState, Status
 from forebay.watching.activity import TOOL
 
 logger = logging.getLogger(__name__)
@@ -235,12 +235,7 @@ class MultiTurnAgentLoop(AgentLoop):
         record.awaits_reply = False
         if reply.done or state.extra_fields[TURNS_KEY] >= self.arguments.max_turns:
             self._end(state, record, "environment" if reply.done else "max_turns")
-        else:
-            self._append(state, record, turn_ids, messages)
-
-    def _append(
-        self, state: RolloutState, record: EpisodeRecord, turn_ids: list[int], messages: list[Message]
-    ) -> None:
+            return
         if not messages:
             raise ValueError(
                 f"{self._name} was neither done nor had anything to say after turn "

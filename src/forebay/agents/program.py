@@ -190,19 +190,15 @@ class ProgramAgentLoop(AgentLoop):
             state.status = Status.COMPLETED
         first.extra_fields[REQUESTS_KEY] = session.num_requests
         if self.judge is None and result is not None:
-            first.reward = self._reward(result)
+            reward = dict(result) if isinstance(result, Mapping) else {"score": result}
+            try:
+                first.reward = {**reward, "score": float(reward["score"])}
+            except (KeyError, TypeError, ValueError):
+                raise ValueError(
+                    f"{self.name} must return a number, or a mapping with a number as score; it "
+                    f"returned {result!r}"[:_TAIL_CHARACTERS]
+                ) from None
         return trajectories
-
-    def _reward(self, result: Any) -> dict[str, Any]:
-        reward = dict(result) if isinstance(result, Mapping) else {"score": result}
-        try:
-            reward["score"] = float(reward["score"])
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(
-                f"{self.name} must return a number, or a mapping with a number as score; it "
-                f"returned {result!r}"[:_TAIL_CHARACTERS]
-            ) from None
-        return reward
 
 
 @dataclass(frozen=True)

@@ -39,18 +39,6 @@ MAX_RESULT_CHARACTERS = 4000
 """About a thousand tokens: a result must not fill the context."""
 
 
-def _check_tools(tools: Sequence[Any]) -> Sequence[Any]:
-    if not tools:
-        raise ValueError("name at least one tool")
-    return [check_tool(tool) for tool in tools]
-
-
-def _check_format(text: str) -> str:
-    if "{result}" not in text:
-        raise ValueError("result_format must hold {result}, where the result goes")
-    return text
-
-
 class ToolEnvironment(Environment):
     """Runs the tool calls of each turn; a turn without calls is the answer.
 
@@ -205,7 +193,7 @@ class ToolAgentLoop(AgentLoop):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``tools`` agent in a run file."""
 
-        tools: Annotated[Sequence[Any], AfterValidator(_check_tools)]
+        tools: Sequence[Annotated[Any, AfterValidator(check_tool)]] = Field(min_length=1)
         """The tools: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
         or class of tools, or tables with such a ``name`` and its ``arguments``."""
         parser: Annotated[Any, AfterValidator(check_parser)] = None
@@ -225,8 +213,8 @@ class ToolAgentLoop(AgentLoop):
         result_role: str = "tool"
         """Role of the messages that carry results; ``user`` where the chat template does not know
         ``tool``."""
-        result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
-        """Text of those messages, for example ``Result: {result}``."""
+        result_format: str = Field(default="{result}", pattern=r"\{result\}")
+        """Text of those messages, with ``{result}`` where the result goes: ``Result: {result}``."""
 
     arguments: Arguments
 

@@ -26,7 +26,7 @@ from forebay.agents.base import AgentLoop
 from forebay.agents.program import PROGRAM_TIMEOUT_S, ProgramAgentLoop, ProgramSession
 from forebay.aio.time_limits import start_thread
 from forebay.config import ConfigError, StrictModel
-from forebay.types import Message, RolloutState
+from forebay.types import RolloutState
 
 TASK_KEY = "verifiers_task"
 """Key in ``reward_model``: the number of the task in its taskset."""
@@ -179,18 +179,14 @@ def load_tasks(*, env: Mapping[str, Any], size: int | None = None) -> list[Row]:
     taskset = open_environment(env).taskset
     if size is None and not taskset.bounded:
         raise ConfigError(f"taskset {env['taskset']['id']!r} has endless tasks; set size")
-    return [
-        {"prompt": _messages(task.data), "answer": "", "reward_model": {TASK_KEY: number}}
-        for number, task in enumerate(itertools.islice(taskset, size))
-    ]
-
-
-def _messages(data: Any) -> list[Message]:
-    """The prompt as far as it is known before the harness has made it."""
-    messages: list[Message] = []
-    if data.system_prompt:
-        messages.append({"role": "system", "content": data.system_prompt})
-    return [*messages, {"role": "user", "content": data.prompt_text or data.name or f"task {data.idx}"}]
+    rows: list[Row] = []
+    for number, task in enumerate(itertools.islice(taskset, size)):
+        # The prompt as far as it is known before the harness has made it.
+        data = task.data
+        prompt = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        prompt.append({"role": "user", "content": data.prompt_text or data.name or f"task {data.idx}"})
+        rows.append({"prompt": prompt, "answer": "", "reward_model": {TASK_KEY: number}})
+    return rows
 
 
 class _Tasks:

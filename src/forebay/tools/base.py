@@ -57,7 +57,18 @@ class FunctionTool:
     ) -> None:
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
-        self.schema = _schema_of(function) if schema is None else schema
+        if schema is None:
+            from transformers.utils import get_json_schema
+
+            try:
+                schema = get_json_schema(function)
+            # transformers has an exception for each thing that may be missing, without a common base.
+            except Exception as error:
+                raise ValueError(
+                    f"tool {getattr(function, '__name__', function)!r}: {error}; it needs a type for each "
+                    f"parameter and a docstring with a line for each under 'Args:'"
+                ) from error
+        self.schema: Schema = schema
         self.name: str = self.schema["function"]["name"]
         self._threads = CallThreads(timeout_s=None, num_threads=num_threads)
 
@@ -87,20 +98,6 @@ class FunctionTool:
         # The model's arguments reach code that was not written for them.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
-
-
-def _schema_of(function: Callable[..., Any]) -> Schema:
-    from transformers.utils import get_json_schema
-
-    try:
-        schema: Schema = get_json_schema(function)
-    # transformers has an exception for each thing that may be missing, without a common base.
-    except Exception as error:
-        raise ValueError(
-            f"tool {getattr(function, '__name__', function)!r}: {error}; it needs a type for each parameter "
-            f"and a docstring with a line for each under 'Args:'"
-        ) from error
-    return schema
 
 
 def schema_of(tool: Tool | Callable[..., Any] | str | Mapping[str, Any]) -> Schema:

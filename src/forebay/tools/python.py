@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forebay.config import StrictModel
-from forebay.sandbox import Limits, Sandbox, SandboxError, SandboxResult
+from forebay.sandbox import Limits, Sandbox, SandboxError
 from forebay.tools.contract import ToolError, ToolUnavailableError, make_schema, only_argument
 
 
@@ -52,13 +52,9 @@ class Python:
             result = await self._sandbox.run_python(code)
         except SandboxError as error:
             raise ToolUnavailableError(f"python: {error}") from error
+        if result.timed_out:
+            raise ToolError(f"{result.stdout}(the program took too long and was ended)")
         if not result.ok:
-            raise ToolError(_why(result))
+            said = result.stderr.strip() or f"the program was ended: {result.reason}"
+            raise ToolError(f"{result.stdout}{said}")
         return result.stdout or "(nothing was printed)"
-
-
-def _why(result: SandboxResult) -> str:
-    if result.timed_out:
-        return f"{result.stdout}(the program took too long and was ended)"
-    # The last line of a traceback says what was wrong; the lines above name files of the sandbox.
-    return f"{result.stdout}{result.stderr.strip() or f'the program was ended: {result.reason}'}"

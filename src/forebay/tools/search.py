@@ -14,7 +14,7 @@ import asyncio
 import json
 import re
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,9 @@ class Search:
         self._index = sqlite3.connect(":memory:", check_same_thread=False)
         self._index.execute("CREATE VIRTUAL TABLE documents USING fts5(title, body, tokenize='porter')")
         documents = _read_corpus(Path(corpus)) if isinstance(corpus, str) else corpus
-        self._num_documents = self._add(documents)
+        with self._index:
+            added = self._index.executemany("INSERT INTO documents VALUES (?, ?)", documents)
+        self._num_documents = added.rowcount
         if not self._num_documents:
             self.close()
             raise ConfigError(f"tool 'search': the corpus {corpus!r} holds no documents")
@@ -110,10 +112,6 @@ class Search:
         """Free the index."""
         self._thread.shutdown()
         self._index.close()
-
-    def _add(self, documents: Iterable[Document]) -> int:
-        with self._index:
-            return self._index.executemany("INSERT INTO documents VALUES (?, ?)", documents).rowcount
 
     def _find(self, query: str) -> list[Document]:
         passage = f"snippet(documents, 1, '', '', '...', {_PASSAGE_WORDS})"

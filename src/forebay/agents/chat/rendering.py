@@ -132,18 +132,15 @@ class IncrementRenderer:
         for key in ("content", "name"):
             value = message.get(key)
             if isinstance(value, str):
-                harmless[key] = self._broken_up(value)
+                harmless[key] = self._special.sub(_broken_up, value)
             elif isinstance(value, list):
                 harmless[key] = [
-                    {**part, "text": self._broken_up(part["text"])}
+                    {**part, "text": self._special.sub(_broken_up, part["text"])}
                     if isinstance(part, dict) and isinstance(part.get("text"), str)
                     else part
                     for part in value
                 ]
         return harmless
-
-    def _broken_up(self, text: str) -> str:
-        return self._special.sub(_broken_up, text)
 
     def _text(self, messages: Sequence[Message], **options: Any) -> str:
         return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))

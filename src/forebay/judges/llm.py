@@ -136,17 +136,16 @@ class LLMJudge(Judge):
 
     async def score(self, state: RolloutState) -> Verdict:
         """The model's verdict on one rollout."""
-        if self.needs_whole_group:
-            return (await self.score_group([state]))[0]
-        messages = self._messages(state, response=state.response)
-        return await self._client.ask(messages, self._parser.verdict)
+        (verdict,) = await self.score_group([state])
+        return verdict
 
     async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict]:
         """The model's verdicts on a group, by one question; on a single rollout, by its own."""
-        if not self.needs_whole_group:
-            return [await self.score(state) for state in states]
-        messages = self._messages(states[0], responses=[state.response for state in states])
-        return await self._client.ask(messages, lambda reply: self._parser.verdicts(reply, len(states)))
+        if self.needs_whole_group:
+            messages = self._messages(states[0], responses=[state.response for state in states])
+            return await self._client.ask(messages, lambda reply: self._parser.verdicts(reply, len(states)))
+        questions = [self._messages(state, response=state.response) for state in states]
+        return [await self._client.ask(question, self._parser.verdict) for question in questions]
 
     def _messages(self, state: RolloutState, **subject: Any) -> list[Message]:
         asked = [message.get("content") for message in state.message if message.get("role") == "user"]

@@ -140,23 +140,21 @@ class Sandbox:
             SandboxUnavailableError: none that is allowed works here.
         """
         async with self._choosing:
-            if self._level is None:
-                self._groups = find_control_groups(memory_bytes=self.limits.tree_bytes)
-                self._level = await self._choose()
-            return self._level
-
-    async def _choose(self) -> Isolation:
-        problems: list[str] = []
-        for level in self.levels:
-            problem = await self._problem_of(level)
-            if problem is not None and level is Isolation.BUBBLEWRAP and self._groups is not None:
-                # Groups can be made here, but not joined: once more without.
-                self._groups = None
+            if self._level is not None:
+                return self._level
+            self._groups = find_control_groups(memory_bytes=self.limits.tree_bytes)
+            problems: list[str] = []
+            for level in self.levels:
                 problem = await self._problem_of(level)
-            if problem is None:
-                logger.info("sandbox: %s%s", level.value, "".join(f"; no {text}" for text in problems))
-                return level
-            problems.append(f"{level.value} ({problem})")
+                if problem is not None and level is Isolation.BUBBLEWRAP and self._groups is not None:
+                    # Groups can be made here, but not joined: once more without.
+                    self._groups = None
+                    problem = await self._problem_of(level)
+                if problem is None:
+                    logger.info("sandbox: %s%s", level.value, "".join(f"; no {text}" for text in problems))
+                    self._level = level
+                    return level
+                problems.append(f"{level.value} ({problem})")
         raise SandboxUnavailableError(
             f"no sandbox works here: {'; '.join(problems)}. Install bubblewrap (bwrap) and allow user "
             f"namespaces, or use Linux 5.13 or newer with Landlock and libseccomp. For programs that you "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 
-class IndexedStorage(StorageBackend):
+class IndexedStorage(RowBook, StorageBackend):
     """Rows in memory, ranked and counted without a scan.
 
     Rows of model step 1 have staleness 5 at train step 7 (7 - 1 - 1):
@@ -53,13 +53,12 @@ class IndexedStorage(StorageBackend):
     rows_at_once = 128
 
     def __init__(self) -> None:
-        self._rows: dict[int, StorageItem] = {}
+        super().__init__()
         self._cells: dict[str, dict[str, _Cell]] = {}
         self._num_archived = 0
-        self._book = RowBook()
 
     async def put(self, item: StorageItem) -> int:
-        row = self._book.admit(item)
+        row = self._admit(item)
         self._insert(row)
         return row.uid
 
@@ -69,7 +68,7 @@ class IndexedStorage(StorageBackend):
         field, descending = parse_order(order)
         rows = self._ranked(parse_query(query), field, descending)
         first = rows if limit is None else islice(rows, max(limit, 0))
-        return [self._book.present(row, rows_only=rows_only) for row in first]
+        return [self._present(row, rows_only=rows_only) for row in first]
 
     async def count(self, query: QueryLike) -> int:
         parsed = parse_query(query)
@@ -93,7 +92,7 @@ class IndexedStorage(StorageBackend):
         for uid in dict.fromkeys(uids):
             if (row := self._rows.get(uid)) is None:
                 continue
-            shown = self._book.present(row)
+            shown = self._present(row)
             if parsed is None or matches(parsed, shown):
                 taken.append(shown)
                 self._remove(row)
@@ -141,15 +140,6 @@ class IndexedStorage(StorageBackend):
                 self._remove(stored)
                 self._insert(replace_row(stored, item))
 
-    async def get_train_step(self, task_name: str) -> int | None:
-        return self._book.train_steps.get(task_name)
-
-    async def set_train_step(self, task_name: str, train_step: int) -> None:
-        self._book.set_train_step(task_name, train_step)
-
-    async def let_train_steps_fall(self) -> None:
-        self._book.let_train_steps_fall()
-
     def __len__(self) -> int:
         return len(self._rows) - self._num_archived
 
@@ -160,19 +150,19 @@ class IndexedStorage(StorageBackend):
         One column per field of a row (no payload) and one per tag, ``tags.<name>``; it needs pandas.
         """
         rows = sorted(self._rows.values(), key=attrgetter("timestamp_id"))
-        return rows_to_frame([self._book.present(row, rows_only=True) for row in rows])
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._book.state_dict(self._rows.values())
+        return rows_to_frame([self._present(row, rows_only=True) for row in rows])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        rows = self._book.load_state_dict(state)
-        self._rows, self._cells, self._num_archived = {}, {}, 0
-        for row in rows:
-            self._insert(row)
+        super().load_state_dict(state)
+        self._cells, self._num_archived = {}, 0
+        for row in self._rows.values():
+            self._index(row)
 
     def _insert(self, row: StorageItem) -> None:
         self._rows[row.uid] = row
+        self._index(row)
+
+    def _index(self, row: StorageItem) -> None:
         self._num_archived += row.is_archived
         cells = self._cells.setdefault(row.task_name, {})
         status = plain_value(row.status)
@@ -214,7 +204,7 @@ class IndexedStorage(StorageBackend):
                     continue
                 rest = simplify(query, {"task_name": task, "status": status})
                 if rest is not False:
-                    yield cell, self._book.train_steps.get(task), rest  # type: ignore[arg-type]
+                    yield cell, self._train_steps.get(task), rest  # type: ignore[arg-type]
 
     def _matching_buckets(self, cell: _Cell, train_step: int | None, query: Query | bool) -> Iterator[_Part]:
         for known, bucket in cell.buckets(train_step):
@@ -227,7 +217,7 @@ class IndexedStorage(StorageBackend):
         if (uids := allowed_values(query, "uid")) is not None:
             found = sorted(self._rows_with(uids, query), key=lambda row: row.timestamp_id)
             if field == "staleness":
-                return iter(sorted(found, key=self._book.staleness, reverse=descending))
+                return iter(sorted(found, key=self._staleness, reverse=descending))
             return iter(sorted(found, key=lambda row: getattr(row, field), reverse=descending))
         parts = [part for cell in self._cells_for(query) for part in self._matching_buckets(*cell)]
         if field == "timestamp_id":
@@ -240,7 +230,7 @@ class IndexedStorage(StorageBackend):
 
     def _rows_with(self, uids: Iterable[Any], query: Query) -> Iterator[StorageItem]:
         rows = (self._rows[uid] for uid in uids if uid in self._rows)
-        return (row for row in rows if matches(query, self._book.present(row, rows_only=True)))
+        return (row for row in rows if matches(query, self._present(row, rows_only=True)))
 
     def _merge_parts(self, parts: Iterable[_Part], descending: bool = False) -> Iterator[StorageItem]:
         streams = [self._iter_bucket(bucket, rest, descending) for _, bucket, rest in parts]

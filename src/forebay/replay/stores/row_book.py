@@ -2,7 +2,7 @@
 
 ::
 
-    put ----> RowBook.admit -> a row with ids        get, take <- RowBook.present <- a row, as stale as now
+    put ----> admit -> a row with ids                get, take <- present <- a row, as stale as now
     update -> replace_row                            state_dict, load_state_dict <- check_state
 """
 
@@ -16,36 +16,61 @@ from forebay.replay.stores.contract import STATE_VERSION, StorageItem, check_row
 
 
 class RowBook:
-    """The id counters of a store in memory and the latest train step of each task."""
+    """The rows of a store in memory, its id counters, and the latest train step of each task."""
 
     def __init__(self) -> None:
-        self.next_uid = 0
-        self.next_timestamp_id = 0
-        self.train_steps: dict[str, int] = {}
+        self._rows: dict[int, StorageItem] = {}
+        self._next_uid = 0
+        self._next_timestamp_id = 0
+        self._train_steps: dict[str, int] = {}
         self._may_fall: set[str] = set()
 
-    def admit(self, item: StorageItem) -> StorageItem:
-        """A copy of `item` with the ids it will keep; ValueError if some store could not hold it."""
-        check_row(item)
-        uid = max(item.uid, self.next_uid)
-        timestamp_id = max(item.timestamp_id, self.next_timestamp_id)
-        self.next_uid, self.next_timestamp_id = uid + 1, timestamp_id + 1
-        return copy_row(item, uid=uid, timestamp_id=timestamp_id)
+    async def get_train_step(self, task_name: str) -> int | None:
+        """As `StorageBackend.get_train_step`."""
+        return self._train_steps.get(task_name)
 
-    def set_train_step(self, task_name: str, train_step: int) -> None:
-        before = self.train_steps.get(task_name)
+    async def set_train_step(self, task_name: str, train_step: int) -> None:
+        """As `StorageBackend.set_train_step`."""
+        before = self._train_steps.get(task_name)
         if before is None or before < train_step or task_name in self._may_fall:
-            self.train_steps[task_name] = train_step
+            self._train_steps[task_name] = train_step
             self._may_fall.discard(task_name)
 
-    def let_train_steps_fall(self) -> None:
-        self._may_fall = set(self.train_steps)
+    async def let_train_steps_fall(self) -> None:
+        """As `StorageBackend.let_train_steps_fall`."""
+        self._may_fall = set(self._train_steps)
 
-    def staleness(self, row: StorageItem) -> int:
+    def state_dict(self) -> dict[str, Any]:
+        """The form that `StorageBackend.state_dict` describes."""
+        return {
+            "version": STATE_VERSION,
+            "items": list(self._rows.values()),
+            "next_uid": self._next_uid,
+            "next_timestamp_id": self._next_timestamp_id,
+            "train_steps": dict(self._train_steps),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over counters, train steps and rows, these in arrival order."""
+        rows = check_state(state)
+        self._next_uid = max(self._next_uid, state["next_uid"])
+        self._next_timestamp_id = max(self._next_timestamp_id, state["next_timestamp_id"])
+        self._train_steps, self._may_fall = dict(state["train_steps"]), set()
+        self._rows = {row.uid: copy_row(row) for row in rows}
+
+    def _admit(self, item: StorageItem) -> StorageItem:
+        """A copy of `item` with the ids it will keep; ValueError if some store could not hold it."""
+        check_row(item)
+        uid = max(item.uid, self._next_uid)
+        timestamp_id = max(item.timestamp_id, self._next_timestamp_id)
+        self._next_uid, self._next_timestamp_id = uid + 1, timestamp_id + 1
+        return copy_row(item, uid=uid, timestamp_id=timestamp_id)
+
+    def _staleness(self, row: StorageItem) -> int:
         """The row's staleness as of the latest train step of its task."""
-        return staleness_at(row, self.train_steps.get(row.task_name))
+        return staleness_at(row, self._train_steps.get(row.task_name))
 
-    def present(self, row: StorageItem, *, rows_only: bool = False) -> StorageItem:
+    def _present(self, row: StorageItem, *, rows_only: bool = False) -> StorageItem:
         """A copy to hand out."""
         # Written out, and not `replace`, because every row that leaves the store passes here.
         return StorageItem(
@@ -54,32 +79,13 @@ class RowBook:
             row.timestamp_id,
             row.task_name,
             row.status,
-            self.staleness(row),
+            self._staleness(row),
             dict(row.tags),
             row.priority,
             row.oldest_model_step,
             row.train_step,
             row.status_before,
         )
-
-    def state_dict(self, rows: Iterable[StorageItem]) -> dict[str, Any]:
-        """The form that `StorageBackend.state_dict` describes."""
-        return {
-            "version": STATE_VERSION,
-            "items": list(rows),
-            "next_uid": self.next_uid,
-            "next_timestamp_id": self.next_timestamp_id,
-            "train_steps": dict(self.train_steps),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> list[StorageItem]:
-        """Take over counters and train steps; return the rows to store, in arrival order."""
-        rows = check_state(state)
-        self.next_uid = max(self.next_uid, state["next_uid"])
-        self.next_timestamp_id = max(self.next_timestamp_id, state["next_timestamp_id"])
-        self.train_steps = dict(state["train_steps"])
-        self._may_fall = set()
-        return [copy_row(row) for row in rows]
 
 
 def check_state(state: Mapping[str, Any]) -> list[StorageItem]:

@@ -50,14 +50,6 @@ class Key:
     meaning: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Section:
-    """Keys that stand together in the reference."""
-
-    title: str
-    keys: tuple[Key, ...]
-
-
 COMPONENTS = (
     ("engine.arguments", "engine", "forebay.engines.build:ENGINE_ARGUMENTS"),
     ("cluster.arguments", "cluster", "forebay.runs.config:CLUSTER_ARGUMENTS"),
@@ -75,21 +67,20 @@ COMPONENTS = (
 
 
 @cache
-def reference() -> tuple[Section, ...]:
-    """All keys."""
+def reference() -> Mapping[str, Sequence[Key]]:
+    """All keys, by the title of the section in which they stand."""
     # Not before they are asked for: every command imports this module.
     from forebay.environments.config import FragmentRunConfig
     from forebay.runs.config import RunConfig
 
-    sections = [Section(title="A run file", keys=tuple(keys_of(RunConfig)))]
+    sections = {"A run file": tuple(keys_of(RunConfig))}
     for path, kind, table in COMPONENTS:
         for name, model in _imported(table).items():
             model = _imported(model) if isinstance(model, str) else model
             if keys := tuple(keys_of(model, f"{path}.", of=f"{kind} {name}")):
-                sections.append(Section(title=f"Arguments of the {kind} `{name}`", keys=keys))
-    keys = tuple(keys_of(FragmentRunConfig, of="run in environments"))
-    sections.append(Section(title="A run file with an `[environment]` table", keys=keys))
-    return tuple(sections)
+                sections[f"Arguments of the {kind} `{name}`"] = keys
+    of_fragments = tuple(keys_of(FragmentRunConfig, of="run in environments"))
+    return sections | {"A run file with an `[environment]` table": of_fragments}
 
 
 def _imported(path: str) -> Any:
@@ -104,9 +95,9 @@ def keys_of(model: Any, prefix: str = "", *, of: str = "") -> Iterator[Key]:
         path = f"{prefix}{name}"
         table, is_list = _table_in(annotation)
         meaning = meanings.get(name) or (inspect.getdoc(table) or "" if table else "").split("\n")[0]
-        yield Key(
-            path=path, of=of, values=_values(annotation), default=_shown(default), meaning=_plain(meaning)
-        )
+        # One line; names of code in single backticks.
+        plain = re.sub(r"\s+", " ", meaning.replace("``", "`")).strip()
+        yield Key(path=path, of=of, values=_values(annotation), default=_shown(default), meaning=plain)
         if table is not None:
             yield from keys_of(table, f"{path}.0." if is_list else f"{path}.", of=of)
 
@@ -169,7 +160,12 @@ _WORDS = {
 def _values(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        bounds = [text for bound in arguments[1:] if (text := _bound(bound))]
+        bounds = [
+            f"{sign} {bound}"
+            for constraint in arguments[1:]
+            for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+            if (bound := getattr(constraint, name, None)) is not None
+        ]
         return " ".join([_values(arguments[0]), *bounds])
     if origin in (Union, types.UnionType):
         parts = [_values(part) for part in arguments if part is not type(None)]
@@ -183,13 +179,6 @@ def _values(annotation: Any) -> str:
     if isinstance(annotation, type) and issubclass(annotation, Component):
         return "text or table"
     return _WORDS.get(annotation, "table")
-
-
-def _bound(constraint: Any) -> str:
-    for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-        if (value := getattr(constraint, name, None)) is not None:
-            return f"{sign} {value}"
-    return ""
 
 
 def _shown(default: Any) -> str:
@@ -208,18 +197,13 @@ def _shown(default: Any) -> str:
     return str(list(default) if isinstance(default, tuple) else default).replace("\n", "\\n")
 
 
-def _plain(text: str) -> str:
-    """One line; names of code in single backticks."""
-    return re.sub(r"\s+", " ", text.replace("``", "`")).strip()
-
-
 def find_keys(pattern: str | None) -> list[Key]:
     """The keys whose path has `pattern` in it; if there is none, those whose meaning has.
 
     Raises:
         ConfigError: there is none; the message names the nearest.
     """
-    keys = [key for section in reference() for key in section.keys]
+    keys = [key for section in reference().values() for key in section]
     if pattern is None:
         return keys
     wanted = re.sub(r"\b\d+\b", "0", pattern.lower())
@@ -243,17 +227,13 @@ def as_page() -> str:
         "`[[tasks]]` table. A default of `none`: the key is left out. Times end in `_s` and are seconds.\n"
         "What becomes of a row of data: [judges](judges.md#from-a-row-of-data-to-a-rollout).",
     ]
-    for section in reference():
-        rows = [
-            f"| `{key.path}` | {key.values} | {_cell(key.default)} | {key.meaning} |" for key in section.keys
-        ]
-        table = "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
-        parts.append(f"## {section.title}\n\n{table}")
+    for title, keys in reference().items():
+        lines = ["| key | values | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            default = f"`` {key.default} ``".replace("|", "\\|") if key.default else ""
+            lines.append(f"| `{key.path}` | {key.values} | {default} | {key.meaning} |")
+        parts.append(f"## {title}\n\n" + "\n".join(lines))
     return "\n\n".join(parts) + "\n"
-
-
-def _cell(text: str) -> str:
-    return f"`` {text} ``".replace("|", "\\|") if text else ""
 
 
 def show_keys(

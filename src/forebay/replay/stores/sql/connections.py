@@ -24,7 +24,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,19 +103,17 @@ class Transactions:
             yield connection
 
 
-def write_turn(url: sa.URL) -> AbstractContextManager[None]:
+@contextmanager
+def write_turn(url: sa.URL) -> Iterator[None]:
     """A block in which it is this thread's turn to write to the database of `url`.
 
     Raises:
         StoreBusy: the turn does not come.
     """
     if fcntl is None or url.get_backend_name() != "sqlite" or is_in_memory(url):
-        return nullcontext()
-    return _turn(f"{url.database}-turn")
-
-
-@contextmanager
-def _turn(path: str) -> Iterator[None]:
+        yield
+        return
+    path = f"{url.database}-turn"
     file = open(path, "wb")  # noqa: SIM115
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

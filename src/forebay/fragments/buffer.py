@@ -110,7 +110,11 @@ class ReplayBufferActor:
         self._state = ReplayState(self._rules)
         self._state.restore(self._journal.load(), self._store.__contains__)
         self._arriving: set[str] = set()
-        self._collector = Collector(self._store, self._is_named, orphan_grace_s)
+        self._collector = Collector(
+            self._store,
+            lambda fragment_id: fragment_id in self._state.references or fragment_id in self._arriving,
+            orphan_grace_s,
+        )
         self._readers = Gate(on_wait=self._wake)
         self._writers = Gate()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -149,7 +153,10 @@ class ReplayBufferActor:
                         self._state.add([fragment], self._now_s())
         finally:
             self._arriving.difference_update(ids)
-        self._report_if_due()
+        every, added = self._fragments_per_report, self._state.meta.tallies.added
+        if every is not None and added - self._reported_at >= every:
+            self._report(await self.metrics())
+            self._reported_at, self._reported_s = added, self._now_s()
         await self._collector.drained()
 
     async def wait_for_room(self) -> None:
@@ -240,7 +247,20 @@ class ReplayBufferActor:
 
     async def metrics(self) -> Metrics:
         """Counts since the store was made, what is held now, and the speed since the last report."""
-        return self._metrics()
+        state, tallies = self._state, self._state.meta.tallies
+        elapsed_s = asyncio.get_running_loop().time() - self._reported_s
+        added = tallies.added - self._reported_at
+        return tallies.as_metrics() | {
+            "fragments_per_s": added / elapsed_s if elapsed_s > 0 else 0.0,
+            "chunks": state.num_chunks,
+            "partial_fragments": state.num_partial,
+            "held_fragments": len(state.references),
+            "leases": len(state.leases),
+            "waiting_fetches": len(self._readers),
+            "waiting_additions": len(self._writers),
+            "orphans_deleted": self._collector.num_orphans,
+            "model_version": state.meta.model_version,
+        }
 
     async def save(self, path: str) -> None:
         """Copy the whole buffer to the new folder `path`: a buffer opened there goes on from now.
@@ -289,7 +309,13 @@ class ReplayBufferActor:
         """Do what time has brought; called by the timer, and before every change."""
         if self._closed is not None:
             raise BufferClosed(self._closed)
-        self._follow_clock()
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            # A new buffer, or one used in another event loop than before, begins all terms anew.
+            self._loop, self._timer = loop, None
+            self._reported_s = loop.time()
+            self._state.restart_clock(loop.time())
+            self._collector.restart_clock()
         self._state.advance(self._now_s())
         if self._state.changes:
             self._commit()
@@ -316,9 +342,6 @@ class ReplayBufferActor:
         # A reader that waits for more chunks can only be helped by writers.
         return self._state.may_insert() or self._readers.blocked
 
-    def _is_named(self, fragment_id: str) -> bool:
-        return fragment_id in self._state.references or fragment_id in self._arriving
-
     def _end(self, reason: str) -> None:
         self._closed = self._closed or reason
         if self._timer is not None:
@@ -332,15 +355,6 @@ class ReplayBufferActor:
         assert self._loop is not None
         return self._loop.time()
 
-    def _follow_clock(self) -> None:
-        """A new buffer, or one used in another event loop than before, begins all terms anew."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop, self._timer = loop, None
-            self._reported_s = loop.time()
-            self._state.restart_clock(loop.time())
-            self._collector.restart_clock()
-
     def _set_timer(self) -> None:
         """Come back when the next term ends; at most one timer runs, and none without a term.
 
@@ -348,7 +362,7 @@ class ReplayBufferActor:
         event loop's clock / produces: `_refresh`
         """
         assert self._loop is not None
-        dues_s = (self._state.next_deadline_s(), self._collector.next_due_s())
+        dues_s = (self._state.next_deadline_s(), self._collector.due_s)
         due_s = min((due_s for due_s in dues_s if due_s is not None), default=None)
         if self._timer is not None and (
             due_s is None or due_s < self._timer.when() or self._timer.cancelled()
@@ -365,27 +379,3 @@ class ReplayBufferActor:
             self._refresh()
         except BufferClosed as reason:
             logger.warning("fragment buffer: %s", str(reason))
-
-    # Metrics.
-
-    def _metrics(self) -> Metrics:
-        state, tallies = self._state, self._state.meta.tallies
-        elapsed_s = asyncio.get_running_loop().time() - self._reported_s
-        added = tallies.added - self._reported_at
-        return tallies.as_metrics() | {
-            "fragments_per_s": added / elapsed_s if elapsed_s > 0 else 0.0,
-            "chunks": state.num_chunks,
-            "partial_fragments": state.num_partial,
-            "held_fragments": len(state.references),
-            "leases": len(state.leases),
-            "waiting_fetches": len(self._readers),
-            "waiting_additions": len(self._writers),
-            "orphans_deleted": self._collector.num_orphans,
-            "model_version": state.meta.model_version,
-        }
-
-    def _report_if_due(self) -> None:
-        every, added = self._fragments_per_report, self._state.meta.tallies.added
-        if every is not None and added - self._reported_at >= every:
-            self._report(self._metrics())
-            self._reported_at, self._reported_s = added, self._now_s()

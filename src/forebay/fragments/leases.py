@@ -69,14 +69,11 @@ class References:
             else:
                 free.append(fragment_id)
         self._gone |= dict.fromkeys(free)
-        self._forget()
-        return free
-
-    def _forget(self) -> None:
-        """Of what has gone, remember the last ones only."""
+        # Of all that are gone, the last ones only are remembered.
         if len(self._gone) > 2 * NUM_REMEMBERED:
             for fragment_id in list(islice(self._gone, NUM_REMEMBERED)):
                 del self._gone[fragment_id]
+        return free
 
 
 class LeaseTable:

@@ -113,11 +113,6 @@ class ReplayState:
         meta.tallies.added += len(new)
         meta.tallies.duplicates += num_duplicates
         meta.num_fragments += len(new)
-        self._insert(whole)
-        self._evict()
-
-    def _insert(self, whole: Sequence[tuple[Fragment, ...]]) -> None:
-        meta = self.meta
         chunks = [
             Chunk(
                 number, fragments, min([fragment.model_version for fragment in fragments]), meta.max_priority
@@ -128,6 +123,7 @@ class ReplayState:
         if limit := self.rules.rate_limit:
             meta.difference += limit.samples_per_insert * len(chunks)
         self._hold_chunks(chunks)
+        self._evict()
 
     def _hold_chunks(self, chunks: Sequence[Chunk]) -> None:
         self._chunks.add(chunks)

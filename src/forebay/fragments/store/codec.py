@@ -17,10 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -42,7 +41,6 @@ _PADDING = bytes(_ALIGNMENT)
 _FIELDS = tuple(field.name for field in fields(SampleFragment))
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder().decode
-_fields_of = attrgetter(*_FIELDS)
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 _TEXT = frozenset((str,))
 _VALUE = ("value",)
@@ -89,21 +87,6 @@ def _schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
     """Of a fragment whose fields have these nodes, with its id: the same few come again and again."""
     schema = Schema.parse(json.dumps(("dict", _FIELDS, nodes), separators=(",", ":")).encode())
     return schema, schema.schema_id
-
-
-@lru_cache(maxsize=1024)
-def _schema_with(kinds: tuple[type, ...], nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
-    """The same, `nodes` being only those of the fields that are not plain."""
-    rest = iter(nodes)
-    return _schema_of(tuple(_VALUE if kind in _PLAIN else next(rest) for kind in kinds))
-
-
-@lru_cache(maxsize=256)
-def _places(kinds: tuple[type, ...]) -> tuple[tuple[int, ...], Callable[[Any], Any]]:
-    """Of fields of these types: which are not plain, and what takes out the plain ones."""
-    plain = [i for i, kind in enumerate(kinds) if kind in _PLAIN]
-    others = tuple(i for i, kind in enumerate(kinds) if kind not in _PLAIN)
-    return others, lambda given: [given[i] for i in plain]
 
 
 def _leaves_of(node: Any) -> Iterator[tuple[str, Sequence[int], bool]]:
@@ -167,20 +150,16 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
     """
     arrays: list[np.ndarray[Any, Any]] = []
     values: list[Any] = []
-    given = _fields_of(fragment)
-    kinds = tuple(map(type, given))
-    places, plain_of = _places(kinds)
-    nodes = tuple([_split(given[i], _FIELDS[i], arrays, values) for i in places])
-    if values:
-        # A nested plain value stands between those of the fields before and after it.
-        values.clear()
-        arrays.clear()
-        all_nodes = tuple([_split(value, _FIELDS[i], arrays, values) for i, value in enumerate(given)])
-        schema, schema_id = _schema_of(all_nodes)
-    else:
-        schema, schema_id = _schema_with(kinds, nodes)
-        values = plain_of(given)
-    return _assemble(schema, schema_id, values, _body(arrays), compression)
+    nodes = tuple([_split(getattr(fragment, name), name, arrays, values) for name in _FIELDS])
+    schema, schema_id = _schema_of(nodes)
+    body: list[Any] = []
+    for array in arrays:
+        # A copy of a few bytes is cheaper than a view of them.
+        is_small = array.nbytes < _SMALL_BYTES
+        body.append(array.tobytes() if is_small else np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        if rest := array.nbytes % _ALIGNMENT:
+            body.append(_PADDING[rest:])
+    return _assemble(schema, schema_id, values, body, compression)
 
 
 def _assemble(
@@ -229,17 +208,6 @@ def unstack(batch: SampleFragment, compression: str | None = None) -> list[Packe
     ]
 
 
-def _body(arrays: list[np.ndarray[Any, Any]]) -> list[Any]:
-    parts: list[Any] = []
-    for array in arrays:
-        num_bytes = array.nbytes
-        # A copy of a few bytes is cheaper than a view of them.
-        parts.append(array.tobytes() if num_bytes < _SMALL_BYTES else _flat_bytes(array))
-        if rest := num_bytes % _ALIGNMENT:
-            parts.append(_PADDING[rest:])
-    return parts
-
-
 def _rows_of_bytes(arrays: list[np.ndarray[Any, Any]], count: int) -> list[list[Any]]:
     """The parts of the body of every fragment."""
     flat = [np.ascontiguousarray(array).reshape(count, -1).view(np.uint8) for array in arrays]
@@ -253,10 +221,6 @@ def _rows_of_bytes(arrays: list[np.ndarray[Any, Any]], count: int) -> list[list[
         data = np.concatenate(padded, axis=1).tobytes() if padded else b""
         return [[data[start : start + row_bytes]] for start in range(0, count * row_bytes, row_bytes or 1)]
     return [[rows[i] for rows in padded] for i in range(count)]
-
-
-def _flat_bytes(array: np.ndarray[Any, Any]) -> Bytes:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _split(
@@ -306,24 +270,18 @@ def _split_foreign(value: Any, where: str, arrays: list[np.ndarray[Any, Any]]) -
     return ("scalar", dtype) if isinstance(value, np.generic) else ("array", dtype, array.shape)
 
 
+@lru_cache(maxsize=1024)
 def _dtype_text(dtype: np.dtype[Any], where: str) -> str:
     """How a schema names `dtype`.
 
     Raises:
-        ValueError: its values are more than their bytes.
+        ValueError: its values are more than their bytes, or its text does not say all of it.
     """
-    text = _raw_dtype_text(dtype)
-    if text is None:
+    if dtype.hasobject or np.dtype(dtype.str) != dtype:
         raise ValueError(
             f"{where} has the dtype {dtype}, which raw bytes cannot hold; use a plain number type"
         )
-    return text
-
-
-@lru_cache(maxsize=256)
-def _raw_dtype_text(dtype: np.dtype[Any]) -> str | None:
-    """None: values of `dtype` are more than their bytes, or its text does not say all of it."""
-    return None if dtype.hasobject or np.dtype(dtype.str) != dtype else dtype.str
+    return dtype.str
 
 
 def schema_id_of(payload: Any) -> bytes:

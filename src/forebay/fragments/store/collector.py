@@ -36,7 +36,8 @@ class Collector:
         self._grace_s = grace_s
         self._queue: list[str] = []
         self._suspects: set[str] = set()
-        self._due_s: float | None = None
+        self.due_s: float | None = None
+        """When `advance` has something to do; None: not by time alone."""
         self._swept_s: float | None = None
         self._paused = 0
         self._working: asyncio.Task[None] | None = None
@@ -74,28 +75,24 @@ class Collector:
             self._working = None
         self._work()
 
-    def next_due_s(self) -> float | None:
-        """When `advance` has something to do; None: not by time alone."""
-        return self._due_s
-
     def restart_clock(self) -> None:
         """Begin anew to wait and to sweep: times so far were those of another clock."""
         self._swept_s = None
-        self._due_s = None
+        self.due_s = None
         # A loop that ended takes its futures with it; its executor has finished what it had begun.
         self._working = None
         self._work()
 
     def advance(self, now_s: float) -> None:
         """Delete suspects whose time is over; sweep, if it is time for that."""
-        if self._due_s is not None and self._due_s <= now_s:
-            self._due_s = None
+        if self.due_s is not None and self.due_s <= now_s:
+            self.due_s = None
             orphans = [fragment_id for fragment_id in self._suspects if not self._is_named(fragment_id)]
             self._suspects.clear()
             self.num_orphans += len(orphans)
             self.discard(orphans)
         is_time = self._swept_s is None or self._swept_s + self._grace_s <= now_s
-        if is_time and self._due_s is None and self._working is None:
+        if is_time and self.due_s is None and self._working is None:
             self._swept_s = now_s
             self._start(self._store.ids, lambda ids: self._suspect(ids, now_s))
 
@@ -103,15 +100,14 @@ class Collector:
         self._suspects = {fragment_id for fragment_id in ids if not self._is_named(fragment_id)}
         # Queued payloads are unnamed too, and need no second look.
         self._suspects.difference_update(self._queue)
-        self._due_s = now_s + self._grace_s if self._suspects else None
+        self.due_s = now_s + self._grace_s if self._suspects else None
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Delete nothing inside."""
         self._paused += 1
         try:
-            while self._working is not None:
-                await asyncio.shield(self._working)
+            await self.drained()
             yield
         finally:
             self._paused -= 1

@@ -140,11 +140,16 @@ class Environment:
             except self._full_error:
                 # Readers that were killed hold pages until somebody looks.
                 self._lmdb.reader_check()
-                raise StoreFullError(self._full_text()) from None
+                raise StoreFullError(
+                    f"{str(self._file)!r} has reached {self._lmdb.info()['map_size']} bytes, and arrays of "
+                    f"this process hold {len(self._pinned)} snapshots, whose freed pages cannot be used: "
+                    f"drop arrays, or raise max_bytes"
+                ) from None
 
     def _reserve(self, num_bytes: int) -> None:
         # The tree, the list of free pages, and the partly filled last page of each value.
-        needed = self.used_bytes() + 2 * num_bytes + (1 << 20)
+        used = (self._lmdb.info()["last_pgno"] + 1) * PAGE_BYTES
+        needed = used + 2 * num_bytes + (1 << 20)
         if needed <= self._reserved_bytes:
             return
         least, most = RESERVE_STEP_BYTES
@@ -159,18 +164,6 @@ class Environment:
         finally:
             os.close(descriptor)
         self._reserved_bytes = size
-
-    def _full_text(self) -> str:
-        size = self._lmdb.info()["map_size"]
-        return (
-            f"{str(self._file)!r} has reached {size} bytes, and arrays of this process hold "
-            f"{len(self._pinned)} snapshots, whose freed pages cannot be used: "
-            f"drop arrays, or raise max_bytes"
-        )
-
-    def used_bytes(self) -> int:
-        """Of the file, pages that are free again included."""
-        return int((self._lmdb.info()["last_pgno"] + 1) * PAGE_BYTES)
 
     def copy(self, path: Path) -> None:
         """A copy in the folder `path`, without free pages, that has reached the disk."""

@@ -17,6 +17,7 @@ import itertools
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,17 @@ class FragmentStore:
         self._payloads = self._environment.table("payloads")
         self._schema_table = self._environment.table("schemas")
         self._totals = self._environment.table("totals")
-        self._ids = _new_ids()
+        # Neighbors in the database follow each other in time: what is added together lies together.
+        prefix = os.urandom(8).hex()
+        self._ids = (f"{prefix}{number:016x}" for number in itertools.count())
         self._schemas: dict[bytes, Schema] = {}
         """Those that are known to be in the table."""
         self._stage = memoryview(b"")
         """Used inside a transaction only, so by one thread at a time."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self.path, self._max_bytes, self._compression)
+        opened = partial(FragmentStore, max_bytes=self._max_bytes, compression=self._compression)
+        return opened, (self.path,)
 
     def add_fragment(self, fragment: SampleFragment) -> str:
         """Keep `fragment`; its id."""
@@ -262,13 +266,3 @@ class FragmentStore:
     def copy(self, path: Path) -> None:
         """A copy in the new folder `path`, on the disk when this returns."""
         self._environment.copy(path / "shard-0")
-
-
-def _reopen(path: Path, max_bytes: int, compression: str | None) -> FragmentStore:
-    return FragmentStore(path, max_bytes=max_bytes, compression=compression)
-
-
-def _new_ids() -> Iterator[str]:
-    """Neighbors in the database follow each other in time: what is added together lies together."""
-    prefix = os.urandom(8).hex()
-    return (f"{prefix}{number:016x}" for number in itertools.count())

@@ -28,15 +28,12 @@ from forebay.fragments.leases import LeaseRow
 from forebay.fragments.records import FragmentMetadata
 from forebay.fragments.rules import Rules
 from forebay.fragments.store.mapped import Environment
+from forebay.fragments.tallies import Tallies
 
 MAX_BYTES = 4 << 30
 """Room for ten million fragments and more; what is not used takes no disk."""
 MIN_ENTRY_BYTES = 1 << 20
 """Entries may take this much before a snapshot is due: one of a small buffer is not written all the time."""
-DROP_REASONS = ("stale", "session", "evicted", "gap", "silent_worker", "lost_payload")
-"""Why fragments leave without having been used up. In this order: a fragment too old or of another session;
-the oldest in a full buffer; before a gap in its worker's stream; of a worker that fell silent before the
-chunk was complete; its payload was gone when the buffer was opened."""
 _OWNER_KEY, _SNAPSHOT_KEY, _OLD_KEY = b"owner", b"snapshot", b"meta"
 _NUMBER = struct.Struct(">Q")
 
@@ -151,56 +148,6 @@ class WorkerDropped(msgspec.Struct, array_like=True, tag=True):
 
 
 Change: TypeAlias = Added | Served | LeaseEnded | VersionSet | PrioritiesSet | WorkerDropped
-
-
-class Tallies(msgspec.Struct):
-    """Totals since the store was made; they outlive a restart.
-
-    Fragments, unless a name says otherwise. ``added = in the buffer + used_up + the sum of dropped``.
-
-    >>> Tallies(uses=6, served_chunks=3).as_metrics()["mean_reuse"]
-    2.0
-    """
-
-    added: int = 0
-    duplicates: int = 0
-    """Additions of a fragment that was there already; they change nothing and count nowhere else."""
-    used_up: int = 0
-    dropped: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
-    fetches: int = 0
-    expired_leases: int = 0
-    served: int = 0
-    uses: int = 0
-    """Chunks served, each as often as it was."""
-    served_chunks: int = 0
-    """Chunks served at least once."""
-    staleness_sum: int = 0
-    """Over all chunks served, at the time."""
-    staleness_max: int = 0
-
-    def count_uses(self, staleness: list[int], num_first: int) -> None:
-        """Chunks of this staleness were served, so many of them for the first time."""
-        largest = max(staleness)
-        self.staleness_max = max(self.staleness_max, largest) if self.uses else largest
-        self.staleness_sum += sum(staleness)
-        self.uses += len(staleness)
-        self.served_chunks += num_first
-
-    def as_metrics(self) -> dict[str, float]:
-        """By the name under which they are reported."""
-        numbers: dict[str, float] = {
-            "added_fragments": self.added,
-            "duplicate_fragments": self.duplicates,
-            "used_up_fragments": self.used_up,
-            "served_fragments": self.served,
-            "fetches": self.fetches,
-            "expired_leases": self.expired_leases,
-            # Of chunks that were used at all; 0 before the first.
-            "mean_reuse": self.uses / max(1, self.served_chunks),
-            "mean_staleness": self.staleness_sum / max(1, self.uses),
-            "max_staleness": self.staleness_max,
-        }
-        return numbers | {f"dropped/{reason}": count for reason, count in self.dropped.items()}
 
 
 class Meta(msgspec.Struct):

@@ -306,7 +306,13 @@ def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
         raise ValueError(f"unknown operator {show_value(op)} for field {show_value(field)}; known: {known}")
     where = f"{_short(field)} {op}"
     if op == "$between":
-        low, high = _bounds(where, operand)
+        if not isinstance(operand, list | tuple) or len(operand) != 2:
+            raise ValueError(f"{where} takes two values [low, high], got {show_value(operand)}")
+        low, high = (_scalar(where, bound) for bound in operand)
+        if not _OPERATORS["$lte"](low, high):
+            raise ValueError(
+                f"{where} takes [low, high] of one kind with low <= high, got {show_value(operand)}"
+            )
         return [Condition(field, "$gte", low), Condition(field, "$lte", high)]
     if op not in _MEMBERSHIP:
         return [Condition(field, op, _scalar(where, operand))]
@@ -317,15 +323,6 @@ def _parse_operator(field: str, op: Any, operand: Any) -> list[Condition]:
 
 def _short(field: str) -> str:
     return field if len(field) <= 100 else show_value(field)
-
-
-def _bounds(where: str, operand: Any) -> tuple[Scalar, Scalar]:
-    if not isinstance(operand, list | tuple) or len(operand) != 2:
-        raise ValueError(f"{where} takes two values [low, high], got {show_value(operand)}")
-    low, high = (_scalar(where, bound) for bound in operand)
-    if not _OPERATORS["$lte"](low, high):
-        raise ValueError(f"{where} takes [low, high] of one kind with low <= high, got {show_value(operand)}")
-    return low, high
 
 
 def _scalar(where: str, value: Any) -> Scalar:

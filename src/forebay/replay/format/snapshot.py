@@ -40,10 +40,12 @@ from forebay.replay.format.tables import (
     check_table,
     check_together,
     group_batches,
-    read_items,
+    read_groups,
+    read_rows,
     rollout_batches,
 )
 from forebay.replay.format.values import damage_named
+from forebay.replay.groups import StoredGroup
 from forebay.replay.stores.contract import STATE_VERSION, StorageItem, copy_row
 
 FORMAT = "forebay-replay"
@@ -197,7 +199,13 @@ def read_snapshot(path: Path, *, policy: str | None = None) -> Snapshot:
                 f"the snapshot at {str(path)!r} was taken with {manifest.policy}, this buffer uses "
                 f"{policy}; build the buffer with the same policy"
             )
-        storage = tables.storage_state(read_items(tables.groups, tables.rollouts))
+        payloads: dict[int, StoredGroup] = {}
+        for index in range(tables.rollouts.num_record_batches):
+            payloads.update(read_groups(tables.rollouts.get_batch(index)))
+        items = read_rows(tables.groups)
+        for item in items:
+            item.item = payloads[item.uid]
+        storage = tables.storage_state(items)
     return Snapshot(storage, manifest.policy, manifest.policy_state, manifest.num_evicted)
 
 

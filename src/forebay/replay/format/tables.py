@@ -217,21 +217,6 @@ def check_together(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> None
         raise ValueError("a group does not have all its rollouts")
 
 
-def read_items(groups: pa.Table, rollouts: pa.RecordBatchFileReader) -> list[StorageItem]:
-    """The rows of the groups table with their rollouts; the tables belong together (`check_together`).
-
-    Raises:
-        ValueError: a place holds what no row or rollout has there.
-    """
-    payloads: dict[int, StoredGroup] = {}
-    for index in range(rollouts.num_record_batches):
-        payloads.update(read_groups(rollouts.get_batch(index)))
-    items = read_rows(groups)
-    for item in items:
-        item.item = payloads[item.uid]
-    return items
-
-
 def read_rows(groups: pa.Table) -> list[StorageItem]:
     """The rows of the groups table, without their rollouts.
 

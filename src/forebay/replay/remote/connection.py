@@ -130,6 +130,9 @@ class ClientConnection(Session):
 
     def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
         """Do what a message asks for; FrameError if it may not come now."""
+        if isinstance(message, Part | Call) and message.number in self.calls:
+            # Before its groups are kept: those of the call that goes by this number may just be stored.
+            raise FrameError(f"there is a call {message.number} already")
         if isinstance(message, Note):
             value = messages.read_note(message)
             if not isinstance(value, messages.Key):
@@ -138,8 +141,6 @@ class ClientConnection(Session):
         elif isinstance(message, Part):
             if not message.sizes:
                 raise FrameError("a part has no groups")
-            if message.number in self.calls:
-                raise FrameError(f"there is a call {message.number} already")
             self._hold(message.number, buffers)
         else:
             if isinstance(message, Call):

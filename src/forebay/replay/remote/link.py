@@ -70,13 +70,30 @@ class BufferLink(Link):
             ConnectionLost: no process listens or answers there, it is no buffer server of this version, or it
                 refuses.
         """
+        channel: Channel | None = None
         try:
             async with timeout(limit_s):
-                channel, greeting, welcome = await _connect(address, token, limit_s)
-        except TimeoutError:
-            raise ConnectionLost(
-                f"the buffer server at {address} did not answer within {limit_s:g} s"
-            ) from None
+                channel = Channel(await dial(address), max_frame_bytes=messages.MAX_FRAME_BYTES)
+                greeting = await _expect(channel, Greeting)
+                if greeting.protocol != messages.PROTOCOL or greeting.fields != ROLLOUT_FIELDS:
+                    raise FrameError("it speaks for another version of forebay")
+                if greeting.needs_token and token is None:
+                    raise FrameError("it asks for a token")
+                hello = Hello(messages.PROTOCOL, prove(token, greeting.nonce), limit_s)
+                channel.post(Note(encode_value(hello)))
+                channel.max_frame_bytes = greeting.max_frame_bytes
+                welcome = await _expect(channel, Reply)
+        except BaseException as error:
+            if channel is not None:
+                channel.close()
+            if not isinstance(error, OSError | FrameError):
+                raise
+            lost = f"the server at {address} did not let us in: {error}"
+            if isinstance(error, TimeoutError):
+                lost = f"the buffer server at {address} did not answer within {limit_s:g} s"
+            elif channel is None:
+                lost = f"no buffer server answers at {address}: {error}"
+            raise ConnectionLost(lost) from None
         link = cls(channel, greeting, address, limit_s)
         link._note_reply(welcome)
         return link
@@ -160,30 +177,6 @@ class BufferLink(Link):
         self.num_live, self.version = reply.num_live, reply.version
         if reply.num_evicted is not None:
             self.num_evicted = reply.num_evicted
-
-
-async def _connect(address: Address, token: str | None, limit_s: float) -> tuple[Channel, Greeting, Reply]:
-    """An admitted connection, and the server's first words."""
-    try:
-        sock = await dial(address)
-    except OSError as error:
-        raise ConnectionLost(f"no buffer server answers at {address}: {error}") from None
-    channel = Channel(sock, max_frame_bytes=messages.MAX_FRAME_BYTES)
-    try:
-        greeting = await _expect(channel, Greeting)
-        if greeting.protocol != messages.PROTOCOL or greeting.fields != ROLLOUT_FIELDS:
-            raise FrameError("it speaks for another version of forebay")
-        if greeting.needs_token and token is None:
-            raise FrameError("it asks for a token")
-        hello = Hello(messages.PROTOCOL, prove(token, greeting.nonce), limit_s)
-        channel.post(Note(encode_value(hello)))
-        channel.max_frame_bytes = greeting.max_frame_bytes
-        return channel, greeting, await _expect(channel, Reply)
-    except BaseException as error:
-        channel.close()
-        if isinstance(error, OSError | FrameError):
-            raise ConnectionLost(f"the server at {address} did not let us in: {error}") from None
-        raise
 
 
 async def _expect(channel: Channel, kind: type[Kind]) -> Kind:

@@ -51,8 +51,6 @@ from forebay.replay.stores.contract import STATE_VERSION, StorageItem, copy_row
 FORMAT = "forebay-replay"
 FORMAT_VERSION = 2
 MANIFEST = "manifest.json"
-
-_TEMPORARY = ".tmp-"
 _DATA_FILE = re.compile(r"(groups|rollouts)-[0-9a-f]{16}\.arrow")
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -93,6 +91,7 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 
 _COUNTERS = ("next_uid", "next_timestamp_id", "train_steps")
+_TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)

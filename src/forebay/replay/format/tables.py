@@ -35,6 +35,22 @@ from forebay.types import FIELDS, ROLLOUT_SLOTS, RolloutState, Status
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+
+def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
+    """The groups table of these rows, with their staleness as of `train_steps`, in pieces of bounded size."""
+    for start in range(0, len(items), BATCH_GROUPS):
+        lines = [
+            {name: plain_value(getattr(row, name)) for name in _ROW_FIELDS}
+            | {
+                "staleness": staleness_at(row, train_steps.get(row.task_name)),
+                "tags": json.dumps(row.tags),
+                "num_rollouts": len(row.item),
+            }
+            for row in items[start : start + BATCH_GROUPS]
+        ]
+        yield pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
+
+
 TEXT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "text"]
 INT_FIELDS = [name for name, rule in FIELDS.items() if rule.kind == "whole"]
 ARRAY_FIELDS = {
@@ -78,22 +94,6 @@ BATCH_TOKENS = 500_000
 BATCH_ROLLOUTS = 4096
 BATCH_GROUPS = 8192
 """Arrow turns a piece into columns without letting other threads run; this takes about 10 ms."""
-
-
-def group_batches(items: Sequence[StorageItem], train_steps: Mapping[str, int]) -> Iterator[pa.RecordBatch]:
-    """The groups table of these rows, with their staleness as of `train_steps`, in pieces of bounded size."""
-    for start in range(0, len(items), BATCH_GROUPS):
-        lines = [
-            {name: plain_value(getattr(row, name)) for name in _ROW_FIELDS}
-            | {
-                "staleness": staleness_at(row, train_steps.get(row.task_name)),
-                "tags": json.dumps(row.tags),
-                "num_rollouts": len(row.item),
-            }
-            for row in items[start : start + BATCH_GROUPS]
-        ]
-        yield pa.RecordBatch.from_pylist(lines, schema=GROUPS_SCHEMA)
-
 
 _ROW_FIELDS = GROUPS_SCHEMA.names[:-1]
 

@@ -305,7 +305,7 @@ def test_too_long_prompts_are_an_error_or_dropped(caplog) -> None:
     with pytest.raises(ConfigError, match="prompt 1 has 5 tokens, more than the 4"):
         check_prompt_lengths(prompts, CharacterTokenizer(), 4)
     assert texts(check_prompt_lengths(prompts, CharacterTokenizer(), 4, "drop")) == ["ab"]
-    assert "dropped 2 of 3 prompts" in caplog.text
+    assert "2 of 3 prompts are left out: longer than" in caplog.text
     with pytest.raises(ConfigError, match="all 3 prompts are longer than 1 tokens"):
         check_prompt_lengths(prompts, CharacterTokenizer(), 1, "drop")
 

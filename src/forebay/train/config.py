@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -189,91 +189,71 @@ class TrainConfig(StrictModel):
         look_up("loss", self.loss, dict.fromkeys(LOSS_NAMES))
         look_up("correction", self.correction, CORRECTIONS)
         check_bands(self.guard_bands)
-        for wrong, message in self._rules():
-            if wrong:
-                raise ConfigError(message)
+        for problem in self._problems():
+            raise ConfigError(problem)
         return self
 
-    def _rules(self) -> list[tuple[bool, str]]:
+    def _problems(self) -> Iterator[str]:
         gae = self.advantage == "gae"
-        return [
-            (gae and not self.uses_critic, "advantage 'gae' needs a critic: set critic_lr"),
-            (
-                self.uses_critic and not gae and ":" not in self.advantage,
+        if gae and not self.uses_critic:
+            yield "advantage 'gae' needs a critic: set critic_lr"
+        if self.uses_critic and not gae and ":" not in self.advantage:
+            yield (
                 f"critic_lr = {self.critic_lr} trains a critic that advantage {self.advantage!r} ignores; "
-                f"use advantage 'gae' or leave critic_lr out",
-            ),
-            (
-                self.clip_low > 1,
-                f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1",
-            ),
-            (
-                self.dual_clip is not None and self.loss != "clipped",
-                f"dual_clip = {self.dual_clip} is only read by loss 'clipped', not by {self.loss!r}",
-            ),
-            (
-                self.correction_band is not None and not self.weighs_tokens,
+                f"use advantage 'gae' or leave critic_lr out"
+            )
+        if self.clip_low > 1:
+            yield f"clip = {self.clip} lets the ratio fall under 0; the low clip is at most 1"
+        if self.dual_clip is not None and self.loss != "clipped":
+            yield f"dual_clip = {self.dual_clip} is only read by loss 'clipped', not by {self.loss!r}"
+        if self.correction_band is not None and not self.weighs_tokens:
+            yield (
                 f"correction_band = {self.correction_band} is not read by correction {self.correction!r}, "
-                f"which has no importance weights; use 'token_tis', for example, or leave the band out",
-            ),
-            (
-                not self.band[0] <= 1 <= self.band[1] or self.band[0] < 0,
+                f"which has no importance weights; use 'token_tis', for example, or leave the band out"
+            )
+        if not self.band[0] <= 1 <= self.band[1] or self.band[0] < 0:
+            yield (
                 f"correction_band = {self.correction_band} must be (low, high) with 0 <= low <= 1 <= high, "
-                f"because an on-policy token has weight 1 and must keep it",
-            ),
-            (
-                self.layout == "shared_prompt" and self.gradient_checkpointing,
-                "layout 'shared_prompt' keeps keys and values, gradient_checkpointing drops them; choose one",
-            ),
-            (
-                self.lora_alpha is not None and self.lora_rank == 0,
-                f"lora_alpha = {self.lora_alpha} has no effect without lora_rank",
-            ),
-        ]
+                f"because an on-policy token has weight 1 and must keep it"
+            )
+        if self.layout == "shared_prompt" and self.gradient_checkpointing:
+            yield "layout 'shared_prompt' keeps keys and values that gradient_checkpointing drops; choose one"
+        if self.lora_alpha is not None and self.lora_rank == 0:
+            yield f"lora_alpha = {self.lora_alpha} has no effect without lora_rank"
 
-    def differences_from_papers(self) -> list[str]:
+    def differences_from_papers(self) -> Iterator[str]:
         """Sentences on settings that the papers of the chosen names have otherwise."""
-        clip, norm, steps = self.clip, self.normalization, self.optimizer_steps
-        is_gspo, advantage = self.loss == "gspo", self.advantage
-        found = [
-            (
-                is_gspo and max(self.clip_low, self.clip_high) > WIDEST_SEQUENCE_CLIP,
-                f"loss 'gspo' with clip = {clip}: its ratio is of a whole sequence and moves little; "
-                f"the paper clips it at 3e-4 and 4e-4",
-            ),
-            (
-                is_gspo and norm != "sequence-mean",
-                f"loss 'gspo' with normalization = {norm!r}: the paper's is 'sequence-mean'",
-            ),
-            (
-                is_gspo and self.uses_critic,
-                f"loss 'gspo' with a critic: clip = {clip} is the range of the critic's values, too, "
-                f"and the paper has no critic",
-            ),
-            (
-                self.loss == "cispo" and self.clip_low < 1,
-                f"loss 'cispo' with clip = {clip}: the paper has no lower bound, so clip = [1.0, HIGH]",
-            ),
-            (
-                advantage == "dr_grpo" and not is_gspo and not isinstance(norm, int),
-                f"advantage 'dr_grpo' with normalization = {norm!r}: the paper divides by a constant; set "
-                f"normalization to the generation budget in tokens",
-            ),
-            (
-                advantage in ("opo", "rloo") and steps > 1,
-                f"advantage {advantage!r} with {steps} optimizer steps per batch: its paper is on-policy; "
-                f"set mini_batches = 1 and epochs = 1",
-            ),
-            (
-                advantage == "opo" and bool(self.kl_coef or self.entropy_coef),
-                "advantage 'opo' with kl_coef or entropy_coef: the paper does without both",
-            ),
-            (
-                advantage == "reinforce_pp_baseline" and self.kl_coef > 0 and self.kl_estimator != "k2",
-                f"advantage {advantage!r} with kl_estimator = {self.kl_estimator!r}: the paper's is 'k2'",
-            ),
-        ]
-        return [f"train: {message}" for is_different, message in found if is_different]
+        clip, norm, steps = f"clip = {self.clip}", self.normalization, self.optimizer_steps
+        advantage, chosen = self.advantage, f"train: advantage {self.advantage!r} with"
+        if self.loss == "gspo":
+            if max(self.clip_low, self.clip_high) > WIDEST_SEQUENCE_CLIP:
+                yield (
+                    f"train: loss 'gspo' with {clip}: its ratio is of a whole sequence and moves little; the "
+                    f"paper clips it at 3e-4 and 4e-4"
+                )
+            if norm != "sequence-mean":
+                yield f"train: loss 'gspo' with normalization = {norm!r}: the paper's is 'sequence-mean'"
+            if self.uses_critic:
+                yield (
+                    f"train: loss 'gspo' with a critic: {clip} is the range of the critic's values, too, and "
+                    f"the paper has no critic"
+                )
+        if self.loss == "cispo" and self.clip_low < 1:
+            yield f"train: loss 'cispo' with {clip}: the paper has no lower bound, so clip = [1.0, HIGH]"
+        if advantage == "dr_grpo" and self.loss != "gspo" and not isinstance(norm, int):
+            yield (
+                f"{chosen} normalization = {norm!r}: the paper divides by a constant; set "
+                f"normalization to the generation budget in tokens"
+            )
+        if advantage in ("opo", "rloo") and steps > 1:
+            yield (
+                f"{chosen} {steps} optimizer steps per batch: its paper is on-policy; set "
+                f"mini_batches = 1 and epochs = 1"
+            )
+        if advantage == "opo" and (self.kl_coef or self.entropy_coef):
+            yield f"{chosen} kl_coef or entropy_coef: the paper does without both"
+        if advantage == "reinforce_pp_baseline" and self.kl_coef > 0 and self.kl_estimator != "k2":
+            yield f"{chosen} kl_estimator = {self.kl_estimator!r}: the paper's is 'k2'"
 
 
 def pass_at(name: str) -> int | None:

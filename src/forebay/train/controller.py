@@ -31,7 +31,7 @@ from forebay.models.config import Precision
 from forebay.train import checkpoint, weight_sync
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
-from forebay.train.learner import Learner, Update
+from forebay.train.learner import Learner
 from forebay.train.measures import (
     batch_measures,
     correction_measures,
@@ -274,7 +274,21 @@ class TrainController:
                 sequences = np.concatenate([pack for packs in ranks for pack in packs])
                 batch.token_weights += batch_token_weights(self.config.normalization, batch, sequences)
             done = self._learner.update(batch, self.train_step)
-        batch.metrics |= self._step_measures(batch, done)
+        num_steps = len(done.norms)
+        # Engine against trainer at the start of the step; with correction "ratio", over the first epoch.
+        column = "logprob" if self.config.correction == "ratio" else "old_logprob"
+        tokens = done.columns["token_index"]
+        first_epoch = slice(len(tokens) // self.config.epochs)
+        proximal_N = done.columns[column][first_epoch].astype(np.float32)
+        metrics = token_measures(done.columns, num_steps) | batch_measures(batch)
+        metrics |= correction_measures(self._corrector, batch, proximal_N, tokens[first_epoch])
+        metrics |= staleness_measures(batch, self.train_step + 1)
+        metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
+        metrics["train/lr"] = done.lr
+        metrics["train/skipped_updates"] = float(self.config.optimizer_steps - num_steps)
+        if done.critic_norms:
+            metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
+        batch.metrics |= metrics
         self.train_step += 1
         if not done.norms:
             logger.warning(
@@ -330,8 +344,6 @@ class TrainController:
         self.train_step = self._learner.resume(Path(path))
         checkpoint.load_random(Path(path))
 
-    # Checks and measures
-
     def _check_ready(self, batch: TrainBatch) -> None:
         needed: dict[str, tuple[bool, Any]] = {
             "pack": (True, batch.packs or None),
@@ -344,20 +356,3 @@ class TrainController:
         missing = [step for step, (wanted, result) in needed.items() if wanted and result is None]
         if missing:
             raise ValueError(f"before train, the batch needs {', '.join(missing)}; or call fit")
-
-    def _step_measures(self, batch: TrainBatch, done: Update) -> dict[str, float]:
-        config, num_steps = self.config, len(done.norms)
-        # Engine against trainer at the start of the step; with correction "ratio", over the first epoch.
-        column = "logprob" if config.correction == "ratio" else "old_logprob"
-        tokens = done.columns["token_index"]
-        first_epoch = slice(len(tokens) // config.epochs)
-        proximal_N = done.columns[column][first_epoch].astype(np.float32)
-        metrics = token_measures(done.columns, num_steps) | batch_measures(batch)
-        metrics |= correction_measures(self._corrector, batch, proximal_N, tokens[first_epoch])
-        metrics |= staleness_measures(batch, self.train_step + 1)
-        metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
-        metrics["train/lr"] = done.lr
-        metrics["train/skipped_updates"] = float(config.optimizer_steps - num_steps)
-        if done.critic_norms:
-            metrics["train/critic_grad_norm"] = float(np.mean(done.critic_norms))
-        return metrics

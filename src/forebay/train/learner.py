@@ -108,7 +108,8 @@ class Learner:
         for part in (self.ref_model, self.critic):
             if part is not None:
                 shard(part.to(self.device))
-        self._pad_token_id, self._rank = pad_token_id, rank
+        self._rank = rank
+        self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device)
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
         make_optimizer = partial(
@@ -170,9 +171,6 @@ class Learner:
             results_R[tokens] = values_N.cpu().numpy()
         return results_R
 
-    def _collate(self, batch: TrainBatch, pack: Pack) -> MicroBatch:
-        return collate(batch, pack, pad_token_id=self._pad_token_id, device=self.device)
-
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.dtype == "float32":
             return nullcontext()
@@ -221,7 +219,14 @@ class Learner:
         loss = (weight_N * self._policy_losses(batch, micro, records)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         if self.critic is not None:
-            loss = (weight_N * self._value_losses(self.critic, batch, micro, records)).sum()
+            assert batch.values is not None
+            assert batch.returns is not None
+            with self._autocast():
+                values_N = self.critic(micro)
+            old_N, returns_N = micro.gather(batch.values), micro.gather(batch.returns)
+            loss_N, clipped_N = value_loss(values_N, old_N, returns_N, self.config.clip_high)
+            records.add(value_loss=loss_N, value_clip=clipped_N)
+            loss = (weight_N * loss_N).sum()
             loss.backward()  # type: ignore[no-untyped-call]
 
     def _policy_losses(self, batch: TrainBatch, micro: MicroBatch, records: TokenRecords) -> torch.Tensor:
@@ -266,19 +271,6 @@ class Learner:
             clip_low=policy.clipped_low,
             clip_high=policy.clipped_high,
         )
-        return loss_N
-
-    def _value_losses(
-        self, critic: Critic, batch: TrainBatch, micro: MicroBatch, records: TokenRecords
-    ) -> torch.Tensor:
-        assert batch.values is not None
-        assert batch.returns is not None
-        with self._autocast():
-            values_N = critic(micro)
-        loss_N, clipped_N = value_loss(
-            values_N, micro.gather(batch.values), micro.gather(batch.returns), self.config.clip_high
-        )
-        records.add(value_loss=loss_N, value_clip=clipped_N)
         return loss_N
 
     # Weights and files

@@ -116,21 +116,6 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
 def correction_measures(
     corrector: Corrector, batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
 ) -> dict[str, float]:
-    """Engine against trainer, over the tokens in the loss: `mismatch_measures`, and what the correction did.
-
-    ``correction_limited`` is the share of tokens outside the band, ``correction_weight`` the mean weight.
-    """
-    metrics = mismatch_measures(batch, proximal_N, tokens)
-    if corrector.weighs_tokens:
-        applied, in_loss_N = corrector.correct(batch, proximal_N, tokens), batch.in_loss[tokens]
-        metrics["train/correction_limited"] = _mean(applied.limited[in_loss_N])
-        metrics["train/correction_weight"] = _mean(applied.weights[in_loss_N])
-    return metrics
-
-
-def mismatch_measures(
-    batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
-) -> dict[str, float]:
     """The engine's policy against the trainer's at the start of the step, over the tokens in the loss.
 
     With ``w = trainer / engine`` by token, and by sequence the product of its tokens' w, without any band:
@@ -143,27 +128,32 @@ def mismatch_measures(
     * ``unknown_logprobs``: the share of tokens without an engine logprob, which the others leave out.
 
     If both compute the same policy, weights and sizes are 1 and the others 0. Without any known logprob only
-    ``unknown_logprobs`` is given.
+    ``unknown_logprobs`` is given. A correction adds what it did: ``correction_limited``, the share of tokens
+    outside the band, and ``correction_weight``, the mean weight.
     """
-    used = tokens[batch.in_loss[tokens]]
-    known_N = batch.in_loss[tokens] & np.isfinite(batch.rollout_logprobs[tokens])
-    num_known = int(known_N.sum())
-    metrics = {"train/unknown_logprobs": 1 - num_known / len(used) if len(used) else 0.0}
-    if num_known == 0:
-        return metrics
-    logs_K = log_weights(proximal_N[known_N], batch.rollout_logprobs[tokens[known_N]])
-    rows_K = batch.response_rows[tokens[known_N]]
-    logs_S = np.bincount(rows_K, logs_K, minlength=batch.num_sequences)[np.unique(rows_K)]
-    bounded_K = np.clip(logs_K, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    return metrics | {
-        "train/ess_token": effective_share(logs_K),
-        "train/ess_sequence": effective_share(logs_S.astype(np.float64)),
-        "train/importance_mean": _mean(np.exp(bounded_K)),
-        "train/importance_max": float(np.exp(bounded_K).max()),
-        "train/mismatch_k1": _mean(-logs_K),
-        "train/mismatch_kl": _mean(np.expm1(bounded_K) - bounded_K),
-        "train/mismatch_max": float(np.abs(logs_K).max()),
-    }
+    in_loss_N = batch.in_loss[tokens]
+    known_N = in_loss_N & np.isfinite(batch.rollout_logprobs[tokens])
+    num_used, num_known = int(in_loss_N.sum()), int(known_N.sum())
+    metrics = {"unknown_logprobs": 1 - num_known / num_used if num_used else 0.0}
+    if num_known > 0:
+        logs_K = log_weights(proximal_N[known_N], batch.rollout_logprobs[tokens[known_N]])
+        rows_K = batch.response_rows[tokens[known_N]]
+        logs_S = np.bincount(rows_K, logs_K, minlength=batch.num_sequences)[np.unique(rows_K)]
+        bounded_K = np.clip(logs_K, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+        metrics |= {
+            "ess_token": effective_share(logs_K),
+            "ess_sequence": effective_share(logs_S.astype(np.float64)),
+            "importance_mean": _mean(np.exp(bounded_K)),
+            "importance_max": float(np.exp(bounded_K).max()),
+            "mismatch_k1": _mean(-logs_K),
+            "mismatch_kl": _mean(np.expm1(bounded_K) - bounded_K),
+            "mismatch_max": float(np.abs(logs_K).max()),
+        }
+    if corrector.weighs_tokens:
+        applied = corrector.correct(batch, proximal_N, tokens)
+        metrics["correction_limited"] = _mean(applied.limited[in_loss_N])
+        metrics["correction_weight"] = _mean(applied.weights[in_loss_N])
+    return {f"train/{name}": value for name, value in metrics.items()}
 
 
 def staleness_measures(batch: TrainBatch, train_step: int) -> dict[str, float]:

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
 from forebay.models.config import Precision
-from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError
+from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError, Weights
 from forebay.train.learner import Learner
 from forebay.train.model.lora import cast
 from forebay.train.parallel.learner import RankedLearner
@@ -33,7 +31,7 @@ logger = logging.getLogger(__name__)
 class WeightReceiver(Protocol):
     """Takes over weights; a rollout controller is one."""
 
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+    async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Generate with `weights` from now on; they are those after train step `model_step`.
 
         The tensors belong to the trainer and change with its next step: a receiver that keeps them copies
@@ -51,9 +49,7 @@ class AdapterReceiver(Protocol):
         """Whether all its engines do; if not, it gets merged weights."""
         ...
 
-    async def update_adapters(
-        self, adapters: Iterable[tuple[str, torch.Tensor]], model_step: int, *, config: Mapping[str, Any]
-    ) -> None:
+    async def update_adapters(self, adapters: Weights, model_step: int, *, config: Mapping[str, Any]) -> None:
         """Generate with these adapters on the starting weights; they are those after train step `model_step`.
 
         Names are those of peft's ``adapter_model.safetensors``, and `config` is its ``adapter_config.json``,
@@ -83,10 +79,8 @@ async def sync_weights(
     No training step may run meanwhile. Gathering and merging happen in a thread.
     """
 
-    def gather(
-        weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], dtype: Precision
-    ) -> Awaitable[list[tuple[str, torch.Tensor]]]:
-        return asyncio.to_thread(lambda: list(cast(weights(), dtype)))
+    async def gather(weights: Callable[[], Weights], dtype: Precision) -> Weights:
+        return await asyncio.to_thread(lambda: list(cast(weights(), dtype)))
 
     config = source.adapter_config
     if config is not None and isinstance(receiver, AdapterReceiver) and receiver.takes_adapters:

@@ -133,13 +133,7 @@ def hold_out(prompts: Sequence[Prompt], held_out: Sequence[Prompt]) -> Sequence[
             f"all {len(prompts)} training prompts are also among the {len(held_out)} evaluation prompts; "
             f"give them different parts of the data with start and size"
         )
-    if len(kept) < len(prompts):
-        logger.info(
-            "%d of %d training prompts are left out: their text is among the evaluation's, too",
-            len(prompts) - len(kept),
-            len(prompts),
-        )
-    return _subset(prompts, kept)
+    return _subset(prompts, kept, logging.INFO, "their text is among the evaluation's, too")
 
 
 def check_prompt_lengths(
@@ -176,14 +170,7 @@ def check_prompt_lengths(
             )
     if not kept:
         raise ConfigError(f"all {len(prompts)} prompts are longer than {limit_tokens} tokens")
-    if len(kept) < len(prompts):
-        logger.warning(
-            "dropped %d of %d prompts: longer than %d tokens",
-            len(prompts) - len(kept),
-            len(prompts),
-            limit_tokens,
-        )
-    return _subset(prompts, kept)
+    return _subset(prompts, kept, logging.WARNING, f"longer than {limit_tokens} tokens")
 
 
 @contextmanager
@@ -230,8 +217,12 @@ def last_user_text(message: Sequence[Message]) -> str:
     return str(content or "")
 
 
-def _subset(prompts: Sequence[Prompt], kept: list[int]) -> Sequence[Prompt]:
-    return prompts if len(kept) == len(prompts) else LazySequence(prompts.__getitem__, kept)
+def _subset(prompts: Sequence[Prompt], kept: list[int], level: int, why: str) -> Sequence[Prompt]:
+    left_out = len(prompts) - len(kept)
+    if not left_out:
+        return prompts
+    logger.log(level, "%d of %d prompts are left out: %s", left_out, len(prompts), why)
+    return LazySequence(prompts.__getitem__, kept)
 
 
 def _message_key(prompt: Prompt) -> str:

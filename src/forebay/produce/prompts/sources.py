@@ -96,8 +96,18 @@ def open_source(source: str | Sequence[str], arguments: Mapping[str, Any], num_w
         rows = _open_files([source], arguments)
     elif Path(source).is_dir():
         rows = _open_saved_dataset(source, arguments)
+    elif Path(source).is_file() or Path(source).suffix in _OTHER_FILE_TYPES:
+        suffix = Path(source).suffix
+        kind = f"a {suffix} file" if suffix else "a file without an ending"
+        raise ConfigError(
+            f"data source {source!r} is {kind}, which is not read: data files are {', '.join(FILE_TYPES)}, "
+            f"by ending; write one JSON object per line, such as "
+            f'{{"prompt": ..., "answer": ...}}, into a .jsonl file'
+        )
     else:
-        raise ConfigError(_unknown_source(source))
+        near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(Path(source))
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}")
     if len(rows.rows) == 0:
         raise ConfigError(f"data source {source!r} is empty: it holds no row")
     return rows
@@ -115,20 +125,6 @@ def locate_source(source: str | list[str], folders: Sequence[Path] | None) -> st
     found = locate(source, folders)
     is_file = Path(source).suffix in FILE_TYPES and not Path(source).is_absolute() and ":" not in source
     return str(folders[0] / source) if found == source and is_file and folders else found
-
-
-def _unknown_source(source: str) -> str:
-    path = Path(source)
-    if path.is_file() or path.suffix in _OTHER_FILE_TYPES:
-        kind = f"a {path.suffix} file" if path.suffix else "a file without an ending"
-        known = ", ".join(FILE_TYPES)
-        return (
-            f"data source {source!r} is {kind}, which is not read: data files are {known}, by ending; "
-            f'write one JSON object per line, such as {{"prompt": ..., "answer": ...}}, into a .jsonl file'
-        )
-    near = difflib.get_close_matches(source, GENERATORS, n=1) or _near_paths(Path(source))
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown data source {source!r}; {hint}A source is {_SOURCE_FORMS}"
 
 
 def _near_paths(path: Path) -> list[str]:

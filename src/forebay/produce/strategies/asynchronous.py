@@ -118,41 +118,31 @@ class AsyncProduceStrategy(ProduceStrategy):
         is_tail = num_expired + num_exhausted >= trigger if trigger else num_exhausted > 0
         from_expired_pool = is_tail or (self.rule.regenerates and num_expired > 0)
         over_sample = math.ceil(self.config.over_sample_threshold * ctx.task_batch_size)
-        start_missing = partial(
-            self._start_missing,
-            over_sample=0 if is_tail else over_sample,
-            take=partial(ctx.sample_group, from_expired_pool=from_expired_pool),
-        )
+        take = partial(ctx.sample_group, from_expired_pool=from_expired_pool)
+
+        def start_missing(available: int) -> None:
+            in_flight, progress = len(self._pending), ctx.progress
+            fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
+            outlook = Outlook(
+                # `should_continue_fn` may want more than the target.
+                target=max(ctx.target_abs, available + 1),
+                available=available,
+                in_flight=in_flight,
+                over_sample=0 if is_tail else over_sample,
+                fresh_limit=ctx.target_abs + max(0, fresh_steps) * ctx.task_batch_size,
+                num_expired=self.num_expired,
+            )
+            for _ in range(self.rule.limit(outlook) - available - in_flight):
+                generate = partial(self._generate, ctx, ctx.model_step)
+                limit_s = self.config.group_time_limit_s
+                self._pending.start(Work(take, generate, self._store, ctx.should_abort, limit_s))
+
         return await self._fill(ctx, start_missing)
 
     def _must_stop(self, ctx: ProduceContext) -> ProduceBatchStatus | None:
         if self.is_model_expired(ctx.train_step, ctx.model_step) and not ctx.should_abort():
             return ProduceBatchStatus.EXPIRED_BATCH
         return super()._must_stop(ctx)
-
-    def _start_missing(
-        self,
-        ctx: ProduceContext,
-        available: int,
-        *,
-        over_sample: int,
-        take: Callable[[], Awaitable[Group]],
-    ) -> None:
-        in_flight, progress = len(self._pending), ctx.progress
-        fresh_steps = ctx.model_step + self.max_lag - progress.target_upto_future_step
-        outlook = Outlook(
-            # `should_continue_fn` may want more than the target.
-            target=max(ctx.target_abs, available + 1),
-            available=available,
-            in_flight=in_flight,
-            over_sample=over_sample,
-            fresh_limit=ctx.target_abs + max(0, fresh_steps) * ctx.task_batch_size,
-            num_expired=self.num_expired,
-        )
-        for _ in range(self.rule.limit(outlook) - available - in_flight):
-            generate = partial(self._generate, ctx, ctx.model_step)
-            limit_s = self.config.group_time_limit_s
-            self._pending.start(Work(take, generate, self._store, ctx.should_abort, limit_s))
 
     async def _generate(self, ctx: ProduceContext, model_step: int, group: Group) -> Group:
         group = await ctx.generate_group(group, enable_partial_rollout=self.config.enable_partial_rollout)

@@ -118,9 +118,7 @@ class ProduceStrategy(ABC):
         """The number of available groups that `should_continue_fn` compares with."""
         return ctx.target_abs
 
-    async def _fill(
-        self, ctx: ProduceContext, start_missing: Callable[[ProduceContext, int], None]
-    ) -> ProduceBatchStatus:
+    async def _fill(self, ctx: ProduceContext, start_missing: Callable[[int], None]) -> ProduceBatchStatus:
         """Start groups, and wait for them, until `should_continue_fn` finds enough of them available.
 
         `start_missing` starts what the call still needs, given the number of groups that are available.
@@ -142,7 +140,7 @@ class ProduceStrategy(ABC):
                     self._budget.reset()
                     return ProduceBatchStatus.NORMAL
                 self._budget.check(ctx)
-                start_missing(ctx, available)
+                start_missing(available)
                 if not len(pending):
                     # The staleness rule wants nothing more from these weights.
                     return ProduceBatchStatus.EXPIRED_BATCH
@@ -236,7 +234,7 @@ class SyncProduceStrategy(ProduceStrategy):
         self.num_expired += expired[ctx.task_name]
         self._completed = await ctx.replay_buffer.count(ctx.task_name, Status.COMPLETED)
         try:
-            return await self._fill(ctx, self._start_missing)
+            return await self._fill(ctx, partial(self._start_missing, ctx))
         finally:
             await self._pending.cancel()
             self._pending.raise_error()

@@ -15,7 +15,6 @@ from forebay.judges import (
     Part,
     build_judge,
 )
-from forebay.produce import ProduceBatchStatus
 from forebay.produce.results import TaskResult, summarize
 from forebay.types import RolloutState, Status
 
@@ -210,7 +209,7 @@ async def test_parts_and_other_numbers_are_means_in_the_metrics_of_each_task():
         for name in ("a", "b")
     }
     results = {name: TaskResult(rollout_states=part) for name, part in groups.items()}
-    values = summarize(results, {}, ProduceBatchStatus.NORMAL).metrics()
+    values = summarize(results, {}).metrics()
     values |= Evaluator().evaluate([*groups["a"], *groups["b"]])
     found = {name: value for name, value in values.items() if "judge/" in name}
     assert found == {

@@ -143,7 +143,7 @@ class AgentLoop(ABC):
         )
         firsts = [attempt[0] for attempt in attempts]
         unjudged = [state for state in firsts if state.status is Status.COMPLETED and state.reward is None]
-        # One that compares the members of a group needs all of them.
+        # A judge that compares the members of a group needs all of them.
         waits = getattr(self.judge, "needs_whole_group", False) and any(
             state.status is Status.ABORTED for state in firsts
         )
@@ -256,7 +256,7 @@ def _joined(first: RolloutState, made: Sequence[RolloutState]) -> Attempt:
         )
     failed = next((state for state in made if state.status is Status.FAILED), None)
     if failed is not None:
-        # Only whole: made again, all of it draws other random numbers.
+        # The attempt is kept only whole: made again, all of it draws other random numbers.
         first.status, first.error_msg = Status.FAILED, failed.error_msg
     for number, state in enumerate(made[1:], start=1):
         state.extra_fields[TRAJECTORY_OF_KEY] = first.rollout_id

@@ -143,7 +143,7 @@ class MultiTurnAgentLoop(AgentLoop):
             if len(state.response_ids) and EPISODE_KEY in state.extra_fields:
                 record = EpisodeRecord(**copy.deepcopy(state.extra_fields[EPISODE_KEY]))
                 memory = copy.deepcopy(record.memory)
-                # It may replay all of them.
+                # The environment may replay all of them.
                 replies = 1 + state.extra_fields.get(TURNS_KEY, 0)
                 await self._call(self.environment.resume(state, memory), state, replies)
             else:

@@ -228,9 +228,7 @@ class ToolAgentLoop(AgentLoop):
             sample_params=self.sample_params,
             activities=self.activities,
             environment=ToolEnvironment(own, choose_parser(own.parser, self.tokenizer)),
-            max_turns=own.max_turns,
-            max_turn_tokens=own.max_turn_tokens,
-            max_context=own.max_context,
+            **own.model_dump(include={"max_turns", "max_turn_tokens", "max_context"}),
             # Every call has a time of its own, after which the model reads that it has passed.
             environment_timeout_s=None,
         )

@@ -116,7 +116,7 @@ class CodeJudge(Judge):
         return {"score": passed if self._partial_credit else float(passed == 1), "passed": passed}
 
     async def _count_passed(self, program: str, tests: Sequence[Any]) -> int:
-        """How many tests the program passes, in their order; the first failure ends it unless it pays on."""
+        """How many tests the program passes; without partial credit the first failure ends the count."""
         # All code tests share one run, so that a program that is slow to start is started once.
         codes = [test for test in tests if isinstance(test, str)]
         num_passed, spent_s = 0, 0.0

@@ -99,7 +99,14 @@ class ComposedJudge(Judge):
     async def verdicts(self, states: Sequence[RolloutState]) -> list[dict[str, Any] | JudgeError]:
         """Each part judges the rollouts that it is meant for, all parts at once."""
         keys = [self._key(state) for state in states]
-        by_part = await asyncio.gather(*(_verdicts_of(part, states, keys) for part in self.parts))
+
+        async def ask(part: Part) -> dict[int, dict[str, Any] | JudgeError]:
+            """The part's verdicts by the place of the rollouts that it is meant for."""
+            places = [at for at, key in enumerate(keys) if part.only is None or key in part.only]
+            judged = [states[at] for at in places]
+            return dict(zip(places, await part.judge.verdicts(judged) if judged else [], strict=True))
+
+        by_part = await asyncio.gather(*map(ask, self.parts))
         pairs = list(zip(self.parts, by_part, strict=True))
         return [
             self._combine(key, {part: found[at] for part, found in pairs if at in found})
@@ -134,17 +141,6 @@ class ComposedJudge(Judge):
     async def aclose(self) -> None:
         """Close the parts."""
         await asyncio.gather(*(part.judge.aclose() for part in self.parts))
-
-
-async def _verdicts_of(
-    part: Part, states: Sequence[RolloutState], keys: Sequence[str | None]
-) -> dict[int, dict[str, Any] | JudgeError]:
-    """The part's verdicts by the place of the rollouts that it is meant for."""
-    places = [at for at, key in enumerate(keys) if part.only is None or key in part.only]
-    if not places:
-        return {}
-    verdicts = await part.judge.verdicts([states[at] for at in places])
-    return dict(zip(places, verdicts, strict=True))
 
 
 def judges_group(function: FunctionT) -> FunctionT:

@@ -243,7 +243,7 @@ class _Children:
         except queue.Empty:
             child = _Child(self._factory, self._timeout_s)
             self._running.add(child)
-            # `end` may have looked before it was there.
+            # `end` may have killed the children before this one was among them.
             if self._is_closed:
                 child.process.kill()
         line = child.ask(request)

@@ -344,11 +344,11 @@ class ChatClient:
         request = {"messages": list(messages), **self._fixed}
         reply = None if self._cache is None else self._cache.get(request)
         if reply is None:
-            # Before the turn is taken: a refused request must not cost the others time.
+            # Checked before the turn is taken: a refused request must not cost the others time.
             self._check_budget()
             await self._pace.turn()
             async with self._slots:
-                # Again: requests that were in flight meanwhile were paid from it too.
+                # Checked again: requests that were in flight meanwhile were paid from the budget too.
                 self._check_budget()
                 reply = await self._post(request)
         try:

@@ -24,7 +24,7 @@ MAX_CHARACTERS = 500
 MAX_BITS = 4096
 """Of an integer: 1,233 digits, and any operation on two of them takes microseconds."""
 MAX_DIGITS = 30
-"""To round to; rounding to the billionth ten would compute it."""
+"""The most digits to round to: rounding to a billion of them would compute as many."""
 
 _BINARY: dict[type[ast.operator], Callable[[Number, Number], Number]] = {
     ast.Add: operator.add,

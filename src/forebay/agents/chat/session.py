@@ -275,7 +275,7 @@ class ChatSession:
             if is_cancelled():
                 raise
             raise SessionEndedError("the program has ended") from None
-        # Engines are lost, agents' own controllers are user code: the rollout cannot go on.
+        # An engine is lost, or the controller is user code that raised: the rollout cannot go on.
         except Exception as error:
             self._end(Status.FAILED, f"{type(error).__name__}: {error}")
             raise SessionEndedError(str(error)) from error

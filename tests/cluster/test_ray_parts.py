@@ -46,7 +46,7 @@ async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_pat
     # What the lost engine had made of the first one is kept.
     assert [len(completion.response_ids) for completion in completions] == [3, 3]
     assert not [completion for completion in completions if completion.lost]
-    assert pool.num_retries == 2
+    assert pool.counts["retries"] == 2
     assert restarts.counts == {"engine": 1}
     told = []
     restarts.listener = lambda *what: told.append(what)

@@ -8,7 +8,7 @@ import pytest
 
 from forebay.aio import virtual_time
 from forebay.engines import Completion, RolloutController
-from forebay.engines.controller import request_seed
+from forebay.engines.base import request_seed
 from forebay.testing import ScriptedEngine
 from forebay.types import RolloutState, SampleParams, Status
 from forebay.watching.stalls import StallError

@@ -26,8 +26,6 @@ from forebay.types import (
 )
 from forebay.watching.activity import Activity
 
-__all__ = ["RolloutController", "request_seed"]
-
 
 class RolloutController:
     """Continues rollouts on one engine or several.
@@ -203,10 +201,7 @@ class RolloutController:
 
     def counts(self) -> dict[str, float]:
         """For a run's metrics: ``retries`` and ``engine_restarts`` so far, because engines were lost."""
-        return {
-            "retries": float(self._pool.num_retries),
-            "engine_restarts": float(self._pool.num_restarts),
-        }
+        return dict(self._pool.counts)
 
     async def close(self) -> None:
         """End everything and free the engines; one that does not answer is left as it is."""

@@ -83,10 +83,8 @@ class EnginePool:
         self._closed = False
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
-        self.num_retries = 0
-        """Requests given to another engine (or the same again) because one was lost."""
-        self.num_restarts = 0
-        """Engines that came back after they were lost."""
+        self.counts = {"retries": 0.0, "engine_restarts": 0.0}
+        """Requests given to another engine (or the same again) because one was lost; engines that came back."""
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -168,7 +166,7 @@ class EnginePool:
             rest = call.rest()
             if rest.max_tokens < 1 or len(rest.input_ids) >= self.max_context_tokens:
                 return Completion(finish_reason="length")
-            self.num_retries += 1
+            self.counts["retries"] += 1
 
     def count_tokens_made(self) -> int:
         """Tokens made so far, those of running requests included; it never falls."""
@@ -334,7 +332,7 @@ class EnginePool:
                     logger.warning("%s is brought up once more: %s", member, error)
             member.is_up = True
             if again:
-                self.num_restarts += 1
+                self.counts["engine_restarts"] += 1
                 logger.warning("%s is back", member)
         # Any error: callers must not wait for this engine any longer. Those that do are told the error.
         except Exception as error:

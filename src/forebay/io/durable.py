@@ -2,6 +2,7 @@
 
 ::
 
+    made_whole: a folder beside the target is filled -> renamed to the target
     write_text: name.tmp written -> fsync -> renamed to name -> folder fsynced
     sync:       what was written or renamed at a path reaches the disk
     seal:       checksums of all files of a folder -> FOLDER/checksums.json
@@ -18,6 +19,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,6 +69,22 @@ def sync_tree(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         sync(path)
     sync(folder)
+
+
+@contextmanager
+def made_whole(target: Path) -> Iterator[Path]:
+    """A folder to fill, which becomes `target` when the block ends; it is deleted if the block fails.
+
+    Everybody may read it. It is not synced.
+    """
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        # mkdtemp makes it private.
+        unfinished.chmod(0o755)
+        yield unfinished
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_text(path: Path, text: str) -> None:

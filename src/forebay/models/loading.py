@@ -18,8 +18,6 @@ import json
 import logging
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -28,6 +26,7 @@ from typing import Any
 
 from forebay.config import ConfigError
 from forebay.extras import require_library
+from forebay.io.durable import made_whole
 from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, Precision
 from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
 
@@ -170,19 +169,13 @@ def _cached(target: Path, write: Callable[[Path], None]) -> Path:
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        write(unfinished)
-        # mkdtemp makes it private; a cache may be shared.
-        unfinished.chmod(0o755)
-        try:
-            unfinished.rename(target)
-        except OSError:
-            # Another process was faster; what it wrote is the same.
-            if not target.is_dir():
-                raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        with made_whole(target) as folder:
+            write(folder)
+    except OSError:
+        # Another process may have been faster; what it wrote is the same.
+        if not target.is_dir():
+            raise
     return target
 
 

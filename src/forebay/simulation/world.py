@@ -29,8 +29,7 @@ from rich.console import Console
 from forebay.agents import SingleTurnAgentLoop
 from forebay.aio.virtual_time import VirtualTimeLoop
 from forebay.engines import RolloutController
-from forebay.engines.base import GenerateRequest
-from forebay.engines.controller import request_seed
+from forebay.engines.base import GenerateRequest, request_seed
 from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer

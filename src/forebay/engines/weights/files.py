@@ -2,7 +2,7 @@
 
 ::
 
-    write(weights, step) --> .writing-... --rename--> run-5f0c21aa/step_000007-1/     a whole model
+    write(weights, step) --> .step_...  --rename--> run-5f0c21aa/step_000007-1/       a whole model
     write, by another engine at the same time: the same folder                       older ones are deleted
 
     write(adapters, step, adapters=config): the same, with what peft writes, for the base below them:
@@ -26,7 +26,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import uuid
 import weakref
 from collections.abc import Collection, Mapping
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
+from forebay.io.durable import made_whole
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
     AdapterConfig,
@@ -204,11 +204,9 @@ class WeightFiles:
 
         if self._part is None:
             self._part = _Part(self._folder, self._name)
-        unfinished = Path(tempfile.mkdtemp(prefix=".writing-", dir=self._part.folder))
-        try:
-            # mkdtemp makes it private; a server may run as somebody else.
-            unfinished.chmod(0o755)
+        with made_whole(self._part.folder / name) as unfinished:
             names: dict[int, str] = {}
+            # Of several that share their memory the first.
             for own, tensor in weights.items():
                 names.setdefault(tensor.data_ptr(), own)
             kept = {own: weights[own].detach().cpu().contiguous() for own in names.values()}
@@ -226,9 +224,7 @@ class WeightFiles:
                     if not found.match(_WEIGHT_INDEX):
                         shutil.copyfile(found, unfinished / found.name)
             save_file(kept, unfinished / file, metadata={"format": "pt"})
-            return unfinished.rename(self._part.folder / name)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        return self._part.folder / name
 
     def close(self) -> None:
         """Delete everything that was written."""
@@ -276,15 +272,13 @@ class _Part:
                     shutil.rmtree(other.parent, ignore_errors=True)
         self.folder = parent / f"{_RUN_PREFIX}{name}"
         # Under its name only with its lock, or it would pass for a dead one's.
-        unnamed = Path(tempfile.mkdtemp(prefix=".making-", dir=parent))
-        unnamed.chmod(0o755)
-        lock = os.open(unnamed / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        self._unlock = weakref.finalize(self, os.close, lock)
-        os.write(lock, socket.gethostname().encode())
-        # A file system without locks: then no run takes another's part for a dead one's.
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        unnamed.rename(self.folder)
+        with made_whole(self.folder) as unnamed:
+            lock = os.open(unnamed / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._unlock = weakref.finalize(self, os.close, lock)
+            os.write(lock, socket.gethostname().encode())
+            # A file system without locks: then no run takes another's part for a dead one's.
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def close(self) -> None:
         """Delete it."""

@@ -31,7 +31,7 @@ import numpy as np
 from rich.console import Console
 
 from forebay.config import parse_config
-from forebay.engines.controller import request_seed
+from forebay.engines.base import request_seed
 from forebay.evaluate import Evaluator
 from forebay.metrics import PhaseTimer
 from forebay.produce.prompts.demo_tasks import sorting

@@ -84,7 +84,7 @@ class EnginePool:
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
         self.counts = {"retries": 0.0, "engine_restarts": 0.0}
-        """Requests given to another engine (or the same again) because one was lost; engines that came back."""
+        """Requests that were given to another engine, or the same again; engines that came back."""
 
     @property
     def engines(self) -> tuple[Engine, ...]:

@@ -73,14 +73,10 @@ def sync_tree(folder: Path) -> None:
 
 @contextmanager
 def made_whole(target: Path) -> Iterator[Path]:
-    """A folder to fill, which becomes `target` when the block ends; it is deleted if the block fails.
-
-    Everybody may read it. It is not synced.
-    """
+    """A folder to fill, which becomes `target` when the block ends, or is deleted if it fails; not synced."""
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        # mkdtemp makes it private.
-        unfinished.chmod(0o755)
+        unfinished.chmod(0o755)  # mkdtemp makes it private.
         yield unfinished
         unfinished.rename(target)
     finally:

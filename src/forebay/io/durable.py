@@ -2,7 +2,6 @@
 
 ::
 
-    made_whole: a folder beside the target is filled -> renamed to the target
     write_text: name.tmp written -> fsync -> renamed to name -> folder fsynced
     sync:       what was written or renamed at a path reaches the disk
     seal:       checksums of all files of a folder -> FOLDER/checksums.json

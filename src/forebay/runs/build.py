@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,15 +113,12 @@ async def open_run(
             return build_run(config, config.folder, display, resume_step=resume_step, start=start)
     display.phase("ray")
     # It takes minutes where a model is large, and parts that are on the cluster already need the event loop.
-    await asyncio.to_thread(cluster.start, start.model_folder)
+    await asyncio.to_thread(cluster.start, start[0])
     return build_run(config, config.folder, display, resume_step=resume_step, cluster=cluster, start=start)
 
 
-class Start(NamedTuple):
-    """The model and the data that a run starts from."""
-
-    model_folder: Path
-    data: list[TaskData]
+Start = tuple[Path, list[TaskData]]
+"""The folder of the model and the data that a run starts from."""
 
 
 def find_start(
@@ -141,7 +138,7 @@ def find_start(
     data = check_lengths(config, model_folder, data)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
-    return Start(model_folder, data)
+    return model_folder, data
 
 
 def build_run(

@@ -286,48 +286,42 @@ class RunConfig(RunFile):
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
         # Before the arguments of components: a rule knows of one that was removed.
-        for wrong, message in self._rules():
-            if wrong:
-                raise ConfigError(message)
+        self._check_together()
         find_engine(self.engine)
         check_cluster(self)
         check_staleness_rule(self.produce.staleness_rule, self.train)
         return self
 
-    def _rules(self) -> list[tuple[bool, str]]:
+    def _check_together(self) -> None:
+        """Rules over keys of several tables."""
         train, group_size = self.train, self.rollouts_per_prompt
-        needs_group = train.advantage != "gae" and ":" not in train.advantage
-        sequences = self.batch_size * group_size
-        own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
-        return [
-            *(
-                (
-                    self.cluster is not None and key in self.cluster.arguments,
+        for key in ("buffer", "buffer_shards"):
+            if self.cluster is not None and key in self.cluster.arguments:
+                raise ConfigError(
                     f"cluster.arguments.{key} was removed: a run has one replay buffer, in its own process; "
-                    f"leave the key out",
+                    f"leave the key out"
                 )
-                for key in ("buffer", "buffer_shards")
-            ),
-            (
-                bool(own_limits) and not self.produce.is_async,
+        own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
+        if own_limits and not self.produce.is_async:
+            raise ConfigError(
                 f"max_staleness of task {', '.join(own_limits)}: only read by strategy 'async'; "
-                f"{_MAKE_ASYNC}, or leave max_staleness out",
-            ),
-            (
-                self.steps > 0 and needs_group and group_size < 2,
+                f"{_MAKE_ASYNC}, or leave max_staleness out"
+            )
+        compares = train.advantage != "gae" and ":" not in train.advantage
+        if self.steps > 0 and compares and group_size < 2:
+            raise ConfigError(
                 f"rollouts_per_prompt = {group_size} gives advantage {train.advantage!r} nothing to compare: "
-                f"set it to 2 or more, or use advantage 'gae'",
-            ),
-            (
-                train.pass_k is not None and train.pass_k > group_size,
-                f"rollouts_per_prompt = {group_size} is too few for train.advantage = {train.advantage!r}",
-            ),
-            (
-                train.mini_batches > sequences,
+                f"set it to 2 or more, or use advantage 'gae'"
+            )
+        if train.pass_k is not None and train.pass_k > group_size:
+            raise ConfigError(
+                f"rollouts_per_prompt = {group_size} is too few for train.advantage = {train.advantage!r}"
+            )
+        if train.mini_batches > (sequences := self.batch_size * group_size):
+            raise ConfigError(
                 f"train.mini_batches = {train.mini_batches} is more than the {sequences} rollouts of a batch "
-                f"(batch_size x rollouts_per_prompt); lower it",
-            ),
-        ]
+                f"(batch_size x rollouts_per_prompt); lower it"
+            )
 
 
 def check_cluster(config: RunConfig) -> None:

@@ -18,7 +18,7 @@ import asyncio
 
 import numpy as np
 
-from forebay.engines import Completion, Engine, EngineLost, GenerateRequest
+from forebay.engines import Engine, EngineLost, GenerateRequest
 from forebay.train import TrainController
 from forebay.types import RolloutState, SampleParams, Status
 
@@ -61,15 +61,13 @@ class WeightCheck:
         """
         try:
             states = await self._generate(engine)
-            if states is not None and not any(len(state.response_ids) for state in states):
+            if not any(len(state.response_ids) for state in states):
                 await engine.resume()
                 try:
                     states = await self._generate(engine)
                 finally:
                     await engine.pause()
         except EngineLost:
-            return None
-        if states is None:
             return None
         steps = {int(step) for state in states for step in state.response_model_steps}
         if len(steps) != 1:
@@ -82,7 +80,7 @@ class WeightCheck:
             )
         return states
 
-    async def _generate(self, engine: Engine) -> list[RolloutState] | None:
+    async def _generate(self, engine: Engine) -> list[RolloutState]:
         params = SampleParams(max_tokens=PROBE_TOKENS)
         outcomes = await asyncio.gather(
             *(
@@ -99,29 +97,28 @@ class WeightCheck:
             ),
             return_exceptions=True,
         )
+        states = []
         # All of them have ended: nothing runs on unowned when one raises.
-        for outcome in outcomes:
+        for i, (prompt, outcome) in enumerate(zip(self._prompts, outcomes, strict=True)):
             if isinstance(outcome, BaseException):
                 raise outcome
-        completions = [outcome for outcome in outcomes if isinstance(outcome, Completion)]
-        if any(completion.lost for completion in completions):
-            return None
-        return [
-            RolloutState(
+            if outcome.lost:
+                raise EngineLost(f"the engine was lost while it answered probe {i}")
+            state = RolloutState(
                 [],
                 rollout_id=f"probe-{i}",
                 prompt_ids=prompt,
-                response_ids=completion.response_ids,
-                logprobs=completion.logprobs,
-                response_model_steps=completion.model_steps,
+                response_ids=outcome.response_ids,
+                logprobs=outcome.logprobs,
+                response_model_steps=outcome.model_steps,
                 status=Status.COMPLETED,
                 sample_params=params,
                 reward={"score": 0.0},
-                finish_reason=completion.finish_reason,
-                error_msg=completion.error_msg,
+                finish_reason=outcome.finish_reason,
+                error_msg=outcome.error_msg,
             )
-            for i, (prompt, completion) in enumerate(zip(self._prompts, completions, strict=True))
-        ]
+            states.append(state)
+        return states
 
     def compare(self, number: int, states: list[RolloutState], trainer: TrainController) -> float:
         """Mean |difference| of the log probabilities of engine `number`'s tokens; blocking.

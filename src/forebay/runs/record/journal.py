@@ -27,7 +27,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -259,11 +259,9 @@ def read_history(run_folder: Path) -> list[Segment]:
     for folder in reversed(folders):
         path = folder / EVENTS
         # A start that the run did not go on from: it was killed before this checkpoint, or went another way.
-        if until is not None and until not in {
-            facts["train_step"] for facts in _read_lines(path, {"checkpoint"})
-        }:
+        if until is not None and not any(_is_checkpoint(facts, until) for facts in _read_lines(path)):
             continue
-        first = next(_read_lines(path, {"segment"}), None)
+        first = next(_read_lines(path), None)
         if first is None or first.get("format") != FORMAT:
             raise ValueError(f"{str(path)!r} is not a record that this release reads ({FORMAT})")
         history.append(Segment(folder, first.get("resumed_from"), until))
@@ -286,9 +284,6 @@ def read_events(segment: Segment) -> Iterator[Event]:
     pieces = _read_pieces(path)
     groups: dict[int, StoredGroup] = {}
     for facts in _read_lines(segment.folder / EVENTS):
-        # Up to version 0.2 a line said where the next piece lies.
-        if facts["event"] == "rollouts":
-            continue
         while facts["event"] == "put" and facts["number"] not in groups:
             if (piece := next(pieces, None)) is None:
                 raise ValueError(
@@ -296,7 +291,7 @@ def read_events(segment: Segment) -> Iterator[Event]:
                 )
             groups = piece
         yield Event(facts, groups.pop(facts["number"]) if facts["event"] == "put" else None)
-        if facts["event"] == "checkpoint" and facts["train_step"] == segment.until:
+        if _is_checkpoint(facts, segment.until):
             return
 
 
@@ -304,39 +299,40 @@ def read_seeds(history: list[Segment], rollout_ids: set[str]) -> dict[str, int]:
     """The seed that each of these rollouts was generated with last."""
     seeds: dict[str, int] = {}
     for segment in history:
-        for facts in _read_lines(segment.folder / EVENTS, {"generate", "checkpoint"}):
+        for facts in _read_lines(segment.folder / EVENTS):
             if facts["event"] == "generate":
                 # The controller names a request "rollout:try:tokens before it".
                 rollout_id = facts["request"].rsplit(":", 2)[0]
                 if rollout_id in rollout_ids:
                     seeds[rollout_id] = facts["seed"]
-            elif segment.until == facts["train_step"]:
+            elif _is_checkpoint(facts, segment.until):
                 break
     return seeds
 
 
-def _read_lines(path: Path, events: Collection[str] | None = None) -> Iterator[Facts]:
-    """The whole lines, of these kinds of events only if given; without the choice, numbers are checked."""
+def _is_checkpoint(facts: Facts, train_step: int | None) -> bool:
+    return bool(facts["event"] == "checkpoint" and facts["train_step"] == train_step)
+
+
+def _read_lines(path: Path) -> Iterator[Facts]:
+    """The whole lines of a journal; their numbers are checked."""
     if not path.is_file():
         raise ValueError(f"the record is damaged: {str(path)!r} is missing")
-    wanted = None if events is None else [f'"event":"{event}"'.encode() for event in events]
     number = 0
     with path.open("rb") as file:
         for place, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                if wanted is None:
-                    logger.warning("%s: the last line was not finished; it is left out", path)
+                logger.warning("%s: the last line was not finished; it is left out", path)
                 return
-            if wanted is not None and not any(text in line for text in wanted):
-                continue
             with damage_named(f"{str(path)!r} line {place}"):
                 facts = json.loads(line)
-                if wanted is None and facts["event"] != "rollouts":
-                    number += 1
-                    if facts["number"] != number:
-                        raise ValueError(f"it has number {facts['number']}, but {number} comes next")
-            if events is None or facts["event"] in events:
-                yield facts
+                # In a record of 0.1 or 0.2 a line without a number said where the next rollouts lie.
+                if facts["event"] == "rollouts":
+                    continue
+                number += 1
+                if facts["number"] != number:
+                    raise ValueError(f"it has number {facts['number']}, but {number} comes next")
+            yield facts
 
 
 def _read_pieces(path: Path) -> Iterator[dict[int, StoredGroup]]:

@@ -1,4 +1,4 @@
-"""Optional and heavy libraries: the extra that brings each, the message where one is missing, late imports."""
+"""Optional and heavy libraries: the extra that brings each, the message for a missing one, late imports."""
 
 from __future__ import annotations
 

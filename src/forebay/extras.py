@@ -1,12 +1,10 @@
-"""Optional and heavy libraries: the extra that brings each, the message for a missing one, late imports."""
+"""Optional libraries: which extra brings each of them, and the one message for one that is missing."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
-from typing import Any
 
 from forebay.config import ConfigError
 
@@ -68,25 +66,3 @@ def require_library(module: str, wanted_by: str) -> None:
     with needed_by(wanted_by):
         if importlib.util.find_spec(module) is None:
             raise missing(module, wanted_by)
-
-
-def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names load something heavy: each is imported when it is asked for.
-
-    `modules` gives the names that each module of `package` defines, or the module's own name.
-
-    >>> __getattr__ = lazy_names("forebay.train", {"controller": ["TrainController"]})
-    >>> __getattr__("TrainControler")
-    Traceback (most recent call last):
-    AttributeError: module 'forebay.train' has no attribute 'TrainControler'
-    """
-    homes = {name: module for module, names in modules.items() for name in names}
-
-    def find(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with needed_by(f"{package}.{name}"):
-            module = import_module(f"{package}.{homes[name]}")
-        return module if homes[name] == name else getattr(module, name)
-
-    return find

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forebay.extras import lazy_names
+from forebay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from forebay.cluster.ray_cluster import RayCluster

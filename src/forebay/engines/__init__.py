@@ -13,7 +13,7 @@ from forebay.engines.base import (
 from forebay.engines.build import ENGINES, EngineConfig, build_engines, find_engine
 from forebay.engines.controller import RolloutController
 from forebay.engines.scripted import ScriptedEngine
-from forebay.extras import lazy_names
+from forebay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from forebay.engines.local.transformers import TransformersEngine

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from forebay.environments.config import FragmentRunConfig
 from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
 from forebay.environments.workers.worker_pool import WorkerMode
-from forebay.extras import lazy_names
+from forebay.lazy import lazy_names
 
 if TYPE_CHECKING:
     from forebay.environments.policy import Policy

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from forebay.aio.changed import BufferClosed
-from forebay.extras import lazy_names
+from forebay.lazy import lazy_names
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.config import AsyncReplayBufferConfig, SyncReplayBufferConfig
 from forebay.replay.format.values import SavedFields

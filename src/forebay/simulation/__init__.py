@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from forebay.extras import lazy_names
+from forebay.lazy import lazy_names
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from forebay.extras import lazy_names
+from forebay.lazy import lazy_names
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.train.objective.corrections import Correction

@@ -31,7 +31,7 @@ from forebay.io.messages import ERRORS as PLAIN_ERRORS
 from forebay.io.messages import FrameError, Note
 from forebay.replay.arrival import Arrival
 from forebay.replay.format.encode import PackedGroup
-from forebay.replay.stores.contract import StorageItem
+from forebay.replay.stores.contract import StorageItem, TagValue
 from forebay.replay.stores.errors import OwnerLost, StoreBusy
 from forebay.types import ROLLOUT_FIELDS, RolloutState, Status
 
@@ -154,14 +154,10 @@ row_values = attrgetter(*ROW_FIELDS)
 """The fields of a `StorageItem`, in this order, without the payload."""
 
 
-class _Arguments(msgspec.Struct, forbid_unknown_fields=True):
-    pass
+Tags = dict[str, TagValue]
 
 
-Tags = dict[str, str | int | float | bool]
-
-
-class PutArguments(_Arguments):
+class PutArguments(msgspec.Struct, forbid_unknown_fields=True):
     """Of `ReplayBuffer.put_groups`; the client has labelled the tokens."""
 
     key: bytes
@@ -171,7 +167,7 @@ class PutArguments(_Arguments):
     """The instance of the server that was asked before, if this is not the first time."""
 
 
-class TakeArguments(_Arguments):
+class TakeArguments(msgspec.Struct, forbid_unknown_fields=True):
     """Of `ReplayBuffer.take_batch`, and of `ReplayBuffer.get`, which takes of one task."""
 
     key: bytes

@@ -112,8 +112,7 @@ class FragmentRunConfig(RunFile):
     @property
     def steps_per_batch(self) -> int:
         """Environment steps in a batch, those that only reset included."""
-        fragments = self.batch_size * self.fragments.fragments_per_chunk
-        return fragments * self.fragments.length * self.environment.num_envs
+        return self.fragments_per_batch * self.fragments.length * self.environment.num_envs
 
     @property
     def fragments_per_batch(self) -> int:

@@ -18,7 +18,6 @@ MAX_STEPS = 27_000
 al., 2015), the longest limit in common use."""
 
 
-@torch.inference_mode()
 def play(
     config: EnvironmentConfig, policy: Policy, num_episodes: int, seed: int, *, max_steps: int | None = None
 ) -> list[Episode]:
@@ -34,10 +33,11 @@ def play(
         plays_E = np.ones(num_episodes, np.bool_)
         rewards_E, lengths_E = np.zeros(num_episodes), np.zeros(num_episodes, np.int64)
         for _ in range(MAX_STEPS if max_steps is None else max_steps):
-            params, state = policy.act_params(torch.from_numpy(obs_ED[None]), first, state)
-            first = torch.zeros_like(first)
-            action_E = policy.head.to_env(policy.head.mode(params[0]).numpy())
-            obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(action_E)
+            # Not around the environments' own step: they may use torch, too.
+            with torch.inference_mode():
+                params, state = policy.act_params(torch.from_numpy(obs_ED[None]), first, state)
+                first, action_E = torch.zeros_like(first), policy.head.mode(params[0]).numpy()
+            obs_ED, reward_E, terminated_E, truncated_E, _ = envs.step(policy.head.to_env(action_E))
             # Only the first episode of each environment counts.
             rewards_E += reward_E * plays_E
             lengths_E += plays_E

@@ -151,12 +151,10 @@ class Policy(nn.Module):
     def load_weights(self, weights: bytes) -> None:
         """Take over what `weights` of an equal policy gave."""
         vector = torch.from_numpy(np.frombuffer(weights, np.float32).copy())
-        tensors: dict[str, Any] = self.state_dict()
-        start = 0
-        for tensor in tensors.values():
-            tensor.copy_(vector[start : start + tensor.numel()].view(tensor.shape))
-            start += tensor.numel()
-        assert start == len(vector)
+        tensors: list[torch.Tensor] = list(self.state_dict().values())
+        parts = torch.split(vector, [tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
 
 
 def _layers(size: int, hidden: int, out: int, *, last_gain: float) -> nn.Sequential:

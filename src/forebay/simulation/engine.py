@@ -25,7 +25,7 @@ import numpy as np
 
 from forebay.engines.base import Completion, GenerateRequest
 from forebay.engines.scripted import SCRIPTED_LOGPROB, ScriptedEngine, ScriptedRequest
-from forebay.types import FloatArray, IntArray
+from forebay.types import IntArray
 
 if TYPE_CHECKING:
     import torch
@@ -127,8 +127,8 @@ class ModeledEngine(ScriptedEngine):
             return Completion(finish_reason="abort")
         self.num_tokens += count
         return Completion(
-            response_ids=_constant(0, count),
-            logprobs=_LOGPROBS[:count] if count <= len(_LOGPROBS) else np.full(count, -1.0, np.float32),
+            response_ids=np.zeros(count, np.int32),
+            logprobs=np.full(count, SCRIPTED_LOGPROB, np.float32),
             model_steps=self._labels(entry, count),
             finish_reason="abort" if aborted else "stop" if work.length <= budget else "length",
         )
@@ -191,7 +191,7 @@ class ModeledEngine(ScriptedEngine):
         """The step whose weights were loaded when each token was made."""
         first_progress = self._work[entry].first_progress
         if count == 0 or self._loads[-1][0] <= first_progress:
-            return _constant(self._loads[-1][1], count)
+            return np.full(count, self._loads[-1][1], np.int32)
         made = first_progress + np.arange(1, count + 1)
         starts, steps = zip(*self._loads, strict=True)
         labels: IntArray = np.asarray(steps, np.int32)[np.searchsorted(starts, made, side="right") - 1]
@@ -205,10 +205,3 @@ class _Work:
     length: int
     first_progress: float = math.inf
     """Where the engine's progress was when it began to decode."""
-
-
-_LOGPROBS: FloatArray = np.full(1 << 16, SCRIPTED_LOGPROB, np.float32)
-
-
-def _constant(value: int, count: int) -> IntArray:
-    return np.full(count, value, np.int32)

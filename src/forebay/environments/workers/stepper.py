@@ -101,16 +101,25 @@ class Stepper:
 
     def _step(self) -> dict[str, Array]:
         obs_ED, first_E, live_E = self._obs_ED, self._first_E, ~self._resets_E
-        action, logprob_E = self._act(obs_ED, first_E)
-        self._obs_ED, reward_E, terminated_E, truncated_E, _ = self._envs.step(
-            self._policy.head.to_env(action)
-        )
+        head = self._policy.head
+        obs, first = torch.from_numpy(obs_ED[None]), torch.from_numpy(first_E[None])
+        # Not around the environments' own step: they may use torch, too.
+        with torch.inference_mode():
+            params, self._state = self._policy.act_params(obs, first, self._state)
+            action = head.sample(params[0], self._generator)
+            logprob_E = head.log_prob(params[0], action).numpy()
+        self._obs_ED, reward_E, terminated_E, truncated_E, _ = self._envs.step(head.to_env(action.numpy()))
         done_E = terminated_E | truncated_E
         self._first_E, self._resets_E = ~live_E, done_E
-        self._count(reward_E, live_E, done_E)
+        # Counted here, because gymnasium's own statistics take 15 us of a step's 300.
+        self._rewards_E += reward_E
+        self._lengths_E += live_E
+        for index in np.flatnonzero(done_E):
+            self._episodes.append(Episode(float(self._rewards_E[index]), int(self._lengths_E[index])))
+            self._rewards_E[index], self._lengths_E[index] = 0.0, 0
         return {
             "obs": obs_ED,
-            "action": action,
+            "action": action.numpy(),
             "reward": reward_E.astype(np.float32),
             "next_done": done_E,
             "first": first_E,
@@ -118,22 +127,6 @@ class Stepper:
             "terminated": terminated_E,
             "live": live_E,
         }
-
-    def _count(self, reward_E: Array, live_E: Array, done_E: Array) -> None:
-        # Here, because gymnasium's own statistics take 15 us of a step's 300.
-        self._rewards_E += reward_E
-        self._lengths_E += live_E
-        for index in np.flatnonzero(done_E):
-            self._episodes.append(Episode(float(self._rewards_E[index]), int(self._lengths_E[index])))
-            self._rewards_E[index], self._lengths_E[index] = 0.0, 0
-
-    @torch.inference_mode()
-    def _act(self, obs_ED: Array, first_E: Array) -> tuple[Array, Array]:
-        policy = self._policy
-        obs, first = torch.from_numpy(obs_ED[None]), torch.from_numpy(first_E[None])
-        params, self._state = policy.act_params(obs, first, self._state)
-        action = policy.head.sample(params[0], self._generator)
-        return action.numpy(), policy.head.log_prob(params[0], action).numpy()
 
 
 def import_gymnasium() -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import closing, suppress
 
 import msgspec
 import torch
@@ -40,11 +41,12 @@ class HubLink:
         # Weights may be of any size.
         self._channel = BlockingChannel(sock, limit_s=limit_s, max_frame_bytes=sys.maxsize)
         self._channel.send(Note(encode_value(worker_uuid)))
-        self._channel.beat(Alive(), limit_s / BEATS, self._is_alive)
 
-    def _is_alive(self) -> bool:
-        since = self._working_since
-        return since is None or time.monotonic() - since < WORK_LIMIT_S
+        def is_alive() -> bool:
+            since = self._working_since
+            return since is None or time.monotonic() - since < WORK_LIMIT_S
+
+        self._channel.beat(Alive(), limit_s / BEATS, is_alive)
 
     def report(self, report: Report) -> Orders:
         """Send the report and wait for the answer, however long the buffer keeps writers waiting.
@@ -84,23 +86,11 @@ def run_worker(address: str, encoded_spec: str) -> None:
     spec = WorkerSpec.model_validate_json(encoded_spec)
     # With more threads, small matrix products wait for each other.
     torch.set_num_threads(1)
-    try:
-        link = HubLink(address, spec.worker_uuid, limit_s=spec.limit_s)
-        try:
-            work(spec, link)
-        finally:
-            link.close()
-    except EOFError:
-        return
+    with suppress(EOFError), closing(HubLink(address, spec.worker_uuid, limit_s=spec.limit_s)) as link:
+        _work(spec, link)
 
 
-def work(spec: WorkerSpec, link: HubLink) -> None:
-    """Work until told to stop.
-
-    Raises:
-        ConfigError: the environment cannot be made.
-        EOFError: the trainer is gone.
-    """
+def _work(spec: WorkerSpec, link: HubLink) -> None:
     store = FragmentStore(**spec.database_config)
     envs = make_vector(spec.environment, spec.environment.num_envs)
     try:

@@ -60,14 +60,11 @@ class Schema:
 
     text: bytes
     """JSON; what is stored."""
+    schema_id: bytes
+    """8 bytes that name it: a hash of its text."""
     skeleton: Any
     leaves: tuple[_Leaf, ...]
     body_bytes: int
-
-    @property
-    def schema_id(self) -> bytes:
-        """8 bytes that name it: a hash of its text."""
-        return hashlib.blake2b(self.text, digest_size=8).digest()
 
     @staticmethod
     def parse(text: bytes) -> Schema:
@@ -79,14 +76,14 @@ class Schema:
             leaves.append(_Leaf(dtype, tuple(shape), is_scalar, offset))
             num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             offset += _aligned(num_bytes)
-        return Schema(text, skeleton, tuple(leaves), offset)
+        schema_id = hashlib.blake2b(text, digest_size=8).digest()
+        return Schema(text, schema_id, skeleton, tuple(leaves), offset)
 
 
 @lru_cache(maxsize=1024)
-def _schema_of(nodes: tuple[Any, ...]) -> tuple[Schema, bytes]:
-    """Of a fragment whose fields have these nodes, with its id: the same few come again and again."""
-    schema = Schema.parse(json.dumps(("dict", _FIELDS, nodes), separators=(",", ":")).encode())
-    return schema, schema.schema_id
+def _schema_of(nodes: tuple[Any, ...]) -> Schema:
+    """Of a fragment whose fields have these nodes: the same few come again and again."""
+    return Schema.parse(json.dumps(("dict", _FIELDS, nodes), separators=(",", ":")).encode())
 
 
 def _leaves_of(node: Any) -> Iterator[tuple[str, Sequence[int], bool]]:
@@ -120,7 +117,6 @@ _HEADS = np.dtype(
 class Packed(NamedTuple):
     """A payload in parts, and the schema it cannot be read without."""
 
-    schema_id: bytes
     schema: Schema
     parts: list[Any]
     """Bytes and uint8 arrays that look into the fragment's own."""
@@ -151,7 +147,6 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
     arrays: list[np.ndarray[Any, Any]] = []
     values: list[Any] = []
     nodes = tuple([_split(getattr(fragment, name), name, arrays, values) for name in _FIELDS])
-    schema, schema_id = _schema_of(nodes)
     body: list[Any] = []
     for array in arrays:
         # A copy of a few bytes is cheaper than a view of them.
@@ -159,12 +154,10 @@ def pack(fragment: SampleFragment, compression: str | None = None) -> Packed:
         body.append(array.tobytes() if is_small else np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         if rest := array.nbytes % _ALIGNMENT:
             body.append(_PADDING[rest:])
-    return _assemble(schema, schema_id, values, body, compression)
+    return _assemble(_schema_of(nodes), values, body, compression)
 
 
-def _assemble(
-    schema: Schema, schema_id: bytes, values: list[Any], body: list[Any], compression: str | None
-) -> Packed:
+def _assemble(schema: Schema, values: list[Any], body: list[Any], compression: str | None) -> Packed:
     """A payload of plain values and the parts of a body."""
     body_bytes = schema.body_bytes
     if compression is not None:
@@ -174,9 +167,10 @@ def _assemble(
         meta = _encode(values)
     except OverflowError:
         raise ValueError("the fragment holds an integer of more than 64 bits; store it as text") from None
-    head = _HEADER.pack(schema_id, len(meta), COMPRESSIONS.index(compression), schema.body_bytes) + meta
+    kind = COMPRESSIONS.index(compression)
+    head = _HEADER.pack(schema.schema_id, len(meta), kind, schema.body_bytes) + meta
     head += _PADDING[: -len(head) % _ALIGNMENT]
-    return Packed(schema_id, schema, [head, *body], len(head) + body_bytes)
+    return Packed(schema, [head, *body], len(head) + body_bytes)
 
 
 def unstack(batch: SampleFragment, compression: str | None = None) -> list[Packed]:
@@ -198,14 +192,11 @@ def unstack(batch: SampleFragment, compression: str | None = None) -> list[Packe
             f"{sorted(lengths)}"
         )
     (count,) = lengths
-    schema, schema_id = _schema_of(nodes)
+    schema = _schema_of(nodes)
     columns = [[column] * count if type(column) in _PLAIN else column for column in values]
     rows = zip(*columns, strict=True) if columns else [()] * count
     bodies = _rows_of_bytes(arrays, count)
-    return [
-        _assemble(schema, schema_id, list(row), body, compression)
-        for row, body in zip(rows, bodies, strict=True)
-    ]
+    return [_assemble(schema, list(row), body, compression) for row, body in zip(rows, bodies, strict=True)]
 
 
 def _rows_of_bytes(arrays: list[np.ndarray[Any, Any]], count: int) -> list[list[Any]]:

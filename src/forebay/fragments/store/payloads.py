@@ -126,7 +126,8 @@ class FragmentStore:
     def _put(self, packed: list[Packed]) -> list[str]:
         ids = list(itertools.islice(self._ids, len(packed)))
         num_bytes = sum(one.num_bytes for one in packed)
-        new = {one.schema_id: one.schema for one in packed if one.schema_id not in self._schemas}
+        schemas = {one.schema.schema_id: one.schema for one in packed}
+        new = {each: schema for each, schema in schemas.items() if each not in self._schemas}
         with self._environment.write(num_bytes) as transaction:
             count, held = self._read_totals(transaction)
             if held + num_bytes > self._max_bytes:

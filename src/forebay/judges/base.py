@@ -40,33 +40,6 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
 
 
-class JudgeError(Exception):
-    """Why a rollout has no verdict; as text, it is what the rollout's ``error_msg`` ends in.
-
-    `place` is the file and line in the judge's own code, if it raised.
-    """
-
-    def __init__(self, message: str, *, place: str | None = None) -> None:
-        super().__init__(message)
-        self.place = place
-
-
-class TransientJudgeError(Exception):
-    """Raised by a judge that may well succeed if it is asked again: it will be.
-
-    >>> TransientJudgeError("the service is restarting", after_s=2.0).after_s
-    2.0
-
-    Args:
-        message: becomes the rollout's error if the last try fails too.
-        after_s: when to try again; None lets the pause double with each try.
-    """
-
-    def __init__(self, message: str, *, after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.after_s = after_s
-
-
 class Judge(ABC):
     """Gives rollouts their reward. Subclasses write `score`; everything else is here.
 
@@ -194,6 +167,33 @@ class GroupJudge(Judge):
         if isinstance(verdict, Exception):
             raise verdict
         return verdict
+
+
+class JudgeError(Exception):
+    """Why a rollout has no verdict; as text, it is what the rollout's ``error_msg`` ends in.
+
+    `place` is the file and line in the judge's own code, if it raised.
+    """
+
+    def __init__(self, message: str, *, place: str | None = None) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+class TransientJudgeError(Exception):
+    """Raised by a judge that may well succeed if it is asked again: it will be.
+
+    >>> TransientJudgeError("the service is restarting", after_s=2.0).after_s
+    2.0
+
+    Args:
+        message: becomes the rollout's error if the last try fails too.
+        after_s: when to try again; None lets the pause double with each try.
+    """
+
+    def __init__(self, message: str, *, after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.after_s = after_s
 
 
 def _checked_or_error(verdict: Verdict | Exception) -> dict[str, Any] | JudgeError:

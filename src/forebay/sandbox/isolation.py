@@ -33,21 +33,6 @@ STARTED = launcher.STARTED
 BOX = "/box"
 """The program's folder under `Isolation.BUBBLEWRAP`."""
 
-# Root's programs run as users that do not exist (systemd's ranges end below): the kernel does not count the
-# processes of root, and counts those of any other user together.
-_FIRST_FREE_UID, _NUM_FREE_UIDS = 0x70000000, 1 << 24
-# `ulimit -n`: besides files it bounds what may be kept in memory files, each of them Limits.file_bytes.
-_MAX_OPEN_FILES = 64
-# bwrap, which waits outside and inside, and the kernel's own records of the tree.
-_OVERHEAD_BYTES = 16 << 20
-_SYSTEM_PATHS = (
-    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
-    # The loader, Debian's alternatives and the clock need these of /etc; the rest of it stays hidden.
-    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
-)
-# The shell knows descriptors of one digit only; the program's standard error may have a higher one.
-_MARK_AND_RUN = 'printf %s "$0" >&2; err=/proc/self/fd/$1; shift; exec "$@" 2>>"$err"'
-
 
 class Isolation(StrEnum):
     """How a program is held, strongest first. All but LIMITS cut the network.
@@ -99,6 +84,22 @@ class Limits(StrictModel):
     def tree_bytes(self) -> int:
         """Memory of all of a program's processes together, its folder and two outputs included."""
         return self.memory_bytes + self.folder_bytes + 2 * self.file_bytes + _OVERHEAD_BYTES
+
+
+# Root's programs run as users that do not exist (systemd's ranges end below): the kernel does not count the
+# processes of root, and counts those of any other user together.
+_FIRST_FREE_UID, _NUM_FREE_UIDS = 0x70000000, 1 << 24
+# `ulimit -n`: besides files it bounds what may be kept in memory files, each of them Limits.file_bytes.
+_MAX_OPEN_FILES = 64
+# bwrap, which waits outside and inside, and the kernel's own records of the tree.
+_OVERHEAD_BYTES = 16 << 20
+_SYSTEM_PATHS = (
+    *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"),
+    # The loader, Debian's alternatives and the clock need these of /etc; the rest of it stays hidden.
+    *("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/localtime"),
+)
+# The shell knows descriptors of one digit only; the program's standard error may have a higher one.
+_MARK_AND_RUN = 'printf %s "$0" >&2; err=/proc/self/fd/$1; shift; exec "$@" 2>>"$err"'
 
 
 def readable_paths(python: str, further: Iterable[str | Path]) -> list[str]:

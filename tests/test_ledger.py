@@ -15,6 +15,12 @@ from forebay.replay import FIFOReplayPolicy, IndexedStorage, ReplayBuffer
 from forebay.types import RolloutState, Status
 
 
+def has_seen(ledger, group_id, task_name):
+    """Whether the group has an event other than ``admitted``."""
+    life = ledger.life(group_id, task_name)
+    return life is not None and life.place != "admitted"
+
+
 def lines_of(path):
     """The events; the checksum that each line ends with is what reading looks at."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -34,11 +40,11 @@ def test_a_life():
     balance = ledger.balance({"math": 2})
     assert (balance.generated, balance.trained, balance.dropped, balance.live) == (4, 1, {"filtered": 1}, 2)
     assert balance.ok
-    assert ledger.was_trained("a", "math")
-    assert not ledger.was_trained("c", "math")
-    assert ledger.has_seen(4, "math")
-    assert not ledger.has_seen("4", "math")
-    assert not ledger.has_seen("a", "code")
+    assert ledger.life("a", "math").place == "trained"
+    assert ledger.life("c", "math").place == "live"
+    assert ledger.life(4, "math").place == "live"
+    assert ledger.life("4", "math") is None
+    assert ledger.life("a", "code") is None
 
 
 def test_lost_doubled_and_repeated_groups_show():
@@ -126,9 +132,9 @@ def test_a_resumed_run_goes_back_to_its_checkpoint(tmp_path):
     resumed = Ledger(path)
     resumed.load_state_dict(state)
     assert resumed.balance({"math": 1}) == ledger_of_checkpoint().balance({"math": 1})
-    assert resumed.was_trained("a", "math")
-    assert not resumed.was_trained(2, "math")
-    assert not resumed.has_seen("c", "math")
+    assert resumed.life("a", "math").place == "trained"
+    assert resumed.life(2, "math").place != "trained"
+    assert resumed.life("c", "math") is None
     assert resumed.state_dict() == state | {"num_events": 4}
     assert [line["event"] for line in lines_of(path)][-2:] == ["produced", "rewound"]
     assert lines_of(path)[-1]["to_event"] == 3
@@ -233,13 +239,12 @@ def test_a_life_remembers_what_matters():
     ledger.record("a", "math", "admitted")
     life = ledger.life("a", "math")
     assert (life.place, life.num_tokens, life.score, life.train_step) == ("admitted", None, None, None)
-    assert not ledger.has_seen("a", "math")
     ledger.record("a", "math", "produced", num_tokens=10, latency_s=1.5)
     ledger.record("a", "math", "retried")
     ledger.record("a", "math", "produced", num_tokens=30, latency_s=2.5, score=0.25)
     ledger.record("a", "math", "retried")
     ledger.record("a", "math", "produced", num_tokens=20, latency_s=1.0, score=1.0)
-    assert ledger.has_seen("a", "math")
+    assert ledger.life("a", "math").place == "live"
     ledger.record("a", "math", "trained", train_step=4)
     life = ledger.life("a", "math")
     assert (life.place, life.reason, life.train_step, life.num_retries) == ("trained", None, 4, 2)
@@ -291,8 +296,8 @@ def test_a_line_that_was_cut_off_stands_for_nothing(tmp_path):
     resumed.close()
     read = Ledger.read(path)
     assert read.balance({"math": 2}).ok
-    assert read.has_seen("c", "math")
-    assert not read.has_seen("b", "math")
+    assert has_seen(read, "c", "math")
+    assert not has_seen(read, "b", "math")
 
 
 def test_a_file_that_starts_over_counts_from_there(tmp_path):
@@ -302,8 +307,8 @@ def test_a_file_that_starts_over_counts_from_there(tmp_path):
         ledger = Ledger(path)
         ledger.record(group_id, "math", "produced")
         ledger.close()
-    assert Ledger.read(path).has_seen("b", "math")
-    assert not Ledger.read(path).has_seen("a", "math")
+    assert has_seen(Ledger.read(path), "b", "math")
+    assert not has_seen(Ledger.read(path), "a", "math")
 
 
 @pytest.mark.parametrize(
@@ -483,7 +488,7 @@ def test_every_damage_to_the_file_is_a_counted_loss_and_never_an_error(tmp_path_
     again.close()
     assert again.lost_events == at_end.lost_events
     later = Ledger.read(path)
-    assert later.has_seen("new", "math")
+    assert has_seen(later, "new", "math")
     assert later.state_dict() == again.state_dict()
 
 
@@ -537,7 +542,8 @@ def test_a_checkpoint_of_a_moved_run_finds_its_ledger(tmp_path):
     ledger.close()
     moved = (tmp_path / "run").rename(tmp_path / "elsewhere")
     read = Ledger.read_checkpoint(state, moved / "checkpoints" / "step_1" / "manager")
-    assert (read.lost_events, read.was_trained("a", "math"), read.has_seen("b", "math")) == (0, True, False)
+    assert (read.lost_events, read.life("a", "math").place) == (0, "trained")
+    assert not has_seen(read, "b", "math")
     (moved / "ledger.jsonl").unlink()
     assert Ledger.read_checkpoint(state, moved / "checkpoints" / "step_1" / "manager").lost_events == 1
 
@@ -563,7 +569,7 @@ def test_what_a_full_disk_refused_is_in_no_later_line(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger._journal, "_file", Full())
     with pytest.raises(OSError, match="No space left"):
         ledger.record("b", "math", "produced")
-    assert not ledger.has_seen("b", "math")
+    assert not has_seen(ledger, "b", "math")
     monkeypatch.setattr(ledger._journal, "_file", file)
     ledger.record("c", "math", "produced")
     assert ledger._journal.num_bytes == path.stat().st_size

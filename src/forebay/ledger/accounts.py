@@ -152,14 +152,6 @@ class Ledger:
             line = {"event": RESTARTED, "time_s": self._clock(), "part": part, "reason": reason}
             self._journal.write(line)
 
-    def has_seen(self, group_id: GroupId, task_name: str) -> bool:
-        """Whether anything came of the group: it has an event other than ``admitted``."""
-        return self._place(group_id, task_name) not in (None, ADMITTED)
-
-    def was_trained(self, group_id: GroupId, task_name: str) -> bool:
-        """Whether the group was trained on and not requeued since."""
-        return self._place(group_id, task_name) == TRAINED
-
     def life(self, group_id: GroupId, task_name: str) -> GroupLife | None:
         """The history of one group; None if it has no event."""
         return self._tasks[task_name].life(group_id, task_name) if task_name in self._tasks else None
@@ -182,7 +174,19 @@ class Ledger:
 
         That is, those in the buffer, and those in flight of which there is an event.
         """
-        tasks = {task: self._task_balance(task, live.get(task, 0)) for task in {**self._tasks, **live}}
+        tasks: dict[str, Balance] = {}
+        for task in {**self._tasks, **live}:
+            groups = self._tasks.get(task, Histories())
+            places = {place.partition(":"): number for place, number in groups.counts.items()}
+            tasks[task] = Balance(
+                generated=len(groups),
+                trained=groups.counts[TRAINED],
+                dropped={reason: number for (place, _, reason), number in places.items() if place == DROPPED},
+                live=live.get(task, 0),
+                repeated=groups.num_repeated,
+                retried=groups.num_retries,
+                left=groups.num_left,
+            )
         dropped: Counter[str] = Counter()
         for part in tasks.values():
             dropped.update(part.dropped)
@@ -289,26 +293,10 @@ class Ledger:
         if self._journal is not None:
             self._journal.close()
 
-    def _place(self, group_id: GroupId, task_name: str) -> str | None:
-        return self._tasks[task_name].place_of(group_id) if task_name in self._tasks else None
-
     def _enter(self, event: Mapping[str, Any]) -> None:
         if (groups := self._tasks.get(event["task"])) is None:
             groups = self._tasks[event["task"]] = Histories()
         groups.enter(event)
-
-    def _task_balance(self, task_name: str, live: int) -> Balance:
-        groups = self._tasks.get(task_name, Histories())
-        places = {place.partition(":"): number for place, number in groups.counts.items()}
-        return Balance(
-            generated=len(groups),
-            trained=groups.counts[TRAINED],
-            dropped={reason: number for (place, _, reason), number in places.items() if place == DROPPED},
-            live=live,
-            repeated=groups.num_repeated,
-            retried=groups.num_retries,
-            left=groups.num_left,
-        )
 
     def _write(self, line: Mapping[str, Any]) -> None:
         number = self._num_events + 1

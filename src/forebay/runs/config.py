@@ -285,7 +285,7 @@ class RunConfig(RunFile):
             raise ValueError("at least one task needs a positive weight")
         for number, task in enumerate(self.tasks):
             _check_task(number, task)
-        # Before the arguments of components: a rule knows of one that was removed.
+        # Before the arguments of components: one rule knows of an argument that was removed.
         self._check_together()
         find_engine(self.engine)
         check_cluster(self)

@@ -89,7 +89,8 @@ class RunAlarms:
             if len(self._first) < FIRST_STEPS:
                 self._first.append(row)
         if (score := row.get(EVAL_SCORE)) is not None:
-            self._evaluations.append((score, self._mean(REWARD)))
+            rewards = self._column(REWARD)
+            self._evaluations.append((score, sum(rewards) / len(rewards) if rewards else None))
         new = {}
         for name in ALARMS:
             message: str | None = getattr(self, f"_{name}")()
@@ -113,23 +114,14 @@ class RunAlarms:
         """The values of the last steps that have one."""
         return [value for row in self._rows if (value := row.get(name)) is not None]
 
-    def _mean(self, name: str) -> float | None:
-        values = self._column(name)
-        return sum(values) / len(values) if values else None
-
-    def _full_column(self, name: str) -> list[float] | None:
-        """The values of a whole window; None while one is missing."""
-        values = self._column(name)
-        return values if len(values) == WINDOW_STEPS else None
-
     def _steps(self) -> str:
         return f"train steps {self._rows[0]['train_step']:.0f} to {self._rows[-1]['train_step']:.0f}"
 
     def _no_signal(self) -> str | None:
         config = self._config
         compares = config.rollouts_per_prompt > 1 and not config.train.uses_critic
-        values = self._full_column("train/equal_score_groups" if compares else "train/score_std")
-        if values is None or any(value != (1.0 if compares else 0.0) for value in values):
+        values = self._column("train/equal_score_groups" if compares else "train/score_std")
+        if len(values) < WINDOW_STEPS or any(value != (1.0 if compares else 0.0) for value in values):
             return None
         rewards = self._column(REWARD)
         if min(rewards) == max(rewards):
@@ -147,8 +139,8 @@ class RunAlarms:
         )
 
     def _truncated(self) -> str | None:
-        values = self._full_column("truncated")
-        if values is None or (share := sum(values) / len(values)) <= TRUNCATED_SHARE:
+        values = self._column("truncated")
+        if len(values) < WINDOW_STEPS or (share := sum(values) / len(values)) <= TRUNCATED_SHARE:
             return None
         return (
             f"{self._steps()}: {share:.0%} of the responses were cut off by their budget (finish_reason "

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from forebay.config import ConfigError
 from forebay.environments.config import EnvironmentConfig, PolicyConfig, PPOConfig
 from forebay.environments.policy import Categorical, Gaussian, Policy, head_for
-from forebay.environments.ppo import Moments, PPOTrainer, StepBatch
+from forebay.environments.ppo import PPOTrainer, StepBatch
 from forebay.environments.workers.stepper import spaces
 from forebay.fragments import FragmentStore
 
@@ -89,17 +89,30 @@ def test_rescaling_changes_the_scale_and_not_the_values(seed, step):
         assert policy.value_std == pytest.approx(10, abs=4)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_moments_are_those_of_all_rows_together(sizes, seed):
-    rng = np.random.default_rng(seed)
-    parts = [rng.normal(3, 2, (size, 2)) for size in sizes]
-    moments = Moments(2)
-    for part in parts:
-        moments.add(part)
-    rows = np.concatenate(parts)
-    np.testing.assert_allclose(moments.mean, rows.mean(0), atol=1e-9)
-    expected = rows.std(0)
-    np.testing.assert_allclose(moments.std, np.where(expected < 1e-2, 1.0, expected), atol=1e-9)
+def test_observations_are_scaled_by_all_that_were_trained_on(tmp_path):
+    stepper, policy = make_stepper(length=50)
+    trainer, rows = make_trainer(policy), []
+    for _ in range(3):
+        batch = make_batch(tmp_path, stepper)
+        batch.obs_SBD[..., 0] = 3.0
+        trainer.update(batch)
+        rows.append(batch.obs_SBD[:-1].double().numpy()[batch.live_SB])
+    seen = np.concatenate(rows)
+    np.testing.assert_allclose(policy.obs_mean, seen.mean(0), rtol=1e-5, atol=1e-6)
+    # What does not change is not blown up.
+    np.testing.assert_allclose(policy.obs_std, [1.0, *seen.std(0)[1:]], rtol=1e-5)
+
+
+def test_the_scale_of_observations_in_a_checkpoint_of_version_0_1_is_read(tmp_path):
+    stepper, policy = make_stepper()
+    trainer = make_trainer(policy)
+    trainer.update(make_batch(tmp_path, stepper))
+    arrays = trainer.arrays()
+    arrays["observations/squares"] = arrays["observations/count"] * arrays.pop("observations/var")
+    old = make_trainer(policy)
+    old.load(1, arrays)
+    for name, array in trainer.arrays().items():
+        np.testing.assert_allclose(old.arrays()[name], array, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -52,12 +52,17 @@ class PPOTrainer:
 
     def __init__(self, policy: Policy, config: PPOConfig, *, total_steps: int, seed: int) -> None:
         """`total_steps` is when the learning rate reaches 0."""
+        # Here, because `vtrace` needs no gymnasium.
+        from gymnasium.wrappers.utils import RunningMeanStd
+
         self.step = 0
         self.policy = policy
         self._config, self._total_steps = config, total_steps
         self._optimizer = torch.optim.Adam(policy.parameters(), config.lr, eps=ADAM_EPSILON)
         self._generator = torch.Generator().manual_seed(seed)
-        self._observations = Moments(len(policy.obs_mean))
+        self._observations = RunningMeanStd(  # type: ignore[no-untyped-call]
+            epsilon=0.0, shape=policy.obs_mean.shape
+        )
 
     def update(self, batch: StepBatch) -> dict[str, float]:
         """One train step; its metrics."""
@@ -68,9 +73,12 @@ class PPOTrainer:
             group["lr"] = self._config.lr * max(0.0, 1 - self.step / max(1, self._total_steps))
         self._optimize(batch, old_SB, targets, metrics)
         # The scale of observations follows last: weights that act have the one that they were trained under.
-        self._observations.add(batch.obs_SBD[:-1][live_SB].double().numpy())
-        self.policy.obs_mean.copy_(torch.from_numpy(self._observations.mean))
-        self.policy.obs_std.copy_(torch.from_numpy(self._observations.std))
+        seen = self._observations
+        seen.update(batch.obs_SBD[:-1][live_SB].double().numpy())  # type: ignore[no-untyped-call]
+        std = np.sqrt(seen.var)
+        self.policy.obs_mean.copy_(torch.from_numpy(seen.mean))
+        # Numbers that hardly change are left as they are.
+        self.policy.obs_std.copy_(torch.from_numpy(np.where(std < MIN_STD, 1.0, std)))
         self.step += 1
         return metrics
 
@@ -185,7 +193,9 @@ class PPOTrainer:
         arrays = {f"policy/{name}": tensor.numpy() for name, tensor in self.policy.state_dict().items()}
         for number, state in self._optimizer.state_dict()["state"].items():
             arrays |= {f"adam/{number}/{name}": tensor.numpy() for name, tensor in state.items()}
-        arrays |= {f"observations/{name}": array for name, array in self._observations.arrays().items()}
+        seen = {"count": np.array(self._observations.count)}
+        seen |= {"mean": self._observations.mean, "var": self._observations.var}
+        arrays |= {f"observations/{name}": array for name, array in seen.items()}
         arrays["generator"] = self._generator.get_state().numpy()
         return arrays
 
@@ -213,7 +223,11 @@ class PPOTrainer:
             adam.setdefault(int(number), {})[field] = torch.from_numpy(array)
         state = self._optimizer.state_dict()
         self._optimizer.load_state_dict({**state, "state": adam})
-        self._observations.load(groups["observations"])
+        seen = groups["observations"]
+        count, mean = float(seen["count"]), seen["mean"].copy()
+        # Version 0.1 kept the sum of the squares.
+        var = seen["var"].copy() if "var" in seen else seen["squares"] / max(1.0, count)
+        self._observations.count, self._observations.mean, self._observations.var = count, mean, var
         self._generator.set_state(torch.from_numpy(arrays["generator"]))
         self.step = step
 
@@ -269,45 +283,6 @@ class StepBatch:
             terminated_SB=stream(stacked.extras["terminated"]),
             live_SB=live_SB,
         )
-
-
-class Moments:
-    """Mean and variance of all rows seen, added batch by batch (Chan et al., 1979).
-
-    >>> moments = Moments(1)
-    >>> moments.add(np.array([[1.0], [3.0]]))
-    >>> moments.mean.tolist(), moments.std.tolist()
-    ([2.0], [1.0])
-    """
-
-    def __init__(self, size: int) -> None:
-        self.count = 0.0
-        self.mean = np.zeros(size)
-        self._squares = np.zeros(size)
-
-    @property
-    def std(self) -> Array:
-        """Standard deviations, those of numbers that hardly change aside: they are 1."""
-        std = np.sqrt(self._squares / max(1.0, self.count))
-        return np.where(std < MIN_STD, 1.0, std)
-
-    def add(self, rows_ND: Array) -> None:
-        """Count these too."""
-        count = self.count + len(rows_ND)
-        mean, difference = rows_ND.mean(0), rows_ND.mean(0) - self.mean
-        squares = ((rows_ND - mean) ** 2).sum(0)
-        self._squares += squares + difference**2 * self.count * len(rows_ND) / count
-        self.mean = self.mean + difference * len(rows_ND) / count
-        self.count = count
-
-    def arrays(self) -> dict[str, Array]:
-        """Everything, for `load`."""
-        return {"count": np.array(self.count), "mean": self.mean, "squares": self._squares}
-
-    def load(self, arrays: dict[str, Array]) -> None:
-        """Go on from there."""
-        self.count = float(arrays["count"])
-        self.mean, self._squares = arrays["mean"].copy(), arrays["squares"].copy()
 
 
 class Targets(NamedTuple):

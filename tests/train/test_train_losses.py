@@ -20,6 +20,7 @@ from forebay.train.objective.losses import (
 )
 
 LOW, HIGH = 0.2, 0.3
+CONFIG = TrainConfig(clip=(LOW, HIGH))
 
 
 def inputs(log_ratios, advantages, sequences=None):
@@ -39,7 +40,7 @@ tokens = st.lists(
 def test_clipped_by_hand():
     # Ratios 1.5, 0.5, 1.5, 0.5 against A = 1, 1, -1, -1.
     given_ = inputs([math.log(r) for r in (1.5, 0.5, 1.5, 0.5)], [1.0, 1.0, -1.0, -1.0])
-    result = clipped_loss(given_, clip_low=LOW, clip_high=HIGH)
+    result = clipped_loss(given_, CONFIG)
     assert result.loss.tolist() == pytest.approx([-1.3, -0.5, 1.5, 0.8])
     assert result.clipped_high.tolist() == [True, False, False, False]
     assert result.clipped_low.tolist() == [False, False, False, True]
@@ -48,7 +49,7 @@ def test_clipped_by_hand():
 @given(tokens, st.sampled_from([None, 1.5, 3.0]))
 def test_clipped_is_the_papers_formula(rows, dual_clip):
     given_ = inputs([r[0] for r in rows], [r[1] for r in rows])
-    result = clipped_loss(given_, clip_low=LOW, clip_high=HIGH, dual_clip=dual_clip)
+    result = clipped_loss(given_, TrainConfig(clip=(LOW, HIGH), dual_clip=dual_clip))
     for log_ratio, advantage, loss in zip(
         (given_.logprobs - given_.old_logprobs).tolist(), given_.advantages.tolist(), result.loss, strict=True
     ):
@@ -61,14 +62,14 @@ def test_clipped_is_the_papers_formula(rows, dual_clip):
 
 def test_a_clipped_token_has_no_gradient_and_another_has_the_policy_gradient():
     given_ = inputs([0.5, 0.0], [1.0, 2.0])
-    clipped_loss(given_, clip_low=LOW, clip_high=HIGH).loss.sum().backward()
+    clipped_loss(given_, CONFIG).loss.sum().backward()
     assert given_.logprobs.grad.tolist() == [0.0, -2.0]
 
 
 def test_dual_clip_bounds_the_loss_of_bad_tokens():
     given_ = inputs([math.log(10.0)], [-1.0])
-    assert clipped_loss(given_, clip_low=LOW, clip_high=HIGH).loss.item() == pytest.approx(10.0, rel=1e-5)
-    bounded = clipped_loss(given_, clip_low=LOW, clip_high=HIGH, dual_clip=3.0)
+    assert clipped_loss(given_, CONFIG).loss.item() == pytest.approx(10.0, rel=1e-5)
+    bounded = clipped_loss(given_, TrainConfig(clip=(LOW, HIGH), dual_clip=3.0))
     assert bounded.loss.item() == 3.0
     assert bounded.clipped_high.tolist() == [True]
 
@@ -77,7 +78,7 @@ def test_dual_clip_bounds_the_loss_of_bad_tokens():
 def test_gspo_has_one_ratio_per_sequence(rows):
     rows.sort(key=lambda row: row[2])
     given_ = inputs([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
-    result = gspo_loss(given_, clip_low=LOW, clip_high=HIGH)
+    result = gspo_loss(given_, CONFIG)
     log_ratios = (given_.logprobs - given_.old_logprobs).tolist()
     for row, advantage, loss in zip(rows, given_.advantages.tolist(), result.loss, strict=True):
         own = [log_ratio for log_ratio, other in zip(log_ratios, rows, strict=True) if other[2] == row[2]]
@@ -89,13 +90,13 @@ def test_gspo_has_one_ratio_per_sequence(rows):
 def test_gspo_gradient_by_hand():
     # Two tokens, ratios e^0.1 and e^-0.1: s = 1. With the mean over tokens, d loss / d logprob = -A s / 2.
     given_ = inputs([0.1, -0.1], [3.0, 3.0])
-    gspo_loss(given_, clip_low=LOW, clip_high=HIGH).loss.mean().backward()
+    gspo_loss(given_, CONFIG).loss.mean().backward()
     assert given_.logprobs.grad.tolist() == pytest.approx([-1.5, -1.5])
 
 
 def test_cispo_clips_the_weight_and_keeps_the_gradient():
     given_ = inputs([math.log(2.0), math.log(0.5), 0.0], [1.0, -1.0, 1.0])
-    result = cispo_loss(given_, clip_low=LOW, clip_high=HIGH)
+    result = cispo_loss(given_, CONFIG)
     expected = [-1.3 * given_.logprobs[0], 0.8 * given_.logprobs[1], -given_.logprobs[2]]
     assert result.loss.tolist() == pytest.approx([value.item() for value in expected])
     result.loss.sum().backward()

@@ -12,7 +12,7 @@ that is not one of ours is a `KeyError`, never a silent 0.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 
@@ -144,10 +144,7 @@ class ProduceProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, as plain JSON values."""
-        return {
-            f.name: dict(value) if isinstance(value := getattr(self, f.name), dict) else value
-            for f in fields(self)
-        }
+        return asdict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, in place: the object and its dicts stay the same objects.

@@ -191,9 +191,8 @@ class Sampler:
             self.position += 1
             group_id = f"{self.task_name}/{self.seed}/{self.epoch}/{index}"
             if self.already_has is None or not self.already_has(group_id):
-                return self._make_group(self.prompts[index], group_id)
-
-    def _make_group(self, prompt: Prompt, group_id: str) -> list[RolloutState]:
+                break
+        prompt = self.prompts[index]
         return [
             RolloutState(
                 [dict(message) for message in prompt.message],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ def schedule_factor(schedule: str, train_step: int, *, warmup_steps: int, total_
     return 1 - progress if schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
 
 
+@dataclass(eq=False)
 class Optimizer:
     """AdamW with its schedule over the weights of `model` that require a gradient.
 
@@ -53,38 +55,33 @@ class Optimizer:
         ValueError: a falling schedule without `total_steps`, or a model without trainable weights.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        lr: float,
-        schedule: str = "constant",
-        warmup_steps: int = 0,
-        total_steps: int | None = None,
-        weight_decay: float = 0.0,
-        max_grad_norm: float = 1.0,
-    ) -> None:
-        if schedule != "constant" and total_steps is None:
-            raise ValueError(f"schedule {schedule!r} needs total_steps, the train step at which it ends")
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    model: nn.Module
+    _: KW_ONLY
+    lr: float
+    """The peak."""
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """0: gradients are never scaled down."""
+
+    def __post_init__(self) -> None:
+        if self.schedule != "constant" and self.total_steps is None:
+            raise ValueError(f"schedule {self.schedule!r} needs total_steps, the train step at which it ends")
+        self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self._parameters:
-            raise ValueError(f"{type(model).__name__} has no weights that require a gradient")
+            raise ValueError(f"{type(self.model).__name__} has no weights that require a gradient")
         decayed = [p for p in self._parameters.values() if p.ndim >= 2]
         others = [p for p in self._parameters.values() if p.ndim < 2]
-        groups = [
-            {"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0},
-        ]  # fmt: skip
-        self._adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=BETAS, fused=True)
-        self._lr = lr
-        self._schedule = schedule
-        self._warmup_steps = warmup_steps
-        self._total_steps = total_steps
-        self._max_grad_norm = max_grad_norm if max_grad_norm > 0 else math.inf
+        by_decay = [(decayed, self.weight_decay), (others, 0.0)]
+        groups = [{"params": weights, "weight_decay": decay} for weights, decay in by_decay if weights]
+        self._adamw = torch.optim.AdamW(groups, lr=self.lr, betas=BETAS, fused=True)
 
     def learning_rate(self, train_step: int) -> float:
         """The rate of the step after `train_step` completed ones."""
-        return self._lr * schedule_factor(
-            self._schedule, train_step, warmup_steps=self._warmup_steps, total_steps=self._total_steps
+        return self.lr * schedule_factor(
+            self.schedule, train_step, warmup_steps=self.warmup_steps, total_steps=self.total_steps
         )
 
     def step(self, train_step: int) -> float:
@@ -93,7 +90,8 @@ class Optimizer:
         Raises:
             FloatingPointError: the norm is not finite.
         """
-        norm = float(whole(nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)))
+        limit = self.max_grad_norm or math.inf
+        norm = float(whole(nn.utils.clip_grad_norm_(self._parameters.values(), limit)))
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(

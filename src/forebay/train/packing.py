@@ -59,20 +59,6 @@ class Packer:
         Raises:
             ValueError: a sequence is longer than the budget, or there are fewer sequences than mini-batches.
         """
-        self._check(batch)
-        order = np.arange(batch.num_sequences)
-        if self.mini_batches > 1:
-            order = np.random.default_rng(seed).permutation(order)
-        batch.layout = self.layout
-        batch.packs = []
-        for part in np.array_split(order, self.mini_batches):
-            packs = CUTS[self.layout](batch, np.sort(part), self.token_budget)
-            packs = _split_until_divisible(packs, self.num_ranks)
-            shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
-            batch.packs.append([[packs[index] for index in share] for share in shares])
-        return batch
-
-    def _check(self, batch: TrainBatch) -> None:
         longest = int(np.argmax(batch.lengths))
         if batch.lengths[longest] > self.token_budget:
             raise ValueError(
@@ -84,6 +70,17 @@ class Packer:
                 f"{batch.num_sequences} sequences cannot be split into {self.mini_batches} mini-batches; "
                 f"lower mini_batches or train on more rollouts"
             )
+        order = np.arange(batch.num_sequences)
+        if self.mini_batches > 1:
+            order = np.random.default_rng(seed).permutation(order)
+        batch.layout = self.layout
+        batch.packs = []
+        for part in np.array_split(order, self.mini_batches):
+            packs = CUTS[self.layout](batch, np.sort(part), self.token_budget)
+            packs = _split_until_divisible(packs, self.num_ranks)
+            shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
+            batch.packs.append([[packs[index] for index in share] for share in shares])
+        return batch
 
 
 def num_cells(batch: TrainBatch, pack: Pack, layout: Layout) -> int:

@@ -26,6 +26,7 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from forebay.aio.time_limits import timeout
@@ -50,6 +51,7 @@ class StallError(RuntimeError):
     """Nothing has made progress for too long; the message is the stall report."""
 
 
+@dataclass(eq=False)
 class StallWatch:
     """Watches the waits of one event loop.
 
@@ -58,38 +60,33 @@ class StallWatch:
     when the first of the waiting tasks began to, whichever is later. Growth of `progress` is dated to the
     look that finds it, so a stall among such steps is noticed at most `warn_after_s` later.
 
+    Raises:
+        ValueError: the limits are not positive, or the second is not the longer one.
+
     >>> watch = StallWatch(activities, warn_after_s=60, fail_after_s=600)           # doctest: +SKIP
     >>> async with watch.guard():                                                     # doctest: +SKIP
     StallError: no progress for 600 s; 9 in flight: rollout math/0/17/3 generating for 598 s (412 tokens), ...
     """
 
-    def __init__(
-        self,
-        activities: Activities,
-        *,
-        warn_after_s: float = 60.0,
-        fail_after_s: float | None = 600.0,
-        describe: Callable[[Activity], str] | None = None,
-        progress: Callable[[], int] | None = None,
-    ) -> None:
-        """`fail_after_s` None only warns. `describe` adds what else is known of an activity ("412 tokens").
+    activities: Activities
+    """What hangs, for the report."""
+    _: KW_ONLY
+    warn_after_s: float = 60.0
+    fail_after_s: float | None = 600.0
+    """None only warns."""
+    describe: Callable[[Activity], str] | None = None
+    """What else is known of an activity ("412 tokens")."""
+    progress: Callable[[], int] | None = None
+    """A number that grows with the work done and never falls (tokens made so far): asked when the first
+    begins to wait and every `warn_after_s` from then on, not more often."""
 
-        `progress` is a number that grows with the work done and never falls (tokens made so far): asked when
-        the first begins to wait and every `warn_after_s` from then on, not more often.
-
-        Raises:
-            ValueError: the limits are not positive, or the second is not the longer one.
-        """
-        limit_s = math.inf if fail_after_s is None else fail_after_s
-        if not 0 < warn_after_s < limit_s:
+    def __post_init__(self) -> None:
+        self._limit_s = math.inf if self.fail_after_s is None else self.fail_after_s
+        if not 0 < self.warn_after_s < self._limit_s:
             raise ValueError(
-                f"warn_after_s must be positive and fail_after_s longer, got {warn_after_s}, {fail_after_s}"
+                f"warn_after_s must be positive and fail_after_s longer, got {self.warn_after_s}, "
+                f"{self.fail_after_s}"
             )
-        self._activities = activities
-        self._warn_after_s = warn_after_s
-        self._fail_after_s = limit_s
-        self._describe = describe
-        self._progress = progress
         self._seen_progress = 0
         self._waiting: dict[asyncio.Timeout, None] = {}
         self._since_s = -math.inf
@@ -144,7 +141,7 @@ class StallWatch:
 
     def report(self) -> str:
         """The report: how long without progress, and the oldest activities with stage and age."""
-        by_cause = sorted(self._activities.in_flight(), key=lambda activity: activity.stage in _AROUND)
+        by_cause = sorted(self.activities.in_flight(), key=lambda activity: activity.stage in _AROUND)
         named = ", ".join(self._words(activity) for activity in by_cause[:_NUM_NAMED])
         more = f" and {len(by_cause) - _NUM_NAMED} more" if len(by_cause) > _NUM_NAMED else ""
         what = f"{len(by_cause)} in flight: {named}{more}" if by_cause else "nothing is in flight"
@@ -153,26 +150,26 @@ class StallWatch:
     def _words(self, activity: Activity) -> str:
         known_stage = STAGES.get(activity.stage)
         template = known_stage.report if known_stage else f"{{name}} in stage {activity.stage}"
-        known = (self._describe(activity) if self._describe is not None else "") or activity.note
+        known = (self.describe(activity) if self.describe is not None else "") or activity.note
         words = template.format(name=activity.name)
-        return f"{words} for {self._activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
+        return f"{words} for {self.activities.age_s(activity):.0f} s" + (f" ({known})" if known else "")
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        at_s = self._since_s + (self._fail_after_s if self.has_warned else self._warn_after_s)
-        if self.has_warned and self._progress is not None:
+        at_s = self._since_s + (self._limit_s if self.has_warned else self.warn_after_s)
+        if self.has_warned and self.progress is not None:
             # Between the warning and the failure, too: what goes on again is told before it is late.
-            at_s = min(at_s, loop_time() + self._warn_after_s)
+            at_s = min(at_s, loop_time() + self.warn_after_s)
         if self._waiting and at_s < math.inf:
             self._timer = asyncio.get_running_loop().call_at(at_s, self._look)
 
     def _has_grown(self) -> bool:
         """Whether there is more progress than when this was asked last."""
-        if self._progress is None:
+        if self.progress is None:
             return False
-        before, self._seen_progress = self._seen_progress, self._progress()
+        before, self._seen_progress = self._seen_progress, self.progress()
         return self._seen_progress > before
 
     def _look(self) -> None:
@@ -183,14 +180,14 @@ class StallWatch:
         self._timer = None
         if self._has_grown():
             self.progressed()
-        elif reached_s >= self._since_s + self._fail_after_s:
+        elif reached_s >= self._since_s + self._limit_s:
             self._failure = self.report()
             logger.error("%s", self._failure)
             # A task that begins to wait from now on starts a count of its own.
             failing, self._waiting, self.has_warned = self._waiting, {}, False
             for limit in failing:
                 limit.reschedule(loop_time())
-        elif reached_s >= self._since_s + self._warn_after_s and not self.has_warned:
+        elif reached_s >= self._since_s + self.warn_after_s and not self.has_warned:
             self.has_warned, self.num_warnings = True, self.num_warnings + 1
             logger.warning("%s", self.report())
         self._set_timer()

@@ -84,7 +84,6 @@ class AsyncProduceStrategy(ProduceStrategy):
         self.max_lag: int = calculate_stale_threshold(config.max_staleness, sync_weights_interval)
         """In train steps: weights that lag this much are too old, and so are rollouts that may expire."""
         self.stale_threshold = self.max_lag if self.rule.expires else None
-        self.tail_batch_trigger_size = config.tail_batch_trigger_size
         self.keeps_expired = self.rule.regenerates or config.tail_batch_trigger_size > 0
         self._ctx: ProduceContext
 

@@ -41,14 +41,9 @@ def add_lora(model: nn.Module, *, rank: int, alpha: float, targets: str | tuple[
     with warnings.catch_warnings():
         # peft asks transformers for attributes under names that newer versions of it deprecate.
         warnings.simplefilter("ignore", FutureWarning)
-        # It warns of shared weights, which `_refuse_shared` makes an error.
+        # It warns of shared weights, which is an error below.
         warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
         adapted: nn.Module = get_peft_model(model, config)
-    _refuse_shared(adapted)
-    return adapted
-
-
-def _refuse_shared(adapted: nn.Module) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in without_adapters(adapted).named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -58,6 +53,7 @@ def _refuse_shared(adapted: nn.Module) -> None:
             raise ValueError(
                 f"{plain} are one weight, which cannot have an adapter; choose other lora_targets"
             )
+    return adapted
 
 
 def is_lora(model: nn.Module) -> bool:

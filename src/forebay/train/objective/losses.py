@@ -55,20 +55,17 @@ class PolicyLoss(NamedTuple):
     """bool: the ratio is over the range (or the dual clip), and the clipped bound holds."""
 
 
-def clipped_loss(
-    inputs: PolicyInputs, *, clip_low: float, clip_high: float, dual_clip: float | None = None
-) -> PolicyLoss:
+def clipped_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
     """``-min(r A, clip(r) A)``; with a dual clip c, at most ``-c A`` where A < 0.
 
     Schulman et al. 2017, "Proximal Policy Optimization Algorithms". Separate bounds: Yu et al. 2025, "DAPO:
     An Open-Source LLM Reinforcement Learning System at Scale". Dual clip: Ye et al. 2020, "Mastering Complex
     Control in MOBA Games with Deep Reinforcement Learning".
     """
-    ratio_N = _log_ratio(inputs).exp()
-    return _clip(ratio_N, inputs.advantages, clip_low, clip_high, dual_clip)
+    return _clip(_log_ratio(inputs).exp(), inputs.advantages, config)
 
 
-def gspo_loss(inputs: PolicyInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
+def gspo_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
     """The clipped loss with one ratio per sequence: the geometric mean of its tokens' ratios.
 
     Every token of a sequence carries the sequence's loss, so a mean over tokens and then over sequences
@@ -81,30 +78,29 @@ def gspo_loss(inputs: PolicyInputs, *, clip_low: float, clip_high: float) -> Pol
     counts_S = torch.bincount(index, minlength=inputs.num_sequences).clamp(min=1)
     sums_S = log_ratio_N.new_zeros(inputs.num_sequences).index_add(0, index, log_ratio_N)
     ratio_N = (sums_S / counts_S).exp()[index]
-    return _clip(ratio_N, inputs.advantages, clip_low, clip_high, None)
+    return _clip(ratio_N, inputs.advantages, config)
 
 
-def cispo_loss(inputs: PolicyInputs, *, clip_low: float, clip_high: float) -> PolicyLoss:
+def cispo_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
     """``-stop_gradient(clip(r)) A logprob``: clipped tokens keep a gradient, with a bounded weight.
 
     Chen et al. 2025, "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention".
     """
     ratio_N = _log_ratio(inputs).exp().detach()
-    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
-    loss_N = -weight_N * inputs.advantages * inputs.logprobs
-    return PolicyLoss(loss_N, ratio_N < 1 - clip_low, ratio_N > 1 + clip_high)
+    low, high = 1 - config.clip_low, 1 + config.clip_high
+    loss_N = -ratio_N.clamp(low, high) * inputs.advantages * inputs.logprobs
+    return PolicyLoss(loss_N, ratio_N < low, ratio_N > high)
 
 
 def _log_ratio(inputs: PolicyInputs) -> torch.Tensor:
     return (inputs.logprobs - inputs.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _clip(
-    ratio_N: torch.Tensor, advantages_N: torch.Tensor, low: float, high: float, dual_clip: float | None
-) -> PolicyLoss:
-    loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(1 - low, 1 + high) * advantages_N)
-    clipped_low_N = (ratio_N < 1 - low) & (advantages_N < 0)
-    clipped_high_N = (ratio_N > 1 + high) & (advantages_N > 0)
+def _clip(ratio_N: torch.Tensor, advantages_N: torch.Tensor, config: TrainConfig) -> PolicyLoss:
+    low, high, dual_clip = 1 - config.clip_low, 1 + config.clip_high, config.dual_clip
+    loss_N = torch.maximum(-ratio_N * advantages_N, -ratio_N.clamp(low, high) * advantages_N)
+    clipped_low_N = (ratio_N < low) & (advantages_N < 0)
+    clipped_high_N = (ratio_N > high) & (advantages_N > 0)
     if dual_clip is not None:
         negative_N = advantages_N < 0
         loss_N = torch.where(negative_N, torch.minimum(loss_N, -dual_clip * advantages_N), loss_N)
@@ -113,13 +109,12 @@ def _clip(
 
 
 PolicyLossFunction = Callable[[PolicyInputs, "TrainConfig"], PolicyLoss]
+"""The form of a loss of one's own, too."""
 
 POLICY_LOSSES: Mapping[str, PolicyLossFunction] = {
-    "clipped": lambda inputs, config: clipped_loss(
-        inputs, clip_low=config.clip_low, clip_high=config.clip_high, dual_clip=config.dual_clip
-    ),
-    "gspo": lambda inputs, config: gspo_loss(inputs, clip_low=config.clip_low, clip_high=config.clip_high),
-    "cispo": lambda inputs, config: cispo_loss(inputs, clip_low=config.clip_low, clip_high=config.clip_high),
+    "clipped": clipped_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
 }
 
 

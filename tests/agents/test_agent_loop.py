@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,10 @@ def cancel_itself(state: RolloutState) -> RolloutState:
     raise asyncio.CancelledError
 
 
+def call_exit(state: RolloutState) -> RolloutState:
+    sys.exit(3)
+
+
 def forget_status(state: RolloutState) -> RolloutState:
     state.status = Status.INIT
     return state
@@ -124,6 +129,7 @@ def forget_status(state: RolloutState) -> RolloutState:
     [
         (raise_error, "rollout math/0/1: Picky: ValueError: the game is over"),
         (cancel_itself, "rollout math/0/1: Picky: CancelledError: "),
+        (call_exit, "rollout math/0/1: Picky: SystemExit: 3"),
         (
             forget_status,
             "rollout math/0/1: Picky: RuntimeError: generate_sample left the rollout without a status",

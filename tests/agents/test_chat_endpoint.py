@@ -200,11 +200,13 @@ async def test_the_budget_holds_over_all_turns_and_cuts_the_rollout(tokenizer: A
     assert state.response_mask[-1] == 1
 
 
-@pytest.mark.parametrize("kind", ["raises", "silent", "slow"])
+@pytest.mark.parametrize("kind", ["raises", "exits", "silent", "slow"])
 async def test_a_program_that_fails_fails_its_rollout_with_its_name(tokenizer: Any, kind: str) -> None:
     async def broken(session: ProgramSession) -> None:
         if kind == "raises":
             raise KeyError("no such tool")
+        if kind == "exits":
+            sys.exit(3)
         if kind == "slow":
             await asyncio.sleep(30)
 
@@ -213,7 +215,12 @@ async def test_a_program_that_fails_fails_its_rollout_with_its_name(tokenizer: A
     (state,) = await loop.generate_group([make_state()])
     await loop.close()
     assert state.status is Status.FAILED
-    expected = {"raises": "no such tool", "silent": "without one answer", "slow": "longer than 0.05 s"}
+    expected = {
+        "raises": "no such tool",
+        "exits": "called sys.exit(3)",
+        "silent": "without one answer",
+        "slow": "longer than 0.05 s",
+    }
     assert expected[kind] in str(state.error_msg)
     assert "broken" in str(state.error_msg)
 

@@ -190,8 +190,8 @@ class AgentLoop(ABC):
                 attempt = _joined(state, made) if isinstance(made, list) else [made]
                 if any(member.status is Status.INIT for member in attempt):
                     raise RuntimeError("generate_sample left the rollout without a status")
-            # Agents are user code: whatever one raises fails this rollout, and only this one.
-            except (Exception, asyncio.CancelledError) as error:
+            # Agents are user code: whatever one raises, sys.exit() included, fails this rollout alone.
+            except (Exception, asyncio.CancelledError, SystemExit) as error:
                 # Passed on, the agent's own would end the group while the siblings still write into it.
                 if isinstance(error, asyncio.CancelledError) and is_cancelled():
                     raise
@@ -209,7 +209,7 @@ class AgentLoop(ABC):
             try:
                 await judge.judge(states)
             # `Judge` lets nothing out; this one is the user's own.
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 logger.exception("the judge failed on group %s", group)
                 for state in states:
                     if state.reward is None:

@@ -238,9 +238,17 @@ def _as_function(program: Program | str | Sequence[str]) -> Callable[[ProgramSes
         if not command:
             raise ValueError("the program is an empty command")
         return lambda session: _run_command(command, session)
-    if inspect.iscoroutinefunction(program):
-        return program
     plain: Any = program
+    if inspect.iscoroutinefunction(program):
+
+        async def call(session: ProgramSession) -> Any:
+            try:
+                return await plain(session)
+            # In a task of its own it would end the event loop, and the run with it.
+            except SystemExit as error:
+                raise RuntimeError(f"it called sys.exit({error.code!r})") from None
+
+        return call
     # A thread of its own, not one of a pool: programs wait for the model, and all of a pool could do so at
     # once. It cannot be stopped: once the session has ended, its next request fails.
     return lambda session: asyncio.wrap_future(start_thread(plain, session))

@@ -54,7 +54,7 @@ class ExactMatchJudge(Judge):
             state.response.strip() if self._pattern is None else find_answer(self._pattern, state.response)
         )
         exact = float(answer == truth)
-        if answer is not None and self._arguments.extract == "last_number":
+        if answer is not None and not exact and self._arguments.extract == "last_number":
             # Compared by value; what is not a number is not equal.
             with contextlib.suppress(InvalidOperation):
                 exact = float(Decimal(answer.replace(",", "")) == Decimal(truth.replace(",", "")))

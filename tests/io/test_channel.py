@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from forebay.io import channel as channel_module
 from forebay.io.channel import BlockingChannel, Channel
-from forebay.io.link import Link
+from forebay.io.link import Link, Session
 from forebay.io.messages import Alive, Call, Cancel, FrameError, Note, encode_value, sizes_of
-from forebay.io.session import Session
 
 MIB = 1 << 20
 
 EXAMPLES = (
-    *("io.address", "io.channel", "io.session", "replay.remote.calls", "replay.remote.server"),
+    *("io.address", "io.channel", "io.link", "replay.remote.calls", "replay.remote.server"),
     "fragments.remote",
 )
 

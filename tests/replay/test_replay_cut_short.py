@@ -6,7 +6,7 @@ import threading
 import pytest
 from replay_factory import make_group, names
 
-from forebay.aio.cancellation import run_to_the_end
+from forebay.aio.tasks import run_to_the_end
 from forebay.io.address import Address
 from forebay.replay import (
     FIFOReplayPolicy,

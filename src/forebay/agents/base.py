@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
-from forebay.aio.cancellation import is_cancelled
+from forebay.aio.tasks import is_cancelled
 from forebay.config import StrictModel, parse_config
 from forebay.judges.base import Judge
 from forebay.tracebacks import raised_at

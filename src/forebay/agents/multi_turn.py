@@ -40,7 +40,7 @@ from forebay.agents.environments import (
     environment_class,
 )
 from forebay.agents.extra_fields import CONVERSATION_KEY, EPISODE_KEY, TURNS_KEY
-from forebay.aio.cancellation import is_cancelled
+from forebay.aio.tasks import is_cancelled
 from forebay.aio.time_limits import time_limit, timeout
 from forebay.config import StrictModel
 from forebay.types import RolloutState, Status

@@ -77,7 +77,12 @@ class CallThreads:
         with not_counted():
             await self._slots.acquire()
         try:
-            self._check_overrunning()
+            self._overrunning = [call for call in self._overrunning if not call.done()]
+            if len(self._overrunning) >= MAX_OVERRUNNING:
+                raise TooManyOverrunsError(
+                    f"not called: {len(self._overrunning)} earlier calls took longer than they may and have "
+                    f"not returned; give the function a time limit of its own"
+                )
             clock = _CLOCK.get()
             limit_s = clock.left_s if self.timeout_s is None and clock is not None else self.timeout_s
             call = start_thread(function, *arguments)
@@ -98,8 +103,10 @@ class CallThreads:
         except TimeoutError:
             if not limit.expired():
                 raise
+            # A clock leaves a little less than the limit that people know.
+            shown_s = math.ceil((limit_s or 0.0) * 1000) / 1000
             raise OverrunError(
-                f"no {self._result} within {_seconds(limit_s)} s; its thread cannot be stopped and runs on"
+                f"no {self._result} within {shown_s:g} s; its thread cannot be stopped and runs on"
             ) from None
         finally:
             if not call.done():
@@ -111,14 +118,6 @@ class CallThreads:
         if not held.cancelled():
             # Retrieved: asyncio would warn of it where the caller was cancelled.
             held.exception()
-
-    def _check_overrunning(self) -> None:
-        self._overrunning = [call for call in self._overrunning if not call.done()]
-        if len(self._overrunning) >= MAX_OVERRUNNING:
-            raise TooManyOverrunsError(
-                f"not called: {len(self._overrunning)} earlier calls took longer than they may and have not "
-                f"returned; give the function a time limit of its own"
-            )
 
 
 class CallClock:
@@ -149,7 +148,7 @@ class CallClock:
         if self._outer is not None:
             self._outer.wait()
         self._num_waiting += 1
-        if self._num_waiting == 1 and not self._is_done:
+        if self._num_waiting == 1 and not (self._is_over or self._timeout.expired()):
             self._left_s = self.left_s
             self._timeout.reschedule(None)
 
@@ -158,19 +157,15 @@ class CallClock:
         if self._outer is not None:
             self._outer.go_on()
         self._num_waiting -= 1
-        if not self._num_waiting and not self._is_done:
-            self._go_on()
+        self._go_on()
 
     def end(self) -> None:
         """The call is over, whatever it left running."""
         self._is_over = True
 
-    @property
-    def _is_done(self) -> bool:
-        return self._is_over or self._timeout.expired()
-
     def _go_on(self) -> None:
-        self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)
+        if not (self._num_waiting or self._is_over or self._timeout.expired()):
+            self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)
 
 
 _CLOCK: ContextVar[CallClock | None] = ContextVar("forebay_call_clock", default=None)
@@ -217,7 +212,17 @@ def start_thread(function: Callable[..., ResultT], *arguments: Any) -> Future[Re
     """
     call: Future[ResultT] = Future()
     call.set_running_or_notify_cancel()
-    threading.Thread(target=_run_call, args=(call, function, arguments), daemon=True).start()
+
+    def run() -> None:
+        try:
+            call.set_result(function(*arguments))
+        except Exception as error:
+            call.set_exception(error)
+        # A SystemExit must neither end this thread, leaving the caller waiting, nor reach the event loop.
+        except BaseException as error:
+            call.set_exception(RuntimeError(f"the function raised {type(error).__name__}: {error}"))
+
+    threading.Thread(target=run, daemon=True).start()
     return call
 
 
@@ -254,20 +259,3 @@ def timeout(limit_s: float | None) -> asyncio.Timeout:
 def timeout_at(when_s: float | None) -> asyncio.Timeout:
     """As `asyncio.timeout_at`, in a task that was cancelled before too."""
     return _Timeout(when_s)
-
-
-def _seconds(limit_s: float | None) -> str:
-    # A clock leaves a little less than the limit that people know.
-    return f"{math.ceil((limit_s or 0.0) * 1000) / 1000:g}"
-
-
-def _run_call(call: Future[Any], function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    try:
-        result = function(*arguments)
-    except Exception as error:
-        call.set_exception(error)
-    # A SystemExit must neither end this thread, leaving the caller waiting, nor reach the event loop.
-    except BaseException as error:
-        call.set_exception(RuntimeError(f"the function raised {type(error).__name__}: {error}"))
-    else:
-        call.set_result(result)

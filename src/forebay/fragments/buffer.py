@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate
+from forebay.aio.tasks import finish
 from forebay.aio.time_limits import timeout
 from forebay.fragments.leases import FragmentBatch, Lease
 from forebay.fragments.records import FragmentMetadata

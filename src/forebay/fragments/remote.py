@@ -36,10 +36,8 @@ from forebay.fragments.records import FragmentIndex
 from forebay.fragments.store.mapped import StoreFullError
 from forebay.io.address import Address, dial, listen
 from forebay.io.channel import Channel
-from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
-from forebay.io.link import Link
-from forebay.io.messages import ERRORS, Call
-from forebay.io.session import Acceptor, Result, Session
+from forebay.io.link import Acceptor, Link, Result, Session
+from forebay.io.messages import ERRORS, SILENCE_LIMIT_S, Call, check_limit
 
 CLIENT_LIMIT_S = 60.0
 """Without a sign of life a client is given up; twice what it allows a server."""

@@ -24,7 +24,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from forebay.io.heartbeat import SILENCE_LIMIT_S
+from forebay.io.messages import SILENCE_LIMIT_S
 
 MIN_TOKEN_LENGTH = 16
 """Characters; as many as keep a random one from being guessed."""
@@ -175,14 +175,6 @@ async def connect_unix(path: str) -> socket.socket:
         raise
 
 
-def is_answered(path: str) -> bool:
-    """Whether a process listens at the Unix socket `path`, also one that hangs."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        # One that hangs lets its queue fill, where a blocking connect would wait.
-        probe.setblocking(False)
-        return probe.connect_ex(path) in (0, errno.EAGAIN)
-
-
 async def _resolve(address: Address) -> tuple[int, tuple[str, int]]:
     loop = asyncio.get_running_loop()
     try:
@@ -197,8 +189,11 @@ def _listen_on_path(path: Path) -> socket.socket:
     if path.exists():
         if not path.is_socket():
             raise FileExistsError(f"{str(path)!r} is there and is no socket; name another path")
-        if is_answered(str(path)):
-            raise FileExistsError(f"{str(path)!r} is in use: another server listens there")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            # One that hangs lets its queue fill, where a blocking connect would wait.
+            probe.setblocking(False)
+            if probe.connect_ex(str(path)) in (0, errno.EAGAIN):
+                raise FileExistsError(f"{str(path)!r} is in use: another server listens there")
         # Left over by a server that was killed.
         path.unlink()
     path.parent.mkdir(parents=True, exist_ok=True)

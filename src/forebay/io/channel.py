@@ -147,7 +147,15 @@ class Channel:
                     self._flushing = self._loop.call_soon(self._flush)
                     break
         except (BlockingIOError, InterruptedError):
-            self._wait_until_writable(has_progress=num_bytes > 0)
+            if self._stalling is None:
+                self._loop.add_writer(self._sock.fileno(), self._flush)
+            elif num_bytes:
+                self._stalling.cancel()
+            else:
+                # The limit runs from the last byte that the peer took.
+                return
+            stalled = TimeoutError(f"the peer has taken nothing for {STALL_S:g} s")
+            self._stalling = self._loop.call_later(STALL_S, self._fail, stalled)
             return
         except OSError as error:
             self._fail(error)
@@ -165,23 +173,11 @@ class Channel:
             if posted.sent is not None and not posted.sent.done():
                 posted.sent.set_result(None)
 
-    def _wait_until_writable(self, *, has_progress: bool) -> None:
-        if self._stalling is None:
-            self._loop.add_writer(self._sock.fileno(), self._flush)
-        elif has_progress:
-            self._stalling.cancel()
-        else:
-            return
-        self._stalling = self._loop.call_later(STALL_S, self._stall)
-
     def _stop_waiting(self) -> None:
         if self._stalling is not None:
             self._stalling.cancel()
             self._stalling = None
             self._loop.remove_writer(self._sock.fileno())
-
-    def _stall(self) -> None:
-        self._fail(TimeoutError(f"the peer has taken nothing for {STALL_S:g} s"))
 
     def _fail(self, error: OSError) -> None:
         """Forget what waits to be sent: after half a message the rest would be taken for another one."""

@@ -1,28 +1,41 @@
-"""The end of a channel that calls: any number of calls at a time, each answered by its number.
+"""The two ends of a channel: one calls, any number of times at once, and one answers, by number.
 
 ::
 
+    Link
     call --post--> channel --> socket            `call` waits for: its answer, or the end of the link
     call <-- its future <-- reading task <-- socket
     beating task: says `Alive`, and ends the link of a peer that says nothing
 
-Whatever ends one of the two tasks ends the link: then every call raises why, and so does every later one.
+    Session
+    reading --Call--> a task --> Answer | Failure        any number at a time, in any order
+       |----Cancel--> that task is cancelled; its answer says so
+       |----Alive---> (it lives)
+       '--the peer ended, or said nothing for `limit_s`--> every task is cancelled
 
-A caller that is cancelled says so to the other side and goes on when that has undone the call, or after
-`UNDO_S`. An answer that comes later is given to `late`, or thrown away.
+Whatever ends one of the two tasks of a `Link` ends the link: then every call raises why, and so does every
+later one. A caller that is cancelled says so to the other side and goes on when that has undone the call, or
+after `UNDO_S`. An answer that comes later is given to `late`, or thrown away. In a `Session` no call holds up
+another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import math
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from forebay.io.channel import Buffer, Channel, Posted
-from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, beat
+from forebay.io.channel import Buffer, Channel, Posted, Reserve
 from forebay.io.messages import (
+    BEATS,
     ERRORS,
+    SILENCE_LIMIT_S,
+    UNDO_S,
     Alive,
     Answer,
     Call,
@@ -34,23 +47,9 @@ from forebay.io.messages import (
     Part,
     encode_value,
     error_of,
+    failure_of,
     sizes_of,
 )
-
-
-class Pending:
-    """A call without an answer."""
-
-    __slots__ = ("buffers", "future", "is_answered", "is_withdrawn", "late", "number", "posted")
-
-    def __init__(self, number: int, late: Callable[[Any], None] | None) -> None:
-        self.number, self.late = number, late
-        self.is_withdrawn = False
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.is_answered = False
-        self.buffers: list[Any] = []
-        """Of its parts and its answer, as far as they have come."""
-        self.posted: Posted | None = None
 
 
 class Link:
@@ -59,7 +58,7 @@ class Link:
     Invariants: calls begin in the order in which they are made; one that was cancelled before it was sent has
     not happened.
 
-    An example is that of `forebay.io.session.Session`.
+    An example is that of `Session`.
 
     Args:
         channel: connected; the link closes it.
@@ -194,16 +193,7 @@ class Link:
 
     async def _beat(self) -> str:
         """consumes: nothing / waits for: the next beat / woken by: the clock / produces: signs of life"""
-        limit_s, other_limit_s = self._limits_s
-
-        def say() -> None:
-            # A message that waits to be sent is a sign of life as soon as the other side reads it.
-            if not self.channel.is_sending:
-                self.channel.post(Alive())
-
-        silent_s = await beat(
-            say, lambda: self.channel.num_received, limit_s=limit_s, other_limit_s=other_limit_s
-        )
+        silent_s = await _beat(self.channel, *self._limits_s)
         return f"{self.where} has been silent for {silent_s:g} s: it hangs, was stopped or cannot be reached"
 
     def _deliver(self, message: Message, buffers: list[Any]) -> None:
@@ -259,3 +249,235 @@ class Link:
         error = self._loss(str(self.lost))
         error.__cause__ = None if self.lost is None else self.lost.__cause__
         return error
+
+
+class Pending:
+    """A call without an answer."""
+
+    __slots__ = ("buffers", "future", "is_answered", "is_withdrawn", "late", "number", "posted")
+
+    def __init__(self, number: int, late: Callable[[Any], None] | None) -> None:
+        self.number, self.late = number, late
+        self.is_withdrawn = False
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.is_answered = False
+        self.buffers: list[Any] = []
+        """Of its parts and its answer, as far as they have come."""
+        self.posted: Posted | None = None
+
+
+Result = tuple[Any, Sequence[Buffer]]
+"""A value that MessagePack can hold, and buffers."""
+
+
+class Session:
+    """Serves one peer until it leaves, is silent for `limit_s`, or breaks the rules of the channel.
+
+    Invariants: every call that has come is answered once, also one that was cancelled, unless the connection
+    ends first; when `run` returns, no call is left that `may_end`.
+
+    >>> class Adding(Session):
+    ...     async def handle(self, call, buffers):
+    ...         return sum(msgspec.msgpack.decode(call.arguments)), ()
+    >>> async def example():
+    ...     here, there = socket.socketpair()
+    ...     running = asyncio.create_task(Adding(Channel(there), limit_s=30.0).run())
+    ...     link = Link(Channel(here), "the adding process")
+    ...     value, _ = await link.call("add", [1, 2, 3])
+    ...     await link.close()
+    ...     await running
+    ...     return msgspec.msgpack.decode(value)
+    >>> import msgspec
+    >>> asyncio.run(example())
+    6
+    """
+
+    reserve: Reserve | None = None
+    """As of `Channel.receive`."""
+
+    def __init__(self, channel: Channel, *, limit_s: float, other_limit_s: float = SILENCE_LIMIT_S) -> None:
+        self.channel = channel
+        self.limit_s, self.other_limit_s = limit_s, other_limit_s
+        self.calls: dict[int, asyncio.Task[None]] = {}
+        """Those without an answer."""
+        self._silence: TimeoutError | None = None
+
+    async def handle(self, call: Call, buffers: list[Any] | None) -> Result:
+        """The result of one call; errors are the caller's, but a FrameError ends the session."""
+        raise NotImplementedError
+
+    async def admit(self) -> bool:
+        """Say and hear the first words; False ends the session."""
+        return True
+
+    def may_end(self, number: int) -> bool:
+        """Whether this call may be cancelled: by the peer, and with the connection."""
+        return True
+
+    def ended(self, number: int) -> None:
+        """This call is answered, or was cancelled."""
+
+    def refuse(self, reason: str) -> None:
+        """Say why the connection ends: the peer broke the rules of the channel."""
+
+    async def run(self) -> None:
+        """Serve; returns, or raises why, when the connection is over.
+
+        Raises:
+            FrameError: what came is no message.
+            OSError: the connection broke, or the peer was silent (`TimeoutError`).
+        """
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            if not await self.admit():
+                return
+            tasks.append(asyncio.create_task(self._beat()))
+            while (received := await self.channel.receive(self.reserve)) is not None:
+                self.dispatch(*received)
+        except FrameError as error:
+            # A silent peer may have been cut off in the middle of a message.
+            if self._silence is None:
+                self.refuse(str(error))
+                raise
+        finally:
+            self.channel.end()
+            tasks += [task for number, task in self.calls.items() if self.may_end(number)]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.channel.close()
+        if self._silence is not None:
+            raise self._silence
+
+    async def _beat(self) -> None:
+        """consumes: nothing / waits for: the next beat / woken by: the clock / produces: signs of life"""
+        silent_s = await _beat(self.channel, self.limit_s, self.other_limit_s)
+        self._silence = TimeoutError(f"it gave no sign of life for {silent_s:g} s")
+        # Wakes the reading.
+        self.channel.end()
+
+    def dispatch(self, message: Message, buffers: list[Any] | None) -> None:
+        """Do what a message asks for; FrameError if it may not come now."""
+        match message:
+            case Call():
+                if message.number in self.calls:
+                    raise FrameError(f"there is a call {message.number} already")
+                task = asyncio.create_task(self._answer(message, buffers), name=message.method)
+                self.calls[message.number] = task
+                task.add_done_callback(lambda task: self._note_end(message.number, task))
+            case Cancel(number=number):
+                self.cancel(number)
+            case Alive():
+                pass
+            case _:
+                raise FrameError(f"a {type(message).__name__} was not expected")
+
+    def cancel(self, number: int) -> None:
+        """The peer does not wait for this call any more, which may have been answered."""
+        if number in self.calls and self.may_end(number):
+            self.calls[number].cancel()
+
+    async def _answer(self, call: Call, buffers: list[Any] | None) -> None:
+        try:
+            value, sent = await self.handle(call, buffers)
+            answer = Answer(call.number, encode_value(value), sizes_of(sent))
+        except FrameError:
+            raise
+        # Whatever it is, it is the caller's.
+        except Exception as error:
+            await self.channel.send(failure_of(call.number, error))
+        else:
+            await self.channel.send(answer, sent)
+
+    def _note_end(self, number: int, task: asyncio.Task[None]) -> None:
+        del self.calls[number]
+        self.ended(number)
+        if task.cancelled():
+            # Here, because a task that is cancelled before its first step does nothing itself.
+            self.channel.post(failure_of(number, asyncio.CancelledError("the call was cancelled")))
+        elif (error := task.exception()) is not None:
+            if isinstance(error, FrameError):
+                self.refuse(str(error))
+            # It could not be answered.
+            self.channel.end()
+
+
+ACCEPT_PAUSE_S = 1.0
+"""When the system has no file descriptor left; asyncio's own servers wait as long."""
+
+_log = logging.getLogger(__name__)
+
+
+class Acceptor:
+    """Accepts connections at a listening socket; a task serves each, and closes it.
+
+    consumes: connections / waits for: the next one / woken by: the listening socket / produces: tasks
+    """
+
+    def __init__(
+        self, listener: socket.socket, serve: Callable[[socket.socket], Awaitable[None]], path: Path | None
+    ) -> None:
+        self._listener, self._serve, self._path = listener, serve, path
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Of the connections that are being served."""
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def stop(self) -> None:
+        """Accept no more, and let the address go; connections go on."""
+        self._accepting.cancel()
+        await asyncio.wait([self._accepting])
+        self._listener.close()
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """Accept no more, and end the connections."""
+        await self.stop()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                _log.warning("cannot accept a connection: %s", error)
+                await asyncio.sleep(ACCEPT_PAUSE_S)
+                continue
+            task = asyncio.create_task(self._run(sock))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
+
+    async def _run(self, sock: socket.socket) -> None:
+        try:
+            await self._serve(sock)
+        except (OSError, FrameError) as error:
+            _log.info("a connection ended: %s", error)
+        # A fault in serving one connection must not reach the others.
+        except Exception:
+            _log.exception("serving a connection failed")
+        finally:
+            sock.close()
+
+
+async def _beat(channel: Channel, limit_s: float, other_limit_s: float) -> float:
+    """Give the other end signs of life; return after it was silent for `limit_s`, with the seconds.
+
+    `other_limit_s` is how long the other end waits for a sign of life from here.
+    """
+    pause_s = min(limit_s, other_limit_s) / BEATS
+    # Counted in beats of this loop: one that was blocked, or whose process was stopped, has not listened, and
+    # must read what lies in its socket before it calls the other end silent.
+    allowed = math.ceil(limit_s / pause_s)
+    heard, silent = channel.num_received, 0
+    while silent < allowed:
+        await asyncio.sleep(pause_s)
+        # A message that waits to be sent is a sign of life as soon as the other side reads it; a peer that
+        # reads nothing is found by it.
+        if not channel.is_sending:
+            channel.post(Alive())
+        before, heard = heard, channel.num_received
+        silent = 0 if heard != before else silent + 1
+    return silent * pause_s

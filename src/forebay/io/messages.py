@@ -10,18 +10,32 @@
       Alive -------------> <------------------- Alive              while nothing else is said
       <------------------------------ Goodbye (reason)             the last words
 
+Each end says `Alive` every `limit_s` / 4. A closed socket says by itself that the other end is gone; a
+process that is stopped (SIGSTOP), that hangs, or whose machine or network fell silent says nothing, and a
+call to it would wait forever.
+
 A message with `sizes` is followed by as many raw buffers. A `Part` brings buffers that belong to a call, or
 to an answer, ahead of it. A message that does not fit its type ends the connection.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+
+SILENCE_LIMIT_S = 30.0
+"""Without a sign of life. A busy event loop is late by some milliseconds, a swapping machine by seconds."""
+
+UNDO_S = 0.5
+"""A cancelled caller waits so long for the other end to undo its call; one that is up needs milliseconds."""
+
+BEATS = 4
+"""Within the limit, so that a few may be late."""
 
 Size = Annotated[int, msgspec.Meta(ge=0)]
 """Bytes of a buffer."""
@@ -81,7 +95,7 @@ class Note(Message, tag="note"):
 
 
 class Alive(Message, tag="alive"):
-    """A sign of life; see `forebay.io.heartbeat`."""
+    """A sign of life."""
 
 
 class Goodbye(Message, tag="goodbye"):
@@ -160,3 +174,9 @@ def error_of(failure: Failure, errors: Mapping[str, type[Exception]] = ERRORS) -
 def sizes_of(buffers: Sequence[Any]) -> list[int]:
     """The `sizes` of a message with these buffers."""
     return [buffer.nbytes if hasattr(buffer, "nbytes") else len(buffer) for buffer in buffers]
+
+
+def check_limit(name: str, limit_s: float) -> None:
+    """ValueError unless the limit is a positive number of seconds."""
+    if not 0 < limit_s < math.inf:
+        raise ValueError(f"{name} must be a positive number of seconds, got {limit_s}")

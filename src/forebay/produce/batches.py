@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from forebay.aio.cancellation import finish
+from forebay.aio.tasks import finish
 from forebay.aio.time_limits import timeout_at
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode, TaskRunner

@@ -20,9 +20,9 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, a
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from forebay.aio.cancellation import run_to_the_end
 from forebay.aio.changed import Changes
 from forebay.aio.gate import SharedLock
+from forebay.aio.tasks import run_to_the_end
 from forebay.replay.arrival import (
     CAN_EXPIRE,
     LABEL_AT_ONCE,

@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forebay.aio.cancellation import finish
+from forebay.aio.tasks import finish
 from forebay.aio.time_limits import not_counted, timeout
 from forebay.config import parse_config
 from forebay.sandbox.control_group import ControlGroups, find_control_groups

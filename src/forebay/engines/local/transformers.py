@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from forebay.aio.batching import settle
+from forebay.aio.tasks import settle
 from forebay.engines.base import DEFAULT_MAX_BATCH, Completion, EngineHealth, GenerateRequest
 from forebay.engines.local.batch import DecodeBatch, Ended, Row
 from forebay.engines.local.compatibility import check_config, probe

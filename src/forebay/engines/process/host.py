@@ -5,7 +5,7 @@
     caller --call--> EngineHost --> EnginePool --> engines
                         '-- knows whose request each is, so that those of a caller that is gone end
 
-    transports: a channel (`HostSession`, for `ProcessEngine`); an actor (`forebay.cluster.engine_actor`)
+    transports: a channel (`HostSession`, for `ProcessEngine`); an actor (`forebay.cluster.engines`)
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from forebay.engines.base import Completion, Engine, GenerateRequest
 from forebay.engines.pool import EnginePool
 from forebay.engines.weights.between_processes import WeightInbox
 from forebay.io.channel import Channel
+from forebay.io.link import Result, Session
 from forebay.io.messages import Call, Note, encode_value
-from forebay.io.session import Result, Session
 from forebay.models import ModelConfig, Precision
 from forebay.types import IntArray, SampleParams
 

@@ -30,9 +30,8 @@ from forebay.environments.workers.messages import Episode, Orders, Report, Worke
 from forebay.fragments import BufferClosed, FragmentMetadata, ReplayBufferActor
 from forebay.io.address import Address, listen
 from forebay.io.channel import Channel
-from forebay.io.heartbeat import SILENCE_LIMIT_S
-from forebay.io.messages import Call, FrameError, Message, Note
-from forebay.io.session import Acceptor, Result, Session
+from forebay.io.link import Acceptor, Result, Session
+from forebay.io.messages import SILENCE_LIMIT_S, Call, FrameError, Message, Note
 
 MAX_FOLDER_BYTES = 80
 """Of the path of the folder for temporary files: what is left of 107 bytes is for the socket's own name."""

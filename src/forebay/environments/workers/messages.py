@@ -18,7 +18,7 @@ import msgspec
 from pydantic import BaseModel
 
 from forebay.environments.config import EnvironmentConfig, PolicyConfig
-from forebay.io.heartbeat import SILENCE_LIMIT_S
+from forebay.io.messages import SILENCE_LIMIT_S
 
 
 class WorkerDied(RuntimeError):

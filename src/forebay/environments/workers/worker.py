@@ -23,8 +23,17 @@ from forebay.environments.workers.stepper import Stepper, make_vector
 from forebay.fragments import FragmentStore
 from forebay.io.address import dial_blocking
 from forebay.io.channel import BlockingChannel
-from forebay.io.heartbeat import BEATS, SILENCE_LIMIT_S
-from forebay.io.messages import Alive, Answer, Call, Failure, Note, encode_value, error_of
+from forebay.io.messages import (
+    BEATS,
+    SILENCE_LIMIT_S,
+    Alive,
+    Answer,
+    Call,
+    Failure,
+    Note,
+    encode_value,
+    error_of,
+)
 
 WORK_LIMIT_S = 900.0
 """Without a report for so long an environment hangs: none takes a quarter of an hour for a few steps."""

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import numpy as np
 
-from forebay.aio.cancellation import outlast
+from forebay.aio.tasks import outlast
 from forebay.environments.workers.hub import Hub
 from forebay.environments.workers.messages import WorkerDied, WorkerError, WorkerSpec
 

@@ -21,10 +21,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from forebay.aio.cancellation import finish
 from forebay.aio.changed import BufferClosed
 from forebay.aio.gate import Gate, SharedLock
-from forebay.io.heartbeat import check_limit
+from forebay.aio.tasks import finish
+from forebay.io.messages import check_limit
 from forebay.replay.arrival import arrived_row
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.format.packed import GroupCodec, HeldGroup

@@ -28,8 +28,7 @@ from typing import Any, Unpack
 import msgspec
 
 from forebay.io.address import Address
-from forebay.io.heartbeat import SILENCE_LIMIT_S, UNDO_S, check_limit
-from forebay.io.messages import Note, encode_value
+from forebay.io.messages import SILENCE_LIMIT_S, UNDO_S, Note, check_limit, encode_value
 from forebay.replay.arrival import Arrival, PutKeywords
 from forebay.replay.buffer import Group
 from forebay.replay.remote import messages

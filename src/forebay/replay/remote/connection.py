@@ -29,12 +29,12 @@ from typing import Any
 
 import msgspec
 
-from forebay.aio.cancellation import finish
+from forebay.aio.tasks import finish
 from forebay.aio.time_limits import timeout
 from forebay.io.address import is_proof
 from forebay.io.channel import STALL_S, Channel
+from forebay.io.link import Result, Session
 from forebay.io.messages import Call, FrameError, Goodbye, Message, Note, Part, encode_value
-from forebay.io.session import Result, Session
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.format.packed import HeldGroup, hold_packed
 from forebay.replay.remote import messages

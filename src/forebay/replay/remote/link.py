@@ -22,9 +22,8 @@ from forebay.aio.gate import Gate
 from forebay.aio.time_limits import timeout
 from forebay.io.address import Address, dial, prove
 from forebay.io.channel import Channel
-from forebay.io.heartbeat import SILENCE_LIMIT_S
 from forebay.io.link import Link
-from forebay.io.messages import Answer, Call, FrameError, Goodbye, Note, Part, encode_value
+from forebay.io.messages import SILENCE_LIMIT_S, Answer, Call, FrameError, Goodbye, Note, Part, encode_value
 from forebay.replay.arrival import label_group
 from forebay.replay.format.encode import pack_group
 from forebay.replay.format.packed import unpack_group

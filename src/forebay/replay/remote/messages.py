@@ -26,9 +26,8 @@ import msgspec
 
 from forebay.aio.changed import BufferClosed
 from forebay.io.channel import Buffer
-from forebay.io.heartbeat import SILENCE_LIMIT_S
 from forebay.io.messages import ERRORS as PLAIN_ERRORS
-from forebay.io.messages import FrameError, Note
+from forebay.io.messages import SILENCE_LIMIT_S, FrameError, Note
 from forebay.replay.arrival import Arrival
 from forebay.replay.format.encode import PackedGroup
 from forebay.replay.stores.contract import StorageItem, TagValue

@@ -40,8 +40,8 @@ from typing import Any
 from forebay.extras import needed_by
 from forebay.io.address import Address, listen, tune
 from forebay.io.channel import Channel
+from forebay.io.link import Acceptor
 from forebay.io.messages import Goodbye
-from forebay.io.session import Acceptor
 from forebay.replay.buffer import ReplayBuffer
 from forebay.replay.policies import (
     FIFOReplayPolicy,

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager
 from typing import Any
 
-from forebay.aio.cancellation import outlast
+from forebay.aio.tasks import outlast
 from forebay.replay.query import ARCHIVED, QueryLike
 from forebay.replay.stores.contract import StorageBackend, StorageItem, copy_row
 from forebay.replay.stores.slices import change, slices_of

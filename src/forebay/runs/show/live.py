@@ -40,7 +40,6 @@ TICK_S = 1.0
 """Without a change, times go on."""
 MAX_CPU_SHARE = 0.01
 """Of one core, for counting and drawing: after an expensive one the next is put off."""
-
 MAX_TASKS = 8
 """Lines of tasks: a panel higher than a terminal would be cut off at its end, where a stall is told."""
 

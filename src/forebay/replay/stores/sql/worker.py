@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from forebay.aio.cancellation import outlast
+from forebay.aio.tasks import outlast
 
 Result = TypeVar("Result")
 

@@ -1,9 +1,11 @@
-"""Work that comes to its end although its caller is cancelled.
+"""Tasks together: work that comes to its end although its caller is cancelled, and a wait for a quiet moment.
 
 ::
 
     caller --finish(work)--> its own task --end--> result
       '-- cancelled, however often: waits for that end, then raises the CancelledError
+
+    first item --> settle: turn, turn, turn ... --4 turns without another item, or `at_most`--> all of them
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+QUIET_TURNS = 4
+"""Turns of the event loop without a new item after which those of one moment are all there: what lies between
+a group and its requests (task start, gather, agent loop) takes one or two."""
 
 
 async def finish(work: Awaitable[Result]) -> Result:
@@ -46,3 +52,18 @@ def is_cancelled() -> bool:
     """Whether the current task was cancelled; otherwise a call in it let a cancellation escape."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+async def settle(num_items: Callable[[], int], *, at_most: int) -> None:
+    """Return after some turns of the event loop in which `num_items` did not change, or `at_most` turns.
+
+    The limit is for a steady load, under which such a quiet moment may never come.
+    """
+    quiet = 0
+    for _ in range(at_most):
+        if quiet == QUIET_TURNS:
+            return
+        seen = num_items()
+        # Not a wait: lets the other ready tasks run once.
+        await asyncio.sleep(0)
+        quiet = quiet + 1 if num_items() == seen else 0

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.cluster import buffer
+from forebay.cluster.arguments import RayArguments
 from forebay.cluster.buffer import locate
 from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
 from forebay.cluster.library import Given, why
@@ -214,14 +215,16 @@ def test_weights_of_main_memory_are_not_copied():
 
 
 def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
-    apart = plan_parts(2, 1, cpus=0.5, gpus_per_engine=1, gpus_per_trainer=2, shares_gpu=False)
+    asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=2)
+    apart = plan_parts(asked, cpus=0.5, shares_gpu=False)
     assert apart.bundles == (
         {"CPU": 0.5, "GPU": 2},
         {"CPU": 0.5, "GPU": 1},
         {"CPU": 0.5, "GPU": 1},
         {"CPU": 0.5},
     )
-    shared = plan_parts(2, 1, cpus=0.5, gpus_per_engine=1, gpus_per_trainer=1, shares_gpu=True)
+    asked = RayArguments(num_engines=2, gpus_per_engine=1, gpus_per_trainer=1)
+    shared = plan_parts(asked, cpus=0.5, shares_gpu=True)
     assert shared.bundles == ({"CPU": 1.0, "GPU": 1}, {"CPU": 0.5, "GPU": 1}, {"CPU": 0.5})
     assert (shared.trainer.bundle, shared.trainer.gpus) == (0, 0.5)
     assert [(room.bundle, room.gpus) for room in shared.engines] == [(0, 0.5), (1, 1)]
@@ -229,17 +232,11 @@ def test_each_part_has_a_bundle_and_a_shared_gpu_has_two_parts():
 
 @given(st.integers(1, 4), st.integers(1, 4), st.booleans())
 def test_without_a_trainer_every_other_part_keeps_its_room(num_engines, num_workers, shares_gpu):
+    asked = RayArguments(
+        num_engines=num_engines, num_workers=num_workers, gpus_per_engine=1, gpus_per_trainer=1
+    )
     plan, less = (
-        plan_parts(
-            num_engines,
-            num_workers,
-            cpus=1,
-            gpus_per_engine=1,
-            gpus_per_trainer=1,
-            shares_gpu=shares_gpu,
-            num_ranks=num_ranks,
-        )
-        for num_ranks in (1, 0)
+        plan_parts(asked, cpus=1, shares_gpu=shares_gpu, num_ranks=num_ranks) for num_ranks in (1, 0)
     )
     for before, after in zip(plan.engines + plan.workers, less.engines + less.workers, strict=True):
         assert less.bundles[after.bundle] == plan.bundles[before.bundle]
@@ -309,12 +306,12 @@ def test_an_address_where_nobody_answers_is_an_error_at_once():
 def test_restarts_without_a_listener_are_told_to_the_next_one():
     restarts, told = Restarts(), []
     restarts.note("engine 1", "first")
-    restarts.listener = lambda *what: told.append(what)
+    restarts.listen(lambda *what: told.append(what))
     restarts.note("trainer", "second")
-    restarts.listener = None
+    restarts.listen(None)
     restarts.note("engine 0", "third")
     assert told == [("engine 1", "first"), ("trainer", "second")]
-    restarts.listener = lambda *what: told.append(what)
+    restarts.listen(lambda *what: told.append(what))
     assert told[2:] == [("engine 0", "third")]
     assert restarts.counts == {"engine": 2, "trainer": 1}
 
@@ -325,7 +322,7 @@ def test_books_that_cannot_be_written_are_no_error_of_the_part_that_is_back(capl
 
     restarts = Restarts()
     restarts.note("engine 0", "first")
-    restarts.listener = full
+    restarts.listen(full)
     restarts.note("engine 0", "second")
     assert restarts.counts == {"engine": 2}
     assert caplog.text.count("could not be noted") == 2

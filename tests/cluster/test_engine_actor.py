@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_ray_run import run_config
 
-from forebay.cluster.engine_actor import EngineActor, EngineSpec, _build, engine_on
+from forebay.cluster.engines import EngineActor, EngineSpec, _build, engine_on
 from forebay.config import Component, ConfigError
 from forebay.engines import EngineLost, GenerateRequest, ScriptedEngine
 from forebay.engines.process.host import NotBuilt
@@ -90,7 +90,7 @@ async def test_engines_that_are_given_up_lose_every_request_and_say_why(tmp_path
     await actor.load_weights([], 1)
     lost = await answers(actor, ask("a"), ask("b"))
     assert [(c.finish_reason, c.lost) for c in lost] == [("error", True)] * 2
-    assert "does not start any more" in await asyncio.wait_for(actor.failure(), 5)
+    assert "does not start any more" in await asyncio.wait_for(actor.live(while_it_works=True), 5)
     # Nobody is to be sent here any more, and new weights do not change that.
     serving = asyncio.ensure_future(actor.serving())
     with pytest.raises(EngineLost):

@@ -17,8 +17,7 @@ from test_ray_run import run_config
 from forebay.cluster import supervisor
 from forebay.cluster.buffer import connect_buffer, start_buffer, stop_buffer
 from forebay.cluster.calls import ActorLost
-from forebay.cluster.engine_actor import EngineActor
-from forebay.cluster.engines import PlacedEngine, RayEngine
+from forebay.cluster.engines import EngineActor, PlacedEngine, RayEngine
 from forebay.cluster.library import Given, Published
 from forebay.cluster.supervisor import Restarts, all_started
 from forebay.cluster.workers import PlacedWorker
@@ -38,10 +37,11 @@ async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_pat
     config, restarts = frail_config(tmp_path), Restarts()
     actor = ray.remote(EngineActor).options(max_restarts=-1, max_concurrency=100, num_cpus=0.1).remote()
     spec = spec_of(config)
-    placed = PlacedEngine(spec, actor, await actor.start.remote(spec), 100, restarts.note)
+    placed = PlacedEngine(spec, restarts.note)
+    placed.begin(actor, await actor.start.remote(spec))
     weights = ray.put([])
     await placed.load_weights(Published(weights, 1), 1)
-    pool = EnginePool([RayEngine(actor, 100, caller="worker 0")])
+    pool = EnginePool([RayEngine(actor, caller="worker 0", max_context_tokens=100)])
     completions = await asyncio.gather(pool.generate(ask("a")), pool.generate(ask("b")))
     # What the lost engine had made of the first one is kept.
     assert [len(completion.response_ids) for completion in completions] == [3, 3]
@@ -49,7 +49,7 @@ async def test_engines_that_are_given_up_come_back_in_a_new_process(ray, tmp_pat
     assert pool.counts["retries"] == 2
     assert restarts.counts == {"engine": 1}
     told = []
-    restarts.listener = lambda *what: told.append(what)
+    restarts.listen(lambda *what: told.append(what))
     assert [(part, "does not start any more" in reason) for part, reason in told] == [("engine 0", True)]
     await pool.close()
     await placed.close()
@@ -105,7 +105,7 @@ async def test_what_is_gone_for_good_is_replaced_when_the_run_goes_back(ray, tmp
         assert (await generate(cluster)).response_ids.tolist() == [7, 8]
         assert cluster.counts()["cluster/engine_restarts"] == 1
         told = []
-        cluster.on_restart = lambda part, reason: told.append((part, reason))
+        cluster.listen(on_restart=lambda part, reason: told.append((part, reason)))
         assert [(part, "did not come back" in reason) for part, reason in told] == [("engine 0", True)]
         ray.kill(cluster.controller().engines[0].actor)
         await lost_for_good(cluster.controller().engines[0])
@@ -116,8 +116,13 @@ async def test_what_is_gone_for_good_is_replaced_when_the_run_goes_back(ray, tmp
 
 async def lost_for_good(engine):
     engine.watch()
-    while engine.gone is None:
-        await asyncio.wait_for(engine._changed.wait(), 60)
+    await until(lambda: engine.gone is not None)
+
+
+async def until(happened):
+    async with asyncio.timeout(60):
+        while not happened():
+            await asyncio.sleep(0.05)
 
 
 async def place_worker(ray, tmp_path, *, blocks):
@@ -128,7 +133,7 @@ async def place_worker(ray, tmp_path, *, blocks):
             self._marker = Path(spec.marker)
             return os.getpid()
 
-        async def live(self):
+        async def live(self, *, while_it_works=False):
             await asyncio.Event().wait()
 
         async def generate(self, jobs):
@@ -150,7 +155,8 @@ async def place_worker(ray, tmp_path, *, blocks):
     actor = ray.remote(Blocking).options(max_restarts=-1, max_concurrency=9, num_cpus=0.1).remote()
     spec = SimpleNamespace(name="worker 0", marker=str(marker))
     pid = await actor.start.remote(spec)
-    worker = PlacedWorker(spec, actor, pid, on_restart=lambda *what: told.append(what))
+    worker = PlacedWorker(spec, on_restart=lambda *what: told.append(what))
+    worker.begin(actor, pid)
     worker.watch()
     await asyncio.sleep(0)
     return worker, told
@@ -163,7 +169,7 @@ async def test_a_worker_that_does_not_answer_is_ended_and_started_again(ray, tmp
     await worker.pause()
     with pytest.raises(ActorLost):
         await group
-    await asyncio.wait_for(worker.until_up(), 60)
+    await until(lambda: worker.is_up)
     assert worker.pid != pid
     assert told == [("worker 0", "worker 0 was asked to pause: no answer within 0.5 s")]
     await worker.stop()
@@ -174,7 +180,7 @@ async def test_a_process_that_was_only_out_of_reach_is_no_restart(ray, tmp_path)
     worker, told = await place_worker(ray, tmp_path, blocks=False)
     worker.suspect(worker.incarnation, NotBuilt("it said so"))
     assert not worker.is_up
-    await asyncio.wait_for(worker.until_up(), 60)
+    await until(lambda: worker.is_up)
     assert told == []
     await worker.stop()
     ray.kill(worker.actor)

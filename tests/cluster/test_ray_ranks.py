@@ -1,11 +1,21 @@
 """The ranks of a trainer as actors: the same training, and an end that is told."""
 
+import asyncio
+import os
+import signal
+import time
+
 import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from forebay.cluster import ranks as ray_ranks
+from forebay.cluster import trainer as ray_trainer
+from forebay.cluster.calls import blocking_actor
 from forebay.cluster.ranks import RankActor, RayRanks
+from forebay.cluster.trainer import RayTrainer
+from forebay.runs.placement import PartLost
 from forebay.train import TrainConfig, TrainController
 from forebay.train.parallel.ranks import RankError
 from forebay.types import RolloutState, Status
@@ -47,16 +57,79 @@ def trainer(ranks=None, num_ranks=1):
     return TrainController(make_model(), config, pad_token_id=0, ranks=ranks)
 
 
+def start_ranks():
+    actors = [blocking_actor(RankActor).options(num_cpus=0.1).remote() for _ in range(2)]
+    return actors, RayRanks(actors, "cpu", threads=1, search_path=())
+
+
 def test_two_ranks_in_actors_train_as_one_and_the_loss_of_one_is_told(ray):
-    actors = [ray.remote(RankActor).options(num_cpus=0.1).remote() for _ in range(2)]
-    ranks = RayRanks.join(actors, "cpu", threads=1, search_path=())
+    actors, ranks = start_ranks()
     alone, several = trainer(), trainer(ranks, 2)
     for _ in range(2):
         expected, metrics = alone.fit(make_groups()).metrics, several.fit(make_groups()).metrics
         for name in ("train/loss", "train/grad_norm"):
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6)
     ray.kill(actors[1])
-    with pytest.raises(RankError, match=r"rank [01] of 2 failed in"):
+    with pytest.raises(RankError, match=r"rank 1 died in"):
         several.fit(make_groups())
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match="the ranks have ended"):
         several.fit(make_groups())
+
+
+def test_a_rank_that_fails_alone_is_told_with_its_trace_and_all_are_ended(ray):
+    _, ranks = start_ranks()
+    with pytest.raises(RankError, match=r"(?s)rank 1 of 2 failed in close: TypeError: .*line .* in call"):
+        ranks.call("close", [[], ["too much"]])
+    assert not any(is_there(pid) for pid in ranks.pids)
+
+
+def is_there(pid):
+    """Whether it lives within some seconds: Ray ends processes in its own time."""
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}"):
+            return False
+        time.sleep(0.1)
+    return True
+
+
+@pytest.fixture
+def _short_limits(monkeypatch):
+    for module in (ray_trainer, ray_ranks):
+        monkeypatch.setattr(module, "LOOK_EVERY_S", 0.2)
+        monkeypatch.setattr(module, "SILENCE_LIMIT_S", 1.0)
+
+
+@pytest.mark.usefixtures("_short_limits")
+def test_a_frozen_rank_is_named_and_all_are_ended(ray):
+    _, ranks = start_ranks()
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    with pytest.raises(RankError, match="rank 1 gave no sign of life for 1 s in resume: it hangs"):
+        ranks.call("resume", [["nowhere"], ["nowhere"]])
+    with pytest.raises(RankError, match="the ranks have ended"):
+        ranks.call("resume", [["nowhere"], ["nowhere"]])
+
+
+@pytest.mark.usefixtures("_short_limits")
+async def test_a_frozen_trainer_is_lost_and_one_at_work_is_not(ray):
+    class Sleeping:
+        def pid(self):
+            return os.getpid()
+
+        def call(self, method, *arguments):
+            time.sleep(3)
+
+        def weights(self):
+            time.sleep(1000)
+
+    actor = blocking_actor(Sleeping).options(num_cpus=0.1).remote()
+    pid = await actor.pid.remote()
+    there = RayTrainer(actor, [pid])
+    # Longer than the limit, and the interpreter is free.
+    assert await asyncio.to_thread(there.save, "nowhere") is None
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(PartLost, match=r"the trainer is lost: .*no answer within 1 s"):
+        await asyncio.to_thread(there.save, "nowhere")
+    assert "no answer" in there.lost_because
+    with pytest.raises(PartLost, match="called to weights, was asked for a sign of life"):
+        await there.sync_weights(None)
+    os.kill(pid, signal.SIGKILL)

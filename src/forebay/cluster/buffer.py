@@ -40,8 +40,6 @@ LOCATE_LIMIT_S = 300.0
 CLOSE_LIMIT_S = 60.0
 """For what runs to come to its end; then the actor is killed. A database loses nothing by that."""
 
-LOOPBACK = "127.0.0.1"
-
 Place = tuple[str, str]
 """An address and the token for it."""
 
@@ -71,7 +69,13 @@ class BufferActor:
         return self._place
 
     async def _open(self) -> str:
-        host = self._host or _node_address(import_ray())
+        host = self._host
+        if host is None:
+            ray = import_ray()
+            # Loopback while this node is the whole cluster; else the address by which the others know it.
+            here = ray.get_runtime_context().get_node_id()
+            alive = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+            host = alive[here] if len(alive) > 1 else "127.0.0.1"
         # Ray's loaded objects stay: the garbage collector need not visit them after every so many groups.
         gc.collect()
         gc.freeze()
@@ -128,13 +132,6 @@ def start_buffer(
     token = secrets.token_urlsafe(32)
     actor = ray.remote(BufferActor).options(name=name, namespace=NAMESPACE, **placed)
     return actor.remote(options, token, host)
-
-
-def _node_address(ray: Any) -> str:
-    """Loopback while this node is the whole cluster; else the address by which the others know it."""
-    here = ray.get_runtime_context().get_node_id()
-    addresses = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-    return addresses[here] if len(addresses) > 1 else LOOPBACK
 
 
 async def connect_buffer(name: str = DEFAULT_NAME) -> RemoteReplayBuffer:

@@ -1,4 +1,4 @@
-"""Many small calls to one actor as few: what is asked in one turn goes together, answers come as they end.
+"""Calls to actors: many small ones as few, and one that may take however long while its actor lives.
 
 ::
 
@@ -16,13 +16,15 @@ answer raises `ActorLost`, and none is asked for again by itself. An item that f
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from forebay.aio.batching import settle
+from forebay.aio.tasks import settle
 from forebay.cluster.library import import_ray, why
 from forebay.engines.process.host import NotBuilt
+from forebay.watching.stalls import answered
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -144,3 +146,38 @@ def _result_of(task: asyncio.Task[ResultT]) -> ResultT | ItemFailed:
         return ItemFailed("cancelled")
     error = task.exception()
     return task.result() if error is None else ItemFailed(f"{type(error).__name__}: {error}")
+
+
+async def result_of(ref: Any, alive: Any, what: str, *, every_s: float, limit_s: float) -> Any:
+    """The result of a call that may take however long, as long as its actor gives signs of life.
+
+    Ray notices a process that ended, not one that is stopped or hangs. So `alive`, a method of the actor that
+    is answered beside the call, is called every `every_s` seconds.
+
+    Raises:
+        StallError: there was no sign within `limit_s`; the message begins with `what`.
+        Exception: as the call.
+    """
+    answer = asyncio.ensure_future(ref)
+    try:
+        while not (await asyncio.wait([answer], timeout=every_s))[0]:
+            # An actor that has ended, or is being made anew: the call itself tells of it.
+            with contextlib.suppress(import_ray().exceptions.RayError):
+                await answered(alive.remote(), what, limit_s)
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+def blocking_actor(kind: type[Any]) -> Any:
+    """Ray's class for actors of `kind`, whose calls block: beside one, they still give signs of life."""
+    return import_ray().remote(concurrency_groups={_SIGNS: 1})(kind)
+
+
+_SIGNS = "signs of life"
+"""The calls that a thread of their own answers."""
+
+
+def signs_of_life(actor: Any) -> Any:
+    """The method that such an actor answers beside a call, for `result_of`."""
+    return actor.__ray_ready__.options(concurrency_group=_SIGNS)

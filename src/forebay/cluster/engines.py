@@ -1,32 +1,168 @@
-"""Engines in other processes, as the two sides see them that use one.
+"""Engines in other processes: what runs there, and the two sides that use one.
 
 ::
 
     run's process   PlacedEngine   pause, resume, load_weights: what is wanted of it, kept and told
                         |  its process ended: told again all that is wanted, before it serves
                         v
-                    EngineActor
+                    EngineActor    the engines that the run file names, standing in for each other
                         ^
     rollout worker  RayEngine      generate, abort: the requests, which survive its end on another engine
+
+    EngineActor: start --> engines built, not serving --load_weights--> serving --> a stream of completions
+                              | a request now is answered "lost": it would get the first weights
+    live: ends if every engine is lost for good, as a server that does not come back; then the run ends this
+          process, and another one builds engines anew          serving: ends with the first weights
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from forebay.cluster.calls import ActorLost, BatchedCalls
-from forebay.cluster.engine_actor import EngineSpec
-from forebay.cluster.library import Published, import_ray, why
-from forebay.cluster.supervisor import START_LIMIT_S, Listener, Supervised
-from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
-from forebay.engines.pool import LOAD_LIMIT_S
+from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
+from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray, why
+from forebay.cluster.supervisor import START_LIMIT_S, Supervised
+from forebay.config import Component, ConfigError
+from forebay.engines.base import Completion, Engine, EngineHealth, EngineLost, GenerateRequest
+from forebay.engines.pool import LOAD_LIMIT_S, EnginePool
+from forebay.engines.process.host import EngineHost
+from forebay.engines.weights.between_processes import PlainWeight, to_tensors
+from forebay.models import load_tokenizer
 from forebay.runs.placement import PartLost
 from forebay.watching.stalls import StallError, answered
 
 logger = logging.getLogger(__name__)
+
+
+class EngineActor(EngineHost):
+    """The host of a run's engines on a cluster; see `forebay.engines.base` for the meaning of its methods.
+
+    Invariant: nothing is generated before weights were loaded into this process.
+
+    >>> actor = ray.remote(EngineActor).remote()
+    >>> pid = ray.get(actor.start.remote(spec))
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._building = asyncio.Lock()
+        self._serving = asyncio.Event()
+        self._lost_because = ""
+        self._is_lost = asyncio.Event()
+        self._sleeps = self._asleep = False
+
+    async def start(self, spec: EngineSpec) -> int:
+        """Build the engines, if this process has not yet; the id of the process.
+
+        Raises:
+            ConfigError: they cannot run the model.
+        """
+        async with self._building:
+            if self._pool is None:
+                find_modules_in(spec.search_path)
+                self._pool = EnginePool(await asyncio.to_thread(_build, spec))
+                self._sleeps = spec.sleeps
+                if spec.serves_at_once:
+                    self._serving.set()
+        return os.getpid()
+
+    async def max_context_tokens(self) -> int:
+        """The most tokens, prompt and response together, one request may reach."""
+        return self.pool.max_context_tokens
+
+    async def live(self, *, while_it_works: bool = False) -> str:
+        """Never returns: a caller that waits for it learns of this process's end.
+
+        With `while_it_works` it returns why, once every engine is lost for good.
+        """
+        await (self._is_lost if while_it_works else asyncio.Event()).wait()
+        return self._lost_because
+
+    async def serving(self) -> None:
+        """Return once there are weights to generate with."""
+        await self._serving.wait()
+
+    async def generate(
+        self, requests: Sequence[GenerateRequest], caller: str
+    ) -> AsyncIterator[list[tuple[int, Completion | ValueError | ItemFailed]]]:
+        """The completions of `requests` as they end; a `ValueError` for one that can never run."""
+        async for results in as_they_end([self._generate(request, caller) for request in requests]):
+            yield results
+
+    async def _generate(self, request: GenerateRequest, caller: str) -> Completion | ValueError:
+        if not self._serving.is_set():
+            return Completion(finish_reason="error", error_msg="the engine has no weights yet", lost=True)
+        try:
+            return await self.complete(request, caller)
+        except ValueError as error:
+            return error
+        except EngineLost as error:
+            self._lose(error)
+            return Completion(finish_reason="error", error_msg=str(error), lost=True)
+
+    async def pause(self) -> None:
+        """End every request and take no new one; asleep, the weights leave the device."""
+        await self.pool.pause()
+        if self._sleeps and not self._asleep:
+            self._asleep = True
+            for engine in self.pool.engines:
+                await engine.sleep()  # type: ignore[attr-defined]  # looked for as it was built
+
+    async def resume(self) -> None:
+        """Take requests again."""
+        if self._asleep:
+            for engine in self.pool.engines:
+                await engine.wake()  # type: ignore[attr-defined]
+            self._asleep = False
+        await self.pool.resume()
+
+    async def load_weights(self, weights: Sequence[PlainWeight], model_step: int) -> None:
+        """Take over these weights, and serve.
+
+        Raises:
+            EngineLost: no engine is left.
+        """
+        try:
+            await self.pool.load_weights(to_tensors(weights), model_step)
+        except EngineLost as error:
+            self._lose(error)
+            raise
+        self._serving.set()
+
+    async def health(self) -> EngineHealth:
+        """All engines of this process together."""
+        health = await self.pool.health()
+        return replace(health, ok=health.ok and self._serving.is_set())
+
+    async def close(self) -> None:
+        """Free the engines, and end what they started."""
+        if self._pool is not None:
+            await self._pool.close()
+
+    def _lose(self, error: EngineLost) -> None:
+        """Serve no more: callers that wait for this engine wait for another process."""
+        self._serving.clear()
+        self._lost_because = str(error)
+        self._is_lost.set()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec(PartSpec):
+    """All that an engine's process is told."""
+
+    number: int
+    device: str
+    """``cuda`` where the cluster gave it one."""
+    serves_at_once: bool
+    """With the weights in the model folder: it will be given no others."""
+    sleeps: bool
+    """Give the device's memory to the trainer while paused."""
+
 
 TOLD_LOAD_LIMIT_S = LOAD_LIMIT_S + 60.0
 """For taking weights over, their way here included: longer than the pool in the engine's process gives one
@@ -40,27 +176,19 @@ class PlacedEngine(Supervised):
     A call while its process is being started again returns at once: it is told when it is there. So does one
     to an engine that is gone for good, which is no loss while others are left (`none_is_left`).
 
-    >>> engine = PlacedEngine(spec, actor, pid, 4096)
+    >>> engine = PlacedEngine(spec)
+    >>> engine.begin(actor, ray.get(actor.start.remote(spec)))
     >>> await engine.load_weights(Published(ref, model_step=3), 3)
     """
 
-    def __init__(
-        self,
-        spec: EngineSpec,
-        actor: Any,
-        pid: int,
-        max_context_tokens: int,
-        on_restart: Listener = lambda part, reason: None,
-    ) -> None:
-        self.max_context_tokens = max_context_tokens
-        """The most tokens, prompt and response together, one request may reach."""
-        self._weights: Published | None = None
-        super().__init__(spec, actor, pid, on_restart)
+    max_context_tokens = 0
+    """The most tokens, prompt and response together, one request may reach."""
+    _weights: Published | None = None
 
     def begin(self, actor: Any, pid: int) -> None:
         """As `Supervised.begin`."""
         super().begin(actor, pid)
-        self._requests = RayEngine(actor, self.max_context_tokens, caller="the run")
+        self._requests = RayEngine(actor, caller="the run")
 
     @property
     def model_step(self) -> int:
@@ -119,10 +247,6 @@ class PlacedEngine(Supervised):
                 # As before the first ones: it begins to serve with the next.
                 logger.warning("the weights of step %d are lost: %s", weights.model_step, why(error))
 
-    async def _failure(self) -> str:
-        reason: str = await self.actor.failure.remote()
-        return reason
-
 
 class RayEngine:
     """The engine behind an `EngineActor`, for the rollouts of one process; it can be lost and come back.
@@ -130,10 +254,10 @@ class RayEngine:
     The run's own process drives the engine: `pause`, `resume`, `load_weights` and `close` of others change
     nothing.
 
-    >>> controller = RolloutController([RayEngine(actor, 4096, caller="worker 0")])
+    >>> controller = RolloutController([RayEngine(actor, caller="worker 0", max_context_tokens=4096)])
     """
 
-    def __init__(self, actor: Any, max_context_tokens: int, *, caller: str) -> None:
+    def __init__(self, actor: Any, *, caller: str, max_context_tokens: int = 0) -> None:
         self.actor = actor
         """Ray's handle."""
         self.max_context_tokens = max_context_tokens
@@ -187,7 +311,7 @@ class RayEngine:
     async def look(self) -> None:
         """Bring `num_made` up to date, as far as the engine answers."""
         try:
-            self._num_made = await self.actor.made_for.remote(self._caller)
+            self._num_made = await self.actor.num_made.remote(self._caller)
         except import_ray().exceptions.RayError:
             self._num_made = {}
 
@@ -211,3 +335,34 @@ class RayEngine:
         """Nothing: see the class."""
 
     pause = resume = load_weights = close = _leave_alone
+
+
+def _build(spec: EngineSpec) -> list[Engine]:
+    import torch
+
+    from forebay.runs.rollouts import build_run_engines
+
+    config = spec.config
+    torch.set_num_threads(config.threads)
+    engines = build_run_engines(
+        config.model_copy(update={"engine": engine_on(spec.device, config.engine)}),
+        spec.model_folder,
+        load_tokenizer(spec.model_folder),
+        scratch=config.folder / "engines" / str(spec.number),
+    )
+    for built in engines:
+        if spec.sleeps and not (hasattr(built, "sleep") and hasattr(built, "wake")):
+            raise ConfigError(
+                f"engine {config.engine.name!r} cannot give its GPU to the trainer between steps: it has no "
+                f"sleep and wake ({type(built).__name__}); use engine 'transformers', give it a GPU of its "
+                f"own with produce.mode = 'separate', or shares with gpus_per_engine and gpus_per_trainer"
+            )
+    return engines
+
+
+def engine_on(device: str, engine: Component) -> Component:
+    """`engine` on the device that Ray gave, if it computes in this process or a child, and names none."""
+    inner = engine.arguments.get("engine", "transformers") if engine.name == "process" else engine.name
+    if inner != "transformers" or device == "cpu":
+        return engine
+    return engine.model_copy(update={"arguments": {"device": device, **engine.arguments}})

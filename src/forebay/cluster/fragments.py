@@ -13,14 +13,14 @@ themselves, and only ids and metadata pass through the actor.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Any
 
+from forebay.cluster.calls import result_of
 from forebay.cluster.library import NAMESPACE, import_ray, on_this_node
 from forebay.fragments import BufferClosed, ReplayBufferActor
 from forebay.fragments.remote import FragmentCalls
-from forebay.io.heartbeat import SILENCE_LIMIT_S, check_limit
-from forebay.watching.stalls import StallError, answered
+from forebay.io.messages import SILENCE_LIMIT_S, check_limit
+from forebay.watching.stalls import StallError
 
 DEFAULT_NAME = "replay_buffer"
 MAX_CALLS = 10_000
@@ -74,19 +74,15 @@ class ReplayBufferClient(FragmentCalls):
         self._limit_s = limit_s
 
     async def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        ray = import_ray()
         ref = getattr(self.actor, method).remote(*arguments, **options)
-        answer = asyncio.ensure_future(ref)
+        what = f"the fragment buffer's actor, called to {method}, was asked for a sign of life"
         try:
             # Some calls wait for other callers, however long: whether the actor lives is asked beside them.
-            while not (await asyncio.wait([answer], timeout=self._limit_s))[0]:
-                with contextlib.suppress(ray.exceptions.RayError):
-                    what = f"the fragment buffer's actor, called to {method}, was asked for a sign of life"
-                    await answered(self.actor.__ray_ready__.remote(), what, self._limit_s)
-            return answer.result()
+            return await result_of(
+                ref, self.actor.__ray_ready__, what, every_s=self._limit_s, limit_s=self._limit_s
+            )
         except (asyncio.CancelledError, StallError) as error:
-            answer.cancel()
-            ray.cancel(ref)
+            import_ray().cancel(ref)
             if isinstance(error, StallError):
                 raise BufferClosed(str(error)) from None
             raise

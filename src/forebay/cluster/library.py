@@ -99,7 +99,9 @@ def connect(given: Given | None, *, num_cpus: int) -> bool:
     ray = import_ray()
     if ray.is_initialized():
         return False
-    _hush()
+    # Ray would print a page about every process that ends, which the run says in a line of its own. There is
+    # no public setting: ``log_to_driver`` leaves these out.
+    vars(import_module("ray._private.worker"))["_worker_logs_enabled"] = False
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if given is not None:
         given.check()
@@ -141,14 +143,6 @@ class Published:
 
     ref: Any
     model_step: int
-
-
-def _hush() -> None:
-    """Have Ray not print a page about every process that ends: the run says it in a line of its own.
-
-    There is no public setting: ``log_to_driver`` leaves these out.
-    """
-    vars(import_module("ray._private.worker"))["_worker_logs_enabled"] = False
 
 
 def find_modules_in(paths: Sequence[str]) -> None:

@@ -2,10 +2,10 @@
 
 ::
 
-    Shape of each part --> bundles --> reserve: a placement group, whole or not at all
-                                          | no room in time: ConfigError: what was asked, what there is
-                                          v
-                                       options(part): what Ray's `actor.options` takes
+    RayArguments --plan_parts--> bundles --> reserve: a placement group, whole or not at all
+                                                | no room in time: ConfigError: what was asked, what there is
+                                                v
+                                             Room.options: what Ray's `actor.options` takes
 """
 
 from __future__ import annotations
@@ -15,53 +15,27 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from forebay.cluster.arguments import RayArguments
 from forebay.config import ConfigError
 
 Bundle = dict[str, float]
 
 
-class Reservation:
-    """A placement group that is there.
+def reserve(ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: bool) -> Any:
+    """A placement group with all bundles, near each other; `may_grow`: nodes may join while it waits.
 
-    >>> reservation = Reservation.make(ray, plan.bundles, timeout_s=60, may_grow=False)
-    >>> actor = ray.remote(EngineActor).options(**reservation.options(plan.engines[0])).remote(spec)
-    >>> reservation.release()
+    Raises:
+        ConfigError: there is no room within `timeout_s`, or there never will be.
     """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @classmethod
-    def make(cls, ray: Any, bundles: Sequence[Bundle], *, timeout_s: float, may_grow: bool) -> Reservation:
-        """Reserve all bundles, near each other; `may_grow`: nodes may join while it waits.
-
-        Raises:
-            ConfigError: there is no room within `timeout_s`, or there never will be.
-        """
-        if not may_grow and (reason := _never_fits(ray, bundles)):
-            raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
-        groups = import_module("ray.util.placement_group")
-        group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
-        if not group.wait(timeout_s):
-            groups.remove_placement_group(group)
-            reason = _never_fits(ray, bundles) or "other programs hold what is missing"
-            raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")
-        return cls(group)
-
-    def options(self, room: Room) -> dict[str, Any]:
-        """Where an actor goes, as Ray's `options` take it."""
-        strategies = import_module("ray.util.scheduling_strategies")
-        return {
-            "num_cpus": room.cpus,
-            "num_gpus": room.gpus,
-            "scheduling_strategy": strategies.PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=room.bundle
-            ),
-        }
-
-    def release(self) -> None:
-        """Give the room back; what runs in it ends."""
-        import_module("ray.util.placement_group").remove_placement_group(self._group)
+    if not may_grow and (reason := _never_fits(ray, bundles)):
+        raise ConfigError(f"{reason}; {_what_there_is(ray, bundles)}")
+    groups = import_module("ray.util.placement_group")
+    group = groups.placement_group([dict(bundle) for bundle in bundles], strategy="PACK")
+    if not group.wait(timeout_s):
+        groups.remove_placement_group(group)
+        reason = _never_fits(ray, bundles) or "other programs hold what is missing"
+        raise ConfigError(f"no room within {timeout_s:g} s: {reason}; {_what_there_is(ray, bundles)}")
+    return group
 
 
 @dataclass(frozen=True)
@@ -72,12 +46,24 @@ class Room:
     cpus: float
     gpus: float
 
+    @property
+    def device(self) -> str:
+        """Of a model there."""
+        return "cuda" if self.gpus else "cpu"
+
+    def options(self, group: Any) -> dict[str, Any]:
+        """Where an actor goes, as Ray's `options` take it; `group` is the placement group of the bundles."""
+        strategies = import_module("ray.util.scheduling_strategies")
+        strategy = strategies.PlacementGroupSchedulingStrategy
+        place = strategy(group, placement_group_bundle_index=self.bundle)
+        return {"num_cpus": self.cpus, "num_gpus": self.gpus, "scheduling_strategy": place}
+
 
 @dataclass(frozen=True)
 class Plan:
     """The bundles of a run, and each part's place in them.
 
-    >>> plan_parts(1, 2, cpus=0.5, gpus_per_engine=0, gpus_per_trainer=0, shares_gpu=False).bundles
+    >>> plan_parts(RayArguments(num_workers=2), cpus=0.5, shares_gpu=False).bundles
     ({'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5}, {'CPU': 0.5})
     """
 
@@ -94,16 +80,7 @@ class Plan:
         return sum(bundle["CPU"] for bundle in self.bundles)
 
 
-def plan_parts(
-    num_engines: int,
-    num_workers: int,
-    *,
-    cpus: float,
-    gpus_per_engine: float,
-    gpus_per_trainer: float,
-    shares_gpu: bool,
-    num_ranks: int = 1,
-) -> Plan:
+def plan_parts(asked: RayArguments, *, cpus: float, shares_gpu: bool, num_ranks: int = 1) -> Plan:
     """A bundle for each part; with `shares_gpu` the first engine is in the trainer's, on its GPU.
 
     A trainer on several ranks has a bundle for each of them, with `gpus_per_trainer`, and one without. A run
@@ -119,14 +96,14 @@ def plan_parts(
     trainer, ranks, engines = None, [], []
     if shares_gpu:
         # Half each: Ray counts shares of a device, and knows nothing of its memory.
-        bundles.append({"CPU": 2 * cpus, "GPU": gpus_per_trainer})
-        trainer = Room(0, cpus, gpus_per_trainer / 2)
+        bundles.append({"CPU": 2 * cpus, "GPU": asked.gpus_per_trainer})
+        trainer = Room(0, cpus, asked.gpus_per_trainer / 2)
         engines.append(trainer)
     elif num_ranks:
-        trainer = room(gpus_per_trainer if num_ranks == 1 else 0)
-        ranks = [room(gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
-    engines += [room(gpus_per_engine) for _ in range(num_engines - len(engines))]
-    workers = [room(0) for _ in range(num_workers)]
+        trainer = room(asked.gpus_per_trainer if num_ranks == 1 else 0)
+        ranks = [room(asked.gpus_per_trainer) for _ in range(num_ranks)] if num_ranks > 1 else []
+    engines += [room(asked.gpus_per_engine) for _ in range(asked.num_engines - len(engines))]
+    workers = [room(0) for _ in range(asked.num_workers)]
     return Plan(tuple(bundles), trainer, tuple(ranks), tuple(engines), tuple(workers))
 
 

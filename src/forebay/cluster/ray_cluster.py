@@ -21,24 +21,31 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from forebay.cluster.arguments import RayArguments
-from forebay.cluster.engine_actor import EngineActor, EngineSpec
-from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.library import Given, PartSpec, connect, import_ray, why
-from forebay.cluster.placement import Plan, Reservation, Room, plan_parts
+from forebay.cluster.calls import blocking_actor
+from forebay.cluster.engines import EngineActor, EngineSpec, PlacedEngine
+from forebay.cluster.library import Given, connect, import_ray, why
+from forebay.cluster.placement import Plan, Room, plan_parts, reserve
 from forebay.cluster.ranks import RankActor
-from forebay.cluster.rollout_worker import RolloutWorker, WorkerSpec
-from forebay.cluster.supervisor import Listener, Restarts, Supervised, all_started, none_is_left
+from forebay.cluster.supervisor import Restarts, Supervised, all_started, none_is_left
 from forebay.cluster.trainer import RayTrainer, TrainerActor, TrainerSpec
-from forebay.cluster.workers import ClusterController, PlacedWorker, RayAgentLoop, RetryListener, Workers
+from forebay.cluster.workers import (
+    ClusterController,
+    PlacedWorker,
+    RayAgentLoop,
+    RolloutWorker,
+    Workers,
+    WorkerSpec,
+)
 from forebay.config import ConfigError, parse_config
 from forebay.engines import RolloutController
 from forebay.replay import ReplayBuffer, SQLStorage, StorageBackend
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import PartLost
+from forebay.runs.placement import Listener, PartLost, RetryListener
 from forebay.watching.activity import Activities
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -46,12 +53,8 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 10_000
 """Under way at one actor at a time: every group and request that waits is one."""
-
 BUFFER_FILE = "buffer.db"
 """In the run's folder: the groups that many workers make need not fit into its process's memory."""
-
-CLOSE_LIMIT_S = 30.0
-"""For engines to end what they started; their processes end anyway."""
 
 
 class RayCluster:
@@ -93,24 +96,20 @@ class RayCluster:
         self._restarts = Restarts()
         self._is_ours = False
         """Whether this process joined or started Ray here, and so leaves it here."""
-        self._reservation: Reservation | None = None
+        self._room: Any = None
+        """Ray's placement group."""
         self._actors: list[Any] = []
         self._trainer_actor: Any = None
         self._ranks: list[Any] = []
         self._trainer: RayTrainer | None = None
         self._engines: list[PlacedEngine] = []
-        self._workers = Workers([], lambda *what: self.on_retry(*what))
-        self.on_retry: RetryListener = lambda task, group, reason: None
-        """Told that a group is generated again: its task, its id, why."""
+        self._workers = Workers([])
+        self._lost_trainer_because = ""
 
-    @property
-    def on_restart(self) -> Listener | None:
-        """Told that a part was started again: its name, why. None: kept until somebody listens."""
-        return self._restarts.listener
-
-    @on_restart.setter
-    def on_restart(self, on_restart: Listener | None) -> None:
-        self._restarts.listener = on_restart
+    def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
+        """As `Cluster.listen`."""
+        self._workers.on_retry = on_retry
+        self._restarts.listen(on_restart)
 
     async def open(self, *, trains: bool = True) -> None:
         """Have room for every part.
@@ -119,34 +118,25 @@ class RayCluster:
             ConfigError: there is no cluster, or no room for the parts on it.
         """
         self._trains = trains
-        if self._reservation is None:
-            await self._reserve()
-        await self._close_buffer()
-
-    async def _reserve(self) -> None:
-        settings, joins = self._settings, self._given is not None
-        self._plan = plan_parts(
-            settings.num_engines,
-            settings.num_workers,
-            cpus=settings.cpus or (1.0 if joins else 0.25),
-            gpus_per_engine=settings.gpus_per_engine,
-            gpus_per_trainer=settings.gpus_per_trainer,
-            shares_gpu=self._sleeps,
-            num_ranks=self._config.train.ranks if self._trains else 0,
-        )
-        num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
-        self._is_ours = connect(self._given, num_cpus=num_cpus)
-        try:
-            self._reservation = await asyncio.to_thread(
-                Reservation.make,
-                import_ray(),
-                self._plan.bundles,
-                timeout_s=settings.placement_timeout_s,
-                may_grow=joins,
+        if self._room is None:
+            settings, joins = self._settings, self._given is not None
+            self._plan = plan_parts(
+                settings,
+                cpus=settings.cpus or (1.0 if joins else 0.25),
+                shares_gpu=self._sleeps,
+                num_ranks=self._config.train.ranks if trains else 0,
             )
-        except BaseException:
-            self._end()
-            raise
+            num_cpus = max(math.ceil(self._plan.num_cpus), os.cpu_count() or 1)
+            self._is_ours = connect(self._given, num_cpus=num_cpus)
+            bundles, timeout_s = self._plan.bundles, settings.placement_timeout_s
+            try:
+                self._room = await asyncio.to_thread(
+                    reserve, import_ray(), bundles, timeout_s=timeout_s, may_grow=joins
+                )
+            except BaseException:
+                self._end()
+                raise
+        await self._close_buffer()
 
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays.
@@ -158,99 +148,97 @@ class RayCluster:
             PartLost: one that was built before cannot be built again.
         """
         model_folder = model_folder.resolve()
-        if not self._engines:
-            self._start_all(model_folder)
-            return
+        is_first = not self._engines
+        if is_first:
+            self._engines = [
+                PlacedEngine(
+                    EngineSpec(
+                        **self._common(model_folder),
+                        name=f"engine {number}",
+                        number=number,
+                        device=room.device,
+                        serves_at_once=not self._trains,
+                        # The first is the one that shares.
+                        sleeps=self._sleeps and number == 0,
+                    ),
+                    self._restarts.note,
+                )
+                for number, room in enumerate(self._plan.engines)
+            ]
+            self._workers.all = [
+                PlacedWorker(
+                    WorkerSpec(**self._common(model_folder), name=f"worker {number}"), self._restarts.note
+                )
+                for number in range(len(self._plan.workers))
+            ]
         try:
-            self._replace_gone(self._engines, EngineActor, self._plan.engines)
-            following = self._have_workers_follow()
-            self._replace_gone(self._workers.all, RolloutWorker, self._plan.workers)
-            all_started(following)
-            if self._trains:
-                self._replace_lost_trainer(model_folder)
+            self._start_missing(model_folder)
         except ConfigError as error:
+            if is_first:
+                raise
             # It was built before, so it is no fault of the run file.
             raise PartLost(f"a part did not come back: {error}") from error
 
-    def _start_all(self, model_folder: Path) -> None:
-        trainer = {"trainer": self._create_trainer(model_folder)} if self._trains else {}
-        common = self._common(model_folder)
-        engines = [
-            EngineSpec(
-                **common,
-                name=f"engine {number}",
-                number=number,
-                device=_device(room),
-                serves_at_once=not self._trains,
-                # The first is the one that shares.
-                sleeps=self._sleeps and number == 0,
-            )
-            for number, room in enumerate(self._plan.engines)
-        ]
-        actors = [self._actor(EngineActor, room) for room in self._plan.engines]
-        worker_actors = [self._actor(RolloutWorker, room) for room in self._plan.workers]
-        for actor in worker_actors:
+    def _start_missing(self, model_folder: Path) -> None:
+        engines = self._with_actors(self._engines, EngineActor, self._plan.engines)
+        workers = self._with_actors(self._workers.all, RolloutWorker, self._plan.workers)
+        for worker in workers:
+            worker.on_end = self._forget
             # Meanwhile: the engines take longer.
-            actor.prepare.remote(model_folder)
-        pids = self._started(engines, actors, trainer)
-        context = min(import_ray().get([actor.max_context_tokens.remote() for actor in actors]))
-        self._engines = [
-            PlacedEngine(spec, actor, pid, context, self._restarts.note)
-            for spec, actor, pid in zip(engines, actors, pids, strict=True)
-        ]
-        workers = [
-            WorkerSpec(
-                **common,
-                name=f"worker {number}",
-                engines=self._handles(number),
-                max_context_tokens=context,
-            )
-            for number in range(len(worker_actors))
-        ]
-        pids = self._started(workers, worker_actors)
-        self._workers.all = [
-            PlacedWorker(spec, actor, pid, on_end=self._forget, on_restart=self._restarts.note)
-            for spec, actor, pid in zip(workers, worker_actors, pids, strict=True)
-        ]
-        if self._trains:
+            worker.actor.prepare.remote(model_folder)
+        trainer = self._start_trainer(model_folder) if self._trains else {}
+        self._build(engines, trainer)
+        for engine in self._engines:
+            if not engine.max_context_tokens:
+                engine.max_context_tokens = import_ray().get(engine.actor.max_context_tokens.remote())
+        self._build(workers, self._have_workers_follow())
+        if trainer:
             self._trainer = RayTrainer(self._trainer_actor, all_started(trainer)["trainer"])
+            if self._lost_trainer_because:
+                self._restarts.note("trainer", self._lost_trainer_because)
+                self._lost_trainer_because = ""
 
-    def _started(
-        self, specs: Sequence[PartSpec], actors: Sequence[Any], also: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """The processes of new actors once they are built; all are ended if one cannot be.
+    def _with_actors(
+        self, parts: Sequence[Supervised], kind: type[Any], rooms: Sequence[Room]
+    ) -> list[Supervised]:
+        """Those that are not there, or not any more, each with a new actor."""
+        missing = []
+        for part, room in zip(parts, rooms, strict=True):
+            if part.gone is not None:
+                self._kill(part.actor)
+                part.actor = self._actor(kind, room)
+                missing.append(part)
+        return missing
+
+    def _build(self, parts: Sequence[Supervised], also: Mapping[str, Any]) -> None:
+        """Have new actors build what their parts' specs say; all are ended if one cannot.
 
         `also` has references that are waited for with them, so that the first failure of all shows at once.
         """
-        starting = {spec.name: actor.start.remote(spec) for spec, actor in zip(specs, actors, strict=True)}
+        starting = {part.name: part.actor.start.remote(part.spec) for part in parts}
         try:
-            pids = all_started({**starting, **(also or {})})
+            pids = all_started({**starting, **also})
         except ConfigError:
-            for actor in actors:
-                self._kill(actor)
+            for part in parts:
+                self._kill(part.actor)
             raise
-        return [pids[spec.name] for spec in specs]
-
-    def _handles(self, number: int) -> tuple[Any, ...]:
-        """The engines as worker `number` has them: each worker begins with another one."""
-        first = number % len(self._engines)
-        return tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
-
-    def _replace_gone(self, parts: Sequence[Supervised], kind: type[Any], rooms: Sequence[Room]) -> None:
-        gone = [(part, room) for part, room in zip(parts, rooms, strict=True) if part.gone is not None]
-        for part, _ in gone:
-            self._kill(part.actor)
-        actors = [self._actor(kind, room) for _, room in gone]
-        pids = self._started([part.spec for part, _ in gone], actors)
-        for (part, _), actor, pid in zip(gone, actors, pids, strict=True):
-            self._restarts.note(part.name, str(part.gone))
-            part.begin(actor, pid)
+        for part in parts:
+            if part.pid:
+                self._restarts.note(part.name, str(part.gone))
+            part.begin(part.actor, pids[part.name])
 
     def _have_workers_follow(self) -> dict[str, Any]:
-        """Have all workers use the engines of now; the answers, by name."""
+        """Have all workers use the engines of now; the answers of those that run, by name."""
         following = {}
+        context = min(engine.max_context_tokens for engine in self._engines)
         for number, worker in enumerate(self._workers.all):
-            before, worker.spec = worker.spec, replace(worker.spec, engines=self._handles(number))
+            # Each begins with another engine.
+            first = number % len(self._engines)
+            actors = tuple(engine.actor for engine in [*self._engines[first:], *self._engines[:first]])
+            before, worker.spec = (
+                worker.spec,
+                replace(worker.spec, engines=actors, max_context_tokens=context),
+            )
             if worker.gone is None and worker.spec != before:
                 # Whenever its process is there: it may just be starting again, which the part itself sees to.
                 again = worker.actor.start.options(max_task_retries=-1)
@@ -264,11 +252,14 @@ class RayCluster:
     def _common(self, model_folder: Path) -> dict[str, Any]:
         return {"config": self._config, "model_folder": model_folder, "search_path": tuple(sys.path)}
 
-    def _actor(self, kind: type[Any], room: Room, *, restarts: bool = True) -> Any:
-        assert self._reservation is not None
-        limits = {"max_restarts": -1, "max_concurrency": MAX_CALLS} if restarts else {}
-        options = {**self._reservation.options(room), **limits}
-        self._actors.append(import_ray().remote(kind).options(**options).remote())
+    def _actor(self, kind: type[Any], room: Room) -> Any:
+        limits = {}
+        if kind in (TrainerActor, RankActor):
+            actor_class = blocking_actor(kind)
+        else:
+            actor_class = import_ray().remote(kind)
+            limits = {"max_restarts": -1, "max_concurrency": MAX_CALLS}
+        self._actors.append(actor_class.options(**room.options(self._room), **limits).remote())
         return self._actors[-1]
 
     def _kill(self, actor: Any) -> None:
@@ -276,34 +267,32 @@ class RayCluster:
             self._actors.remove(actor)
             import_ray().kill(actor)
 
-    def _create_trainer(self, model_folder: Path) -> Any:
-        room, rank_rooms = self._plan.trainer, self._plan.ranks
-        assert room is not None, "planned without a trainer"
-        self._ranks = [self._actor(RankActor, rank_room, restarts=False) for rank_room in rank_rooms]
-        self._trainer_actor = self._actor(TrainerActor, room, restarts=False)
-        spec = TrainerSpec(
-            **self._common(model_folder),
-            name="trainer",
-            device=_device(rank_rooms[0] if rank_rooms else room),
-            ranks=tuple(self._ranks),
-        )
-        return self._trainer_actor.start.remote(spec)
+    def _start_trainer(self, model_folder: Path) -> dict[str, Any]:
+        """The answer of a new trainer, by its name; none if there is one that is well.
 
-    def _replace_lost_trainer(self, model_folder: Path) -> None:
-        actors = (self._trainer_actor, *self._ranks)
-        reason = "it was not built the last time"
+        That one goes back with the run, which has it resume from a checkpoint; before the first of these it
+        has trained nothing.
+        """
+        actors = [actor for actor in (self._trainer_actor, *self._ranks) if actor is not None]
         if self._trainer is not None:
             reason = self._trainer.lost_because or _silence_of(actors)
-        # One that is well goes back with the run, which has it resume from a checkpoint; before the first of
-        # these it has trained nothing.
-        if not reason:
-            return
+            if not reason:
+                return {}
+            self._lost_trainer_because = reason
         for actor in actors:
             self._kill(actor)
         self._trainer = None
-        pids = all_started({"trainer": self._create_trainer(model_folder)})["trainer"]
-        self._trainer = RayTrainer(self._trainer_actor, pids)
-        self._restarts.note("trainer", reason)
+        room, rank_rooms = self._plan.trainer, self._plan.ranks
+        assert room is not None, "planned without a trainer"
+        self._ranks = [self._actor(RankActor, rank_room) for rank_room in rank_rooms]
+        self._trainer_actor = self._actor(TrainerActor, room)
+        spec = TrainerSpec(
+            **self._common(model_folder),
+            name="trainer",
+            device=(rank_rooms[0] if rank_rooms else room).device,
+            ranks=tuple(self._ranks),
+        )
+        return {"trainer": self._trainer_actor.start.remote(spec)}
 
     def controller(self) -> RolloutController:
         """The controller that pauses and continues the engines and gives them weights."""
@@ -375,12 +364,16 @@ class RayCluster:
     def _end(self) -> None:
         for actor in self._actors:
             import_ray().kill(actor)
-        if self._reservation is not None:
-            self._reservation.release()
+        if self._room is not None:
+            import_module("ray.util.placement_group").remove_placement_group(self._room)
         if self._is_ours:
             import_ray().shutdown()
-        self._reservation, self._is_ours = None, False
+        self._room, self._is_ours = None, False
         self._actors, self._engines, self._workers.all = [], [], []
+
+
+CLOSE_LIMIT_S = 30.0
+"""For engines to end what they started; their processes end anyway."""
 
 
 def _silence_of(actors: Sequence[Any]) -> str:
@@ -391,7 +384,3 @@ def _silence_of(actors: Sequence[Any]) -> str:
     except ray.exceptions.RayError as error:
         return why(error)
     return ""
-
-
-def _device(room: Room) -> str:
-    return "cuda" if room.gpus else "cpu"

@@ -26,7 +26,7 @@ from forebay.cluster.library import cause_of, import_ray, why
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
 from forebay.engines.process.host import NotBuilt
-from forebay.runs.placement import PartLost
+from forebay.runs.placement import Listener, PartLost
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
 logger = logging.getLogger(__name__)
@@ -47,9 +47,6 @@ SILENCE_LIMIT_S = 120.0
 MAX_FAILED_STARTS = 5
 """Starts in a row that end before the part was set up: a part that cannot be must not be tried for ever."""
 
-Listener = Callable[[str, str], None]
-"""Takes the name of a part, and why it was started again."""
-
 
 class Supervised:
     """One actor that the run's own process keeps going, and tells what is wanted of it.
@@ -57,15 +54,13 @@ class Supervised:
     Invariants: while `is_up`, the process is set up and does what was wanted last; a process that ended is
     counted once, one that could only not be reached never; `gone` is final.
 
-    >>> part = PlacedWorker(spec, actor, pid)
+    >>> part = PlacedWorker(spec)
+    >>> part.begin(actor, ray.get(actor.start.remote(spec)))
     >>> part.watch()                                           # in the event loop
-    >>> await part.until_up()
     """
 
-    def __init__(
-        self, spec: Any, actor: Any, pid: int, on_restart: Listener = lambda part, reason: None
-    ) -> None:
-        """`actor` was started with `spec`; `on_restart` is told of each new process that is set up."""
+    def __init__(self, spec: Any, on_restart: Listener = lambda part, reason: None) -> None:
+        """To `begin` with an actor; `on_restart` is told of each new process that is set up from then on."""
         self.spec = spec
         """May be replaced: the next process that is set up follows it."""
         self.name = spec.name
@@ -74,26 +69,22 @@ class Supervised:
         """Grows each time it is set up again."""
         self.on_change: Callable[[], None] = lambda: None
         """Called when it is up again, or gone."""
+        self.on_end: Callable[[str], None] = lambda name: None
+        """Told its name when its process has ended, before another is set up."""
         self._on_restart = on_restart
         self._task: asyncio.Task[None] | None = None
-        self._changed = asyncio.Event()
         self._suspicion = asyncio.Event()
         self._suspected_because = ""
         self._has_to_end = False
-        self.begin(actor, pid)
+        self.actor: Any = None
+        self.pid = 0
+        self.is_up = False
+        self.gone: PartLost | None = PartLost(f"{self.name} was not started")
 
     def begin(self, actor: Any, pid: int) -> None:
         """Use this actor, which was started with `spec`: the first one, or another in place of a gone one."""
-        self.actor = actor
-        self.pid = pid
-        self.is_up = True
-        self.gone: PartLost | None = None
-        self._task = None
-
-    async def _start(self) -> int:
-        """Have the process build what `spec` says, unless it has; its id."""
-        pid: int = await self.actor.start.remote(self.spec)
-        return pid
+        self.actor, self.pid = actor, pid
+        self.is_up, self.gone, self._task = True, None, None
 
     async def _bring_up_to_date(self) -> None:
         """Tell a process that was started anything else that is wanted of it."""
@@ -101,14 +92,6 @@ class Supervised:
     def _wanted(self) -> tuple[Any, ...]:
         """All that a process is told: where it changes meanwhile, the process is told again."""
         return self.spec, self.is_paused
-
-    def _note_end(self) -> None:
-        """The last process has ended."""
-
-    async def _failure(self) -> str:
-        """Return why, once a process that lives cannot do its work any more: it is ended then."""
-        await asyncio.Event().wait()
-        raise AssertionError("nothing sets that event")
 
     def watch(self) -> None:
         """Begin; a second call does nothing."""
@@ -164,26 +147,20 @@ class Supervised:
             self._suspected_because = why(error)
             self._suspicion.set()
 
-    async def until_up(self) -> None:
-        """Return once it is up.
-
-        Raises:
-            PartLost: it will not come up any more.
-        """
-        while not self.is_up:
-            if self.gone is not None:
-                raise self.gone
-            await self._changed.wait()
-
     async def _run(self) -> None:
         while self.gone is None:
             cause = await self._end_of_process()
             self.is_up = False
-            self._note_end()
+            self.on_end(self.name)
             logger.warning("%s ended (%s); it is started again", self.name, cause)
             try:
                 pid = await answered(self._revive(), f"{self.name} was started again", START_LIMIT_S)
-                self._came_back(pid, cause)
+                is_another, self.pid, self.is_up = pid != self.pid, pid, True
+                self.incarnation += 1
+                if is_another:
+                    self._on_restart(self.name, cause)
+                else:
+                    logger.warning("%s could not be reached for a while; its process is the same", self.name)
             # Any error: a part that is not set up again must be gone, or its callers wait for ever.
             except Exception as error:
                 self.is_up = False
@@ -192,18 +169,15 @@ class Supervised:
                 # So that callers in other processes learn of it too.
                 import_ray().kill(self.actor)
             self._suspicion.clear()
-            self._changed.set()
-            self._changed = asyncio.Event()
             self.on_change()
 
     async def _end_of_process(self) -> str:
         """Return why, once it has ended, or is suspected to have."""
-        living = asyncio.ensure_future(_until_it_ends(self.actor))
+        living = asyncio.ensure_future(self._until_it_ends())
         waiting = [
             living,
             asyncio.ensure_future(self._suspicion.wait()),
             asyncio.ensure_future(self._note_silence()),
-            asyncio.ensure_future(self._note_failure()),
         ]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -220,6 +194,16 @@ class Supervised:
                 future.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
 
+    async def _until_it_ends(self) -> str:
+        try:
+            reason: str = await self.actor.live.remote(while_it_works=True)
+        except import_ray().exceptions.RayError as error:
+            return why(error)
+        # It lives, and cannot do its work any more.
+        self.is_up = False
+        await self._end_process()
+        return reason
+
     async def _note_silence(self) -> None:
         incarnation, what = self.incarnation, f"{self.name} was asked for a sign of life"
         while True:
@@ -231,13 +215,6 @@ class Supervised:
             except import_ray().exceptions.RayError:
                 # It has ended, or is out of reach: the call of `live` finds out which.
                 continue
-
-    async def _note_failure(self) -> None:
-        incarnation = self.incarnation
-        try:
-            self.suspect(incarnation, RuntimeError(await self._failure()), has_to_end=True)
-        except import_ray().exceptions.RayError as error:
-            self.suspect(incarnation, error)
 
     async def _revive(self) -> int:
         for num_left in reversed(range(MAX_FAILED_STARTS)):
@@ -259,7 +236,7 @@ class Supervised:
         told = None
         while told != (wanted := self._wanted()):
             told = wanted
-            pid = await self._start()
+            pid: int = await self.actor.start.remote(self.spec)
             await (self.actor.pause if self.is_paused else self.actor.resume).remote()
             await self._bring_up_to_date()
         return pid
@@ -272,23 +249,6 @@ class Supervised:
             await self.actor.__ray_ready__.remote()
             import_ray().kill(self.actor, no_restart=False)
             await living
-
-    def _came_back(self, pid: int, cause: str) -> None:
-        is_another = pid != self.pid
-        self.pid, self.is_up = pid, True
-        self.incarnation += 1
-        if is_another:
-            self._on_restart(self.name, cause)
-        else:
-            logger.warning("%s could not be reached for a while; it is the same process as before", self.name)
-
-
-async def _until_it_ends(actor: Any) -> str:
-    try:
-        await actor.live.remote()
-    except import_ray().exceptions.RayError as error:
-        return why(error)
-    return "it was told to end"
 
 
 def none_is_left(parts: Sequence[Supervised]) -> PartLost | None:
@@ -305,7 +265,7 @@ class Restarts:
 
     >>> restarts = Restarts()
     >>> restarts.note("engine 0", "its process has ended")
-    >>> restarts.listener = print
+    >>> restarts.listen(print)
     engine 0 its process has ended
     """
 
@@ -315,13 +275,8 @@ class Restarts:
         self._listener: Listener | None = None
         self._untold: list[tuple[str, str]] = []
 
-    @property
-    def listener(self) -> Listener | None:
-        """The function that is told; None while a run gives way to the next."""
-        return self._listener
-
-    @listener.setter
-    def listener(self, listener: Listener | None) -> None:
+    def listen(self, listener: Listener | None) -> None:
+        """Tell `listener` from here on, and what was not told yet; None: keep it until somebody listens."""
         self._listener = listener
         self._tell()
 

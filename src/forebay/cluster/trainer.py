@@ -6,7 +6,7 @@
     sync_weights: weights --> object store --> every engine        save, resume: folders that both can see
 
 It is not started again by itself, because its state is in its last checkpoint: calls raise `PartLost`, and
-the run goes back to that.
+the run goes back to that. While a call runs, however long, the process is asked for signs of life.
 """
 
 from __future__ import annotations
@@ -18,34 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from forebay.cluster.calls import result_of, signs_of_life
 from forebay.cluster.library import PartSpec, Published, cause_of, find_modules_in, import_ray, why
+from forebay.cluster.ranks import RayRanks
+from forebay.cluster.supervisor import LOOK_EVERY_S, SILENCE_LIMIT_S
 from forebay.engines.weights.between_processes import PlainWeight, to_plain
+from forebay.models import load_tokenizer
 from forebay.runs.placement import PartLost
+from forebay.train.batch import TrainBatch
 from forebay.train.parallel.ranks import EXPECTED, RankError
 from forebay.types import FloatArray, RolloutState
+from forebay.watching.stalls import StallError
 
 if TYPE_CHECKING:
-    import torch
-
-    from forebay.cluster.ranks import RayRanks
     from forebay.cluster.workers import ClusterController
-    from forebay.train.batch import TrainBatch
-
-
-def _join(spec: TrainerSpec) -> RayRanks:
-    from forebay.cluster.ranks import RayRanks
-
-    return RayRanks.join(spec.ranks, spec.device, threads=spec.config.threads, search_path=spec.search_path)
-
-
-class _Receiver:
-    """Takes the trainer's weights without a copy."""
-
-    model_step = 0
-    weights: list[PlainWeight]
-
-    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
-        self.model_step, self.weights = model_step, to_plain(weights)
 
 
 class RayTrainer:
@@ -60,13 +48,9 @@ class RayTrainer:
         """Processes, by part."""
         self.lost_because = ""
         """Why its process ended, once a call has found that."""
-        self._actor = actor
-        self._model_step = 0
-
-    @property
-    def model_step(self) -> int:
+        self.model_step = 0
         """Completed train steps."""
-        return self._model_step
+        self._actor = actor
 
     def fit(
         self,
@@ -79,82 +63,58 @@ class RayTrainer:
         Raises:
             ValueError: the batch cannot be trained on.
             FloatingPointError: the training diverged.
-            PartLost: the trainer's process has ended.
+            PartLost: the trainer's process has ended, or hangs.
         """
-        from forebay.train.batch import TrainBatch
-
         batch = TrainBatch.from_groups(groups)
         batch.metrics = self._call("fit", batch, stale_thresholds)
-        self._model_step += 1
+        self.model_step += 1
         return batch
 
     def pack(self, groups: Iterable[Sequence[RolloutState]]) -> TrainBatch:
-        """A packed batch, as of `TrainController.pack`.
-
-        Raises:
-            PartLost: the trainer's process has ended.
-        """
-        from forebay.train.batch import TrainBatch
-
+        """A packed batch, as of `TrainController.pack`; PartLost as of `fit`."""
         packed: TrainBatch = self._call("call", "pack", TrainBatch.from_groups(groups))
         return packed
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
-        """Of a packed batch's response tokens, by the current weights.
-
-        Raises:
-            PartLost: the trainer's process has ended.
-        """
+        """Of a packed batch's response tokens, by the current weights; PartLost as of `fit`."""
         logprobs: FloatArray = self._call("call", "compute_logprobs", batch)
         return logprobs
 
     async def sync_weights(self, rollout_controller: ClusterController) -> None:
-        """Give the current weights to every engine.
-
-        Raises:
-            PartLost: the trainer's process has ended.
-        """
+        """Give the current weights to every engine; PartLost as of `fit`."""
         step_ref, weights_ref = self._actor.weights.options(num_returns=2).remote()
-        try:
-            # The weights themselves stay where they are.
-            step = await step_ref
-        except import_ray().exceptions.RayError as error:
-            raise self._error(error) from error
+        # The weights themselves stay where they are.
+        step = await self._result(step_ref, "weights")
         await rollout_controller.update_weights(Published(weights_ref, step), step)
 
     def save(self, path: Path | str) -> None:
-        """Write a checkpoint folder.
-
-        Raises:
-            PartLost: the trainer's process has ended.
-        """
+        """Write a checkpoint folder; PartLost as of `fit`."""
         self._call("call", "save", Path(path).resolve())
 
     def resume(self, path: Path | str) -> None:
-        """Go on from what `save` wrote.
-
-        Raises:
-            ValueError: as `TrainController.resume`.
-            PartLost: the trainer's process has ended.
-        """
-        self._model_step = self._call("resume", Path(path).resolve())
+        """Go on from a folder of `save`; ValueError as of `TrainController.resume`, PartLost as of `fit`."""
+        self.model_step = self._call("resume", Path(path).resolve())
 
     def close(self) -> None:
         """Nothing: the process outlives the run, and ends with its cluster."""
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        ray = import_ray()
+        return asyncio.run(self._result(getattr(self._actor, method).remote(*arguments), method))
+
+    async def _result(self, ref: Any, method: str) -> Any:
+        what = f"the trainer, called to {method}, was asked for a sign of life"
+        alive = signs_of_life(self._actor)
         try:
-            return ray.get(getattr(self._actor, method).remote(*arguments))
-        except ray.exceptions.RayError as error:
+            return await result_of(ref, alive, what, every_s=LOOK_EVERY_S, limit_s=SILENCE_LIMIT_S)
+        except (import_ray().exceptions.RayError, StallError) as error:
             raised = self._error(error)
             # An error about the batch or the settings needs no trace of the process that found it.
-            raise raised from None if isinstance(raised, _EXPECTED) else error
+            raise raised from None if isinstance(raised, tuple(EXPECTED.values())) else error
 
     def _error(self, error: Exception) -> BaseException:
         """The error to raise: that of the process, or that it has ended."""
         cause = cause_of(error)
-        if not isinstance(cause, RankError | import_ray().exceptions.RayError):
+        if not isinstance(cause, RankError | StallError | import_ray().exceptions.RayError):
             return cause
         part = "a rank of the trainer" if isinstance(cause, RankError) else "the trainer"
         self.lost_because = str(cause) if isinstance(cause, RankError) else why(error)
@@ -174,7 +134,7 @@ class TrainerSpec(PartSpec):
 class TrainerActor:
     """A `TrainController`; what runs in its process, one call at a time.
 
-    >>> actor = ray.remote(TrainerActor).remote()
+    >>> actor = blocking_actor(TrainerActor).remote()
     >>> pids = ray.get(actor.start.remote(spec))
     """
 
@@ -187,16 +147,15 @@ class TrainerActor:
         Raises:
             ConfigError: the model or the training's settings do not fit.
         """
-        import torch
-
-        from forebay.models import load_tokenizer
         from forebay.runs.build import build_trainer
 
         config = spec.config
         find_modules_in(spec.search_path)
         torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
-        ranks = _join(spec) if spec.ranks else None
+        ranks = None
+        if spec.ranks:
+            ranks = RayRanks(spec.ranks, spec.device, threads=config.threads, search_path=spec.search_path)
         self._trainer = build_trainer(
             config,
             spec.model_folder,
@@ -228,4 +187,11 @@ class TrainerActor:
         return step
 
 
-_EXPECTED = tuple(EXPECTED.values())
+class _Receiver:
+    """Takes the trainer's weights without a copy."""
+
+    model_step = 0
+    weights: list[PlainWeight]
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        self.model_step, self.weights = model_step, to_plain(weights)

@@ -1,4 +1,4 @@
-"""Rollout workers as the run's own process sees them: which gets a group, and what happens if one ends.
+"""Rollout workers: agent loops and judges in other processes, and how the run's own process uses them.
 
 ::
 
@@ -7,7 +7,14 @@
                                           v
                                     counted, and told to the ledger; the third try is its last
 
+    RolloutWorker   generate([job, ...]) --> agent loop of the job's task --> RolloutController --> RayEngine
+                                                 | judge
+                                                 v
+                                     a stream of judged groups, as they end
+
     ClusterController: pause and continue for engines and workers, weights for engines
+
+A worker's process holds no state that matters: the run keeps every group as it was until it is back.
 """
 
 from __future__ import annotations
@@ -16,29 +23,200 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed
-from forebay.cluster.engines import PlacedEngine
-from forebay.cluster.library import Published, import_ray
-from forebay.cluster.rollout_worker import Job, LoopName, Report, WorkerSpec
-from forebay.cluster.supervisor import Listener, Supervised, none_is_left
+from forebay.agents import AgentLoop
+from forebay.cluster.calls import ActorLost, BatchedCalls, ItemFailed, as_they_end
+from forebay.cluster.engines import PlacedEngine, RayEngine
+from forebay.cluster.library import PartSpec, Published, find_modules_in, import_ray
+from forebay.cluster.supervisor import Supervised, none_is_left
 from forebay.engines import Engine, RolloutController
-from forebay.runs.placement import PartLost
+from forebay.engines.process.host import NotBuilt
+from forebay.runs.placement import PartLost, RetryListener
+from forebay.runs.rollouts import build_task_loop
 from forebay.types import RolloutState, Status, reset_rollout_response
 from forebay.watching.activity import GENERATE, Activities, Activity
 
 logger = logging.getLogger(__name__)
+
+LoopName = tuple[str, bool]
+"""Task name, and whether it is for held-out prompts."""
+
+
+class RolloutWorker:
+    """The agent loops of every task of a run.
+
+    >>> actor = ray.remote(RolloutWorker).remote()
+    >>> pid = ray.get(actor.start.remote(spec))
+    """
+
+    def __init__(self) -> None:
+        self._activities = Activities()
+        self._tokenizer: Any = None
+        self._engines: dict[Any, RayEngine] = {}
+        """By Ray's handle."""
+        self._built: RolloutController | None = None
+        self._loops: dict[LoopName, AgentLoop] = {}
+        self._jobs: dict[int, asyncio.Task[Any]] = {}
+
+    async def prepare(self, model_folder: Path) -> None:
+        """Load what takes long; may be called before `start`, while the engines load theirs."""
+        if self._tokenizer is None:
+            from forebay.models import load_tokenizer
+
+            self._tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)
+
+    async def start(self, spec: WorkerSpec) -> int:
+        """Build the agent loops, if this process has not yet; its process id.
+
+        Called again it takes over the engines, of which some may have been replaced.
+
+        Raises:
+            ConfigError: an agent or a judge cannot be built here.
+        """
+        if self._built is None:
+            find_modules_in(spec.search_path)
+            await self.prepare(spec.model_folder)
+        if tuple(self._engines) != spec.engines:
+            self._engines = {
+                actor: self._engines.get(actor)
+                or RayEngine(actor, caller=spec.name, max_context_tokens=spec.max_context_tokens)
+                for actor in spec.engines
+            }
+            if self._built is not None:
+                self._built.engines = list(self._engines.values())
+        if self._built is None:
+            self._build(spec)
+        return os.getpid()
+
+    def _build(self, spec: WorkerSpec) -> None:
+        controller = RolloutController(list(self._engines.values()), seed=spec.config.seed)
+        self._loops = {
+            (task.name, held_out): build_task_loop(
+                spec.config,
+                task,
+                held_out=held_out,
+                controller=controller,
+                tokenizer=self._tokenizer,
+                activities=self._activities,
+            )
+            for task in spec.config.tasks
+            for held_out in (False, True)
+        }
+        self._built = controller
+
+    def _ready(self) -> RolloutController:
+        """The controller that the agent loops generate with.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        if self._built is None:
+            raise NotBuilt("the agent loops have not been built in this process")
+        return self._built
+
+    async def live(self, *, while_it_works: bool = False) -> None:
+        """Never returns: a caller that waits for it learns of this process's end."""
+        await asyncio.Event().wait()
+
+    async def generate(
+        self, jobs: Sequence[Job]
+    ) -> AsyncIterator[list[tuple[int, list[RolloutState] | ItemFailed]]]:
+        """The groups of `jobs` as they are done.
+
+        Raises:
+            NotBuilt: this process was started in place of one that has ended.
+        """
+        self._ready()
+        async for results in as_they_end([self._generate(job) for job in jobs]):
+            yield results
+
+    async def _generate(self, job: Job) -> list[RolloutState]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._jobs[job.number] = task
+        try:
+            return await self._loops[job.loop].generate_group(
+                job.states, enable_partial_rollout=job.enable_partial_rollout
+            )
+        finally:
+            del self._jobs[job.number]
+
+    async def cancel(self, number: int) -> None:
+        """End a job, whose group is not waited for any more."""
+        if (work := self._jobs.get(number)) is not None:
+            work.cancel()
+
+    async def pause(self) -> None:
+        """Have what is running end as ABORTED; the engines are paused by the run."""
+        self._ready()
+        for loop in self._loops.values():
+            await loop.pause()
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._ready().continue_generation()
+
+    async def close(self) -> None:
+        """Free what agents and judges hold."""
+        for loop in self._loops.values():
+            await loop.close()
+
+    async def report(self) -> Report:
+        """The work that is under way, and how far it is."""
+        controller = self._ready()
+        await asyncio.gather(*(engine.look() for engine in self._engines.values()))
+        notes = {}
+        for activity in self._activities.in_flight():
+            known = controller.describe(activity)
+            age_s = self._activities.age_s(activity)
+            notes[str(activity.name)] = f"{known + ', ' if known else ''}{activity.stage} for {age_s:.0f} s"
+        num_retries = int(controller.counts()["retries"])
+        return Report(os.getpid(), notes, controller.count_tokens_made(), num_retries)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec(PartSpec):
+    """All that a worker's process is told."""
+
+    engines: tuple[Any, ...] = ()
+    """Ray's handles of `EngineActor`s; of equally busy ones the first gets a request."""
+    max_context_tokens: int = 0
+    """Of every engine."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A group to be generated and judged."""
+
+    number: int
+    """By which it can be cancelled."""
+    loop: LoopName
+    states: list[RolloutState]
+    enable_partial_rollout: bool
+
+
+@dataclass(frozen=True)
+class Report:
+    """How far a worker's process is."""
+
+    pid: int | None = None
+    notes: Mapping[str, str] = field(default_factory=dict)
+    """By rollout or group that something is done to: what, for how long, how far."""
+    num_tokens_made: int = 0
+    num_retries: int = 0
+    """Requests that went to another engine, or to the same again, because one was lost."""
+
 
 MAX_LOST_WORKERS = 3
 """Workers that one group may lose before it fails: a group that brings down every worker must end."""
 
 LOOK_EVERY_S = 1.0
 """Between two reports of the workers: for people, and for the stall watch, which looks once a minute."""
-
-RetryListener = Callable[[str | None, str | int | None, str], None]
-"""Takes the task and the id of a group that is generated again, and why."""
 
 
 class Workers:
@@ -49,17 +227,13 @@ class Workers:
     >>> group = await workers.generate(("math", False), states, enable_partial_rollout=True)
     """
 
-    def __init__(
-        self,
-        workers: Sequence[PlacedWorker],
-        on_retry: RetryListener = lambda task, group, reason: None,
-    ) -> None:
-        """`on_retry` is told of each group that is generated again."""
+    def __init__(self, workers: Sequence[PlacedWorker]) -> None:
         self.all = list(workers)
         """One that is gone for good may be replaced."""
+        self.on_retry: RetryListener | None = None
+        """Told of each group that is generated again."""
         self.num_retries = 0
         """Groups that were generated again because their worker had ended."""
-        self._on_retry = on_retry
         self._numbers = itertools.count()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
@@ -92,7 +266,8 @@ class Workers:
             if len(lost) == MAX_LOST_WORKERS:
                 raise GroupFailed(f"{len(lost)} workers ended over this group: {'; '.join(lost)}")
             self.num_retries += 1
-            self._on_retry(states[0].task_name, states[0].group_id, "worker died")
+            if self.on_retry is not None:
+                self.on_retry(states[0].task_name, states[0].group_id, "worker died")
 
     async def pause(self) -> None:
         """Have what is running end as ABORTED, and what waits for a worker too."""
@@ -108,7 +283,9 @@ class Workers:
     def note_of(self, name: str) -> str:
         """The last report on the rollout or group `name`, which may be a second old; empty without one."""
         self._look()
-        return next((worker.report.notes[name] for worker in self.all if name in worker.report.notes), "")
+        # The last report of a process that has ended tells of groups that others have by now.
+        reports = [worker.report for worker in self.all if worker.is_up]
+        return next((report.notes[name] for report in reports if name in report.notes), "")
 
     def count_tokens_made(self) -> int:
         """Tokens made so far, as of the last report; it never falls."""
@@ -155,29 +332,16 @@ class Workers:
 class PlacedWorker(Supervised):
     """One rollout worker elsewhere."""
 
-    def __init__(
-        self,
-        spec: WorkerSpec,
-        actor: Any,
-        pid: int,
-        *,
-        on_end: Callable[[str], None] = lambda name: None,
-        on_restart: Listener = lambda part, reason: None,
-    ) -> None:
-        """`on_end` is told its name when its process has ended, before another is set up."""
-        super().__init__(spec, actor, pid, on_restart)
-        self.num_in_flight = 0
-        self.num_tokens_made = 0
-        """Of all its processes, as of the last report; it never falls."""
-        self.num_retries = 0
-        """Of requests, because an engine was lost, as of the last report."""
-        self._on_end = on_end
+    num_in_flight = 0
+    num_tokens_made = 0
+    """Of all its processes, as of the last report; it never falls."""
+    num_retries = 0
+    """Of requests, because an engine was lost, as of the last report."""
 
     def begin(self, actor: Any, pid: int) -> None:
         """As `Supervised.begin`."""
         super().begin(actor, pid)
-        self.report = Report({}, 0)
-        """Of its present process."""
+        self.report = Report()
         self._calls: BatchedCalls[Job, list[RolloutState]] = BatchedCalls(
             actor.generate.options(num_returns="streaming").remote
         )
@@ -214,18 +378,11 @@ class PlacedWorker(Supervised):
         except import_ray().exceptions.RayError:
             logger.debug("%s gave no report", self.name)
             return
-        self.num_tokens_made += report.num_tokens_made - self.report.num_tokens_made
-        self.num_retries += report.num_retries - self.report.num_retries
+        # A new process counts from zero.
+        before = self.report if self.report.pid == report.pid else Report()
+        self.num_tokens_made += report.num_tokens_made - before.num_tokens_made
+        self.num_retries += report.num_retries - before.num_retries
         self.report = report
-
-    def _note_end(self) -> None:
-        self._on_end(self.name)
-
-    async def _start(self) -> int:
-        pid = await super()._start()
-        if pid != self.pid:
-            self.report = Report({}, 0)
-        return pid
 
 
 class GroupFailed(RuntimeError):
@@ -256,6 +413,7 @@ class RayAgentLoop:
 
         A group that could not be generated anywhere comes back FAILED, with the reason.
         """
+        unfinished = [state for state in states if state.status is not Status.COMPLETED]
         with contextlib.ExitStack() as spans:
             for state in states:
                 if not (state.status is Status.COMPLETED and len(state.response_ids)):
@@ -269,10 +427,15 @@ class RayAgentLoop:
                     self._loop, states, enable_partial_rollout=enable_partial_rollout
                 )
             except Paused:
-                return [_aborted(state) for state in states]
+                for state in unfinished:
+                    state.status = Status.ABORTED
             except (GroupFailed, PartLost) as error:
                 logger.warning("group %s failed: %s", states[0].group_id, error)
-                return [_failed(state, str(error)) for state in states]
+                for state in unfinished:
+                    reset_rollout_response(state)
+                    state.status = Status.FAILED
+                    state.error_msg = f"rollout {state.rollout_id}: {error}"
+        return states
 
     async def pause(self) -> None:
         """Ask for what is running to end as ABORTED."""
@@ -280,21 +443,6 @@ class RayAgentLoop:
 
     async def close(self) -> None:
         """Nothing: the workers are the cluster's, which may go on with another run."""
-
-
-def _failed(state: RolloutState, reason: str) -> RolloutState:
-    if state.status is not Status.COMPLETED:
-        reset_rollout_response(state)
-        state.status = Status.FAILED
-        state.error_msg = f"rollout {state.rollout_id}: {reason}"
-    return state
-
-
-def _aborted(state: RolloutState) -> RolloutState:
-    """As it was, to be continued later."""
-    if state.status is not Status.COMPLETED:
-        state.status = Status.ABORTED
-    return state
 
 
 class ClusterController(RolloutController):

@@ -186,8 +186,7 @@ def build_run(
     if config.verify_weights:
         run.weight_check = WeightCheck(vocabulary=len(tokenizer), seed=config.seed)
     if cluster is not None:
-        cluster.on_retry = partial(_note_retry, ledger)
-        cluster.on_restart = ledger.note_restart
+        cluster.listen(partial(_note_retry, ledger), ledger.note_restart)
     display.follow(run.status)
     if config.record:
         run.record = Recorder(folder, run_file=to_toml(config), resumed_from=resume_step)

@@ -25,6 +25,12 @@ from forebay.train.batch import TrainBatch
 from forebay.types import FloatArray, RolloutState
 from forebay.watching.activity import Activities
 
+RetryListener = Callable[[str | None, str | int | None, str], None]
+"""Takes the task and the id of a group that is generated again, and why."""
+
+Listener = Callable[[str, str], None]
+"""Takes the name of a part, and why it was started again."""
+
 
 class PartLost(RuntimeError):
     """The trainer, or another part whose state cannot be made anew, has ended; the message says why."""
@@ -39,10 +45,10 @@ class Cluster(Protocol):
 
     max_restarts: int
     """How often a run may go back to a checkpoint without finishing a train step in between."""
-    on_retry: Callable[[str | None, str | int | None, str], None]
-    """Told that a group is generated again: its task, its id, why."""
-    on_restart: Callable[[str, str], None] | None
-    """Told that a part was started again: its name, why. None: kept until somebody listens."""
+
+    def listen(self, on_retry: RetryListener | None = None, on_restart: Listener | None = None) -> None:
+        """Tell these, and none of before, of what is made again; restarts are kept while none listens."""
+        ...
 
     async def open(self, *, trains: bool = True) -> None:
         """Have room for every part; without `trains` there is no trainer.

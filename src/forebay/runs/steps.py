@@ -379,7 +379,7 @@ async def close(run: Run) -> None:
         stack.callback(run.manager.ledger.close)
         if run.cluster is not None:
             # Restarts from here on are told to the run that goes on, if one does.
-            stack.callback(setattr, run.cluster, "on_restart", None)
+            stack.callback(run.cluster.listen)
         stack.callback(run.metrics.close)
         stack.push_async_callback(close_rollouts, run)
         if run.record is not None:

@@ -3,6 +3,7 @@
 ::
 
     Ranks.call(method, [arguments by rank]) -> [results by rank]
+        a thread for each rank asks it; the first failure gives the others `GRACE_S`, then all are ended
 
     LocalRanks   caller                                     process of rank r
                  frames.send(method, arguments) --socket--> RankWorker.method(*arguments)
@@ -10,8 +11,7 @@
                  woken by: a reply, or the end of a process; a thread of the process gives a sign of life
                  every `limit_s` / 4
 
-`LocalRanks` starts processes on this machine. `Ranks` is all that the trainer needs of them, so that they
-can live elsewhere.
+`LocalRanks` starts processes on this machine; others may live elsewhere (`forebay.cluster.trainer`).
 """
 
 from __future__ import annotations
@@ -29,25 +29,107 @@ from functools import partial
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from forebay.config import ConfigError
 from forebay.io.channel import BlockingChannel
-from forebay.io.heartbeat import BEATS, check_limit
-from forebay.io.messages import Alive
+from forebay.io.messages import BEATS, Alive, check_limit
 from forebay.train.parallel import frames
+from forebay.train.parallel.worker import RankWorker
 
 SILENCE_LIMIT_S = 120.0
 """Without a sign of life: longer than elsewhere, for single operations that hold the interpreter."""
 
 
-class LocalRanks:
+class Ranks:
+    """The ranks of one trainer, each with a `RankWorker`; a subclass says how one is asked and all are ended.
+
+    Invariants: one call at a time; when a rank dies, fails alone or gives no sign of life, the call ends with
+    a `RankError` and no rank is left.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        self.num_ranks = num_ranks
+        """How many there are."""
+        self._have_ended = False
+        # One thread waits for each rank.
+        self._waiting = ThreadPoolExecutor(num_ranks, "forebay-rank")
+
+    def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """Call `method` of every rank with its own arguments, all at once; the results, by rank.
+
+        Raises:
+            RankError: a rank failed alone, or died; all are ended.
+            ValueError, FloatingPointError: every rank raised it; they can go on.
+        """
+        if self._have_ended:
+            raise RankError(f"{method} was called, but the ranks have ended")
+        assert len(arguments) == self.num_ranks
+        return self._ask(method, arguments)
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._have_ended = True
+        self._end()
+        self._waiting.shutdown(wait=False)
+
+    def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
+        """One rank's result; `FailedCall` for an error of the method, `RankError` for that of a lost rank."""
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        """End every rank at once; what waits for one learns of it."""
+        raise NotImplementedError
+
+    def _ask(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+        """The result of every rank, or the error that they add up to."""
+        answers = [
+            self._waiting.submit(self._answer, number, method, own) for number, own in enumerate(arguments)
+        ]
+        try:
+            done, left = wait(answers, return_when=FIRST_EXCEPTION)
+            # Where one fails, the others fail a little later, in the collective that it does not come to.
+            if not any(isinstance(answer.exception(), RankError) for answer in done):
+                _, left = wait(left, GRACE_S)
+        except BaseException:
+            # Whatever ended the wait: a reply that comes later would be taken for the next call's.
+            Ranks.close(self)
+            raise
+        errors = {n: error for n, a in enumerate(answers) if a not in left and (error := a.exception())}
+        for error in errors.values():
+            if not isinstance(error, FailedCall):
+                Ranks.close(self)
+                raise error
+        if errors:
+            silent = [number for number, answer in enumerate(answers) if answer in left]
+            raise self._error(method, {number: error.args for number, error in errors.items()}, silent)
+        return [answer.result() for answer in answers]
+
+    def _error(self, method: str, failed: Mapping[int, tuple[str, ...]], silent: list[int]) -> Exception:
+        """The error to raise; the ranks live on only if all of them say the same."""
+        kind, message, trace = failed[min(failed)]
+        report = RankError(
+            f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {kind}: {message}"
+            f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{trace}"
+        )
+        agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
+        if not (agreed and kind in EXPECTED) or method == START:
+            Ranks.close(self)
+        if not (agreed and kind in EXPECTED):
+            return report
+        expected = EXPECTED[kind](message)
+        expected.__cause__ = report
+        return expected
+
+
+class LocalRanks(Ranks):
     """Ranks as processes of this machine, which end with this one.
 
-    Invariants: one call at a time; when a rank dies, fails alone, or gives no sign of life for `limit_s`,
-    the call ends with a `RankError` and no process is left. `device` is ``cpu`` or ``cuda`` (each rank then
+    Without a sign of life for `limit_s` a rank is lost. `device` is ``cpu`` or ``cuda`` (each rank then
     has the GPU of its number). `threads` are those of each rank; left out, the ranks share what this process
     has.
 
@@ -64,22 +146,26 @@ class LocalRanks:
         threads: int | None = None,
         limit_s: float = SILENCE_LIMIT_S,
     ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
+        super().__init__(num_ranks)
         check_limit("limit_s", limit_s)
-        self.num_ranks = num_ranks
-        """How many there are."""
         self._limit_s = START_LIMIT_S
         self._folder = tempfile.TemporaryDirectory(prefix="forebay-ranks-")
         init_method = f"file://{Path(self._folder.name) / 'rendezvous'}"
         threads = threads or max(1, torch.get_num_threads() // num_ranks)
-        # One thread waits for each rank.
-        self._waiting = ThreadPoolExecutor(num_ranks, "forebay-rank")
         self._ranks: list[_Rank] = []
         for rank in range(num_ranks):
-            join = partial(_join, rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
-            self._ranks.append(_start(f"forebay-rank-{rank}", join, threads, limit_s))
-        self._ask("start", None)
+            join = partial(RankWorker, rank, num_ranks, init_method, device=device, timeout_s=timeout_s)
+            ours, theirs = socket.socketpair()
+            process = get_context("spawn").Process(
+                target=_serve,
+                args=(theirs, join, threads, limit_s),
+                name=f"forebay-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, frames.connect(ours, START_LIMIT_S)))
+        self._ask(START, [()] * num_ranks)
         self._limit_s = limit_s
         for started in self._ranks:
             started.channel.sock.settimeout(limit_s)
@@ -89,18 +175,6 @@ class LocalRanks:
         """The process ids by rank; empty after `close`."""
         return [rank.process.pid for rank in self._ranks]
 
-    def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call `method` of every rank with its own arguments, all at once; the results, by rank.
-
-        Raises:
-            RankError: a rank failed alone, or died; all are ended.
-            ValueError, FloatingPointError: every rank raised it; they can go on.
-        """
-        if not self._ranks:
-            raise RankError(f"{method} was called, but the ranks have ended")
-        assert len(arguments) == self.num_ranks
-        return self._ask(method, [[method, list(own)] for own in arguments])
-
     def close(self) -> None:
         """End all ranks."""
         for rank in self._ranks:
@@ -108,73 +182,29 @@ class LocalRanks:
             rank.channel.close()
         for rank in self._ranks:
             rank.process.join(GRACE_S)
-        self._kill()
+        super().close()
 
-    def _ask(self, method: str, messages: list[Any] | None) -> list[Any]:
-        """The result of every rank, or the error that they add up to; no message: what it says by itself."""
-        answers = [
-            self._waiting.submit(self._answer, number, method, messages and messages[number])
-            for number in range(self.num_ranks)
-        ]
-        try:
-            done, left = wait(answers, return_when=FIRST_EXCEPTION)
-            # Where one fails, the others fail a little later, in the collective that it does not come to.
-            if not any(isinstance(answer.exception(), RankError) for answer in done):
-                _, left = wait(left, GRACE_S)
-        except BaseException:
-            # Whatever ended the wait: a reply that comes later would be taken for the next call's.
-            self._kill()
-            raise
-        errors = {n: error for n, a in enumerate(answers) if a not in left and (error := a.exception())}
-        for error in errors.values():
-            if not isinstance(error, _FailedCall):
-                self._kill()
-                raise error
-        if errors:
-            silent = [number for number, answer in enumerate(answers) if answer in left]
-            raise self._error(method, {number: error.args for number, error in errors.items()}, silent)
-        return [answer.result() for answer in answers]
-
-    def _answer(self, number: int, method: str, message: Any) -> Any:
-        """One rank's answer to `message`; its signs of life are skipped."""
+    def _answer(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         rank = self._ranks[number]
         try:
-            if message is not None:
-                frames.send(rank.channel, message)
+            # Of its start it tells by itself.
+            if method != START:
+                frames.send(rank.channel, [method, list(arguments)])
             reply = frames.receive(rank.channel)
         except TimeoutError:
-            raise RankError(
-                f"rank {number} gave no sign of life for {self._limit_s:g} s in {method}: it hangs or was "
-                f"stopped"
-            ) from None
+            raise RankError(silence(number, self._limit_s, method)) from None
         except (EOFError, OSError):
             rank.process.join(GRACE_S)
             why = _describe_exit(rank.process.exitcode)
             raise RankError(f"rank {number} died in {method}: {why}") from None
         if reply["error"] is not None:
-            raise _FailedCall(*reply["error"])
+            raise FailedCall(*reply["error"])
         return reply["result"]
 
-    def _error(self, method: str, failed: Mapping[int, tuple[str, ...]], silent: list[int]) -> Exception:
-        """The error to raise; the ranks live on only if all of them say the same."""
-        kind, message, trace = failed[min(failed)]
-        report = RankError(
-            f"{_numbers(failed)} of {self.num_ranks} failed in {method}: {kind}: {message}"
-            f"{f' (no answer from {_numbers(silent)})' if silent else ''}\n{trace}"
-        )
-        agreed = len(failed) == self.num_ranks and {error[0] for error in failed.values()} == {kind}
-        if not (agreed and kind in EXPECTED) or method == "start":
-            self._kill()
-        if not (agreed and kind in EXPECTED):
-            return report
-        expected = EXPECTED[kind](message)
-        expected.__cause__ = report
-        return expected
-
-    def _kill(self) -> None:
+    def _end(self) -> None:
         for rank in self._ranks:
             rank.process.kill()
-        # Whoever waits for a rank learns of its end, and leaves.
+        # Each thread that waits for a rank learns of its end, and leaves.
         self._waiting.shutdown()
         for rank in self._ranks:
             rank.process.join()
@@ -188,30 +218,12 @@ class RankError(RuntimeError):
     """A rank failed or died; the message has its number, and its traceback or exit code."""
 
 
-class Ranks(Protocol):
-    """The ranks of one trainer, each with a `RankWorker`."""
-
-    @property
-    def num_ranks(self) -> int:
-        """How many there are."""
-        ...
-
-    def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call `method` of every rank with its own arguments, all at once; the results, by rank.
-
-        Raises:
-            RankError: a rank failed alone, or died; no rank can be called again.
-            ValueError, FloatingPointError: every rank raised it; they can go on.
-        """
-        ...
-
-    def close(self) -> None:
-        """End all ranks."""
-        ...
-
-
 GRACE_S = 10.0
 """How long the other ranks may take to fail as well, or to end, once one has failed; then they are killed."""
+
+
+START = "start"
+"""The name of the call by which ranks meet: no later call can be made of those of which one failed in it."""
 
 
 START_LIMIT_S = 300.0
@@ -230,8 +242,13 @@ class _Rank:
     channel: BlockingChannel
 
 
-class _FailedCall(Exception):
+class FailedCall(Exception):
     """A rank raised an error: its type, message and traceback."""
+
+
+def silence(number: int, limit_s: float, method: str) -> str:
+    """The message for a rank that is there and does nothing."""
+    return f"rank {number} gave no sign of life for {limit_s:g} s in {method}: it hangs or was stopped"
 
 
 def _numbers(ranks: Collection[int]) -> str:
@@ -249,22 +266,6 @@ def _describe_exit(code: int | None) -> str:
     )
 
 
-def _join(rank: int, num_ranks: int, init_method: str, **settings: Any) -> Any:
-    """The `RankWorker` of this process, which has loaded torch by now."""
-    from forebay.train.parallel.worker import RankWorker
-
-    return RankWorker(rank, num_ranks, init_method, **settings)
-
-
-def _start(name: str, join: Callable[[], Any], threads: int, limit_s: float) -> _Rank:
-    context = get_context("spawn")
-    ours, theirs = socket.socketpair()
-    process = context.Process(target=_serve, args=(theirs, join, threads, limit_s), name=name, daemon=True)
-    process.start()
-    theirs.close()
-    return _Rank(process, frames.connect(ours, START_LIMIT_S))
-
-
 def _serve(sock: socket.socket, join: Callable[[], Any], threads: int, limit_s: float) -> None:
     """The main function of a rank's process: one reply for being there, then one for each call.
 
@@ -274,7 +275,10 @@ def _serve(sock: socket.socket, join: Callable[[], Any], threads: int, limit_s: 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = frames.connect(sock)
     channel.beat(Alive(), limit_s / BEATS)
-    _stay_on_this_machine()
+    # gloo would meet over the interface that the host's name stands for.
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(threads)
     worker: Any = None
 
@@ -293,13 +297,6 @@ def _serve(sock: socket.socket, join: Callable[[], Any], threads: int, limit_s: 
             run = partial(getattr(worker, method), *arguments)
     if worker is not None:
         worker.close()
-
-
-def _stay_on_this_machine() -> None:
-    """Let gloo meet over the loopback interface: it would take the one that the host's name stands for."""
-    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
-    if loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
 def _attempt(call: Callable[[], Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@
     forebay train --resume RUN_FOLDER [key=value ...]
     forebay eval  RUN_FOLDER [key=value ...]
     forebay replay RUN_FOLDER [--until STEP]
+    forebay plan RUN.toml [key=value ...] [--gpus H100-80GB]
     forebay simulate RUN.toml [key=value ...] --cluster CLUSTER.toml [--sweep key=a,b]
     forebay buffer inspect|show|query|export|migrate|serve ...
     forebay ledger RUN_FOLDER
@@ -27,14 +28,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from forebay import __version__
 from forebay.cli import buffer as buffer_cli
 from forebay.cli import init as init_cli
 from forebay.cli import keys, ledger, migrate
+from forebay.cli import plan as plan_cli
 from forebay.cli import replay as replay_cli
 from forebay.cli import simulate as simulate_cli
-from forebay.cli.errors import MARKUP, one_message
+from forebay.cli.errors import MARKUP, one_message, say
 from forebay.config import ConfigError, load_config, read_toml
 from forebay.tracebacks import INTERRUPTED
 
@@ -129,6 +132,7 @@ def evaluate(
 app.add_typer(buffer_cli.app, name="buffer")
 app.command(name="ledger")(ledger.show_ledger)
 app.command(name="migrate")(migrate.convert)
+app.command(name="plan")(plan_cli.plan)
 app.command(name="simulate")(simulate_cli.simulate_run)
 app.command(name="replay")(replay_cli.replay)
 app.command(name="keys")(keys.show_keys)
@@ -162,10 +166,16 @@ def _train(
         typer.echo(to_toml(config), nl=False)
         for difference in config.train.differences_from_papers() if isinstance(config, RunConfig) else ():
             typer.echo(f"warning: {difference}", err=True)
+        if isinstance(config, RunConfig):
+            # On stderr, so that the run file alone is on stdout.
+            plan_cli.show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
+        from forebay.plan import check_memory, this_machine
         from forebay.runs.launch import launch
 
+        if warning := check_memory(config, this_machine()):
+            say(f"warning: {warning}")
         last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
         if last_line:
             typer.echo(last_line)

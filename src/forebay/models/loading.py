@@ -164,6 +164,26 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
     )
 
 
+def model_config(config: ModelConfig, *, seed: int = 0) -> Any:
+    """transformers' config of a model, which says its sizes; of a hub model nothing else is downloaded.
+
+    Raises:
+        ConfigError: there is no such model, or its config cannot be read.
+    """
+    from transformers import AutoConfig
+
+    source = config.source
+    of_hub = not Path(source).expanduser().is_dir() and _HUB_ID.fullmatch(source)
+    name = source if of_hub else resolve_model(config, seed=seed)
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"cannot read the config of model {source!r}: {error}; offline, name a folder with its "
+            f"config.json"
+        ) from error
+
+
 def _cached(target: Path, write: Callable[[Path], None]) -> Path:
     """`target`, which `write` fills if it is not there."""
     if target.is_dir():

@@ -238,6 +238,8 @@ class RunConfig(RunFile):
     """Write ``trace.json``, a timeline for https://ui.perfetto.dev."""
     verify_weights: bool = False
     """After every hand-over, compare log probabilities of engines and trainer; costs a short generation."""
+    check_memory: bool = True
+    """Refuse a run that does not fit in memory, as ``forebay plan`` finds; false: start it anyway."""
     record: bool = False
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
     model: ModelConfig

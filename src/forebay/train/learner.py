@@ -19,7 +19,7 @@ Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from forebay.config import look_up
 from forebay.models.config import Precision
@@ -83,13 +84,15 @@ class Learner:
         self.adapter_config: dict[str, Any] | None = None
         """peft's config of the adapters as plain values, with what tells their starting weights from others;
         None without LoRA."""
+        # A plan (`forebay.plan`) builds learners of tensors that have sizes and no content to read.
+        has_content = not isinstance(next(model.parameters()), FakeTensor)
         if config.lora_rank == 0:
             # Steps of a small learning rate are lost in the rounding of anything shorter.
             model.float()
         self.critic = (value_model or Critic.from_policy(model)).float() if config.uses_critic else None
         if config.lora_rank > 0:
             # In the dtype of the engines, which compare it with the fingerprint of their own weights.
-            base = fingerprint(lora.cast(model.named_parameters(), engine_dtype))
+            base = fingerprint(lora.cast(model.named_parameters(), engine_dtype)) if has_content else ""
             alpha = config.lora_alpha or 2.0 * config.lora_rank
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
@@ -100,9 +103,13 @@ class Learner:
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model
-        starting_weights = checkpoint.fingerprint(frozen) if frozen is not None else None
+        starting_weights: str | None = None
+        if frozen is not None and has_content:
+            starting_weights = checkpoint.fingerprint(frozen)
         policy = lora.without_adapters(model).to(self.device)
-        check_layout(model.eval(), config.layout, self.device)
+        model.eval()
+        if has_content:
+            check_layout(model, config.layout, self.device)
         shard(policy)
         # One after the other: a rank's device never holds more than one of them whole.
         for part in (self.ref_model, self.critic):
@@ -208,6 +215,25 @@ class Learner:
                 if self._critic_optimizer is not None:
                     critic_norms.append(self._critic_optimizer.step(train_step))
         return Update(records.columns(), norms, critic_norms, lr)
+
+    def rehearse(self, batch: TrainBatch, packs: Iterable[Pack]) -> None:
+        """The work of an optimizer step over these micro-batches, without reading any number.
+
+        For plans (`forebay.plan`): gradients are clipped, the learning rate is 0.
+        """
+        self._set_modes()
+        for pack in packs:
+            self._backward(batch, pack, TokenRecords())
+        for optimizer in (self._optimizer, self._critic_optimizer):
+            if optimizer is not None:
+                optimizer.clip()
+                optimizer.apply(lr=0.0)
+
+    def moments(self) -> Iterator[torch.Tensor]:
+        """The state of the optimizers, as it lies in memory."""
+        for optimizer in (self._optimizer, self._critic_optimizer):
+            if optimizer is not None:
+                yield from optimizer.moments()
 
     def _backward(self, batch: TrainBatch, pack: Pack, records: TokenRecords) -> None:
         """Add the gradients of one micro-batch."""

@@ -90,23 +90,36 @@ class Optimizer:
         Raises:
             FloatingPointError: the norm is not finite.
         """
-        limit = self.max_grad_norm or math.inf
-        norm = float(whole(nn.utils.clip_grad_norm_(self._parameters.values(), limit)))
+        norm = float(self.clip())
         if not math.isfinite(norm):
             self.zero_grad()
             raise FloatingPointError(
                 f"the gradient norm after train step {train_step} is {norm}; no weight was changed; lower "
                 f"the learning rate or look at the batch's logprobs and advantages"
             )
+        self.apply(self.learning_rate(train_step))
+        return norm
+
+    def clip(self) -> torch.Tensor:
+        """Scale down gradients whose norm is over the limit; the norm they had."""
+        limit = self.max_grad_norm or math.inf
+        return whole(nn.utils.clip_grad_norm_(self._parameters.values(), limit))
+
+    def apply(self, lr: float) -> None:
+        """AdamW's update by the gradients as they are, which are then cleared."""
         for group in self._adamw.param_groups:
-            group["lr"] = self.learning_rate(train_step)
+            group["lr"] = lr
         self._adamw.step()
         self.zero_grad()
-        return norm
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
         self._adamw.zero_grad(set_to_none=True)
+
+    def moments(self) -> Iterator[torch.Tensor]:
+        """The tensors of AdamW's state; none before the first step."""
+        for state in self._adamw.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The moments and step counts, whole, as ``WEIGHT|KEY`` and tensor; none before the first step."""

@@ -155,10 +155,7 @@ def check_prompt_lengths(
     kept: list[int] = []
     for index in range(len(prompts)):
         prompt = prompts[index]
-        # Tools are part of the prompt as the model sees it, and can be longer than the question.
-        offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
-        with known_characters(prompt, tokenizer):
-            num_tokens = len(render_prompt(tokenizer, prompt.message, offered))
+        num_tokens = num_prompt_tokens(prompt, tokenizer, tools=tools)
         if num_tokens <= limit_tokens:
             kept.append(index)
         elif policy == "error":
@@ -171,6 +168,20 @@ def check_prompt_lengths(
     if not kept:
         raise ConfigError(f"all {len(prompts)} prompts are longer than {limit_tokens} tokens")
     return _subset(prompts, kept, logging.WARNING, f"longer than {limit_tokens} tokens")
+
+
+def num_prompt_tokens(
+    prompt: Prompt, tokenizer: ChatTokenizer, *, tools: list[dict[str, Any]] | None = None
+) -> int:
+    """Tokens of `prompt` as the model sees it; `tools` are told to it where the prompt has none of its own.
+
+    Raises:
+        ConfigError: it has a character that the tokenizer does not know.
+    """
+    # Tools are part of the prompt as the model sees it, and can be longer than the question.
+    offered = offered_tools(tools if prompt.tools is None else prompt.tools, prompt.tool_choice)
+    with known_characters(prompt, tokenizer):
+        return len(render_prompt(tokenizer, prompt.message, offered))
 
 
 @contextmanager

@@ -1,0 +1,60 @@
+"""The ``forebay plan`` command: does a run fit, and how long will a step take? Nothing is trained.
+
+::
+
+    forebay plan RUN.toml [key=value ...]                     on this machine
+    forebay plan RUN.toml [key=value ...] --gpus H100-80GB    on another one
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from forebay.cli.errors import one_message
+from forebay.config import ConfigError, load_config
+
+if TYPE_CHECKING:
+    from forebay.runs.config import RunConfig
+
+
+def plan(
+    run_file: Annotated[Path, typer.Argument(help="A TOML run file.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it: train.token_budget=8192."),
+    ] = None,
+    gpus: Annotated[
+        str | None, typer.Option(metavar="NAME", help="H100-80GB, 2xA100-40GB; left out: this machine.")
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the longest prompt; left out: that of the data.")
+    ] = None,
+) -> None:
+    """Say what memory a run takes, by part, whether it fits, and how long a step will take."""
+    with one_message():
+        from forebay.plan import make_plan, parse_devices, this_machine
+        from forebay.plan.report import show_plan
+        from forebay.runs.config import RunConfig
+
+        device = parse_devices(gpus) if gpus is not None else this_machine()
+        config = load_config(RunConfig, run_file, overrides or [])
+        found = make_plan(config, device, prompt_tokens=prompt_tokens)
+        show_plan(found, Console(width=None if sys.stdout.isatty() else 100))
+        if not found.fits:
+            raise typer.Exit(1)
+
+
+def show_plan_here(config: RunConfig, console: Console) -> None:
+    """Print the plan of `config` on this machine, or in one line why there is none."""
+    from forebay.plan import make_plan, this_machine
+    from forebay.plan.report import show_plan
+
+    try:
+        show_plan(make_plan(config, this_machine()), console)
+    except ConfigError as error:
+        console.print(f"no plan of the memory: {error}", markup=False, highlight=False)

@@ -1,0 +1,329 @@
+"""Whether a run fits a device, what takes the memory, and how long a step will take: before a GPU is rented.
+
+::
+
+    RunConfig --> model's config (no weights), longest prompt and response
+                    |--> trainer: `step_memory` -----------------+
+                    |--> engine in this process: weights, cache  +--> Plan: parts, total, what to change
+                    '--> rates by the roofline --> ClusterConfig --> `forebay.simulation` --> step time
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from forebay.agents import prompt_tools
+from forebay.config import ConfigError
+from forebay.engines.base import DEFAULT_MAX_BATCH
+from forebay.models import load_tokenizer, resolve_model
+from forebay.models.loading import model_config
+from forebay.plan.hardware import GIB, MIB, Device
+from forebay.plan.memory import StepMemory, step_memory
+from forebay.produce.prompts.dataset import num_prompt_tokens
+from forebay.runs.config import RunConfig
+from forebay.runs.data import load_data, task_agent, with_alphabet
+from forebay.simulation.cluster import ClusterConfig, LengthConfig
+from forebay.simulation.prediction import simulate
+from forebay.train import TrainConfig
+from forebay.train.batch import TrainBatch
+from forebay.train.model.forward import CHUNK_ELEMENTS
+
+logger = logging.getLogger(__name__)
+
+CONTEXT_BYTES = 600 * MIB
+"""CUDA's context, the libraries' kernels and their work spaces, which every process on a GPU holds."""
+TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
+"""Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
+The first is usual for transformers' models on one GPU, not the best."""
+LAUNCH_S = 0.7e-3
+"""A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
+one by one."""
+SIMULATED_STEPS = 12
+WARN_SHARE, REFUSE_SHARE = 0.9, 1.1
+"""Of the memory: from the first on a plan warns, above the second a run is not started."""
+_SAMPLED_PROMPTS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Memory on the fullest device by part, and times; see `make_plan`."""
+
+    device: Device
+    parts: dict[str, int]
+    """Bytes, largest moment of the run."""
+    num_parameters: int
+    longest: int
+    """Tokens of the longest prompt and response."""
+    advice: Sequence[str] = ()
+    """Overrides, each added to those before, until the run fits; empty if it does."""
+    advised_bytes: int | None = None
+    """Memory with them; None: none of them is enough, or it fits."""
+    train_s: float | None = None
+    generation_s: float | None = None
+    step_s: float | None = None
+    tokens_per_step: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float:
+        """Of the device's memory."""
+        return self.total / self.device.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether a run is started: plans are good to a tenth."""
+        return self.share <= REFUSE_SHARE
+
+
+def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = None) -> Plan:
+    """Memory and times of `config` on `device`; `prompt_tokens` left out is the longest of the data's.
+
+    Raises:
+        ConfigError: the model or the data does not fit, or the model cannot be planned.
+    """
+    if config.train.ranks > 1:
+        raise ConfigError(f"train.ranks = {config.train.ranks}: plans are for one rank; set train.ranks=1")
+    data = load_data(config)
+    config = with_alphabet(config, data)
+    hugging_face = model_config(config.model, seed=config.seed)
+    if prompt_tokens is None:
+        prompt_tokens = _longest_prompt(config, data)
+    response = max(_longest_response(config, task, hugging_face, prompt_tokens) for task in config.tasks)
+    longest = prompt_tokens + response
+    return _plan(config, device, hugging_face, prompt_tokens, longest)
+
+
+def check_memory(config: RunConfig, device: Device) -> str | None:
+    """A warning if `config` may not fit `device`; None if it fits, or if that cannot be said beforehand.
+
+    A plan takes seconds, so none is made for models that are far too small to need one. Parts of a run on a
+    cluster or on several ranks lie elsewhere.
+
+    Raises:
+        ConfigError: it does not fit.
+    """
+    if not config.check_memory or config.cluster is not None or config.train.ranks > 1:
+        return None
+    try:
+        if _surely_fits(config, device):
+            return None
+        plan = make_plan(config, device)
+    except ConfigError as error:
+        # The run says what is wrong with its model or data, if anything is.
+        logger.info("no plan of the memory: %s", error)
+        return None
+    if not plan.fits:
+        raise ConfigError(f"{verdict(plan)} check_memory = false starts the run anyway.")
+    return None if plan.share <= WARN_SHARE else verdict(plan)
+
+
+def verdict(plan: Plan) -> str:
+    """One sentence: it fits, hardly, or not, and what to change."""
+    sizes = f"{plan.total / GIB:.3g} of {plan.device.memory_bytes / GIB:.3g} GiB"
+    if plan.share <= WARN_SHARE:
+        return f"It fits: {sizes}."
+    says = "It may not fit" if plan.fits else "It does not fit"
+    changes = " ".join(plan.advice)
+    if not changes:
+        return f"{says}: {sizes}."
+    if plan.advised_bytes is None:
+        return f"{says}: {sizes}; nor with {changes}. Take a smaller model or a larger device."
+    return f"{says}: {sizes}. With {changes}: {plan.advised_bytes / GIB:.3g} GiB, which fits."
+
+
+def _surely_fits(config: RunConfig, device: Device) -> bool:
+    """By a bound that is several times too high: copies of all weights, and activations that are all kept."""
+    sizes = model_config(config.model, seed=config.seed).get_text_config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sizes)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sequences = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
+    own_context = getattr(sizes, "max_position_embeddings", None) or config.train.token_budget
+    context = config.model.max_context or int(own_context)
+    cached = sequences * context * _cache_bytes_per_token(config, sizes)
+    activations = config.train.token_budget * sizes.num_hidden_layers * sizes.hidden_size * _KEPT_BYTES
+    return bool(40 * num_parameters + cached + activations + 8 * CHUNK_ELEMENTS * 4 < device.memory_bytes)
+
+
+_KEPT_BYTES = 400
+"""Of activations, for each token, layer and number of its hidden state: plans have found 60 to 120."""
+
+
+def _longest_prompt(config: RunConfig, data: Sequence[Any]) -> int:
+    """Tokens, over some hundred prompts of each task, spread over its data."""
+    try:
+        tokenizer = load_tokenizer(resolve_model(config.model, seed=config.seed))
+    except ConfigError as error:
+        raise ConfigError(f"{error}; without one, give --prompt-tokens") from None
+    longest = 1
+    for task, part in zip(config.tasks, data, strict=True):
+        tools = prompt_tools(task_agent(config, task))
+        for index in np.unique(np.linspace(0, len(part.training) - 1, _SAMPLED_PROMPTS).astype(int)):
+            longest = max(longest, num_prompt_tokens(part.training[int(index)], tokenizer, tools=tools))
+    return longest
+
+
+def _longest_response(config: RunConfig, task: Any, hugging_face: Any, prompt_tokens: int) -> int:
+    """Tokens; episodes of several turns may fill the context."""
+    if task.agent.name == "single_turn":
+        return int(task.sample.max_tokens)
+    context = task.agent.arguments.get("max_context") or config.model.max_context
+    context = context or hugging_face.get_text_config().max_position_embeddings
+    return max(int(task.sample.max_tokens), int(context) - prompt_tokens)
+
+
+def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int) -> Plan:
+    batch = _largest_batch(config, prompt_tokens, longest)
+    step = _step_memory(config, config.train, hugging_face, batch)
+    parts = _parts(config, device, hugging_face, step, longest)
+    plan = Plan(
+        device=device,
+        parts=parts,
+        num_parameters=step.num_parameters,
+        longest=longest,
+        **_times(config, device, hugging_face, step, longest),
+    )
+    if plan.share <= WARN_SHARE:
+        return plan
+    advice: list[str] = []
+    changes: dict[str, Any] = {}
+    for key, value in _remedies(config.train, longest):
+        try:
+            train = TrainConfig.model_validate(
+                {**config.train.model_dump(exclude_unset=True), **changes, key: value}
+            )
+        except (ConfigError, ValidationError):
+            # It does not go with the other settings.
+            continue
+        changes[key] = value
+        advice.append(f"train.{key}={str(value).lower()}")
+        changed = config.model_copy(update={"train": train})
+        step = _step_memory(changed, train, hugging_face, _largest_batch(changed, prompt_tokens, longest))
+        total = sum(_parts(changed, device, hugging_face, step, longest).values())
+        if total <= WARN_SHARE * device.memory_bytes:
+            return replace(plan, advice=advice, advised_bytes=total)
+    return replace(plan, advice=advice)
+
+
+def _remedies(train: TrainConfig, longest: int) -> list[tuple[str, Any]]:
+    """Settings that need less memory, the cheapest first."""
+    found: list[tuple[str, Any]] = []
+    if train.dtype == "float32":
+        found.append(("dtype", "bfloat16"))
+    if not train.gradient_checkpointing:
+        found.append(("gradient_checkpointing", True))
+    budget = train.token_budget
+    while (budget := budget // 2) >= longest:
+        found.append(("token_budget", budget))
+    if train.lora_rank == 0:
+        found.append(("lora_rank", 32))
+    return found
+
+
+def _step_memory(config: RunConfig, train: TrainConfig, hugging_face: Any, batch: TrainBatch) -> StepMemory:
+    try:
+        return step_memory(hugging_face, train, batch, attention=config.model.attention)
+    except (RuntimeError, ValueError) as error:
+        kind = hugging_face.model_type
+        raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error
+
+
+def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
+    """Groups of the longest sequences, as many as fill two micro-batches at most."""
+    group_size = config.rollouts_per_prompt
+    enough = 2 * max(1, config.train.token_budget // longest) + 2 * group_size
+    num_groups = min(config.batch_size, -(-enough // group_size))
+    response = [0] * (longest - prompt_tokens)
+    return TrainBatch.from_examples(
+        ([group % 2] * prompt_tokens, response) for group in range(num_groups) for _ in range(group_size)
+    )
+
+
+def _parts(
+    config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
+) -> dict[str, int]:
+    parts = {f"trainer: {name}": size for name, size in step.parts.items()}
+    if _shares_device(config, device):
+        parts["engine: weights"] = step.num_parameters * _itemsize(config)
+        parts["engine: key/value cache"] = (
+            _running(config) * longest * _cache_bytes_per_token(config, hugging_face)
+        )
+    if device.is_gpu:
+        parts["CUDA context and libraries"] = CONTEXT_BYTES
+    return parts
+
+
+def _shares_device(config: RunConfig, device: Device) -> bool:
+    """Whether the engine lies in the same memory as the trainer; servers of others are not counted."""
+    return config.engine.name == "transformers" or (config.engine.name == "process" and device.count == 1)
+
+
+def _running(config: RunConfig) -> int:
+    """Requests that decode together."""
+    in_flight = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
+    return int(min(in_flight, config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)))
+
+
+def _itemsize(config: RunConfig) -> int:
+    return 2 if config.engine.dtype == "bfloat16" else 4
+
+
+def _cache_bytes_per_token(config: RunConfig, hugging_face: Any) -> int:
+    sizes = hugging_face.get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return int(2 * sizes.num_hidden_layers * heads * head_dim * _itemsize(config))
+
+
+def _times(
+    config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
+) -> dict[str, Any]:
+    """Seconds of a step if every response were as long as it may be; nothing for an unknown device."""
+    if device.flop_per_s is None or device.bytes_per_s is None:
+        return {}
+    sequences = config.batch_size * config.rollouts_per_prompt
+    # Passes without gradient are a third of the work of one with.
+    extra = config.train.needs_old_logprobs * (config.train.correction != "ratio") + (
+        config.train.kl_coef > 0
+    )
+    flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
+    train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token
+    optimizer_bytes = 2 * sum(step.parts.get(name, 0) for name in ("weights", "gradients", "moments"))
+    optimizer_s = config.train.optimizer_steps * optimizer_bytes / device.bytes_per_s
+    running = _running(config)
+    read = step.num_parameters * _itemsize(config)
+    read += running * longest // 2 * _cache_bytes_per_token(config, hugging_face)
+    layers = hugging_face.get_text_config().num_hidden_layers
+    token_s = max(
+        read / (DECODE_SHARE * device.bytes_per_s),
+        2 * step.num_parameters * running / (TRAIN_SHARE * device.flop_per_s),
+        layers * LAUNCH_S if config.engine.name in ("transformers", "process") else 0.0,
+    )
+    described = ClusterConfig(
+        engines=1,
+        slots=running,
+        tokens_per_s=running / token_s,
+        lengths=LengthConfig(constant=max(1, longest)),
+        train_s=optimizer_s,
+        train_tokens_per_s=train_rate,
+        sync_s=step.num_parameters * _itemsize(config) / device.bytes_per_s,
+    )
+    simulated = simulate(config, described, steps=SIMULATED_STEPS)
+    return {
+        "train_s": simulated.training_s,
+        "generation_s": simulated.generation_s,
+        "step_s": simulated.step_s,
+        "tokens_per_step": sequences * longest,
+    }

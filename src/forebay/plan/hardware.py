@@ -1,0 +1,101 @@
+"""The devices a plan is for: their memory, arithmetic and bandwidth, from their makers' data sheets."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from forebay.config import ConfigError
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One kind of device, and how many there are.
+
+    >>> gpus = parse_devices("2xH100-80GB")
+    >>> gpus.count, gpus.name, gpus.memory_bytes // GIB
+    (2, 'H100-80GB', 79)
+    """
+
+    name: str
+    memory_bytes: int
+    """What programs find: less than the name says, since makers count in powers of ten and keep some."""
+    flop_per_s: float | None = None
+    """Dense bfloat16 with float32 sums; None: unknown, so no times are given."""
+    bytes_per_s: float | None = None
+    """Of its memory."""
+    count: int = 1
+    is_gpu: bool = True
+
+
+_GPUS = {
+    # name: (GiB that torch reports, dense bfloat16 TFLOP/s, GB/s)
+    "A10G-24GB": (22.1, 70, 600),
+    "A100-40GB": (39.4, 312, 1555),
+    "A100-80GB": (79.2, 312, 2039),
+    "B200-180GB": (178.4, 2250, 7700),
+    "H100-80GB": (79.2, 989, 3350),
+    "H200-141GB": (139.8, 989, 4800),
+    "L4-24GB": (22.0, 121, 300),
+    "L40S-48GB": (44.4, 362, 864),
+    "RTX4090-24GB": (23.5, 165, 1008),
+    "RTX5090-32GB": (31.4, 210, 1792),
+}
+
+
+def parse_devices(text: str) -> Device:
+    """Devices as ``--gpus`` names them: ``H100-80GB`` or ``8xH100-80GB``.
+
+    Raises:
+        ConfigError: the name is unknown, or there are none of it.
+    """
+    match = re.fullmatch(r"(?:(\d+)x)?(.+)", text.strip(), re.IGNORECASE)
+    count = int(match[1] or 1) if match else 0
+    name = match[2].upper() if match else ""
+    if name not in _GPUS or count < 1:
+        raise ConfigError(
+            f"--gpus {text!r}: write NAME or COUNTxNAME, with one of {', '.join(sorted(_GPUS))}"
+        )
+    gib, tflop, gigabytes = _GPUS[name]
+    return Device(
+        name=name,
+        memory_bytes=int(gib * GIB),
+        flop_per_s=tflop * 1e12,
+        bytes_per_s=gigabytes * 1e9,
+        count=count,
+    )
+
+
+def this_machine() -> Device:
+    """The first GPU of this machine with its memory, or, without one, the memory that processes may use."""
+    import torch
+
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        known = next((gpu for name, gpu in _GPUS.items() if name.split("-")[0] in properties.name), None)
+        return Device(
+            name=properties.name,
+            memory_bytes=properties.total_memory,
+            flop_per_s=known[1] * 1e12 if known else None,
+            bytes_per_s=known[2] * 1e9 if known else None,
+            count=torch.cuda.device_count(),
+        )
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        name="this machine (CPU)", memory_bytes=min(installed, _control_group_limit(installed)), is_gpu=False
+    )
+
+
+def _control_group_limit(otherwise: int) -> int:
+    """The memory that a container may use, if it is limited."""
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            return int(Path(path).read_text())
+        except (OSError, ValueError):
+            # There is no such file, or it says "max".
+            continue
+    return otherwise

@@ -1,0 +1,199 @@
+"""The memory of a train step, by the code that trains, with tensors that have sizes and no content.
+
+::
+
+    model's config, TrainConfig --Learner under FakeTensorMode--> passes over the largest micro-batches
+                                                                            | every allocation, every release
+                                                                            v
+                                   MemoryPeak(weights, gradients, moments, logits, activations)
+
+No formula follows the architecture: attention, chunked output head, activation checkpointing, LoRA and the
+layout of the batch take what their own operations allocate. Fake tensors stand on the CPU, so operations
+choose the CPU's kernels. A GPU's attention kernels keep as much; its allocator rounds each size up to 512
+bytes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from forebay.train import TrainConfig
+from forebay.train.batch import TrainBatch
+from forebay.train.learner import Learner
+from forebay.train.model.critic import Critic
+from forebay.train.packing import Packer, num_cells
+
+LOGITS, ACTIVATIONS = "logits", "activations"
+KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The most memory that a train step holds, in bytes, by what it is for, and the work it does."""
+
+    parts: Mapping[str, int]
+    """``weights``, ``gradients``, ``moments``, ``reference``, ``logits``, ``activations``: at the peak."""
+    flop: int
+    """Floating-point operations of the passes over one micro-batch, recomputation included."""
+    tokens: int
+    """Of that micro-batch."""
+    num_parameters: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
+
+
+class MemoryPeak(TorchDispatchMode):
+    """Counts the storages that operations make while it is open, by kind, and remembers the largest sum.
+
+    A storage made with the `vocabulary` as its last dimension counts as logits, any other as activations,
+    until `assign` says otherwise.
+    """
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._vocabulary = vocabulary
+        self._kinds: dict[int, str] = {}
+        self._now: Counter[str] = Counter()
+        self._total = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the peak; storages that are there stay counted."""
+        self._peak_total, self.peak = self._total, self._now.copy()
+        """Bytes by kind at the moment when the sum was largest."""
+
+    def assign(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Count the storages of these tensors, known or not, as `kind`."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._add(storage, kind)
+            self._now[self._kinds[storage._cdata]] -= storage.nbytes()
+            self._now[kind] += storage.nbytes()
+            self._kinds[storage._cdata] = kind
+
+    def _add(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._kinds:
+            return
+        self._kinds[key] = kind
+        self._now[kind] += size
+        self._total += size
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        self._now[self._kinds.pop(key)] -= size
+        self._total -= size
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                is_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
+                self._add(tensor.untyped_storage(), LOGITS if is_logits else ACTIVATIONS)
+        if self._total > self._peak_total:
+            self.reset()
+        return result
+
+
+def step_memory(
+    model_config: Any, config: TrainConfig, batch: TrainBatch, *, attention: str = "sdpa"
+) -> StepMemory:
+    """The peak of one optimizer step over the first mini-batch of `batch`, on one device and rank.
+
+    `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
+    the second finds the gradients of the first. Importance weights are taken as computed before.
+
+    Raises:
+        ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
+    """
+    packer = Packer(config.token_budget, layout=config.layout, mini_batches=config.mini_batches)
+    packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
+    packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
+    with (
+        _no_moves(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        MemoryPeak(_vocabulary(model_config)) as memory,
+    ):
+        # Fake tensors cannot be copied, so models that the learner would copy are made once more.
+        has_reference = config.kl_coef > 0 and config.lora_rank == 0
+        learner = Learner(
+            _model(model_config, attention),
+            config,
+            pad_token_id=0,
+            total_steps=1,
+            ref_model=_model(model_config, attention) if has_reference else None,
+            value_model=_critic(_model(model_config, attention)) if config.uses_critic else None,
+        )
+        trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
+        parameters = [parameter for part in trained for parameter in part.parameters()]
+        memory.assign((tensor for part in trained for tensor in part.state_dict().values()), "weights")
+        if learner.ref_model is not None:
+            memory.assign(learner.ref_model.state_dict().values(), "reference")
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    lambda p: memory.assign([p.grad], "gradients")
+                )
+        # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
+        with FlopCounterMode(display=False) as flop:
+            learner.rehearse(batch, packs[:1])
+        memory.assign(learner.moments(), "moments")
+        memory.reset()
+        learner.rehearse(batch, packs)
+    return StepMemory(
+        parts={kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]},
+        flop=flop.get_total_flops(),
+        tokens=int(batch.lengths[packs[0]].sum()),
+        num_parameters=sum(parameter.numel() for parameter in parameters),
+    )
+
+
+def _model(model_config: Any, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+
+
+def _critic(model: Any) -> Critic:
+    return Critic(model.base_model, model.config.get_text_config().hidden_size)
+
+
+def _no_moves() -> AbstractContextManager[object]:
+    """While open, modules stay on their device and in their dtype, where a plan makes all of them anyway.
+
+    torch moves a module of fake tensors by swapping each with its copy, and refuses to for those that it made
+    under the mode itself.
+    """
+    return patch.object(nn.Module, "_apply", lambda self, fn, recurse=True: self)
+
+
+def fill_numbers(batch: TrainBatch) -> TrainBatch:
+    """`batch` with every number that a pass may ask for; which ones they are changes no size."""
+    ones_R = np.ones(batch.num_response_tokens, np.float32)
+    for name in ("advantages", "returns", "values", "old_logprobs", "ref_logprobs", "importance"):
+        setattr(batch, name, ones_R)
+    batch.token_weights = ones_R
+    return batch
+
+
+def _vocabulary(model_config: Any) -> int:
+    return int(model_config.get_text_config().vocab_size)

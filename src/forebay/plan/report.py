@@ -1,0 +1,42 @@
+"""A plan as a person reads it: a table of memory, whether it fits, and the time of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from forebay.plan.estimate import Plan, verdict
+from forebay.plan.hardware import GIB, MIB
+
+
+def show_plan(plan: Plan, console: Console) -> None:
+    """Print the table and the sentences below it."""
+    table = Table(title=f"Memory on {_devices(plan)}", title_justify="left")
+    table.add_column("part")
+    unit, size_of_unit = ("GiB", GIB) if plan.total >= GIB else ("MiB", MIB)
+    table.add_column(unit, justify="right")
+    for name, size in plan.parts.items():
+        table.add_row(name, f"{size / size_of_unit:,.1f}")
+    table.add_section()
+    table.add_row("largest moment", f"{plan.total / size_of_unit:,.1f}")
+    table.add_row("the device has", f"{plan.device.memory_bytes / size_of_unit:,.0f}")
+    console.print(table)
+    for line in sentences(plan):
+        console.print(line, highlight=False, markup=False)
+
+
+def sentences(plan: Plan) -> Iterator[str]:
+    """Whether it fits, what to change if not, and the times."""
+    yield verdict(plan)
+    if plan.step_s is not None and plan.train_s is not None and plan.generation_s is not None:
+        yield (
+            f"A step, if all responses are as long as they may be ({plan.longest} tokens with the prompt): "
+            f"{plan.step_s:.3g} s; generation alone {plan.generation_s:.3g} s, training alone "
+            f"{plan.train_s:.3g} s, {plan.tokens_per_step / plan.step_s:,.0f} tokens/s"
+        )
+
+
+def _devices(plan: Plan) -> str:
+    return plan.device.name if plan.device.count == 1 else f"one of {plan.device.count} {plan.device.name}"

@@ -1,0 +1,132 @@
+"""A plan's memory against what the same step allocates, counted by torch's own allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen3Config
+
+from forebay.plan.memory import MemoryPeak, fill_numbers, step_memory
+from forebay.train import TrainConfig
+from forebay.train.batch import TrainBatch
+from forebay.train.learner import Learner
+from forebay.train.packing import Packer
+
+MODELS: dict[str, Any] = {
+    # Many words: the logits are most of it. Their head works by chunks.
+    "llama": LlamaConfig(
+        vocab_size=32_000,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "qwen3": Qwen3Config(
+        vocab_size=2000,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=False,
+    ),
+    # Attention and feed-forward side by side, biases, and no grouped heads.
+    "gpt_neox": GPTNeoXConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+    ),
+}
+CASES = [
+    ("llama", {}),
+    ("qwen3", {}),
+    ("gpt_neox", {}),
+    ("qwen3", {"gradient_checkpointing": True}),
+    ("qwen3", {"dtype": "bfloat16", "layout": "packed"}),
+    ("llama", {"layout": "shared_prompt", "kl_coef": 0.1}),
+    ("qwen3", {"lora_rank": 8}),
+    ("gpt_neox", {"advantage": "gae", "critic_lr": 1e-4}),
+]
+
+
+def batch() -> TrainBatch:
+    """Two micro-batches of 1024 tokens."""
+    return TrainBatch.from_examples(([group] * 32, [1] * 96) for group in range(4) for _ in range(4))
+
+
+def measured_bytes(model_config: Any, config: TrainConfig) -> int:
+    """The peak of the second optimizer step, by the profiler's record of the CPU allocator."""
+    torch.manual_seed(0)
+    learner = Learner(AutoModelForCausalLM.from_config(model_config), config, pad_token_id=0)
+    full = fill_numbers(batch())
+    packs = Packer(config.token_budget, layout=config.layout).pack_pad_dispatch(full).packs[0][0]
+    learner.rehearse(full, packs[:1])
+    models = [model for model in (learner.model, learner.critic, learner.ref_model) if model is not None]
+    kept = [parameter for model in models for parameter in model.parameters()] + list(learner.moments())
+    base = sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        learner.rehearse(full, packs)
+    assert record.profiler is not None
+    events = [event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return base + int(np.cumsum(sizes).max())
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES, ids=lambda case: str(case))
+def test_a_plan_is_within_a_tenth_of_the_allocations(kind: str, settings: dict[str, Any]) -> None:
+    config = TrainConfig(token_budget=1024, **settings)
+    planned = step_memory(MODELS[kind], config, batch())
+    assert planned.total == pytest.approx(measured_bytes(MODELS[kind], config), rel=0.1)
+
+
+def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
+    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024), batch())
+    weights = 4 * planned.num_parameters
+    assert planned.parts["weights"] == planned.parts["gradients"] == weights
+    # AdamW's two moments, and a step count by parameter.
+    assert planned.parts["moments"] == pytest.approx(2 * weights, rel=1e-3)
+    # Two operations for each weight of a matrix and token, forward once and backward twice, and attention's.
+    assert planned.flop / planned.tokens == pytest.approx(6 * planned.num_parameters, rel=0.3)
+
+
+def test_a_planned_model_has_no_content() -> None:
+    huge = LlamaConfig(
+        vocab_size=128_000,
+        hidden_size=8192,
+        intermediate_size=28_672,
+        num_hidden_layers=2,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+    )
+    planned = step_memory(huge, TrainConfig(token_budget=1024, dtype="bfloat16"), batch())
+    # More than the machines that run this test have.
+    assert planned.total > 45e9
+
+
+def test_the_peak_counts_what_is_there_at_the_same_time() -> None:
+    with MemoryPeak(vocabulary=7) as memory:
+        first = torch.zeros(1000)
+        del first
+        second, logits = torch.zeros(500), torch.zeros(100, 7)
+        layer = nn.Linear(10, 10)
+        # At the next operation, a view that allocates nothing, the weights are known as such.
+        memory.assign(layer.parameters(), "weights")
+        view = second[10:]
+        del logits
+    # The first 4000 bytes were gone when the others came.
+    assert memory.peak == {"activations": 2440, "logits": 2800}
+    memory.reset()
+    assert memory.peak == {"activations": 2000, "logits": 0, "weights": 440}
+    del view, second
+    memory.reset()
+    assert memory.peak["activations"] == 0

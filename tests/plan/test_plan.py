@@ -1,0 +1,183 @@
+"""Plans: which parts lie on a device, what is said of it, and the command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from forebay.cli.commands import app
+from forebay.config import ConfigError, parse_config
+from forebay.models.config import TinyConfig
+from forebay.models.tiny import write_tiny
+from forebay.plan import check_memory, make_plan, parse_devices, verdict
+from forebay.plan.estimate import _surely_fits
+from forebay.plan.hardware import GIB, Device
+from forebay.plan.report import sentences
+from forebay.runs.config import RunConfig
+
+SIZES = {
+    "vocab_size": 2000,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+
+
+@pytest.fixture(name="model", scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of which only the config is there."""
+    folder = tmp_path_factory.mktemp("model")
+    LlamaConfig(**SIZES).save_pretrained(folder)
+    return folder
+
+
+def run_config(model: Path, **changes: Any) -> RunConfig:
+    table = {
+        "name": "planned",
+        "steps": 10,
+        "batch_size": 4,
+        "rollouts_per_prompt": 4,
+        "model": {"source": str(model)},
+        "tasks": [
+            {
+                "name": "sorting",
+                "data": {"source": "sorting", "size": 50},
+                "judge": "exact_match",
+                "sample": {"max_tokens": 96},
+            }
+        ],
+        "train": {"token_budget": 1024},
+    }
+    return parse_config(RunConfig, table | changes, source="test")
+
+
+def device(memory_bytes: int, **facts: Any) -> Device:
+    return Device(name="test", memory_bytes=memory_bytes, **facts)
+
+
+def test_the_parts_of_a_run_in_one_process(model: Path) -> None:
+    plan = make_plan(run_config(model), device(10 * GIB, is_gpu=False), prompt_tokens=32)
+    assert plan.longest == 128
+    assert plan.parts["engine: weights"] == 4 * plan.num_parameters
+    # 16 requests of 128 tokens; keys and values of 2 layers, 2 heads and 64 numbers in float32.
+    assert plan.parts["engine: key/value cache"] == 16 * 128 * 2 * 2 * 2 * 64 * 4
+    assert plan.total == sum(plan.parts.values())
+    assert plan.fits
+    assert verdict(plan).startswith("It fits: ")
+    assert plan.step_s is None
+
+
+def test_engines_of_their_own_device_are_not_counted(model: Path) -> None:
+    engine = {"name": "process", "arguments": {"engines": 1}}
+    two = make_plan(run_config(model, engine=engine), device(10 * GIB, count=2), prompt_tokens=32)
+    one = make_plan(run_config(model, engine=engine), device(10 * GIB), prompt_tokens=32)
+    assert "engine: weights" not in two.parts
+    assert one.parts["engine: weights"] == 4 * one.num_parameters
+
+
+def test_a_run_that_does_not_fit_is_told_the_first_changes_that_help(model: Path) -> None:
+    config = run_config(model, train={"token_budget": 2048})
+    free = make_plan(config, device(10 * GIB, is_gpu=False), prompt_tokens=32)
+    plan = make_plan(config, device(int(free.total / 1.2), is_gpu=False), prompt_tokens=32)
+    assert not plan.fits
+    assert plan.advice[0] == "train.dtype=bfloat16"
+    assert plan.advised_bytes is not None
+    assert plan.advised_bytes <= 0.9 * plan.device.memory_bytes
+    said = verdict(plan)
+    assert said.startswith("It does not fit: ")
+    assert said.endswith("which fits.")
+    assert " ".join(plan.advice) in said
+
+
+def test_a_device_that_is_far_too_small_is_told_so(model: Path) -> None:
+    plan = make_plan(run_config(model), device(4 * 2**20, is_gpu=False), prompt_tokens=32)
+    assert plan.advised_bytes is None
+    assert "Take a smaller model or a larger device" in verdict(plan)
+
+
+def test_times_follow_from_arithmetic_and_bandwidth(model: Path) -> None:
+    slow = device(10 * GIB, flop_per_s=1e12, bytes_per_s=1e11)
+    fast = device(10 * GIB, flop_per_s=1e13, bytes_per_s=1e12)
+    plan, faster = (make_plan(run_config(model), gpu, prompt_tokens=32) for gpu in (slow, fast))
+    assert plan.train_s is not None
+    assert faster.train_s == pytest.approx(plan.train_s / 10, rel=0.01)
+    assert plan.step_s == pytest.approx(plan.train_s + (plan.generation_s or 0), rel=0.2)
+    assert "tokens/s" in list(sentences(plan))[1]
+
+
+def test_an_episode_of_several_turns_may_fill_the_context(model: Path) -> None:
+    task = run_config(model).tasks[0].model_dump(exclude_unset=True) | {
+        "agent": {"name": "tools", "arguments": {"tools": ["calculator"]}}
+    }
+    plan = make_plan(run_config(model, tasks=[task]), device(10 * GIB, is_gpu=False), prompt_tokens=32)
+    assert plan.longest == SIZES["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("text", ["H100", "0xH100-80GB", "", "3x", "xH100-80GB"])
+def test_unknown_devices_are_refused_with_those_that_are_known(text: str) -> None:
+    with pytest.raises(ConfigError, match="with one of A100-40GB"):
+        parse_devices(text)
+
+
+def test_the_command_tells_and_its_status_says_whether_the_run_fits(model: Path, tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        f"""
+        name = "planned"
+        steps = 10
+        batch_size = 2
+        rollouts_per_prompt = 2
+        model = {{ source = "{model}" }}
+        train = {{ token_budget = 512 }}
+        [[tasks]]
+        name = "sorting"
+        data = {{ source = "sorting", size = 50 }}
+        judge = "exact_match"
+        sample = {{ max_tokens = 64 }}
+        """
+    )
+    command = ["plan", str(run_file), "--gpus", "L4-24GB"]
+    without = CliRunner().invoke(app, command)
+    assert without.exit_code == 2
+    assert "--prompt-tokens" in without.stderr
+    told = CliRunner().invoke(app, [*command, "--prompt-tokens", "32"])
+    assert told.exit_code == 0, told.output
+    assert "trainer: activations" in told.stdout
+    assert "It fits" in told.stdout
+    assert "tokens/s" in told.stdout
+
+
+@pytest.fixture(name="whole_model", scope="module")
+def whole_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer, so that prompts have lengths."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_tiny(folder, TinyConfig(hidden_size=64, num_layers=2), max_context=256, seed=0)
+    return folder
+
+
+def test_a_run_is_refused_above_its_memory_and_warned_near_it(whole_model: Path) -> None:
+    config = run_config(whole_model, train={"token_budget": 2048})
+    needed = make_plan(config, device(10 * GIB, is_gpu=False)).total
+    assert check_memory(config, device(needed * 100, is_gpu=False)) is None
+    assert check_memory(config, device(needed * 2, is_gpu=False)) is None
+    said = check_memory(config, device(needed, is_gpu=False))
+    assert said is not None
+    assert said.startswith("It may not fit: ")
+    with pytest.raises(ConfigError, match=r"It does not fit: .* check_memory = false starts the run anyway"):
+        check_memory(config, device(int(needed / 1.2), is_gpu=False))
+    unchecked = config.model_copy(update={"check_memory": False})
+    assert check_memory(unchecked, device(needed // 2, is_gpu=False)) is None
+
+
+def test_the_quick_bound_is_above_the_plan(model: Path, whole_model: Path) -> None:
+    for folder, changes in ((model, {}), (whole_model, {"train": {"token_budget": 8192}})):
+        config = run_config(folder, **changes)
+        plan = make_plan(config, device(10 * GIB, is_gpu=False), prompt_tokens=32)
+        assert not _surely_fits(config, device(plan.total, is_gpu=False))

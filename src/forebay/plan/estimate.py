@@ -29,8 +29,7 @@ from forebay.plan.hardware import GIB, MIB, Device
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
-from forebay.runs.data import load_data, with_alphabet
-from forebay.runs.rollouts import task_agent
+from forebay.runs.rollouts import load_data, task_agent, with_alphabet
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import simulate
 from forebay.train import TrainConfig

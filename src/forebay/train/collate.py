@@ -96,10 +96,10 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
     tokens = ranges(batch.response_starts[pack], lengths)
     # Of each trained token: its place in the batch, its row in the pack, and its distance from the first
     # token of its sequence, which is at least 1.
-    places_3N = np.stack(
-        [tokens, np.repeat(np.arange(len(pack)), lengths), ranges(batch.prompt_lengths[pack], lengths)]
-    )[:, batch.response_mask[tokens]]
-    _, rows, offsets = places_3N
+    rows = np.repeat(np.arange(len(pack)), lengths)
+    offsets = ranges(batch.prompt_lengths[pack], lengths)
+    kept = np.flatnonzero(batch.response_mask[tokens])
+    tokens, rows, offsets = tokens[kept], rows[kept], offsets[kept]
     prompts = attention_mask = position_ids = None
     if batch.layout == "padded":
         ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
@@ -111,8 +111,8 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
         ends = batch.prompt_lengths[pack]
         # The prompts' pass predicts the first tokens of all responses, so these come before the others.
         is_first = offsets == ends[rows]
-        places_3N = places_3N[:, np.argsort(~is_first, kind="stable")]
-        _, rows, offsets = places_3N
+        order = np.argsort(~is_first, kind="stable")
+        tokens, rows, offsets = tokens[order], rows[order], offsets[order]
         num_first = int(is_first.sum())
         prompt_ids, prompt_rows = _distinct_prompts(batch, pack, pad_token_id)
         prompt_cells = prompt_rows[rows] * prompt_ids.shape[1] + offsets - 1
@@ -133,7 +133,7 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
         inverse_temperature=None if np.all(temperatures == 1) else place(1 / temperatures[rows]),
         sequence_index=place(rows),
         num_sequences=len(pack),
-        token_index=places_3N[0],
+        token_index=tokens,
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
@@ -40,7 +41,7 @@ from forebay.replay.stores.archiving import ArchivingStorage, taking
 from forebay.replay.stores.contract import StorageBackend, StorageItem, TagValue
 from forebay.replay.stores.errors import StepPassed
 from forebay.replay.stores.indexed import IndexedStorage
-from forebay.replay.stores.slices import check_priorities, forget, in_turns, revive, reweigh
+from forebay.replay.stores.slices import check_priorities, forget, map_in_turns, revive, reweigh
 from forebay.types import RolloutState, Status
 
 if TYPE_CHECKING:
@@ -165,14 +166,15 @@ class ReplayBuffer:
         receipt: bytes | None = None,
     ) -> tuple[list[StorageItem], list[StorageItem]]:
         """Put the groups; their rows, and those evicted for them."""
-        labeling = in_turns((group for group in groups if group), LABEL_AT_ONCE)
-        if not (listed := [label_group(group, how.model_step) async for group in labeling]):
+        given = (group for group in groups if group)
+        label = partial(label_group, model_step=how.model_step)
+        if not (listed := await map_in_turns(label, given, LABEL_AT_ONCE)):
             return [], []
         async with self._lock.shared():
             step, aged_at = await self._see_step(task_name, how.current_train_step)
             while True:
-                waiting = in_turns(listed, STORE_AT_ONCE)
-                rows = [arrived_row(group, task_name, step, how) async for group in waiting]
+                row_of = partial(arrived_row, task_name=task_name, seen_step=step, how=how)
+                rows = await map_in_turns(row_of, listed, STORE_AT_ONCE)
                 try:
                     await self.policy.put_many(rows, self.storage, receipt=receipt, **aged_at)
                     evicted = [] if self.limit is None else await self.storage.evict(self.limit)
@@ -465,10 +467,10 @@ class ReplayBuffer:
         query = StorageIndices(task_name, group_status, tags).get_key()
         groups = await self.policy.get(count, query, view)
         seen_step = await self.storage.get_train_step(task_name)
-        show: Callable[..., Any] = hand_out if present is None else present
         copy = still_held or self._num_saving > 0
+        show: Callable[..., Any] = present or hand_out
         # The lock is held, but other work than the buffer's may go on.
-        return [show(group, seen_step, copy=copy) async for group in in_turns(groups, COPY_AT_ONCE)]
+        return await map_in_turns(lambda group: show(group, seen_step, copy=copy), groups, COPY_AT_ONCE)
 
 
 Group = list[RolloutState]

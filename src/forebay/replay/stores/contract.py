@@ -19,9 +19,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from forebay.replay.query import (
@@ -390,7 +391,15 @@ def staleness_at(row: StorageItem, train_step: int | None) -> int:
 
 def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
     """A copy of `row` with its own tags and with `changes`."""
-    return replace(row, **({"tags": dict(row.tags)} | changes))
+    # `dataclasses.replace` takes three times as long, which is a tenth of a put in memory.
+    copied = StorageItem(*_all_of(row))
+    copied.tags = dict(row.tags)
+    for name, value in changes.items():
+        setattr(copied, name, value)
+    return copied
+
+
+_all_of = attrgetter(*(entry.name for entry in fields(StorageItem)))
 
 
 def archive_row(row: StorageItem, train_step: int) -> StorageItem:

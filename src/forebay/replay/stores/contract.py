@@ -19,10 +19,9 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
-from operator import attrgetter
 from typing import Any, ClassVar, Protocol
 
 from forebay.replay.query import (
@@ -62,8 +61,7 @@ class StorageBackend(ABC):
     * **Durability**, for stores that outlive the process: a method that returned stays done. A method
       that a death or a cancellation interrupts happened wholly or not at all; a cancelled `take` did not
       happen.
-    * **Limits.** Every store can hold the rows that `check_row` lets through, when they are put or
-      updated.
+    * **Limits.** Every store can hold the rows that `check_row` lets through in a put or an update.
     * **Statuses** may be put as `Enum` members or as their values; a store that keeps values may return
       values.
     * **Unknown uids** are ignored by `take`, `delete` and `update`.
@@ -392,14 +390,8 @@ def staleness_at(row: StorageItem, train_step: int | None) -> int:
 def copy_row(row: StorageItem, **changes: Any) -> StorageItem:
     """A copy of `row` with its own tags and with `changes`."""
     # `dataclasses.replace` takes three times as long, which is a tenth of a put in memory.
-    copied = StorageItem(*_all_of(row))
-    copied.tags = dict(row.tags)
-    for name, value in changes.items():
-        setattr(copied, name, value)
-    return copied
-
-
-_all_of = attrgetter(*(entry.name for entry in fields(StorageItem)))
+    values = {name: getattr(row, name) for name in StorageItem.__slots__}
+    return StorageItem(**(values | {"tags": dict(row.tags)} | changes))
 
 
 def archive_row(row: StorageItem, train_step: int) -> StorageItem:

@@ -174,6 +174,18 @@ class ToolEnvironment(Environment):
         return text if left <= 0 else f"{text[:end]}... ({left} characters left out)"
 
 
+def _check_tools(tools: Sequence[Any]) -> Sequence[Any]:
+    if not tools:
+        raise ValueError("name at least one tool")
+    return tools
+
+
+def _check_format(text: str) -> str:
+    if "{result}" not in text:
+        raise ValueError("result_format must hold {result}, where the result goes")
+    return text
+
+
 class ToolAgentLoop(AgentLoop):
     """Lets the model call tools until it answers.
 
@@ -193,7 +205,7 @@ class ToolAgentLoop(AgentLoop):
     class Arguments(StrictModel, strict=True):
         """Keys of a ``tools`` agent in a run file."""
 
-        tools: Sequence[Annotated[Any, AfterValidator(check_tool)]] = Field(min_length=1)
+        tools: Annotated[Sequence[Annotated[Any, AfterValidator(check_tool)]], AfterValidator(_check_tools)]
         """The tools: ``calculator``, ``python``, ``search`` or ``package.module:Name`` of a function
         or class of tools, or tables with such a ``name`` and its ``arguments``."""
         parser: Annotated[Any, AfterValidator(check_parser)] = None
@@ -213,7 +225,7 @@ class ToolAgentLoop(AgentLoop):
         result_role: str = "tool"
         """Role of the messages that carry results; ``user`` where the chat template does not know
         ``tool``."""
-        result_format: str = Field(default="{result}", pattern=r"\{result\}")
+        result_format: Annotated[str, AfterValidator(_check_format)] = "{result}"
         """Text of those messages, with ``{result}`` where the result goes: ``Result: {result}``."""
 
     arguments: Arguments

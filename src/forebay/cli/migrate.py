@@ -20,7 +20,6 @@ from forebay.cli.errors import one_message
 from forebay.cli.source import hide_password, is_sql
 from forebay.extras import needed_by
 from forebay.io.durable import CHECKSUMS, seal, sync_tree
-from forebay.runs.folder import RUN_FILE, list_checkpoints
 
 
 def convert(
@@ -36,6 +35,9 @@ def _convert(path: str) -> str:
         with needed_by("a SQL store"):
             from forebay.replay.stores.sql.connections import upgrade
         return f"{hide_password(path)}: {upgrade(path)} groups converted"
+    # Here, because every command imports this module, and run files know all parts of a run.
+    from forebay.runs.folder import RUN_FILE, list_checkpoints
+
     folder = Path(path)
     if not folder.exists():
         raise FileNotFoundError(f"there is nothing at {path!r}")

@@ -199,9 +199,10 @@ class Supervised:
             reason: str = await self.actor.live.remote(while_it_works=True)
         except import_ray().exceptions.RayError as error:
             return why(error)
-        # It lives, and cannot do its work any more.
-        self.is_up = False
-        await self._end_process()
+        # It lives, and cannot do its work any more: this ends it at once.
+        self.suspect(self.incarnation, RuntimeError(reason), has_to_end=True)
+        with contextlib.suppress(import_ray().exceptions.RayError):
+            await self.actor.live.remote()
         return reason
 
     async def _note_silence(self) -> None:

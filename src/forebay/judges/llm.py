@@ -136,16 +136,14 @@ class LLMJudge(Judge):
 
     async def score(self, state: RolloutState) -> Verdict:
         """The model's verdict on one rollout."""
-        (verdict,) = await self.score_group([state])
-        return verdict
+        return await self._client.ask(self._messages(state, response=state.response), self._parser.verdict)
 
     async def score_group(self, states: Sequence[RolloutState]) -> Sequence[Verdict]:
         """The model's verdicts on a group, by one question; on a single rollout, by its own."""
         if self.needs_whole_group:
             messages = self._messages(states[0], responses=[state.response for state in states])
             return await self._client.ask(messages, lambda reply: self._parser.verdicts(reply, len(states)))
-        questions = [self._messages(state, response=state.response) for state in states]
-        return [await self._client.ask(question, self._parser.verdict) for question in questions]
+        return [await self.score(state) for state in states]
 
     def _messages(self, state: RolloutState, **subject: Any) -> list[Message]:
         asked = [message.get("content") for message in state.message if message.get("role") == "user"]

@@ -245,6 +245,10 @@ def _chunks(completion: dict[str, Any], with_usage: bool) -> Iterator[bytes]:
     if with_usage:
         parts.append({"choices": [], "usage": completion["usage"]})
     for part in parts:
-        chunk = {**completion, "object": "chat.completion.chunk", "usage": None, **part}
+        chunk = {**completion, "object": "chat.completion.chunk", **part}
+        if "usage" not in part:
+            # Null beside the last chunk's numbers, and nothing where none were asked for.
+            chunk.pop("usage", None)
+            chunk |= {"usage": None} if with_usage else {}
         yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
     yield b"data: [DONE]\n\n"

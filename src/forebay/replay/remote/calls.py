@@ -2,7 +2,7 @@
 
 ::
 
-    put_groups --look_back--> known to an earlier server? --admit--> room? --put--> stored, once for each key
+    put_groups --admit--> known, here or to an earlier server? room? --put--> stored, once for each key
     take --> Handover --keep--> with the client, for good        --release--> in the buffer again
     count, commit, save, ... --call--> the buffer's own
 

@@ -93,9 +93,12 @@ async def change(
 
 async def check_priorities(priorities: Mapping[Any, float]) -> dict[Any, float]:
     """The priorities by plain values; ValueError if one is none."""
-    values = await map_in_turns(plain_value, priorities, ROWS_AT_ONCE)
-    checked = await map_in_turns(check_priority, priorities.values(), ROWS_AT_ONCE)
-    return dict(zip(values, checked, strict=True))
+
+    def check(pair: tuple[Any, float]) -> tuple[Any, float]:
+        return plain_value(pair[0]), check_priority(pair[1])
+
+    # A copy, because the caller may change its own between two turns.
+    return dict(await map_in_turns(check, [*priorities.items()], ROWS_AT_ONCE))
 
 
 async def reweigh(

@@ -158,6 +158,13 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
             raise ValueError(f"{shown(engine)} holds no replay store")
         if not is_there:
             _create(engine)
+        elif create and engine.dialect.name == "sqlite":
+            with engine.connect() as connection:
+                counts_puts = connection.scalar(_OLD_TRIGGER)
+            if counts_puts:
+                # Puts count for themselves; in a file that has it, each would count twice.
+                with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+                    connection.exec_driver_sql("DROP TRIGGER IF EXISTS forebay_added")
     except sa.exc.DatabaseError as error:
         engine.dispose()
         if "not a database" in str(error):
@@ -167,6 +174,9 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
         engine.dispose()
         raise
     return engine
+
+
+_OLD_TRIGGER = sa.text("SELECT count(*) FROM sqlite_master WHERE type = 'trigger' AND name = 'forebay_added'")
 
 
 def _is_checked(connection: sa.Connection) -> bool:

@@ -84,7 +84,7 @@ def run_file(tmp_path: Path, text: str) -> Path:
             "bfloat16",
             "float32",
         ),
-        ('[model]\nsource = "tiny"\n[engine]\ndtype = "bfloat16"\n', "bfloat16", "float32"),
+        ('[model]\nsource = "tiny"\n[engine]\ndtype = "bfloat16"\n', "bfloat16", "auto"),
     ],
 )
 def test_run_files_have_a_key_for_engines_and_one_for_passes(tmp_path, caplog, text, engine, train):

@@ -174,7 +174,7 @@ def _train(
         from forebay.plan import check_memory, this_machine
         from forebay.runs.launch import launch
 
-        if warning := check_memory(config, this_machine()):
+        if warning := check_memory(config, this_machine(config.device)):
             say(f"warning: {warning}")
         last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
         if last_line:

@@ -41,8 +41,8 @@ def plan(
         from forebay.plan.report import show_plan
         from forebay.runs.config import RunConfig
 
-        device = parse_devices(gpus) if gpus is not None else this_machine()
         config = load_config(RunConfig, run_file, overrides or [])
+        device = this_machine(config.device) if gpus is None else parse_devices(gpus)
         found = make_plan(config, device, prompt_tokens=prompt_tokens)
         show_plan(found, Console(width=None if sys.stdout.isatty() else 100))
         if not found.fits:
@@ -55,6 +55,6 @@ def show_plan_here(config: RunConfig, console: Console) -> None:
     from forebay.plan.report import show_plan
 
     try:
-        show_plan(make_plan(config, this_machine()), console)
+        show_plan(make_plan(config, this_machine(config.device)), console)
     except ConfigError as error:
         console.print(f"no plan of the memory: {error}", markup=False, highlight=False)

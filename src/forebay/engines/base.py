@@ -152,6 +152,8 @@ class EngineSurroundings:
     model: ModelConfig
     dtype: Precision = "float32"
     """In which engines hold the weights and compute."""
+    device: str = "cpu"
+    """The run's own, where an argument does not say otherwise: `find_device` knows it."""
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""

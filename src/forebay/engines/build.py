@@ -11,20 +11,21 @@ from pydantic import Field, create_model
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings
 from forebay.engines.servers.build import HTTPArguments, http_engines
-from forebay.models import Precision, load_model
+from forebay.models import PrecisionKey, find_device, load_model, spread_devices
 
 
 class EngineConfig(Component):
     """The run file's ``[engine]`` table.
 
     >>> EngineConfig.model_validate("vllm").dtype
-    'float32'
+    'auto'
     """
 
     name: str = "transformers"
-    dtype: Precision = "float32"
-    """In which engines hold the weights and compute; on a CPU bfloat16 halves the memory and is several
-    times slower. The trainer's weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
+    dtype: PrecisionKey = "auto"
+    """In which engines hold the weights and compute: ``float32``, ``bfloat16``, or ``auto``, which is
+    bfloat16 on a CUDA device. On a CPU bfloat16 halves the memory and is several times slower. The trainer's
+    weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
 
 
 class TransformersArguments(StrictModel, strict=True):
@@ -37,8 +38,8 @@ class TransformersArguments(StrictModel, strict=True):
     takes_adapters: bool = True
     """With LoRA, keep a second copy of the adapted weights and take adapters alone; false: be given merged
     weights."""
-    device: str = "cpu"
-    """Where the model computes, as torch calls it: ``cpu``, ``cuda``, ``cuda:1``."""
+    device: str | None = None
+    """Where the model computes: ``cpu``, ``cuda``, ``cuda:1``. None: the run's ``device``."""
 
 
 class ProcessArguments(StrictModel, strict=True):
@@ -52,7 +53,9 @@ class ProcessArguments(StrictModel, strict=True):
     """CPU threads for torch in each."""
 
 
-def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[Engine]:
+def _transformers(
+    surroundings: EngineSurroundings, *, device: str | None = None, **arguments: Any
+) -> list[Engine]:
     from forebay.engines.local.transformers import TransformersEngine
 
     return [
@@ -60,6 +63,7 @@ def _transformers(surroundings: EngineSurroundings, **arguments: Any) -> list[En
             load_model(surroundings.model_folder, surroundings.model, dtype=surroundings.dtype),
             surroundings.tokenizer,
             max_context_tokens=surroundings.model.max_context,
+            device=str(find_device(device or surroundings.device)),
             **arguments,
         )
     ]
@@ -83,8 +87,10 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
     )
     hand_over, logs = SharedMemoryHandOver(), surroundings.scratch
     started = [
-        ProcessEngine(recipe, hand_over, log=logs / f"engine_{number}.log")
-        for number in range(settings.engines)
+        ProcessEngine(
+            recipe.model_copy(update={"device": device}), hand_over, log=logs / f"engine_{number}.log"
+        )
+        for number, device in enumerate(spread_devices(surroundings.device, settings.engines))
     ]
     try:
         for process in started:

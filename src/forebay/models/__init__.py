@@ -7,16 +7,21 @@
 Everything ends as a folder in Hugging Face format, so the rest of the program knows one kind of model only.
 """
 
-from forebay.models.config import ModelConfig, Precision, TinyConfig
+from forebay.models.config import ModelConfig, Precision, PrecisionKey, TinyConfig
+from forebay.models.devices import find_device, precision_on, spread_devices
 from forebay.models.loading import context_of, default_cache_dir, load_model, load_tokenizer, resolve_model
 
 __all__ = [
     "ModelConfig",
     "Precision",
+    "PrecisionKey",
     "TinyConfig",
     "context_of",
     "default_cache_dir",
+    "find_device",
     "load_model",
     "load_tokenizer",
+    "precision_on",
     "resolve_model",
+    "spread_devices",
 ]

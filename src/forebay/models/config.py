@@ -43,6 +43,8 @@ class TinyConfig(StrictModel):
 
 Precision = Literal["float32", "bfloat16"]
 """The number format of weights, or of passes."""
+PrecisionKey = Literal["auto", "float32", "bfloat16"]
+"""In a run file; ``auto`` is bfloat16 on a CUDA device, float32 elsewhere."""
 
 
 class ModelConfig(StrictModel):

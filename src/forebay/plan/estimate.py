@@ -96,7 +96,7 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
     if config.train.ranks > 1:
         raise ConfigError(f"train.ranks = {config.train.ranks}: plans are for one rank; set train.ranks=1")
     data = load_data(config)
-    config = with_alphabet(config, data)
+    config = _settled(with_alphabet(config, data), device)
     hugging_face = model_config(config.model, seed=config.seed)
     if prompt_tokens is None:
         prompt_tokens = _longest_prompt(config, data)
@@ -161,6 +161,17 @@ _KEPT_BYTES = 400
 """Of activations, for each token, layer and number of its hidden state: plans have found 60 to 120."""
 
 
+def _settled(config: RunConfig, device: Device) -> RunConfig:
+    """`config` with the precision that ``auto`` stands for on `device`."""
+    precision = {"dtype": "bfloat16" if device.is_gpu else "float32"}
+    tables = {
+        name: table.model_copy(update=precision)
+        for name, table in (("train", config.train), ("engine", config.engine))
+        if table.dtype == "auto"
+    }
+    return config.model_copy(update=tables)
+
+
 def _longest_prompt(config: RunConfig, data: Sequence[Any]) -> int:
     """Tokens, over some hundred prompts of each task, spread over its data."""
     try:
@@ -202,7 +213,12 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
     for key, value in _remedies(config.train, longest):
         try:
             train = TrainConfig.model_validate(
-                {**config.train.model_dump(exclude_unset=True), **changes, key: value}
+                {
+                    **config.train.model_dump(exclude_unset=True),
+                    "dtype": config.train.dtype,
+                    **changes,
+                    key: value,
+                }
             )
         except (ConfigError, ValidationError):
             # It does not go with the other settings.

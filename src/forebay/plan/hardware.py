@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.config import ConfigError
+from forebay.models import find_device
 
 MIB, GIB = 2**20, 2**30
 
@@ -70,12 +71,17 @@ def parse_devices(text: str) -> Device:
     )
 
 
-def this_machine() -> Device:
-    """The first GPU of this machine with its memory, or, without one, the memory that processes may use."""
+def this_machine(device: str = "auto") -> Device:
+    """The device of a run file on this machine: a GPU with its memory, or the memory that processes may use.
+
+    Raises:
+        ConfigError: torch does not see it.
+    """
     import torch
 
-    if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
+    found = find_device(device)
+    if found.type == "cuda":
+        properties = torch.cuda.get_device_properties(found)
         known = next((gpu for name, gpu in _GPUS.items() if name.split("-")[0] in properties.name), None)
         return Device(
             name=properties.name,

@@ -31,7 +31,7 @@ from forebay.evaluate import Evaluator
 from forebay.io.durable import DamagedError, check
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
-from forebay.models import load_model, load_tokenizer, resolve_model
+from forebay.models import find_device, load_model, load_tokenizer, resolve_model
 from forebay.produce import Prompt
 from forebay.produce.prompts.dataset import known_characters
 from forebay.produce.prompts.sequences import LazySequence
@@ -40,7 +40,15 @@ from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer
 from forebay.runs.record.events import observe
 from forebay.runs.record.journal import Recorder
-from forebay.runs.rollouts import Rollouts, TaskData, build_rollouts, check_lengths, load_data, with_alphabet
+from forebay.runs.rollouts import (
+    Rollouts,
+    TaskData,
+    build_rollouts,
+    check_lengths,
+    engine_precision,
+    load_data,
+    with_alphabet,
+)
 from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
@@ -222,9 +230,9 @@ def build_trainer(
             total_steps=config.steps,
             seed=config.seed,
             tokenizer=tokenizer,
-            device=device,
+            device=find_device(config.device) if device is None else device,
             ranks=ranks,
-            engine_dtype=config.engine.dtype,
+            engine_dtype=engine_precision(config),
         )
     except ConfigError:
         raise
@@ -249,6 +257,7 @@ def warm_up(
         return target
     display.phase("warm-up")
     model, tokenizer = load_model(source, config.model), load_tokenizer(source)
+    model.to(find_device(config.device))
     prompts = [
         _with_tools(part.training, prompt_tools(task.agent))
         for task, part in zip(config.tasks, data or load_data(config), strict=True)

@@ -226,6 +226,9 @@ class RunConfig(RunFile):
     """Groups, that is prompts, per train step, over all tasks."""
     rollouts_per_prompt: int = Field(ge=1)
     """Size of a group."""
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
+    """Where models train and generate: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``auto``: the first of
+    CUDA, Apple's GPU and the CPU that is there. On a cluster Ray's resources say it."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
     checkpoint_every: int = Field(default=50, ge=0)

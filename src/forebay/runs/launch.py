@@ -45,7 +45,7 @@ from forebay.runs.folder import (
     saved_config,
     write_run_file,
 )
-from forebay.runs.placement import Cluster, PartLost, opened_cluster
+from forebay.runs.placement import Cluster, PartLost, device_fact, idle_gpus, opened_cluster
 from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import TaskData, build_rollouts, load_data, with_alphabet
 from forebay.runs.separate import run_separate
@@ -86,12 +86,15 @@ async def launch(
         with RunDisplay() as display, logs_shown(display):
             facts = {
                 "model": config.model.source,
+                "device": device_fact(config),
                 "tasks": ", ".join(task.name for task in config.tasks),
                 "batch": f"{config.batch_size} prompts x {config.rollouts_per_prompt} rollouts",
                 "training": f"{config.train.advantage}, {config.train.loss}, lr {config.train.lr:g}",
                 "folder": folder,
             }
             display.start(config.name, facts, step=step, total=config.steps)
+            if idle := idle_gpus(config):
+                display.warning(idle)
             for line in changes:
                 display.message(line)
             async with opened_cluster(config) as cluster:

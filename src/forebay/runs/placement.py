@@ -16,8 +16,11 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from forebay.config import look_up
 from forebay.engines import RolloutController
+from forebay.models import find_device, precision_on
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import ReplayBuffer, StorageBackend
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
@@ -168,3 +171,36 @@ async def opened_cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
     finally:
         if cluster is not None:
             await cluster.close()
+
+
+def device_fact(config: RunConfig) -> str:
+    """Where a run computes, as its header says it: ``cuda (NVIDIA L4), bfloat16``.
+
+    Raises:
+        ConfigError: torch does not see the device.
+    """
+    if config.cluster is not None:
+        return f"placed by {config.cluster.name}"
+    device = find_device(config.device)
+    name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+    return f"{device}{name}, {precision_on(device, config.train.dtype)}"
+
+
+def idle_gpus(config: RunConfig) -> str | None:
+    """A warning that counts the GPUs which a run leaves idle, with the keys that use them; None without any.
+
+    Servers may use any number of them, and Ray shares them out.
+    """
+    count = torch.cuda.device_count()
+    is_known = config.cluster is None and config.engine.name in ("transformers", "process")
+    if count == 0 or not is_known:
+        return None
+    if find_device(config.device).type != "cuda":
+        return f"{count} GPUs are idle: device = {config.device!r}; leave it out to use one"
+    engines = config.engine.arguments.get("engines", 1) if config.engine.name == "process" else 0
+    if (used := config.train.ranks + engines) >= count:
+        return None
+    return (
+        f"{count - used} of {count} GPUs are idle: engine.name = 'process' with engine.arguments.engines = N "
+        f"puts an engine on each of N, and train.ranks = N trains on N"
+    )

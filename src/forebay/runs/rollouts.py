@@ -26,7 +26,7 @@ from forebay.agents.base import Generator
 from forebay.config import Component, ConfigError, look_up
 from forebay.engines import Engine, EngineSurroundings, RolloutController, build_engines
 from forebay.judges import build_judge
-from forebay.models import context_of, load_tokenizer
+from forebay.models import Precision, context_of, find_device, load_tokenizer, precision_on
 from forebay.models.config import TINY
 from forebay.models.tiny import DEFAULT_ALPHABET
 from forebay.produce import (
@@ -206,6 +206,19 @@ def _checked(
     return prompts
 
 
+def engine_precision(config: RunConfig) -> Precision:
+    """In which the engines hold the weights; ``auto`` is decided by the device that they compute on.
+
+    Raises:
+        ConfigError: torch does not see the device.
+    """
+    if config.cluster is not None and config.engine.dtype == "auto":
+        # The engines' machines may have GPUs that this one has not.
+        return "bfloat16" if config.cluster.arguments.get("gpus_per_engine") else "float32"
+    device = find_device(config.engine.arguments.get("device") or config.device)
+    return precision_on(device, config.engine.dtype)
+
+
 def build_run_engines(
     config: RunConfig,
     model_folder: Path,
@@ -225,7 +238,8 @@ def build_run_engines(
     surroundings = EngineSurroundings(
         model_folder=model_folder,
         model=model,
-        dtype=config.engine.dtype,
+        dtype=engine_precision(config),
+        device=config.device,
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,

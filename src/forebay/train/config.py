@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
+from forebay.models.config import PrecisionKey
 from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
@@ -74,8 +75,9 @@ class TrainConfig(StrictModel):
     """``padded``: rows of like length. ``packed``: one long row, for flash attention on a GPU.
     ``shared_prompt``: a prompt's keys and values are computed once for all its responses; needs full
     attention in every layer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the forward passes (autocast). The trained weights and their moments are float32 always, or steps of
+    dtype: PrecisionKey = "auto"
+    """Of the forward passes (autocast): ``float32``, ``bfloat16``, or ``auto``, which is bfloat16 on a CUDA
+    device. The trained weights and their moments are float32 always, or steps of
     a small learning rate would be lost in rounding."""
     ranks: int = Field(default=1, ge=1)
     """Processes that hold a slice of the weights each and share out the micro-batches."""

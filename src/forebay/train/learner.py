@@ -31,7 +31,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from forebay.config import look_up
-from forebay.models.config import Precision
+from forebay.models import Precision, precision_on
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
 from forebay.train.batch import Pack, TrainBatch
@@ -179,7 +179,7 @@ class Learner:
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self.config.dtype == "float32":
+        if precision_on(self.device, self.config.dtype) == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 

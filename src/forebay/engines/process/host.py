@@ -149,5 +149,6 @@ class EngineRecipe(StrictModel):
     engine: Component
     dtype: Precision = "float32"
     """Of the weights that the engine holds."""
+    device: str = "cpu"
     threads: int = 1
     """For torch."""

@@ -1,0 +1,110 @@
+"""Where a run computes: the device that its file names, and the precision that ``auto`` stands for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from forebay.config import ConfigError, parse_config
+from forebay.models import find_device, precision_on, spread_devices
+from forebay.runs.config import RunConfig
+from forebay.runs.placement import device_fact, idle_gpus
+from forebay.runs.rollouts import engine_precision
+
+
+@pytest.fixture(name="gpus")
+def visible_gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    """torch sees so many CUDA devices, of which nothing is asked but names."""
+    count: int = request.param
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA L4")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    return count
+
+
+def config(**changes: Any) -> RunConfig:
+    task = {"name": "sorting", "data": {"source": "sorting", "size": 50}, "judge": "exact_match"}
+    table = {
+        "name": "placed",
+        "steps": 1,
+        "batch_size": 2,
+        "rollouts_per_prompt": 2,
+        "model": {"source": "tiny"},
+        "tasks": [task],
+    }
+    return parse_config(RunConfig, table | changes, source="test")
+
+
+@pytest.mark.parametrize(("gpus", "found"), [(0, "cpu"), (1, "cuda"), (8, "cuda")], indirect=["gpus"])
+def test_auto_is_a_gpu_where_there_is_one(gpus: int, found: str) -> None:
+    assert find_device("auto") == torch.device(found)
+    wanted = "bfloat16" if gpus else "float32"
+    assert precision_on(find_device("auto"), "auto") == wanted
+    assert engine_precision(config()) == wanted
+    assert engine_precision(config(engine={"dtype": "float32"})) == "float32"
+    assert engine_precision(config(device="cpu")) == "float32"
+
+
+@pytest.mark.parametrize("gpus", [0, 2], indirect=True)
+def test_a_device_that_is_not_there_is_refused(gpus: int) -> None:
+    with pytest.raises(ConfigError, match=f"device = 'cuda:{gpus}': .* sees .*; set device = 'auto'"):
+        find_device(f"cuda:{gpus}")
+    with pytest.raises(ConfigError, match="device = 'mps'"):
+        find_device("mps")
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "CPU"])
+def test_a_device_of_another_name_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        config(device=device)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "places"),
+    [
+        (0, ["cpu"] * 3),
+        (1, ["cuda:0"] * 3),
+        # The trainer is on the first: engines get the others, and share them when there are more engines.
+        (4, ["cuda:1", "cuda:2", "cuda:3"]),
+        (2, ["cuda:1", "cuda:0", "cuda:1"]),
+    ],
+    indirect=["gpus"],
+)
+def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str]) -> None:
+    assert spread_devices("auto", 3) == places
+    if gpus > 1:
+        assert spread_devices("cuda:1", 3) == ["cuda:1"] * 3
+
+
+@pytest.mark.parametrize("gpus", [4], indirect=True)
+def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
+    told = idle_gpus(config())
+    assert told is not None
+    assert told.startswith("3 of 4 GPUs are idle: ")
+    assert "engine.arguments.engines" in told
+    assert (idle_gpus(config(device="cpu")) or "").startswith("4 GPUs are idle: device = 'cpu'")
+    assert idle_gpus(config(engine={"name": "process", "arguments": {"engines": 3}})) is None
+    assert idle_gpus(config(train={"ranks": 4})) is None
+    # Servers and Ray share out GPUs by themselves.
+    servers = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
+    assert idle_gpus(config(engine=servers)) is None
+    assert idle_gpus(config(cluster="ray")) is None
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_the_header_says_where_a_run_computes(gpus: int) -> None:
+    assert device_fact(config()) == "cuda (NVIDIA L4), bfloat16"
+    assert device_fact(config(train={"dtype": "float32"})) == "cuda (NVIDIA L4), float32"
+    assert device_fact(config(device="cpu")) == "cpu, float32"
+    assert device_fact(config(cluster="ray")) == "placed by ray"
+
+
+@pytest.mark.parametrize("gpus", [0], indirect=True)
+def test_on_a_cluster_the_engines_have_the_precision_of_their_gpus(gpus: int) -> None:
+    with_gpus = {"name": "ray", "arguments": {"gpus_per_engine": 1}}
+    assert engine_precision(config(cluster=with_gpus)) == "bfloat16"
+    assert engine_precision(config(cluster="ray")) == "float32"

@@ -75,7 +75,7 @@ def run_file(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("text", "engine", "train"),
     [
-        ('[model]\nsource = "tiny"\n', "float32", "float32"),
+        ('[model]\nsource = "tiny"\n', "auto", "auto"),
         ('[model]\nsource = "tiny"\ndtype = "bfloat16"\n', "bfloat16", "bfloat16"),
         ('engine = "process"\n[model]\nsource = "tiny"\ndtype = "bfloat16"\n', "bfloat16", "bfloat16"),
         (

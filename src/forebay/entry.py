@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from forebay import given
 from forebay.config import ConfigError, apply_overrides, parse_config, read_toml
 from forebay.runs.config import RunConfig
 from forebay.runs.folder import RUN_FILE
+
+logger = logging.getLogger(__name__)
 
 JudgeFunction = Callable[..., Any]
 Rows = Sequence[Mapping[str, Any]]
@@ -83,6 +86,7 @@ async def run_async(
         ConfigError: something does not fit.
         ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
     """
+    from forebay.plan import check_memory, this_machine
     from forebay.runs.launch import launch
 
     # The folder may have been moved.
@@ -106,6 +110,8 @@ async def run_async(
             )
         if folder is not None:
             read = read.model_copy(update={"output": folder.parent, "name": folder.name})
+        if warning := await asyncio.to_thread(check_memory, read, this_machine(read.device)):
+            logger.warning("%s", warning)
         summary, interrupted = await launch(read, resume=folder, overwrite=overwrite)
     lines = (read.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     model = read.folder / "model"

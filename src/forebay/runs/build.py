@@ -47,6 +47,7 @@ from forebay.runs.rollouts import (
     check_lengths,
     engine_precision,
     load_data,
+    on_this_machine,
     with_alphabet,
 )
 from forebay.runs.show.alarms import RunAlarms
@@ -197,7 +198,7 @@ def build_run(
         cluster.listen(partial(_note_retry, ledger), ledger.note_restart)
     display.follow(run.status)
     if config.record:
-        run.record = Recorder(folder, run_file=to_toml(config), resumed_from=resume_step)
+        run.record = Recorder(folder, run_file=to_toml(on_this_machine(config)), resumed_from=resume_step)
         observe(run.record, run.manager, run.controller)
     return run
 

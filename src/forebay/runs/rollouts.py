@@ -219,6 +219,16 @@ def engine_precision(config: RunConfig) -> Precision:
     return precision_on(device, config.engine.dtype)
 
 
+def on_this_machine(config: RunConfig) -> RunConfig:
+    """`config` with what ``auto`` stands for here: the device and the precisions, to run it again elsewhere."""
+    if config.cluster is not None:
+        return config
+    device = find_device(config.device)
+    train = config.train.model_copy(update={"dtype": precision_on(device, config.train.dtype)})
+    engine = config.engine.model_copy(update={"dtype": engine_precision(config)})
+    return config.model_copy(update={"device": str(device), "train": train, "engine": engine})
+
+
 def build_run_engines(
     config: RunConfig,
     model_folder: Path,

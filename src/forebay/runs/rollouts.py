@@ -220,7 +220,7 @@ def engine_precision(config: RunConfig) -> Precision:
 
 
 def on_this_machine(config: RunConfig) -> RunConfig:
-    """`config` with what ``auto`` stands for here: the device and the precisions, to run it again elsewhere."""
+    """`config` with what ``auto`` stands for here: device and precisions, to run it again elsewhere."""
     if config.cluster is not None:
         return config
     device = find_device(config.device)

@@ -9,6 +9,7 @@ import torch
 
 from forebay.config import ConfigError, parse_config
 from forebay.models import find_device, precision_on, spread_devices
+from forebay.runs.build import _trainer_device
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import device_fact, idle_gpus
 from forebay.runs.rollouts import engine_precision
@@ -20,7 +21,7 @@ def visible_gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     count: int = request.param
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=0: "NVIDIA L4")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     return count
@@ -76,6 +77,8 @@ def test_a_device_of_another_name_is_refused(device: str) -> None:
 )
 def test_engines_in_processes_get_a_gpu_each(gpus: int, places: list[str]) -> None:
     assert spread_devices("auto", 3) == places
+    if gpus == 4:
+        assert spread_devices("auto", 2, taken=2) == ["cuda:2", "cuda:3"]
     if gpus > 1:
         assert spread_devices("cuda:1", 3) == ["cuda:1"] * 3
 
@@ -89,6 +92,10 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
     assert (idle_gpus(config(device="cpu")) or "").startswith("4 GPUs are idle: device = 'cpu'")
     assert idle_gpus(config(engine={"name": "process", "arguments": {"engines": 3}})) is None
     assert idle_gpus(config(train={"ranks": 4})) is None
+    split = config(train={"ranks": 2}, engine={"name": "process", "arguments": {"engines": 2}})
+    assert idle_gpus(split) is None
+    crowded = config(device="cuda:1", engine={"name": "process", "arguments": {"engines": 3}})
+    assert (idle_gpus(crowded) or "").startswith("2 of 4 GPUs are idle")
     # Servers and Ray share out GPUs by themselves.
     servers = {"name": "vllm", "arguments": {"urls": ["http://127.0.0.1:8000"]}}
     assert idle_gpus(config(engine=servers)) is None
@@ -108,3 +115,23 @@ def test_on_a_cluster_the_engines_have_the_precision_of_their_gpus(gpus: int) ->
     with_gpus = {"name": "ray", "arguments": {"gpus_per_engine": 1}}
     assert engine_precision(config(cluster=with_gpus)) == "bfloat16"
     assert engine_precision(config(cluster="ray")) == "float32"
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_ranks_need_a_gpu_each(gpus: int) -> None:
+    for changes in ({}, {"device": "cuda:0"}):
+        with pytest.raises(ConfigError, match="needs as many GPUs, from the first on, and torch sees 1"):
+            _trainer_device(config(train={"ranks": 2}, **changes))
+    assert _trainer_device(config(train={"ranks": 2}, device="cpu")) == "cpu"
+    assert _trainer_device(config()) == "cuda"
+
+
+@pytest.mark.parametrize("gpus", [1], indirect=True)
+def test_a_gpu_without_bfloat16_computes_in_float32(gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=0: (7, 5))
+    assert engine_precision(config()) == "float32"
+
+
+def test_an_engine_says_which_devices_there_are() -> None:
+    with pytest.raises(ConfigError, match="device"):
+        config(engine={"arguments": {"device": "xpu"}})

@@ -86,7 +86,7 @@ async def run_async(
         ConfigError: something does not fit.
         ProductionError, StallError, FloatingPointError, PartLost, DiskError: as `forebay.runs.launch.launch`.
     """
-    from forebay.plan import check_memory, this_machine
+    from forebay.plan import check_memory
     from forebay.runs.launch import launch
 
     # The folder may have been moved.
@@ -110,7 +110,7 @@ async def run_async(
             )
         if folder is not None:
             read = read.model_copy(update={"output": folder.parent, "name": folder.name})
-        if warning := await asyncio.to_thread(check_memory, read, this_machine(read.device)):
+        if warning := await asyncio.to_thread(check_memory, read):
             logger.warning("%s", warning)
         summary, interrupted = await launch(read, resume=folder, overwrite=overwrite)
     lines = (read.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

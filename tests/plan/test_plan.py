@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from torch import nn
+from transformers import LlamaConfig, MambaConfig
 from typer.testing import CliRunner
 
 from forebay.cli.commands import app
@@ -16,6 +18,7 @@ from forebay.models.tiny import write_tiny
 from forebay.plan import check_memory, make_plan, parse_devices, verdict
 from forebay.plan.estimate import _surely_fits
 from forebay.plan.hardware import GIB, Device
+from forebay.plan.memory import _no_moves
 from forebay.plan.report import sentences
 from forebay.runs.config import RunConfig
 
@@ -79,7 +82,8 @@ def test_engines_of_their_own_device_are_not_counted(model: Path) -> None:
     two = make_plan(run_config(model, engine=engine), device(10 * GIB, count=2), prompt_tokens=32)
     one = make_plan(run_config(model, engine=engine), device(10 * GIB), prompt_tokens=32)
     assert "engine: weights" not in two.parts
-    assert one.parts["engine: weights"] == 4 * one.num_parameters
+    # In bfloat16, as on any GPU of a plan.
+    assert one.parts["engine: weights"] == 2 * one.num_parameters
 
 
 def test_a_run_that_does_not_fit_is_told_the_first_changes_that_help(model: Path) -> None:
@@ -106,6 +110,8 @@ def test_times_follow_from_arithmetic_and_bandwidth(model: Path) -> None:
     slow = device(10 * GIB, flop_per_s=1e12, bytes_per_s=1e11)
     fast = device(10 * GIB, flop_per_s=1e13, bytes_per_s=1e12)
     plan, faster = (make_plan(run_config(model), gpu, prompt_tokens=32) for gpu in (slow, fast))
+    in_float32 = run_config(model, train={"token_budget": 1024, "dtype": "float32"})
+    assert make_plan(in_float32, fast, prompt_tokens=32).step_s is None
     assert plan.train_s is not None
     assert faster.train_s == pytest.approx(plan.train_s / 10, rel=0.01)
     assert plan.step_s == pytest.approx(plan.train_s + (plan.generation_s or 0), rel=0.2)
@@ -181,3 +187,36 @@ def test_the_quick_bound_is_above_the_plan(model: Path, whole_model: Path) -> No
         config = run_config(folder, **changes)
         plan = make_plan(config, device(10 * GIB, is_gpu=False), prompt_tokens=32)
         assert not _surely_fits(config, device(plan.total, is_gpu=False))
+
+
+def test_what_no_plan_knows_does_not_stop_a_run(tmp_path: Path) -> None:
+    MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2).save_pretrained(tmp_path)
+    assert check_memory(run_config(tmp_path), device(10 * GIB)) is None
+
+
+def test_mini_batches_are_planned_full(model: Path) -> None:
+    """The real batch fills every micro-batch of every mini-batch."""
+    train = {"token_budget": 1024, "mini_batches": 4, "correction": "ratio"}
+    config = run_config(model, batch_size=16, train=train)
+    whole = run_config(model, batch_size=16)
+    plans = [make_plan(each, device(10 * GIB, is_gpu=False), prompt_tokens=32) for each in (config, whole)]
+    assert plans[0].parts["trainer: activations"] == pytest.approx(
+        plans[1].parts["trainer: activations"], rel=0.05
+    )
+
+
+def test_adapters_and_engines_in_processes_count(model: Path) -> None:
+    big = device(10 * GIB)
+    plain = make_plan(run_config(model), big, prompt_tokens=32)
+    engine = {"name": "process", "arguments": {"engines": 3}}
+    three = make_plan(run_config(model, engine=engine), big, prompt_tokens=32)
+    assert three.parts["engine: weights"] == 3 * plain.parts["engine: weights"]
+    lora = run_config(model, train={"token_budget": 1024, "lora_rank": 4})
+    adapted = make_plan(lora, big, prompt_tokens=32)
+    assert adapted.parts["engine: weights"] > 2 * plain.parts["engine: weights"]
+
+
+def test_planning_leaves_other_models_of_the_process_alone(model: Path) -> None:
+    with _no_moves(), _no_moves():
+        assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
+    assert nn.Linear(2, 2).double().weight.dtype == torch.float64

@@ -74,7 +74,9 @@ def train(
         Path | None, typer.Argument(help="A TOML run file; see recipes/. Left out with --resume.")
     ] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the resolved run file only.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved run file and its plan only.")
+    ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Try data, model, engine and judge on one sample; train nothing.")
     ] = False,
@@ -171,10 +173,10 @@ def _train(
             plan_cli.show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
-        from forebay.plan import check_memory, this_machine
+        from forebay.plan import check_memory
         from forebay.runs.launch import launch
 
-        if warning := check_memory(config, this_machine(config.device)):
+        if warning := check_memory(config):
             say(f"warning: {warning}")
         last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
         if last_line:

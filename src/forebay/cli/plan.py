@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from forebay.cli.errors import one_message
-from forebay.config import ConfigError, load_config
+from forebay.config import load_config
 
 if TYPE_CHECKING:
     from forebay.runs.config import RunConfig
@@ -52,9 +52,10 @@ def plan(
 def show_plan_here(config: RunConfig, console: Console) -> None:
     """Print the plan of `config` on this machine, or in one line why there is none."""
     from forebay.plan import make_plan, this_machine
+    from forebay.plan.estimate import NO_PLAN
     from forebay.plan.report import show_plan
 
     try:
         show_plan(make_plan(config, this_machine(config.device)), console)
-    except ConfigError as error:
+    except NO_PLAN as error:
         console.print(f"no plan of the memory: {error}", markup=False, highlight=False)

@@ -363,6 +363,6 @@ def _build(spec: EngineSpec) -> list[Engine]:
 def engine_on(device: str, engine: Component) -> Component:
     """`engine` on the device that Ray gave, if it computes in this process or a child, and names none."""
     inner = engine.arguments.get("engine", "transformers") if engine.name == "process" else engine.name
-    if inner != "transformers" or device == "cpu":
+    if inner != "transformers":
         return engine
     return engine.model_copy(update={"arguments": {"device": device, **engine.arguments}})

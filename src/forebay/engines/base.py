@@ -154,6 +154,8 @@ class EngineSurroundings:
     """In which engines hold the weights and compute."""
     device: str = "cpu"
     """The run's own, where an argument does not say otherwise: `find_device` knows it."""
+    trainer_gpus: int = 1
+    """GPUs of this machine, the first ones, that the trainer takes."""
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""

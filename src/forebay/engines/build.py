@@ -11,7 +11,7 @@ from pydantic import Field, create_model
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings
 from forebay.engines.servers.build import HTTPArguments, http_engines
-from forebay.models import PrecisionKey, find_device, load_model, spread_devices
+from forebay.models import DEVICE_PATTERN, PrecisionKey, find_device, load_model, spread_devices
 
 
 class EngineConfig(Component):
@@ -38,7 +38,7 @@ class TransformersArguments(StrictModel, strict=True):
     takes_adapters: bool = True
     """With LoRA, keep a second copy of the adapted weights and take adapters alone; false: be given merged
     weights."""
-    device: str | None = None
+    device: str | None = Field(default=None, pattern=DEVICE_PATTERN)
     """Where the model computes: ``cpu``, ``cuda``, ``cuda:1``. None: the run's ``device``."""
 
 
@@ -86,11 +86,12 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         threads=settings.threads,
     )
     hand_over, logs = SharedMemoryHandOver(), surroundings.scratch
+    places = spread_devices(surroundings.device, settings.engines, taken=surroundings.trainer_gpus)
     started = [
         ProcessEngine(
             recipe.model_copy(update={"device": device}), hand_over, log=logs / f"engine_{number}.log"
         )
-        for number, device in enumerate(spread_devices(surroundings.device, settings.engines))
+        for number, device in enumerate(places)
     ]
     try:
         for process in started:

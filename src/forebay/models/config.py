@@ -43,6 +43,8 @@ class TinyConfig(StrictModel):
 
 Precision = Literal["float32", "bfloat16"]
 """The number format of weights, or of passes."""
+DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
+"""The names of devices in a run file."""
 PrecisionKey = Literal["auto", "float32", "bfloat16"]
 """In a run file; ``auto`` is bfloat16 on a CUDA device, float32 elsewhere."""
 

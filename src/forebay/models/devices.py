@@ -14,7 +14,9 @@ AUTO = "auto"
 
 
 def find_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is the first GPU, then Apple's, then the CPU.
+    """The device of that name; ``auto`` is the first CUDA device, or the CPU.
+
+    Apple's GPU has to be named: it has no float64, in which the engine in the process draws its tokens.
 
     Raises:
         ConfigError: torch does not see it.
@@ -22,22 +24,22 @@ def find_device(name: str) -> torch.device:
     import torch
 
     if name == AUTO:
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    device = torch.device(name)
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, number = name.partition(":")
     is_there = {
-        "cpu": True,
-        "cuda": (device.index or 0) < torch.cuda.device_count(),
+        "cpu": not number,
+        "cuda": int(number or 0) < torch.cuda.device_count(),
         "mps": torch.backends.mps.is_available(),
     }
-    if not is_there[device.type]:
+    if not is_there.get(kind, False):
         raise ConfigError(
             f"device = {name!r}: torch {torch.__version__} sees {describe_devices()}; set device = 'auto'"
         )
-    return device
+    return torch.device(name)
 
 
-def spread_devices(name: str, count: int) -> list[str]:
-    """A device for each of `count` processes beside a trainer on `name`.
+def spread_devices(name: str, count: int, *, taken: int = 1) -> list[str]:
+    """A device for each of `count` processes beside a trainer on `name`, which takes the first `taken` GPUs.
 
     On a machine with several GPUs they get one each, those that the trainer does not use first; more
     processes than GPUs share them. A GPU named by its number is meant for all.
@@ -51,16 +53,18 @@ def spread_devices(name: str, count: int) -> list[str]:
     if device.type != "cuda" or ":" in name:
         return [str(device)] * count
     gpus = torch.cuda.device_count()
-    return [f"cuda:{(number + 1) % gpus}" for number in range(count)]
+    return [f"cuda:{(number + taken) % gpus}" for number in range(count)]
 
 
 def precision_on(device: torch.device, wanted: PrecisionKey) -> Precision:
-    """`wanted`, or for ``auto`` bfloat16 on a GPU that computes in it, else float32."""
+    """`wanted`, or for ``auto`` bfloat16 on a CUDA device that computes in it, else float32."""
     import torch
 
     if wanted != "auto":
         return wanted
-    return "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    # Ampere or later. `torch.cuda.is_bf16_supported` says yes also where it is emulated, slowly.
+    has_it = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    return "bfloat16" if has_it else "float32"
 
 
 def describe_devices() -> str:

@@ -25,7 +25,7 @@ from forebay.config import ConfigError
 from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.models import load_tokenizer, resolve_model
 from forebay.models.loading import model_config
-from forebay.plan.hardware import GIB, MIB, Device
+from forebay.plan.hardware import GIB, MIB, Device, this_machine
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
@@ -93,6 +93,10 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
     Raises:
         ConfigError: the model or the data does not fit, or the model cannot be planned.
     """
+    if config.cluster is not None:
+        raise ConfigError(
+            "a cluster shares out the parts of a run, and plans are for one machine; leave cluster out"
+        )
     if config.train.ranks > 1:
         raise ConfigError(f"train.ranks = {config.train.ranks}: plans are for one rank; set train.ranks=1")
     data = load_data(config)
@@ -105,8 +109,10 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
     return _plan(config, device, hugging_face, prompt_tokens, longest)
 
 
-def check_memory(config: RunConfig, device: Device) -> str | None:
+def check_memory(config: RunConfig, device: Device | None = None) -> str | None:
     """A warning if `config` may not fit `device`; None if it fits, or if that cannot be said beforehand.
+
+    Without a `device` it is the run's own, on this machine.
 
     A plan takes seconds, so none is made for models that are far too small to need one. Parts of a run on a
     cluster or on several ranks lie elsewhere.
@@ -116,17 +122,22 @@ def check_memory(config: RunConfig, device: Device) -> str | None:
     """
     if not config.check_memory or config.cluster is not None or config.train.ranks > 1:
         return None
+    device = device or this_machine(config.device)
     try:
         if _surely_fits(config, device):
             return None
         plan = make_plan(config, device)
-    except ConfigError as error:
+    except NO_PLAN as error:
         # The run says what is wrong with its model or data, if anything is.
-        logger.info("no plan of the memory: %s", error)
+        logger.info("no plan of the memory: %s: %s", type(error).__name__, error)
         return None
     if not plan.fits:
         raise ConfigError(f"{verdict(plan)} check_memory = false starts the run anyway.")
     return None if plan.share <= WARN_SHARE else verdict(plan)
+
+
+NO_PLAN = (ConfigError, RuntimeError, ValueError, AttributeError, TypeError, KeyError)
+"""Raised where a model's config or code is of a kind that a plan does not know; the run may go well."""
 
 
 def verdict(plan: Plan) -> str:
@@ -152,7 +163,9 @@ def _surely_fits(config: RunConfig, device: Device) -> bool:
     sequences = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
     own_context = getattr(sizes, "max_position_embeddings", None) or config.train.token_budget
     context = config.model.max_context or int(own_context)
-    cached = sequences * context * _cache_bytes_per_token(config, sizes)
+    cached = (
+        sequences * context * _cache_bytes_per_token(config, sizes) if _shares_device(config, device) else 0
+    )
     activations = config.train.token_budget * sizes.num_hidden_layers * sizes.hidden_size * _KEPT_BYTES
     return bool(40 * num_parameters + cached + activations + 8 * CHUNK_ELEMENTS * 4 < device.memory_bytes)
 
@@ -259,8 +272,10 @@ def _step_memory(config: RunConfig, train: TrainConfig, hugging_face: Any, batch
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
     """Groups of the longest sequences, as many as fill two micro-batches at most."""
     group_size = config.rollouts_per_prompt
-    enough = 2 * max(1, config.train.token_budget // longest) + 2 * group_size
-    num_groups = min(config.batch_size, -(-enough // group_size))
+    enough = 2 * max(1, config.train.token_budget // longest)
+    # Of one mini-batch: the others come after it.
+    num_groups = -(-config.batch_size // config.train.mini_batches)
+    num_groups = max(1, min(num_groups, -(-enough // group_size)))
     response = [0] * (longest - prompt_tokens)
     return TrainBatch.from_examples(
         ([group % 2] * prompt_tokens, response) for group in range(num_groups) for _ in range(group_size)
@@ -271,19 +286,26 @@ def _parts(
     config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
 ) -> dict[str, int]:
     parts = {f"trainer: {name}": size for name, size in step.parts.items()}
+    processes = _engines(config) if config.engine.name == "process" else 0
     if _shares_device(config, device):
-        parts["engine: weights"] = step.num_parameters * _itemsize(config)
-        parts["engine: key/value cache"] = (
-            _running(config) * longest * _cache_bytes_per_token(config, hugging_face)
-        )
+        # With LoRA an engine keeps the starting weights beside those that the adapters are merged into.
+        copies = 2 if config.train.lora_rank else 1
+        weights = step.num_parameters * _itemsize(config) * copies
+        cache = _running(config) * longest * _cache_bytes_per_token(config, hugging_face)
+        parts["engine: weights"] = weights * max(1, processes)
+        parts["engine: key/value cache"] = cache
     if device.is_gpu:
-        parts["CUDA context and libraries"] = CONTEXT_BYTES
+        parts["CUDA context and libraries"] = CONTEXT_BYTES * (1 + processes * _shares_device(config, device))
     return parts
 
 
 def _shares_device(config: RunConfig, device: Device) -> bool:
     """Whether the engine lies in the same memory as the trainer; servers of others are not counted."""
     return config.engine.name == "transformers" or (config.engine.name == "process" and device.count == 1)
+
+
+def _engines(config: RunConfig) -> int:
+    return int(config.engine.arguments.get("engines", config.engine.arguments.get("servers", 1)) or 1)
 
 
 def _running(config: RunConfig) -> int:
@@ -307,8 +329,12 @@ def _times(
     config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
 ) -> dict[str, Any]:
     """Seconds of a step if every response were as long as it may be; nothing for an unknown device."""
-    if device.flop_per_s is None or device.bytes_per_s is None:
+    is_known = device.flop_per_s is not None and device.bytes_per_s is not None
+    # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
+    if not is_known or config.train.dtype != "bfloat16":
         return {}
+    assert device.flop_per_s is not None
+    assert device.bytes_per_s is not None
     sequences = config.batch_size * config.rollouts_per_prompt
     # Passes without gradient are a third of the work of one with.
     extra = config.train.needs_old_logprobs * (config.train.correction != "ratio") + (
@@ -328,7 +354,7 @@ def _times(
         layers * LAUNCH_S if config.engine.name in ("transformers", "process") else 0.0,
     )
     described = ClusterConfig(
-        engines=1,
+        engines=_engines(config),
         slots=running,
         tokens_per_s=running / token_s,
         lengths=LengthConfig(constant=max(1, longest)),

@@ -82,12 +82,19 @@ def this_machine(device: str = "auto") -> Device:
     found = find_device(device)
     if found.type == "cuda":
         properties = torch.cuda.get_device_properties(found)
-        known = next((gpu for name, gpu in _GPUS.items() if name.split("-")[0] in properties.name), None)
+        plain = properties.name.upper().replace(" ", "")
+        # The longest name that is in it (L40S, not L4), and of two sizes the nearer one.
+        known = max(
+            (name for name in _GPUS if name.split("-")[0] in plain),
+            key=lambda name: (len(name.split("-")[0]), -abs(_GPUS[name][0] - properties.total_memory / GIB)),
+            default=None,
+        )
+        _, tflop, gigabytes = _GPUS[known] if known else (0, None, None)
         return Device(
             name=properties.name,
             memory_bytes=properties.total_memory,
-            flop_per_s=known[1] * 1e12 if known else None,
-            bytes_per_s=known[2] * 1e9 if known else None,
+            flop_per_s=tflop * 1e12 if tflop else None,
+            bytes_per_s=gigabytes * 1e9 if gigabytes else None,
             count=torch.cuda.device_count(),
         )
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

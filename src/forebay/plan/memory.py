@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -52,6 +52,7 @@ class StepMemory:
     tokens: int
     """Of that micro-batch."""
     num_parameters: int
+    """Of the policy, adapters included."""
 
     @property
     def total(self) -> int:
@@ -117,7 +118,7 @@ class MemoryPeak(TorchDispatchMode):
 def step_memory(
     model_config: Any, config: TrainConfig, batch: TrainBatch, *, attention: str = "sdpa"
 ) -> StepMemory:
-    """The peak of one optimizer step over the first mini-batch of `batch`, on one device and rank.
+    """The peak of one optimizer step over `batch`, a mini-batch, on one device and rank.
 
     `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
     the second finds the gradients of the first. Importance weights are taken as computed before.
@@ -125,7 +126,7 @@ def step_memory(
     Raises:
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
     """
-    packer = Packer(config.token_budget, layout=config.layout, mini_batches=config.mini_batches)
+    packer = Packer(config.token_budget, layout=config.layout)
     packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
     packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
     with (
@@ -163,7 +164,7 @@ def step_memory(
         parts={kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]},
         flop=flop.get_total_flops(),
         tokens=int(batch.lengths[packs[0]].sum()),
-        num_parameters=sum(parameter.numel() for parameter in parameters),
+        num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
     )
 
 
@@ -178,12 +179,19 @@ def _critic(model: Any) -> Critic:
 
 
 def _no_moves() -> AbstractContextManager[object]:
-    """While open, modules stay on their device and in their dtype, where a plan makes all of them anyway.
+    """While open, modules of fake tensors stay on their device and in their dtype, where a plan makes them.
 
-    torch moves a module of fake tensors by swapping each with its copy, and refuses to for those that it made
-    under the mode itself.
+    torch moves such a module by swapping each tensor with its copy, and refuses to for those that it made
+    under the mode itself. Other modules of the process are moved as ever.
     """
-    return patch.object(nn.Module, "_apply", lambda self, fn, recurse=True: self)
+    move: Callable[..., nn.Module] = nn.Module._apply
+
+    def stay(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        if any(isinstance(parameter, FakeTensor) for parameter in module.parameters()):
+            return module
+        return move(module, function, recurse)
+
+    return patch.object(nn.Module, "_apply", stay)
 
 
 def fill_numbers(batch: TrainBatch) -> TrainBatch:

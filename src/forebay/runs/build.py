@@ -47,8 +47,8 @@ from forebay.runs.rollouts import (
     check_lengths,
     engine_precision,
     load_data,
-    on_this_machine,
     with_alphabet,
+    with_precisions,
 )
 from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
@@ -198,7 +198,7 @@ def build_run(
         cluster.listen(partial(_note_retry, ledger), ledger.note_restart)
     display.follow(run.status)
     if config.record:
-        run.record = Recorder(folder, run_file=to_toml(on_this_machine(config)), resumed_from=resume_step)
+        run.record = Recorder(folder, run_file=to_toml(with_precisions(config)), resumed_from=resume_step)
         observe(run.record, run.manager, run.controller)
     return run
 
@@ -223,6 +223,8 @@ def build_trainer(
         ConfigError: the model or the training's settings do not fit.
     """
     model = load_model(model_folder, config.model)
+    if device is None and config.cluster is None:
+        device = _trainer_device(config)
     try:
         return TrainController(
             model,
@@ -231,7 +233,7 @@ def build_trainer(
             total_steps=config.steps,
             seed=config.seed,
             tokenizer=tokenizer,
-            device=find_device(config.device) if device is None else device,
+            device=device,
             ranks=ranks,
             engine_dtype=engine_precision(config),
         )
@@ -239,6 +241,19 @@ def build_trainer(
         raise
     except ValueError as error:
         raise ConfigError(f"[train] cannot be built: {error}") from error
+
+
+def _trainer_device(config: RunConfig) -> str:
+    device = find_device(config.device)
+    if device.type == "cuda" and config.train.ranks > 1:
+        # NCCL refuses two ranks on one GPU, and ranks take the first GPUs.
+        count = torch.cuda.device_count()
+        if config.train.ranks > count or ":" in config.device:
+            raise ConfigError(
+                f"train.ranks = {config.train.ranks} on device {config.device!r} needs as many GPUs, from "
+                f"the first on, and torch sees {count}: lower train.ranks, or set device = 'cpu'"
+            )
+    return str(device)
 
 
 def warm_up(
@@ -258,7 +273,8 @@ def warm_up(
         return target
     display.phase("warm-up")
     model, tokenizer = load_model(source, config.model), load_tokenizer(source)
-    model.to(find_device(config.device))
+    if config.cluster is None:
+        model.to(find_device(config.device))
     prompts = [
         _with_tools(part.training, prompt_tools(task.agent))
         for task, part in zip(config.tasks, data or load_data(config), strict=True)

@@ -23,7 +23,7 @@ from forebay.config import (
 from forebay.engines import EngineConfig, find_engine
 from forebay.judges import JudgeConfig, build_judge
 from forebay.metrics import MetricsConfig
-from forebay.models import ModelConfig
+from forebay.models import DEVICE_PATTERN, ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.produce.prompts.sources import check_source
 from forebay.replay import SyncReplayBufferConfig
@@ -226,9 +226,9 @@ class RunConfig(RunFile):
     """Groups, that is prompts, per train step, over all tasks."""
     rollouts_per_prompt: int = Field(ge=1)
     """Size of a group."""
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$")
-    """Where models train and generate: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``auto``: the first of
-    CUDA, Apple's GPU and the CPU that is there. On a cluster Ray's resources say it."""
+    device: str = Field(default="auto", pattern=DEVICE_PATTERN)
+    """Where models train and generate: ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``auto``: CUDA if there
+    is one, else the CPU. On a cluster Ray's resources say it."""
     threads: int = Field(default=1, ge=1)
     """CPU threads for torch."""
     checkpoint_every: int = Field(default=50, ge=0)

@@ -20,7 +20,7 @@ import torch
 
 from forebay.config import look_up
 from forebay.engines import RolloutController
-from forebay.models import find_device, precision_on
+from forebay.models import find_device, precision_on, spread_devices
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import ReplayBuffer, StorageBackend
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
@@ -197,10 +197,13 @@ def idle_gpus(config: RunConfig) -> str | None:
         return None
     if find_device(config.device).type != "cuda":
         return f"{count} GPUs are idle: device = {config.device!r}; leave it out to use one"
-    engines = config.engine.arguments.get("engines", 1) if config.engine.name == "process" else 0
-    if (used := config.train.ranks + engines) >= count:
+    used = {f"cuda:{rank}" for rank in range(config.train.ranks)}
+    if config.engine.name == "process":
+        engines = config.engine.arguments.get("engines", 1)
+        used |= set(spread_devices(config.device, engines, taken=config.train.ranks))
+    if len(used) >= count:
         return None
     return (
-        f"{count - used} of {count} GPUs are idle: engine.name = 'process' with engine.arguments.engines = N "
-        f"puts an engine on each of N, and train.ranks = N trains on N"
+        f"{count - len(used)} of {count} GPUs are idle: engine.name = 'process' with "
+        f"engine.arguments.engines = N puts an engine on each of N, and train.ranks = N trains on N"
     )

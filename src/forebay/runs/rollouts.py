@@ -212,21 +212,22 @@ def engine_precision(config: RunConfig) -> Precision:
     Raises:
         ConfigError: torch does not see the device.
     """
-    if config.cluster is not None and config.engine.dtype == "auto":
+    if config.engine.dtype != "auto":
+        return config.engine.dtype
+    if config.cluster is not None:
         # The engines' machines may have GPUs that this one has not.
         return "bfloat16" if config.cluster.arguments.get("gpus_per_engine") else "float32"
-    device = find_device(config.engine.arguments.get("device") or config.device)
-    return precision_on(device, config.engine.dtype)
+    return precision_on(find_device(config.engine.arguments.get("device") or config.device), "auto")
 
 
-def on_this_machine(config: RunConfig) -> RunConfig:
-    """`config` with what ``auto`` stands for here: device and precisions, to run it again elsewhere."""
+def with_precisions(config: RunConfig) -> RunConfig:
+    """`config` with the precisions that ``auto`` stands for here, to train the same elsewhere."""
     if config.cluster is not None:
         return config
-    device = find_device(config.device)
-    train = config.train.model_copy(update={"dtype": precision_on(device, config.train.dtype)})
+    precision = precision_on(find_device(config.device), config.train.dtype)
+    train = config.train.model_copy(update={"dtype": precision})
     engine = config.engine.model_copy(update={"dtype": engine_precision(config)})
-    return config.model_copy(update={"device": str(device), "train": train, "engine": engine})
+    return config.model_copy(update={"train": train, "engine": engine})
 
 
 def build_run_engines(
@@ -250,6 +251,7 @@ def build_run_engines(
         model=model,
         dtype=engine_precision(config),
         device=config.device,
+        trainer_gpus=config.train.ranks,
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,

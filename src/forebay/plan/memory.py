@@ -37,9 +37,6 @@ from forebay.train.learner import Learner
 from forebay.train.model.critic import Critic
 from forebay.train.packing import Packer, num_cells
 
-LOGITS, ACTIVATIONS = "logits", "activations"
-KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
-
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
@@ -113,6 +110,10 @@ class MemoryPeak(TorchDispatchMode):
         if self._total > self._peak_total:
             self.reset()
         return result
+
+
+LOGITS, ACTIVATIONS = "logits", "activations"
+KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
 
 
 def step_memory(

@@ -74,9 +74,9 @@ class TransformersEngine:
         takes_adapters: bool = True,
         max_context_tokens: int | None = None,
         model_step: int = 0,
-        device: str = "cpu",
+        device: str | None = None,
     ) -> None:
-        """Take over `model` (it is put into evaluation mode and on `device`).
+        """Take over `model` (it is put into evaluation mode, and on `device` if one is named).
 
         Without a `tokenizer` requests cannot have stop texts. `max_context_tokens` left out is the model's
         own limit. `max_batch` requests decode together, the rest wait; `prefill_tokens`, padding included, is
@@ -92,8 +92,8 @@ class TransformersEngine:
                 f"max_batch and prefill_tokens must be at least 1, got {max_batch} and {prefill_tokens}"
             )
         self._max_batch = max_batch
-        self._device = device
-        self._model = model.eval().to(device)
+        self._device = device or str(next(model.parameters()).device)
+        self._model = model.eval().to(self._device)
         self._has_tokenizer = tokenizer is not None
         self.max_context_tokens = check_config(model, max_context_tokens)
         """The most tokens, prompt and response together, one request may reach."""

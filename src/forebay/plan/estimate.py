@@ -160,11 +160,12 @@ def _surely_fits(config: RunConfig, device: Device) -> bool:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(sizes)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    sequences = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
     own_context = getattr(sizes, "max_position_embeddings", None) or config.train.token_budget
     context = config.model.max_context or int(own_context)
     cached = (
-        sequences * context * _cache_bytes_per_token(config, sizes) if _shares_device(config, device) else 0
+        _in_flight(config) * context * _cache_bytes_per_token(config, sizes)
+        if _shares_device(config, device)
+        else 0
     )
     activations = config.train.token_budget * sizes.num_hidden_layers * sizes.hidden_size * _KEPT_BYTES
     return bool(40 * num_parameters + cached + activations + 8 * CHUNK_ELEMENTS * 4 < device.memory_bytes)
@@ -209,9 +210,7 @@ def _longest_response(config: RunConfig, task: Any, hugging_face: Any, prompt_to
 
 
 def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int) -> Plan:
-    batch = _largest_batch(config, prompt_tokens, longest)
-    step = _step_memory(config, config.train, hugging_face, batch)
-    parts = _parts(config, device, hugging_face, step, longest)
+    step, parts = _memory(config, device, hugging_face, prompt_tokens, longest)
     plan = Plan(
         device=device,
         parts=parts,
@@ -239,8 +238,8 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         changes[key] = value
         advice.append(f"train.{key}={str(value).lower()}")
         changed = config.model_copy(update={"train": train})
-        step = _step_memory(changed, train, hugging_face, _largest_batch(changed, prompt_tokens, longest))
-        total = sum(_parts(changed, device, hugging_face, step, longest).values())
+        _, parts = _memory(changed, device, hugging_face, prompt_tokens, longest)
+        total = sum(parts.values())
         if total <= WARN_SHARE * device.memory_bytes:
             return replace(plan, advice=advice, advised_bytes=total)
     return replace(plan, advice=advice)
@@ -261,12 +260,21 @@ def _remedies(train: TrainConfig, longest: int) -> list[tuple[str, Any]]:
     return found
 
 
-def _step_memory(config: RunConfig, train: TrainConfig, hugging_face: Any, batch: TrainBatch) -> StepMemory:
+def _memory(
+    config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int
+) -> tuple[StepMemory, dict[str, int]]:
+    """The memory of a train step alone, and all parts on `device`.
+
+    Raises:
+        ConfigError: a train step of such a model cannot be planned.
+    """
+    batch = _largest_batch(config, prompt_tokens, longest)
     try:
-        return step_memory(hugging_face, train, batch, attention=config.model.attention)
+        step = step_memory(hugging_face, config.train, batch, attention=config.model.attention)
     except (RuntimeError, ValueError) as error:
         kind = hugging_face.model_type
         raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error
+    return step, _parts(config, device, hugging_face, step, longest)
 
 
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
@@ -308,10 +316,14 @@ def _engines(config: RunConfig) -> int:
     return int(config.engine.arguments.get("engines", config.engine.arguments.get("servers", 1)) or 1)
 
 
+def _in_flight(config: RunConfig) -> float:
+    """Rollouts under way at the same time."""
+    return config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
+
+
 def _running(config: RunConfig) -> int:
     """Requests that decode together."""
-    in_flight = config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
-    return int(min(in_flight, config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)))
+    return int(min(_in_flight(config), config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)))
 
 
 def _itemsize(config: RunConfig) -> int:
@@ -329,13 +341,9 @@ def _times(
     config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
 ) -> dict[str, Any]:
     """Seconds of a step if every response were as long as it may be; nothing for an unknown device."""
-    is_known = device.flop_per_s is not None and device.bytes_per_s is not None
     # The data sheets' arithmetic is that of bfloat16; float32 is several times slower.
-    if not is_known or config.train.dtype != "bfloat16":
+    if device.flop_per_s is None or device.bytes_per_s is None or config.train.dtype != "bfloat16":
         return {}
-    assert device.flop_per_s is not None
-    assert device.bytes_per_s is not None
-    sequences = config.batch_size * config.rollouts_per_prompt
     # Passes without gradient are a third of the work of one with.
     extra = config.train.needs_old_logprobs * (config.train.correction != "ratio") + (
         config.train.kl_coef > 0
@@ -367,5 +375,5 @@ def _times(
         "train_s": simulated.training_s,
         "generation_s": simulated.generation_s,
         "step_s": simulated.step_s,
-        "tokens_per_step": sequences * longest,
+        "tokens_per_step": config.batch_size * config.rollouts_per_prompt * longest,
     }

@@ -133,7 +133,7 @@ def step_memory(
     with (
         _no_moves(),
         FakeTensorMode(allow_non_fake_inputs=True),
-        MemoryPeak(_vocabulary(model_config)) as memory,
+        MemoryPeak(model_config.get_text_config().vocab_size) as memory,
     ):
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
         has_reference = config.kl_coef > 0 and config.lora_rank == 0
@@ -202,7 +202,3 @@ def fill_numbers(batch: TrainBatch) -> TrainBatch:
         setattr(batch, name, ones_R)
     batch.token_weights = ones_R
     return batch
-
-
-def _vocabulary(model_config: Any) -> int:
-    return int(model_config.get_text_config().vocab_size)

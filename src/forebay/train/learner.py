@@ -81,6 +81,8 @@ class Learner:
         output_head(model)
         self.config = config
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        # Asked once: what a GPU computes in is a question to its driver, and passes are many.
+        self._precision = precision_on(self.device, config.dtype)
         self.adapter_config: dict[str, Any] | None = None
         """peft's config of the adapters as plain values, with what tells their starting weights from others;
         None without LoRA."""
@@ -179,7 +181,7 @@ class Learner:
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if precision_on(self.device, self.config.dtype) == "float32":
+        if self._precision == "float32":
             return nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16)
 

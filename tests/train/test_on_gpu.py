@@ -1,0 +1,144 @@
+"""On a CUDA device everything gives what it gives on the CPU; skipped where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from forebay.engines import GenerateRequest, RolloutController, TransformersEngine
+from forebay.models import precision_on
+from forebay.plan import this_machine
+from forebay.train import TrainConfig, TrainController
+from forebay.train.model import forward
+from forebay.types import SampleParams
+from train.conftest import build_groups, build_model
+
+pytestmark = pytest.mark.gpu
+GPU = "cuda"
+
+
+def controller(model, device, **settings):
+    settings = {"lr": 1e-2, "dtype": "float32", "token_budget": 64, **settings}
+    return TrainController(model, TrainConfig(**settings), pad_token_id=0, device=device)
+
+
+def weights(trainer):
+    return {name: weight.detach().cpu() for name, weight in trainer.learner.weights()}
+
+
+def assert_like(found, expected, atol):
+    assert found.keys() == expected.keys()
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=atol, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+def test_a_train_step_gives_the_weights_of_the_cpu(layout):
+    groups = build_groups()
+    results = [controller(build_model(), device, layout=layout) for device in ("cpu", GPU)]
+    batches = [trainer.fit(groups) for trainer in results]
+    here, there = (batch.metrics["train/grad_norm"] for batch in batches)
+    assert there == pytest.approx(here, rel=1e-4)
+    # Adam divides by the size of the gradient: where that is all rounding, a step's direction is too.
+    assert_like(weights(results[1]), weights(results[0]), atol=2e-2)
+    batch = results[0].pack(groups)
+    np.testing.assert_allclose(
+        results[1].compute_logprobs(batch), results[0].compute_logprobs(batch), atol=2e-2
+    )
+
+
+def test_the_head_by_chunks_gives_the_same_gradients(monkeypatch):
+    groups = build_groups()
+    norms = []
+    for elements in (1 << 25, 64):
+        monkeypatch.setattr(forward, "CHUNK_ELEMENTS", elements)
+        norms.append(controller(build_model(), GPU).fit(groups).metrics["train/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+
+def test_passes_are_bfloat16_and_weights_float32():
+    trainer = controller(build_model().bfloat16(), GPU, dtype="auto")
+    assert precision_on(torch.device(GPU), "auto") == "bfloat16"
+    groups = build_groups()
+    trainer.fit(groups)
+    assert {weight.dtype for weight in weights(trainer).values()} == {torch.float32}
+    assert {moment.dtype for moment in trainer.learner.moments() if moment.ndim} == {torch.float32}
+    exact = controller(copy.deepcopy(trainer.model), GPU)
+    batch = trainer.pack(groups)
+    difference = np.abs(trainer.compute_logprobs(batch) - exact.compute_logprobs(batch))
+    assert 0 < difference.max() < 0.2
+
+
+async def generate(engine, number=6, *, temperature=1.0):
+    asked = [
+        GenerateRequest(
+            request_id=str(row),
+            input_ids=np.arange(3, 6 + row, dtype=np.int32),
+            params=SampleParams(max_tokens=8, temperature=temperature),
+            max_tokens=8,
+            seed=row,
+        )
+        for row in range(number)
+    ]
+    return await asyncio.gather(*(engine.generate(request) for request in asked))
+
+
+async def test_an_engine_makes_the_tokens_of_the_cpu():
+    made = []
+    for device in ("cpu", GPU):
+        engine = TransformersEngine(build_model(), device=device)
+        made.append(await generate(engine))
+        await engine.close()
+    for here, there in zip(*made, strict=True):
+        # The same draws: a token differs only where rounding moves a border across one.
+        same = np.asarray(here.response_ids) == np.asarray(there.response_ids)
+        until = len(same) if same.all() else int(np.argmin(same))
+        np.testing.assert_allclose(here.logprobs[:until], there.logprobs[:until], atol=1e-4)
+    agreed = [list(here.response_ids) == list(there.response_ids) for here, there in zip(*made, strict=True)]
+    assert sum(agreed) >= len(agreed) - 1
+
+
+async def test_weights_reach_the_engine_and_sleep_frees_the_memory():
+    # Large enough to be seen beside torch's own blocks.
+    model = build_model(hidden_size=256, intermediate_size=1024)
+    trainer = controller(model, GPU)
+    engine = TransformersEngine(build_model(1, hidden_size=256, intermediate_size=1024), device=GPU)
+    rollouts = RolloutController(engine)
+    await trainer.sync_weights(rollouts)
+    held = dict(engine._model.named_parameters())
+    for name, weight in trainer.learner.weights():
+        if name in held:
+            assert torch.equal(held[name], weight)
+    await engine.pause()
+    before = torch.cuda.memory_allocated()
+    await engine.sleep()
+    size = sum(weight.nbytes for weight in held.values())
+    assert before - torch.cuda.memory_allocated() >= 0.9 * size
+    await engine.wake()
+    await engine.resume()
+    assert all(completion.finish_reason in ("length", "stop") for completion in await generate(engine, 2))
+    await rollouts.close()
+
+
+def test_a_checkpoint_goes_on_on_the_other_device(tmp_path):
+    groups = build_groups()
+    first = controller(build_model(), GPU)
+    first.fit(groups)
+    first.save(tmp_path / "one")
+    here, there = (controller(build_model(), device) for device in ("cpu", GPU))
+    for trainer in (here, there):
+        trainer.resume(tmp_path / "one")
+    assert_like(weights(here), weights(first), atol=0)
+    assert_like(weights(there), weights(first), atol=0)
+    norms = [trainer.fit(groups).metrics["train/grad_norm"] for trainer in (here, there)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_the_device_is_found_for_plans():
+    device = this_machine("cuda")
+    assert device.is_gpu
+    assert device.memory_bytes == torch.cuda.get_device_properties(0).total_memory

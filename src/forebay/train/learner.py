@@ -35,7 +35,7 @@ from forebay.models import Precision, precision_on
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
 from forebay.train.batch import Pack, TrainBatch
-from forebay.train.collate import MicroBatch, collate, to_device
+from forebay.train.collate import MicroBatch, collate
 from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
@@ -168,16 +168,16 @@ class Learner:
             if not lora.is_lora(self.model):
                 raise ValueError("there is no reference model: kl_coef is 0; set it, or give a ref_model")
             model, adapters = self.model, lora.adapters_off(self.model)
-        parts = []
+        tokens, parts = [], []
         with torch.no_grad(), self._autocast(), adapters:
             for pack in [pack for ranks in batch.packs for pack in ranks[self._rank]]:
                 micro = self._collate(batch, pack)
                 values_N = model(micro) if name == "values" else response_logprobs(model, micro).logprobs
-                parts.append((micro.token_index, values_N))
+                tokens.append(micro.token_index)
+                parts.append(values_N)
         results_R = np.zeros(batch.num_response_tokens, np.float32)
-        # After the passes, because each copy waits for the device.
-        for tokens, values_N in parts:
-            results_R[tokens] = values_N.cpu().numpy()
+        # Once, after the passes: a copy from a device waits for it.
+        results_R[np.concatenate(tokens)] = torch.cat(parts).cpu().numpy()
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -216,7 +216,9 @@ class Learner:
                 norms.append(self._optimizer.step(train_step))
                 if self._critic_optimizer is not None:
                     critic_norms.append(self._critic_optimizer.step(train_step))
-        return Update(records.columns(), norms, critic_norms, lr)
+        columns = records.columns()
+        columns["weight"] = batch.token_weights[columns["token_index"]]
+        return Update(columns, norms, critic_norms, lr)
 
     def rehearse(self, batch: TrainBatch, packs: Iterable[Pack]) -> None:
         """The work of an optimizer step over these micro-batches, without reading any number.
@@ -242,7 +244,7 @@ class Learner:
         assert batch.token_weights is not None
         micro = self._collate(batch, pack)
         weight_N = micro.gather(batch.token_weights)
-        records.add(weight=weight_N, token_index=torch.from_numpy(micro.token_index))
+        records.token_index.append(micro.token_index)
         # Weights of the whole mini-batch: the sums of its micro-batches, on all ranks, add up to its loss.
         loss = (weight_N * self._policy_losses(batch, micro, records)).sum()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -281,8 +283,9 @@ class Learner:
             policy_N = policy_N * micro.gather(batch.importance)
         elif self._corrector.weighs_tokens:
             # One optimizer step: these logprobs are the proximal ones, and no mask needs them any sooner.
-            weights_N = self._corrector.correct(batch, old_N.cpu().numpy(), micro.token_index).weights
-            policy_N = policy_N * to_device(weights_N, self.device).to(old_N.dtype)
+            behavior_N = micro.gather(batch.rollout_logprobs)
+            applied = self._corrector.weigh(old_N, behavior_N, micro.sequence_index, micro.num_sequences)
+            policy_N = policy_N * applied.weights.to(old_N.dtype)
         loss_N, kl_N = policy_N, None
         if batch.ref_logprobs is not None:
             kl_N = kl_penalty(output.logprobs, micro.gather(batch.ref_logprobs), config.kl_estimator)

@@ -1,6 +1,6 @@
 """Measures of a train step: per-token records of its forward passes, reduced once to a flat dict.
 
-    each micro-batch --TokenRecords.add--> 1-D tensors (no transfer) --columns--> arrays (of all ranks)
+    each micro-batch --TokenRecords.add--> 1-D tensors (no transfer) --columns, once--> arrays (of all ranks)
                                                         --token_measures--> {"train/NAME": float}
 
 Every name is ``train/NAME``; means are over trained tokens unless the name says otherwise.
@@ -26,7 +26,7 @@ from forebay.train.packing import num_cells
 from forebay.types import FloatArray
 
 Columns = dict[str, NDArray[Any]]
-"""Arrays by trained token, of one length: float32, bool or int64."""
+"""Arrays by trained token, of one length: float32, but for ``token_index`` (int64)."""
 
 
 @contextmanager
@@ -41,12 +41,15 @@ class TokenRecords:
     """Columns of numbers by trained token, gathered over the forward passes of one rank.
 
     >>> records = TokenRecords()
+    >>> records.token_index.append(np.array([0, 1]))
     >>> records.add(entropy=torch.tensor([1.0, 3.0]))
     >>> float(records.columns()["entropy"].mean())
     2.0
     """
 
     def __init__(self) -> None:
+        self.token_index: list[NDArray[np.int64]] = []
+        """Which tokens: of each forward pass their places among the response tokens of the batch."""
         self._columns: dict[str, list[torch.Tensor]] = defaultdict(list)
 
     def add(self, **columns: torch.Tensor | None) -> None:
@@ -56,8 +59,10 @@ class TokenRecords:
                 self._columns[name].append(values.detach())
 
     def columns(self) -> Columns:
-        """All values of all columns."""
-        return {name: torch.cat(values).cpu().numpy() for name, values in self._columns.items()}
+        """All values of all columns, and ``token_index``, in one copy from the device."""
+        rows = torch.stack([torch.cat(values).float() for values in self._columns.values()]).cpu().numpy()
+        by_name: Columns = dict(zip(self._columns, rows, strict=True))
+        return {"token_index": np.concatenate(self.token_index), **by_name}
 
 
 def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, float]:

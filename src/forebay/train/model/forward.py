@@ -31,6 +31,7 @@ from torch.nn import functional
 
 from forebay.train.batch import Layout, TrainBatch
 from forebay.train.collate import MicroBatch, collate
+from forebay.train.model.borders import told_borders
 from forebay.train.model.head import Tail, chunked_logits
 from forebay.train.model.lora import without_adapters
 from forebay.train.packing import Packer
@@ -120,13 +121,14 @@ def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch)
         ValueError: the layout is ``shared_prompt`` and the model's cache is not plain keys and values.
     """
     if micro.prompts is None:
-        results, _ = call(
-            slice(None),
-            micro.positions,
-            input_ids=micro.input_ids,
-            position_ids=micro.position_ids,
-            use_cache=False,
-        )
+        with told_borders(packed=micro.position_ids is not None and micro.num_sequences > 1):
+            results, _ = call(
+                slice(None),
+                micro.positions,
+                input_ids=micro.input_ids,
+                position_ids=micro.position_ids,
+                use_cache=False,
+            )
         return results
     num_first = len(micro.prompts.positions)
     first, cache = call(

@@ -1,4 +1,4 @@
-"""Importance weights for tokens that another policy sampled; needs no torch.
+"""Importance weights for tokens that another policy sampled; loads no torch.
 
 Three policies meet in a train step::
 
@@ -83,9 +83,13 @@ class Corrector:
 
     def correct(self, batch: TrainBatch, proximal_N: FloatArray, tokens: Ints) -> Correction:
         """The correction of the response tokens with these numbers: all of a sequence's, or none."""
+        behavior_N, index_N = batch.rollout_logprobs[tokens], batch.response_rows[tokens]
+        return self.weigh(proximal_N, behavior_N, index_N, batch.num_sequences)
+
+    def weigh(self, proximal_N: Any, behavior_N: Any, index_N: Any, num_sequences: int) -> Correction:
+        """The correction of whole sequences: of arrays, or of tensors where they are (`CORRECTIONS` only)."""
         assert self._function is not None
-        differences_N = log_weights(proximal_N, batch.rollout_logprobs[tokens])
-        return self._function(differences_N, batch.response_rows[tokens], batch.num_sequences, self._band)
+        return self._function(log_weights(proximal_N, behavior_N), index_N, num_sequences, self._band)
 
 
 Floats = NDArray[np.float64]
@@ -99,44 +103,66 @@ MAX_LOG_WEIGHT = 20.0
 class Correction(NamedTuple):
     """The importance weight of each token, and where the band acted; both of shape N."""
 
-    weights: Floats
+    weights: Any
     """float64; a token with exactly 0 leaves the loss and its normalization."""
-    limited: NDArray[np.bool_]
-    """Whether the weight was outside the band."""
+    limited: Any
+    """bool: whether the weight was outside the band."""
 
 
 CorrectionFunction = Callable[[Floats, Ints, int, Band], Correction]
 """``(log_weights_N, sequence_index_N, num_sequences, band)``; unknown behavior has the log weight 0."""
 
 
-def log_weights(proximal_N: NDArray[Any], behavior_N: NDArray[Any]) -> Floats:
+def log_weights(proximal_N: Any, behavior_N: Any) -> Any:
     """``log proximal - log behavior`` by token; 0, so weight 1, where the behavior is unknown.
+
+    Like all formulas here it takes arrays or tensors, and gives the same; float64 (Apple's GPU: float32).
 
     >>> log_weights(np.array([-1.0, -1.0]), np.array([-1.5, np.nan])).tolist()
     [0.5, 0.0]
     """
-    difference_N = proximal_N.astype(np.float64) - behavior_N
-    return np.where(np.isfinite(behavior_N), difference_N, 0.0)
+    xp = _functions(proximal_N)
+    wide = xp.float32 if str(getattr(proximal_N, "device", "")).startswith("mps") else xp.float64
+    difference_N = xp.asarray(proximal_N, dtype=wide) - behavior_N
+    return xp.where(xp.isfinite(behavior_N), difference_N, 0.0)
 
 
 def correct(
-    log_weights_N: Floats, index_N: Ints, num_sequences: int, band: Band, *, level: str, outside: str
+    log_weights_N: Any, index_N: Any, num_sequences: int, band: Band, *, level: str, outside: str
 ) -> Correction:
     """The weights at `level` (token, sequence, geometric), with `outside` (tis, mask) done beyond `band`.
 
     >>> correct(np.log([0.5, 4.0]), np.array([0, 0]), 1, (0.0, 2.0), level="token", outside="tis").weights
     array([0.5, 2. ])
     """
+    xp = _functions(log_weights_N)
     if level != "token":
-        sums_S = np.bincount(index_N, log_weights_N, minlength=num_sequences).astype(np.float64)
+        sums_S = sums_by(index_N, log_weights_N, num_sequences)
         if level == "geometric":
-            sums_S = sums_S / np.maximum(np.bincount(index_N, minlength=num_sequences), 1)
+            sums_S = sums_S / sums_by(index_N, xp.ones_like(log_weights_N), num_sequences).clip(1)
         log_weights_N = sums_S[index_N]
-    raw_N = np.exp(np.clip(log_weights_N, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
+    raw_N = xp.exp(log_weights_N.clip(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
     low, high = band
     limited_N = (raw_N < low) | (raw_N > high)
-    inside_N = np.clip(raw_N, low, high) if outside == "tis" else np.where(limited_N, 0.0, raw_N)
+    inside_N = raw_N.clip(low, high) if outside == "tis" else xp.where(limited_N, 0.0, raw_N)
     return Correction(inside_N, limited_N)
+
+
+def sums_by(index_N: Any, values_N: Any, num_sequences: int) -> Any:
+    """S: the sum of the values of each sequence."""
+    if isinstance(values_N, np.ndarray):
+        return np.bincount(index_N, values_N, minlength=num_sequences).astype(np.float64)
+    # Not torch.bincount: it waits for a GPU, to see that no index is larger.
+    return values_N.new_zeros(num_sequences).index_add(0, index_N, values_N)
+
+
+def _functions(values: Any) -> Any:
+    """The module with the functions for `values`: those that we use have the same names in both."""
+    if isinstance(values, np.ndarray):
+        return np
+    import torch
+
+    return torch
 
 
 CORRECTIONS: Mapping[str, CorrectionFunction | None] = {

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from forebay.train.batch import Pack, TrainBatch
+from forebay.train.objective.corrections import sums_by
 from forebay.types import FloatArray
 
 if TYPE_CHECKING:
@@ -75,9 +76,8 @@ def gspo_loss(inputs: PolicyInputs, config: TrainConfig) -> PolicyLoss:
     """
     log_ratio_N = _log_ratio(inputs)
     index = inputs.sequence_index
-    counts_S = torch.bincount(index, minlength=inputs.num_sequences).clamp(min=1)
-    sums_S = log_ratio_N.new_zeros(inputs.num_sequences).index_add(0, index, log_ratio_N)
-    ratio_N = (sums_S / counts_S).exp()[index]
+    counts_S = sums_by(index, torch.ones_like(log_ratio_N), inputs.num_sequences).clamp(min=1)
+    ratio_N = (sums_by(index, log_ratio_N, inputs.num_sequences) / counts_S).exp()[index]
     return _clip(ratio_N, inputs.advantages, config)
 
 

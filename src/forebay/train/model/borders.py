@@ -1,0 +1,53 @@
+"""Whether a row of tokens holds several sequences: told to transformers, which would look.
+
+transformers finds the borders of packed sequences in the position ids of every pass, and asks the device
+whether there are any. A process that queues work for a GPU then waits at each pass until the GPU has done all
+of it. The answer is known here, from the layout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+
+@contextmanager
+def told_borders(packed: bool) -> Iterator[None]:
+    """While open, rows of this thread's passes are taken for several sequences (`packed`), or for one."""
+    _teach()
+    before, _known.packed = _known.packed, packed
+    try:
+        yield
+    finally:
+        _known.packed = before
+
+
+class _Known(threading.local):
+    packed: bool | None = None
+    """None: nothing is known, and transformers looks."""
+
+
+_known = _Known()
+
+
+@cache
+def _teach() -> None:
+    """Put a function that knows in the place of the one that looks; other threads keep the latter."""
+    from transformers import masking_utils
+
+    look = masking_utils.find_packed_sequence_indices
+
+    def find(position_ids_BL: torch.Tensor) -> torch.Tensor | None:
+        """B x L: the number of each token's sequence in its row; None where every row is one."""
+        if _known.packed is None:
+            return look(position_ids_BL)  # type: ignore[no-any-return]
+        if not _known.packed:
+            return None
+        steps_BL = torch.diff(position_ids_BL, prepend=position_ids_BL[:, :1] - 1, dim=-1)
+        return (steps_BL != 1).cumsum(-1)
+
+    masking_utils.find_packed_sequence_indices = find

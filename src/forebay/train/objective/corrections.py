@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,16 +116,14 @@ CorrectionFunction = Callable[[Floats, Ints, int, Band], Correction]
 
 def log_weights(proximal_N: Any, behavior_N: Any) -> Any:
     """``log proximal - log behavior`` by token; 0, so weight 1, where the behavior is unknown.
-
-    Like all formulas here it takes arrays or tensors, and gives the same; float64 (Apple's GPU: float32).
+    Like the formulas below it takes arrays or tensors, and gives the same; float64 (Apple's GPU: float32).
 
     >>> log_weights(np.array([-1.0, -1.0]), np.array([-1.5, np.nan])).tolist()
     [0.5, 0.0]
     """
     xp = _functions(proximal_N)
     wide = xp.float32 if str(getattr(proximal_N, "device", "")).startswith("mps") else xp.float64
-    difference_N = xp.asarray(proximal_N, dtype=wide) - behavior_N
-    return xp.where(xp.isfinite(behavior_N), difference_N, 0.0)
+    return xp.where(xp.isfinite(behavior_N), xp.asarray(proximal_N, dtype=wide) - behavior_N, 0.0)
 
 
 def correct(
@@ -142,9 +141,8 @@ def correct(
             sums_S = sums_S / sums_by(index_N, xp.ones_like(log_weights_N), num_sequences).clip(1)
         log_weights_N = sums_S[index_N]
     raw_N = xp.exp(log_weights_N.clip(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT))
-    low, high = band
-    limited_N = (raw_N < low) | (raw_N > high)
-    inside_N = raw_N.clip(low, high) if outside == "tis" else xp.where(limited_N, 0.0, raw_N)
+    limited_N = (raw_N < band[0]) | (raw_N > band[1])
+    inside_N = raw_N.clip(*band) if outside == "tis" else xp.where(limited_N, 0.0, raw_N)
     return Correction(inside_N, limited_N)
 
 
@@ -158,11 +156,7 @@ def sums_by(index_N: Any, values_N: Any, num_sequences: int) -> Any:
 
 def _functions(values: Any) -> Any:
     """The module with the functions for `values`: those that we use have the same names in both."""
-    if isinstance(values, np.ndarray):
-        return np
-    import torch
-
-    return torch
+    return np if isinstance(values, np.ndarray) else import_module("torch")
 
 
 CORRECTIONS: Mapping[str, CorrectionFunction | None] = {

@@ -164,6 +164,17 @@ class RolloutController:
         """
         await self._pool.resume()
 
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Pause, and have engines that sleep give their device's memory back to a trainer.
+
+        Weights that are not kept are gone: `update_weights` comes before the next rollouts. Those and
+        `continue_generation` take the memory again. When this returns or raises, no engine holds any.
+
+        Raises:
+            EngineLost: all engines are lost for good.
+        """
+        await self._pool.sleep(keep_weights=keep_weights)
+
     async def update_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`.
 
@@ -175,6 +186,11 @@ class RolloutController:
             ConfigError: the weights cannot be written to where servers read them.
         """
         await self._pool.load_weights(weights, model_step)
+
+    @property
+    def takes_live_weights(self) -> bool:
+        """Whether `update_weights` takes `LiveWeights`, which engines read from the trainer's memory."""
+        return self._pool.takes_live_weights
 
     @property
     def takes_adapters(self) -> bool:

@@ -12,6 +12,7 @@
                woken by: the loss; its first use      produces: an engine that is up, or is given up
 
 An engine that comes back gets the weights of now, and is paused if the others are, before it gets a request.
+While the others sleep, so that a trainer has their device, none is brought up.
 It draws no tokens and knows no rollouts: budgets and seeds are the controller's.
 """
 
@@ -21,7 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from forebay.engines.base import (
     Remote,
     TakesAdapters,
 )
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.watching.stalls import ANSWER_LIMIT_S, StallError, answered
 
@@ -79,7 +81,7 @@ class EnginePool:
         self._num_tokens_made = 0
         self._given_step: int | None = None
         """Of the weights that the engines should have."""
-        self._paused = False
+        self._paused = self._asleep = False
         self._closed = False
         self._changes = Changes()
         """An engine came back, or was given up; a pause or the end began."""
@@ -200,7 +202,32 @@ class EnginePool:
             StallError: an engine of this process did not answer within a minute; the others go on.
         """
         self._paused = False
+        self._wake()
         await self._ask_all("resume", self._follow_pause)
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Pause, and have every engine give its device's memory back until weights are loaded, or `resume`.
+
+        For engines with a ``sleep`` of their own that gives the memory back in any case: one that cannot do
+        it is lost, and is not brought up again before the others wake up.
+
+        Raises:
+            EngineLost: no engine is left.
+        """
+        self._paused = self._asleep = True
+        self._changes.note()
+        # One that is just starting takes memory whatever it is told meanwhile.
+        while any(member.is_starting for member in self._members):
+            await self._change()
+        await self._ask_all(
+            "sleep",
+            lambda member: cast("Any", member.engine).sleep(keep_weights=keep_weights),
+            limit_s=LOAD_LIMIT_S,
+        )
+
+    def _wake(self) -> None:
+        self._asleep = False
+        self._changes.note()
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Give every engine the weights after train step `model_step`; return once one at least has them.
@@ -213,8 +240,13 @@ class EnginePool:
             EngineLost: no engine is left.
             ConfigError: they cannot be written to where the engines read them.
         """
-        shared = list(weights)
+        shared = weights if isinstance(weights, LiveWeights) else list(weights)
         await self._load(model_step, lambda member: member.engine.load_weights(shared, model_step))
+
+    @property
+    def takes_live_weights(self) -> bool:
+        """Whether all engines read a trainer's weights by themselves (`LiveWeights`)."""
+        return all(getattr(member.engine, "takes_live_weights", False) for member in self._members)
 
     @property
     def takes_adapters(self) -> bool:
@@ -237,6 +269,7 @@ class EnginePool:
 
     async def _load(self, model_step: int, load: Callable[[_Member], Awaitable[None]]) -> None:
         self._given_step = model_step
+        self._wake()
         left = [member for member in self._members if not member.gone]
         await self._ask_all(f"load the weights of step {model_step}", load, among=left, limit_s=LOAD_LIMIT_S)
         while not any(member.is_up for member in self._members):
@@ -322,6 +355,9 @@ class EnginePool:
     async def _bring_up(self, member: _Member, *, again: bool) -> None:
         try:
             for num_left in reversed(range(_BRING_UP_TRIES)):
+                while self._asleep:
+                    await self._changes.wait(self._changes.version)
+                member.is_starting = True
                 await cast("Remote", member.engine).bring_up()
                 try:
                     await self._rest_as_others_do(member)
@@ -339,7 +375,7 @@ class EnginePool:
             member.gone, member.lost_because = True, str(error)
             logger.error("%s is given up: %s", member, error)
         finally:
-            member.bringing_up = None
+            member.bringing_up, member.is_starting = None, False
             self._changes.note()
 
     async def _rest_as_others_do(self, member: _Member) -> None:
@@ -407,6 +443,8 @@ class _Member:
     paused: bool = False
     num_in_flight: int = 0
     bringing_up: asyncio.Task[None] | None = None
+    is_starting: bool = False
+    """It is being brought up, and does not wait for that."""
     lost_because: str = "not started yet"
     gone: bool = False
     """It could not be brought up: it gets nothing any more."""

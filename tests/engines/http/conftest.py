@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 import numpy as np
 import pytest
+import torch
 
 from forebay.engines import GenerateRequest
 from forebay.engines.servers.dialects import VLLM, Dialect, SGLang
@@ -24,7 +25,7 @@ from forebay.types import SampleParams
 
 CONTEXT = 64
 LOGPROB = -0.5
-LOADS = ("/collective_rpc", "/update_weights_from_disk", "/load_lora_adapter")
+LOADS = ("/collective_rpc", "/update_weights_from_disk", "/load_lora_adapter", "/update_weights")
 """Where weights are loaded."""
 
 
@@ -42,6 +43,8 @@ class Job:
     events: asyncio.Queue[dict[str, Any] | str | None] = field(default_factory=asyncio.Queue)
     logprob: float = LOGPROB
     adapter: str | None = None
+    spans: list[tuple[str, int]] = field(default_factory=list)
+    """Versions of the weights, with the number of the first token that each made."""
 
 
 class FakeServer:
@@ -68,6 +71,8 @@ class FakeServer:
         self.knows_lora = True
         self.lora_calls = 0
         """Adapters that it was given, also those that it refused."""
+        self.failing: dict[str, str] = {}
+        """By path: ``refuses`` (500), ``dies`` (connections break), ``hangs``, or ``lies`` (does nothing)."""
         self.stuck: asyncio.Event | None = None
         """Loading weights takes until this is set."""
         self.processed_logprobs = True
@@ -81,6 +86,11 @@ class FakeServer:
 
     def _reset(self) -> None:
         self.step_of_weights, self.version, self.state = 0, "default", "running"
+        self.asleep: set[str] = set()
+        """The parts of its memory that it has given back."""
+        self.received: dict[str, torch.Tensor] = {}
+        """Weights that came in buckets."""
+        self.is_updating = self.lacks_weights = False
         self.jobs: list[Job] = []
         self.loaded: list[Path] = []
         self.adapters: dict[str, int] = {}
@@ -123,6 +133,9 @@ class FakeServer:
                     self._make_one(job)
 
     def _make_one(self, job: Job) -> None:
+        assert not self.asleep, "a sleeping server makes no tokens"
+        if not job.spans or job.spans[-1][0] != self.version:
+            job.spans.append((self.version, len(job.made)))
         own = 10 + self.step_of_weights if job.adapter is None else 30 + self.adapters[job.adapter]
         job.made.append(own if self.token is None else self.token(job))
         if job.made[-1] in job.stop_ids:
@@ -166,12 +179,13 @@ class FakeServer:
     # Pausing and loading, whatever it is called
 
     def _pause(self, *, abort: bool) -> None:
-        assert abort
         self.state = "paused"
-        for job in list(self.jobs):
+        for job in list(self.jobs) if abort else ():
             self._end(job, "abort")
 
     def _resume(self) -> None:
+        assert not self.asleep, "resumed while asleep"
+        assert not self.lacks_weights, "resumed without weights"
         self.state = "running"
         if self.auto:
             self.make(CONTEXT)
@@ -179,8 +193,20 @@ class FakeServer:
     def _load(self, folder: str) -> None:
         assert self.state == "paused", "weights were loaded while requests ran"
         assert (Path(folder) / "model.safetensors").is_file()
+        assert "weights" not in self.asleep, "weights were loaded into memory that is not there"
         self.loaded.append(Path(folder))
+        self.lacks_weights = False
         self.step_of_weights = _step_of(folder)
+
+    def _sleep(self, *, keep_weights: bool) -> None:
+        assert self.state == "paused"
+        assert not self.jobs
+        self.asleep = {"weights", "kv_cache"}
+        self.lacks_weights = self.lacks_weights or not keep_weights
+
+    def _spans(self, job: Job) -> list[dict[str, Any]]:
+        ends = [start for _, start in job.spans[1:]] + [len(job.made)]
+        return [{"version": v, "start": s, "end": e} for (v, s), e in zip(job.spans, ends, strict=True)]
 
     def _load_adapters(self, name: str, folder: str) -> None:
         assert self.state == "paused", "adapters were loaded while requests ran"
@@ -224,6 +250,17 @@ class FakeServer:
             return await self._generate(body, reader, writer)
         if self.stuck is not None and parts.path.endswith(LOADS):
             await self.stuck.wait()
+        fault = self.failing.get(parts.path)
+        if fault == "dies":
+            for other in self._connections:
+                other.transport.abort()
+            return False
+        if fault == "hangs":
+            await reader.read(1)
+            return False
+        if fault:
+            _write(writer, 500 if fault == "refuses" else 200, "{}")
+            return True
         if self.hangs and parts.path not in ("/health", "/v1/models", self.dialect.health.path):
             await reader.read(1)
             return False
@@ -302,9 +339,15 @@ def _write(writer: asyncio.StreamWriter, status: int, text: str, kind: str = "ap
 class FakeVLLM(FakeServer):
     dialect: Dialect = VLLM()
     guarded = "/v1"
-    generate_path = "/v1/completions"
+
+    @property
+    def generate_path(self) -> str:
+        return self.dialect.generate_path
 
     def job(self, body: dict[str, Any]) -> Job:
+        if self.dialect.keeps:
+            assert body["cache_salt"]
+            body = {**body, **body["sampling_params"], "prompt": body["token_ids"]}
         certain = body["top_p"] < 0.01 and self.processed_logprobs
         return Job(
             body["prompt"],
@@ -317,6 +360,15 @@ class FakeVLLM(FakeServer):
 
     def event(self, job: Job, start: int) -> dict[str, Any]:
         new = job.made[start:]
+        if self.dialect.keeps:
+            content = [{"token_id": token, "logprob": job.logprob} for token in new]
+            choice = {
+                "index": 0,
+                "token_ids": new,
+                "finish_reason": job.end,
+                "logprobs": {"content": content},
+            }
+            return {"choices": [{**choice, "weight_versions": self._spans(job) if job.end else None}]}
         logprobs = {"token_logprobs": [job.logprob] * len(new), "tokens": ["?"] * len(new)}
         choice = {"index": 0, "text": "?", "token_ids": new, "finish_reason": job.end, "logprobs": logprobs}
         return {"id": "cmpl-1", "choices": [choice if new else {**choice, "logprobs": None}]}
@@ -344,11 +396,40 @@ class FakeVLLM(FakeServer):
             return {"is_paused": self.state == "paused"}
         elif path == "/update_weight_version":
             self.version = body["new_version"]
+        elif path == "/sleep":
+            self._pause(abort=True)
+            self._sleep(keep_weights=query["level"] == "1")
+        elif path == "/wake_up":
+            self.asleep.remove(query["tags"])
+            if not self.asleep:
+                self.state = "running"
+            return {"status": "sleeping" if self.asleep else "awake"}
+        elif path == "/init_weight_transfer_engine":
+            assert body == {"init_info": {"packed": True}}
+        elif path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+            assert self.state == "paused", "weights changed while requests ran"
+            assert "weights" not in self.asleep
+            if self.is_updating is (path == "/start_weight_update"):
+                return {"error": f"{path} in the wrong order"}
+            self.is_updating = path != "/finish_weight_update"
+            if path == "/update_weights":
+                self._receive(body["update_info"])
+            if path == "/finish_weight_update":
+                self.lacks_weights = False
+                self.step_of_weights = int(next(iter(self.received.values())).flatten()[0])
         elif path == "/weight_info":
             return {"weight_version": self.version}
         else:
             return None
         return {}
+
+    def _receive(self, info: dict[str, Any]) -> None:
+        data = torch.from_file(info["path"], shared=True, size=sum(info["tensor_sizes"]), dtype=torch.uint8)
+        parts = data.split(info["tensor_sizes"])
+        for name, dtype, shape, part in zip(
+            info["names"], info["dtype_names"], info["shapes"], parts, strict=True
+        ):
+            self.received[name] = part.clone().view(getattr(torch, dtype)).view(shape)
 
 
 class FakeSGLang(FakeServer):
@@ -381,6 +462,7 @@ class FakeSGLang(FakeServer):
                 "output_token_logprobs": [[job.logprob, token_id, None] for token_id in shown],
                 "finish_reason": job.end and {"type": job.end},
                 "weight_version": self.version,
+                **({"weight_versions": self._spans(job)} if self.dialect.keeps else {}),
             },
         }
 
@@ -412,6 +494,11 @@ class FakeSGLang(FakeServer):
             return {"weight_version": self.version}
         elif path == "/get_server_info":
             return {"internal_states": []}
+        elif path == "/release_memory_occupation":
+            assert set(body["tags"]) == {"weights", "kv_cache"}
+            self._sleep(keep_weights=True)
+        elif path == "/resume_memory_occupation":
+            self.asleep -= set(body["tags"])
         else:
             return None
         return {}

@@ -412,7 +412,7 @@ async def test_a_server_that_is_set_up_wrongly_is_refused_with_what_to_do(vllm, 
 
 
 async def test_waits_for_a_server_that_others_start(vllm, connect, ask, monkeypatch):
-    monkeypatch.setattr("forebay.engines.servers.engine._ASK_EVERY_S", 0.01)
+    monkeypatch.setattr("forebay.engines.servers.link._ASK_EVERY_S", 0.01)
     await vllm.kill()
     engine = connect(vllm)
     assert (await engine.generate(ask())).lost

@@ -37,7 +37,7 @@ async def vllm(start_fake, fake_kinds) -> Any:
 def hurry(monkeypatch) -> None:
     for name, seconds in {
         "engine._TRY_AGAIN_S": 0.01,
-        "engine._ASK_EVERY_S": 0.01,
+        "link._ASK_EVERY_S": 0.01,
         "link._HEALTH_EVERY_S": 0.01,
         "engine._BUSY_FIRST_S": 0.01,
         "link._TRY_AGAIN_S": 0.01,

@@ -3,7 +3,8 @@
 ::
 
     GenerateRequest --body--> POST generate_path --server-sent events--> read --> Piece, Piece, ...
-    pause, release, load(folder), load_adapters(folder), version     --> Call, Call, ...
+    pause, hold, release, load(folder), load_adapters(folder), version, begin .. bucket .. end   weights
+    sleep, wake(part)                                                memory     --> Call, Call, ...
 
 A dialect is a table of paths and two conversions; it sends nothing and keeps nothing.
 
@@ -16,10 +17,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from forebay.engines.base import GenerateRequest, request_seed
 from forebay.types import SampleParams
+
+if TYPE_CHECKING:
+    from forebay.engines.weights.buckets import Bucket
 
 MODEL_NAME = "policy"
 """Model name of the servers that a run starts itself."""
@@ -29,6 +33,9 @@ ADAPTER_NAME = "policy-adapter"
 
 TOKENS_PER_PIECE = 16
 """Asked of servers that take it. One event per token costs both sides more than it tells."""
+
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""The parts of a server's memory, as both servers call them: what sleeps, and wakes up one by one."""
 
 SGLANG_SEED_BITS = 31
 """SGLang keeps seeds in 32-bit integers."""
@@ -54,6 +61,9 @@ class Piece:
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: str | None = None
+    versions: tuple[tuple[str, int, int], ...] = ()
+    """With the end of an answer that was held while weights changed: the version that made its tokens from
+    the first number up to the second, for each."""
 
 
 class BadAnswer(ValueError):
@@ -65,7 +75,11 @@ class ErrorEvent(BadAnswer):
 
 
 class Dialect(ABC):
-    """One kind of server; `VLLM` and `SGLang` fill in the table."""
+    """One kind of server; `VLLM` and `SGLang` fill in the table.
+
+    With `keeps`, requests are held while weights change and go on with what was cached of them; each then
+    says which weights made which token. New requests never meet the cache of older weights.
+    """
 
     generate_path: str
     health: Call
@@ -80,7 +94,19 @@ class Dialect(ABC):
     """Answered with the ``weight_version`` that the server was last told."""
     pause: tuple[Call, ...]
     """End all requests as aborted, and run none until `release`."""
+    hold: tuple[Call, ...]
+    """Stop between two tokens and keep the requests, with what is cached of them, until `release`."""
     release: tuple[Call, ...]
+    begin: tuple[Call, ...]
+    """Be ready for weights that come in buckets (`bucket`), until `end`."""
+    abandon: tuple[Call, ...] = ()
+    """End an update of which not all buckets came, so that another can begin."""
+    sleep_options: str
+    """Arguments of a server that is to `sleep`."""
+    transfer_options: tuple[str, ...] = ()
+    """Arguments of a server that is to take weights in buckets."""
+    memory_option: str
+    """Name of the argument for the share of the device's memory that the server may take."""
     probe: SampleParams
     """How to draw one token to see whether the server answers as it should."""
     probe_is_certain: bool
@@ -100,14 +126,20 @@ class Dialect(ABC):
     lora_help: str
     """How it must be started to take adapters, for errors."""
 
+    def __init__(self, *, keeps: bool = False) -> None:
+        self.keeps = keeps
+
     def check(self, request: GenerateRequest) -> None:  # noqa: B027 - not every server has limits.
         """Raise ValueError where the server cannot report the distribution that `request` is drawn from."""
 
     @abstractmethod
     def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None = None
+        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None, version: str
     ) -> dict[str, Any]:
-        """The request as JSON; its answer is a stream. `adapters`: the version of those to use."""
+        """The request as JSON; its answer is a stream. `adapters`: the version of those to use.
+
+        `version` is that of all weights of now, where requests are kept over several.
+        """
 
     @abstractmethod
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
@@ -132,6 +164,22 @@ class Dialect(ABC):
         """Free what adapters occupy that no request uses any more."""
         return ()
 
+    @abstractmethod
+    def bucket(self, bucket: Bucket) -> Call:
+        """Take over these weights between `begin` and `end`; they may change once it is answered."""
+
+    @abstractmethod
+    def end(self, version: str) -> tuple[Call, ...]:
+        """All buckets have come; call the weights `version`."""
+
+    @abstractmethod
+    def sleep(self, *, keep_weights: bool) -> tuple[Call, ...]:
+        """Give the memory of weights and cache back while paused; the weights are lost if not kept."""
+
+    @abstractmethod
+    def wake(self, part: str) -> Call:
+        """Take the memory of `WEIGHTS` or `CACHE` again; the cache last."""
+
     def command(self, folder: str, port: int, context: int, dtype: str, lora_rank: int = 0) -> list[str]:
         """`command_line` for the model in `folder`; `lora_rank`: of the adapters it is to take, 0: none.
 
@@ -154,15 +202,26 @@ class Dialect(ABC):
 
 
 class VLLM(Dialect):
-    """vLLM's completions endpoint, with its development endpoints for control."""
+    """vLLM's completions endpoint, with its development endpoints for control.
 
-    generate_path = "/v1/completions"
+    Only its endpoint for tokens says which weights made which of them, so that is used where it `keeps`.
+    """
+
     # Of its own process only: it is fine while the model's hangs.
     health = ready = Call("GET", "/health")
     alive = Call("GET", "/is_paused")
     version = Call("GET", "/weight_info")
     pause = (Call("POST", "/pause", params={"mode": "abort"}),)
+    hold = (Call("POST", "/pause", params={"mode": "keep"}),)
     release = (Call("POST", "/resume"),)
+    begin = (
+        Call("POST", "/init_weight_transfer_engine", {"init_info": {"packed": True}}),
+        Call("POST", "/start_weight_update"),
+    )
+    abandon = (Call("POST", "/finish_weight_update", may_refuse=True),)
+    sleep_options = "--enable-sleep-mode"
+    transfer_options = ("--weight-transfer-config", '{"backend": "ipc"}')
+    memory_option = "--gpu-memory-utilization"
     # Not top-k of 1: of tokens that are equally likely it would keep all.
     probe = SampleParams(max_tokens=1, top_p=1e-6)
     probe_is_certain = True
@@ -177,6 +236,8 @@ class VLLM(Dialect):
         "VLLM_API_KEY": None,
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        # Its name for handles of GPU memory that come by HTTP; only this machine's processes can send any.
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
     }
     lora_ranks = (1, 8, 16, 32, 64, 128, 256, 320, 512)
     lora_environment: ClassVar[Mapping[str, str | None]] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -190,23 +251,28 @@ class VLLM(Dialect):
         "one; else set takes_adapters = false among the engine's arguments"
     )
 
+    @property
+    def generate_path(self) -> str:  # type: ignore[override]
+        """Where tokens are made."""
+        return "/inference/v1/generate" if self.keeps else "/v1/completions"
+
     def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None = None
+        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None, version: str
     ) -> dict[str, Any]:
         """The completion of token ids, with ids and log probabilities in the answer."""
-        params = request.params
-        return {
+        params, ids = request.params, request.input_ids.tolist()
+        sampling = {
             **_sampling(params),
-            "model": model if adapters is None else ADAPTER_NAME,
-            "prompt": request.input_ids.tolist(),
             "max_tokens": max_tokens,
             "top_p": params.top_p,
             "top_k": params.top_k,
             "seed": request_seed(request.seed, request.num_earlier),
             "logprobs": 0,
-            "return_token_ids": True,
-            "stream": True,
         }
+        name = {"model": model if adapters is None else ADAPTER_NAME, "stream": True}
+        if self.keeps:
+            return {**name, "token_ids": ids, "sampling_params": sampling, "cache_salt": version or "start"}
+        return {**name, **sampling, "prompt": ids, "return_token_ids": True}
 
     def read(self, event: dict[str, Any], num_made: int) -> Piece:
         """New tokens of one event; an event may have none."""
@@ -216,12 +282,17 @@ class VLLM(Dialect):
                 return Piece()
             choice = event["choices"][0]
             ids, reason = choice["token_ids"] or [], choice["finish_reason"]
-            logprobs = choice["logprobs"]["token_logprobs"] if ids else []
+            logprobs: list[float] = []
+            if ids and self.keeps:
+                logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            elif ids:
+                logprobs = choice["logprobs"]["token_logprobs"]
+            versions = _versions(choice)
         except (KeyError, TypeError) as error:
             raise BadAnswer(f"no token ids and log probabilities in {event}: {error!r}") from error
         if len(ids) != len(logprobs):
             raise BadAnswer(f"{len(ids)} token ids but {len(logprobs)} log probabilities in {event}")
-        return Piece(ids=ids, logprobs=logprobs, finish_reason=reason)
+        return Piece(ids=ids, logprobs=logprobs, finish_reason=reason, versions=versions)
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Reload the weights of the running model from `folder`."""
@@ -233,12 +304,34 @@ class VLLM(Dialect):
         body = {"lora_name": ADAPTER_NAME, "lora_path": folder, "load_inplace": True}
         return (Call("POST", "/v1/load_lora_adapter", body, may_refuse=True), *self._loaded(version))
 
+    def bucket(self, bucket: Bucket) -> Call:
+        """By a handle of the memory that they lie in, one after another."""
+        info = {
+            "names": bucket.names,
+            "dtype_names": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "tensor_sizes": bucket.sizes,
+            **bucket.handle,
+        }
+        return Call("POST", "/update_weights", {"update_info": info})
+
+    def end(self, version: str) -> tuple[Call, ...]:
+        """Finish, and forget what the old weights computed."""
+        return (Call("POST", "/finish_weight_update"), *self._loaded(version))
+
+    def sleep(self, *, keep_weights: bool) -> tuple[Call, ...]:
+        """Level 1 copies the weights to the CPU, level 2 drops them."""
+        return (Call("POST", "/sleep", params={"level": "1" if keep_weights else "2"}),)
+
+    def wake(self, part: str) -> Call:
+        """With the last part it also takes requests again."""
+        return Call("POST", "/wake_up", params={"tags": part})
+
     def _loaded(self, version: str) -> tuple[Call, ...]:
-        return (
-            # It fails while blocks are held, and those of aborted requests may be for a moment.
-            Call("POST", "/reset_prefix_cache", tries=5),
-            Call("POST", "/update_weight_version", {"new_version": version}),
-        )
+        # It fails while blocks are held, and those of aborted requests may be for a moment. Those of kept
+        # requests are, and no request of newer weights asks for them.
+        reset = () if self.keeps else (Call("POST", "/reset_prefix_cache", tries=5),)
+        return (*reset, Call("POST", "/update_weight_version", {"new_version": version}))
 
 
 class SGLang(Dialect):
@@ -254,7 +347,11 @@ class SGLang(Dialect):
     ready = Call("GET", "/health")
     alive = Call("GET", "/get_server_info")
     pause = (Call("POST", "/pause_generation", {"mode": "abort"}),)
+    hold = (Call("POST", "/pause_generation", {"mode": "in_place"}),)
     release = (Call("POST", "/continue_generation", {}),)
+    begin = ()
+    sleep_options = "--enable-memory-saver --enable-weights-cpu-backup"
+    memory_option = "--mem-fraction-static"
     probe = SampleParams(max_tokens=1)
     probe_is_certain = False
     command_line = (
@@ -287,12 +384,13 @@ class SGLang(Dialect):
             )
 
     def body(
-        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None = None
+        self, request: GenerateRequest, model: str, max_tokens: int, *, adapters: str | None, version: str
     ) -> dict[str, Any]:
         """The generation from token ids; each event may repeat all log probabilities, so there are few."""
         seed = request_seed(request.seed, request.num_earlier) & ((1 << SGLANG_SEED_BITS) - 1)
         return {
             **({} if adapters is None else {"lora_path": adapters}),
+            **({"extra_key": version} if self.keeps else {}),
             "input_ids": request.input_ids.tolist(),
             "sampling_params": {
                 **_sampling(request.params),
@@ -314,7 +412,7 @@ class SGLang(Dialect):
             meta = event["meta_info"]
             num_new = meta["completion_tokens"] - num_made
             made = meta["output_token_logprobs"][-num_new:] if num_new else []
-            ended = meta["finish_reason"]
+            ended, versions = meta["finish_reason"], _versions(meta)
         except (KeyError, TypeError) as error:
             raise BadAnswer(f"no log probabilities of output tokens in {event}: {error!r}") from error
         if len(made) != num_new:
@@ -323,24 +421,50 @@ class SGLang(Dialect):
             ids=[token_id for _, token_id, *_ in made],
             logprobs=[logprob for logprob, *_ in made],
             finish_reason=ended["type"] if isinstance(ended, dict) else ended,
+            versions=versions if ended else (),
         )
 
     def load(self, folder: str, version: str) -> tuple[Call, ...]:
         """Read the weights in `folder`, and flush the cache."""
-        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        body = {"model_path": folder, "weight_version": version, "flush_cache": not self.keeps}
         return (Call("POST", "/update_weights_from_disk", body),)
 
     def load_adapters(self, folder: str, version: str) -> tuple[Call, ...]:
         """Load the adapters under a name of their own; cached keys and values belong to that name."""
-        name = {"new_version": version, "abort_all_requests": False}
         return (
             Call("POST", "/load_lora_adapter", {"lora_name": version, "lora_path": folder}, may_refuse=True),
-            Call("POST", "/update_weight_version", name),
+            self._name(version),
         )
+
+    def _name(self, version: str) -> Call:
+        return Call("POST", "/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def drop_adapters(self, version: str) -> tuple[Call, ...]:
         """Unload these; refused where the server has none of that name."""
         return (Call("POST", "/unload_lora_adapter", {"lora_name": version}, may_refuse=True),)
+
+    def bucket(self, bucket: Bucket) -> Call:
+        """As tensors that torch shares between processes, for a server on one GPU."""
+        body = {"serialized_named_tensors": [bucket.shared_tensors()], "flush_cache": False}
+        return Call("POST", "/update_weights_from_tensor", body)
+
+    def end(self, version: str) -> tuple[Call, ...]:
+        """Forget what the old weights computed."""
+        reset = () if self.keeps else (Call("POST", "/flush_cache", tries=5),)
+        return (*reset, self._name(version))
+
+    def sleep(self, *, keep_weights: bool) -> tuple[Call, ...]:
+        """Its options say whether weights are kept: they are."""
+        return (Call("POST", "/release_memory_occupation", {"tags": [CACHE, WEIGHTS]}),)
+
+    def wake(self, part: str) -> Call:
+        """One part after the other."""
+        return Call("POST", "/resume_memory_occupation", {"tags": [part]})
+
+
+def _versions(answer: Mapping[str, Any]) -> tuple[tuple[str, int, int], ...]:
+    spans = answer.get("weight_versions") or ()
+    return tuple((span["version"], span["start"], span["end"]) for span in spans)
 
 
 def _sampling(params: SampleParams) -> dict[str, Any]:

@@ -6,7 +6,8 @@
         | cut: abort, time limit, pause, server lost        the tokens of all pieces read so far
 
     load_weights(step), load_adapters(step):
-                 files.write -> interrupt what runs -> load the folder -> release -> go on
+                 files.write -> interrupt or hold what runs -> load, or take buckets -> release -> go on
+    sleep():     pause -> memory given back, or the server ended        load_weights, resume: taken again
     bring_up():  start or wait for the server -> load the current weights -> release -> check what it answers
 
 The engine's state says what becomes of a request that comes now, and of those that are at the server:
@@ -22,10 +23,12 @@ The engine's state says what becomes of a request that comes now, and of those t
        any of these -----close-----> CLOSED       CLOSED: ends, "error"
 
 Beside it the engine is paused or not, as its controller wants it: while paused, requests end with "abort",
-and a load leaves the server paused. One controller per server: pausing it pauses everybody's requests.
+and a load leaves the server paused. One that sleeps is paused, so no request reaches it. One controller per
+server: pausing it pauses everybody's requests.
 
-Requests that were running when weights change go on from their tokens with the new weights. Every token
-carries the step of the weights that made it: see `forebay.engines.servers.stream`.
+Requests that were running when weights change go on from their tokens with the new weights: in new requests,
+or held in between (`Dialect.keeps`). Every token carries the step of the weights that made it: see
+`forebay.engines.servers.stream`.
 """
 
 from __future__ import annotations
@@ -36,12 +39,10 @@ from collections.abc import AsyncIterator, Sequence
 from enum import Enum, auto
 from typing import Any
 
-import numpy as np
-
 from forebay.aio.time_limits import timeout
 from forebay.engines.base import Completion, EngineHealth, EngineLost, GenerateRequest
 from forebay.engines.local.stopping import StopTexts
-from forebay.engines.servers.dialects import VLLM, BadAnswer, Dialect, ErrorEvent
+from forebay.engines.servers.dialects import CACHE, VLLM, WEIGHTS, BadAnswer, Dialect
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.servers.link import Busy, Refused, ServerFailed, ServerLink, Watch
 from forebay.engines.servers.stream import Stream
@@ -76,12 +77,14 @@ class HTTPEngine:
         start_limit_s: float = START_LIMIT_S,
         api_key: str | None = None,
         lora_rank: int = 0,
+        bucket_device: str | None = None,
     ) -> None:
         """`server` is an address or a server to start; `model` is what it calls the model.
 
         `files` is shared by all engines of a run. `start_limit_s` is how long a server that others start
         may be away, and how long one may take to be ready for use. `api_key` goes with every request.
-        `lora_rank` is the highest rank of adapters that the server was started for; 0: none.
+        `lora_rank` is the highest rank of adapters that the server was started for; 0: none. `bucket_device`,
+        for a server that was started for it, is where it finds live weights; None: it loads files.
         """
         self.max_context_tokens = max_context_tokens
         """The most tokens, prompt and response together, one request may reach."""
@@ -93,7 +96,9 @@ class HTTPEngine:
         self._files = files
         files.num_users += 1
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
-        self._weights = ServerWeights(self._link, lora_rank=lora_rank, model_step=model_step)
+        self._weights = ServerWeights(
+            self._link, lora_rank=lora_rank, model_step=model_step, bucket_device=bucket_device
+        )
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
         self._watch = Watch(self._link, self._server, self._lose)
@@ -122,7 +127,7 @@ class HTTPEngine:
         """
         request.check(self.max_context_tokens)
         self._dialect.check(request)
-        stream = Stream(request, self._stop_texts)
+        stream = Stream(request, self._stop_texts, self._weights.steps)
         self._streams[stream] = None
         try:
             while not stream.has_ended:
@@ -176,14 +181,40 @@ class HTTPEngine:
             await self._stop_all(goes_on=False)
 
     async def resume(self) -> None:
-        """Take requests again.
+        """Take requests again, and the memory that they need.
 
         Raises:
-            EngineLost: the server does not answer.
+            EngineLost: the server does not answer, or was given no weights since it sleeps without.
         """
         async with self._controlling():
+            await self._weights.wake(WEIGHTS, CACHE)
+            if self._weights.is_half_loaded:
+                raise EngineLost(f"{self} slept without its weights, and was given none")
             await self._link.do(self._dialect.release)
             self._paused = False
+
+    async def sleep(self, *, keep_weights: bool = True) -> None:
+        """Pause, and give the device's memory back until `load_weights` (that of weights) or `resume` (all).
+
+        A server of this machine that does not is ended: when this returns or raises, its memory is free.
+
+        Raises:
+            EngineLost: the server did not do it.
+        """
+        self._paused = True
+        async with self._controlling():
+            if self._weights.asleep == (WEIGHTS, CACHE):
+                return
+            try:
+                async with timeout(_SLEEP_LIMIT_S):
+                    await self._stop_all(goes_on=False)
+                    await self._weights.sleep(keep_weights=keep_weights)
+            except BaseException as error:
+                if self._server is not None:
+                    await self._server.stop()
+                if isinstance(error, TimeoutError):
+                    raise EngineLost(f"{self} did not sleep within {_SLEEP_LIMIT_S:.0f} s") from None
+                raise
 
     async def load_weights(self, weights: Weights, model_step: int) -> None:
         """Write these parameters to a folder (once for all engines that share it) and let the server load it.
@@ -197,6 +228,11 @@ class HTTPEngine:
             RuntimeError: the engine is closed.
         """
         await self._update(weights, model_step)
+
+    @property
+    def takes_live_weights(self) -> bool:
+        """Whether `load_weights` may be given `LiveWeights`: the server reads the trainer's memory."""
+        return self._weights.bucket_device is not None
 
     @property
     def takes_adapters(self) -> bool:
@@ -253,7 +289,7 @@ class HTTPEngine:
                 await asyncio.sleep(_TRY_AGAIN_S)
             is_new = False
             try:
-                is_new = await self._reach()
+                is_new = await self._link.reach(self._start_limit_s, self._restarts)
                 return await self._prepare()
             except (EngineLost, Refused, BadAnswer, AdaptersRefusedError) as error:
                 self._lose(str(error))
@@ -283,6 +319,10 @@ class HTTPEngine:
         self._enter(State.NEW if self._state is State.NEW else State.LOST, why)
         for stream in self._streams:
             stream.cut("error", f"{self}: {why}", lost=True)
+
+    def _restarts(self) -> None:
+        self._lose(self._lost_because or "it does not answer")
+        self._weights.forget()
 
     @contextlib.asynccontextmanager
     async def _controlling(self, loading: int | None = None) -> AsyncIterator[None]:
@@ -338,7 +378,10 @@ class HTTPEngine:
     async def _read_answer(self, stream: Stream) -> None:
         request = stream.rest()
         max_tokens = min(request.max_tokens, self.max_context_tokens - len(request.input_ids))
-        body = self._dialect.body(request, self._model, max_tokens, adapters=self._weights.adapters)
+        weights = self._weights
+        body = self._dialect.body(
+            request, self._model, max_tokens, adapters=weights.adapters, version=weights.label
+        )
         async with contextlib.aclosing(self._link.events(body)) as events:
             async for event in events:
                 self._watch.heard()
@@ -382,10 +425,14 @@ class HTTPEngine:
                     self._enter(State.UP)
 
     async def _load(self, written: WrittenWeights) -> None:
-        """Let the server take over weights; requests are interrupted and go on afterwards."""
-        await self._stop_all(goes_on=True)
+        """Let the server take over weights; requests are interrupted, or held, and go on afterwards."""
+        if self._dialect.keeps and not self._paused:
+            await self._link.do(self._dialect.hold)
+        else:
+            await self._stop_all(goes_on=True)
         refused: AdaptersRefusedError | None = None
         try:
+            await self._weights.wake(WEIGHTS)
             await self._weights.take(written)
         except AdaptersRefusedError as error:
             # It goes on with what it had.
@@ -397,30 +444,6 @@ class HTTPEngine:
 
     # The server
 
-    async def _reach(self) -> bool:
-        """Return once the server answers; whether it was started for that.
-
-        Raises:
-            EngineLost: it does not.
-        """
-        if self._server is not None:
-            if self._server.is_running and await self._answers():
-                return False
-            self._lose(self._lost_because or "it does not answer")
-            await self._server.start(self._link.is_ready)
-            return True
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + self._start_limit_s
-        while not await self._answers():
-            if loop.time() > until_s:
-                raise EngineLost(f"{self}: no server there that answers, for {self._start_limit_s:.0f} s")
-            # A server that others run has no event for being back.
-            await asyncio.sleep(_ASK_EVERY_S)
-        return False
-
-    async def _answers(self) -> bool:
-        return await self._link.is_healthy() and await self._link.is_alive()
-
     async def _prepare(self) -> None:
         """Load the current weights if the server lacks them, let it make tokens, and check how it does."""
         limit = timeout(self._start_limit_s)
@@ -428,6 +451,7 @@ class HTTPEngine:
             async with limit, self._controlling():
                 # The pool pauses it again if need be; a stale pause would outlast the load.
                 self._paused = False
+                await self._weights.wake(WEIGHTS, CACHE)
                 written = await self._files.latest()
                 if written is not None and not await self._weights.has(written):
                     await self._load(written)
@@ -436,7 +460,7 @@ class HTTPEngine:
                 # Others may have started theirs anew, in another way.
                 if self._server is None or self._state is State.NEW:
                     await self._link.check_context(self._model, self.max_context_tokens)
-                    await self._probe()
+                    await self._link.probe(self._model, self._weights.label)
                 self._enter(State.UP)
         except TimeoutError:
             if not limit.expired():
@@ -444,22 +468,6 @@ class HTTPEngine:
             raise EngineLost(
                 f"{self}: it answers, but was not ready within {self._start_limit_s:.0f} s"
             ) from None
-
-    async def _probe(self) -> None:
-        """Have one token made, which every server can do, and check its log probability."""
-        ids = np.zeros(1, np.int32)
-        stream = Stream(
-            GenerateRequest(
-                request_id="probe", input_ids=ids, params=self._dialect.probe, max_tokens=1, seed=0
-            )
-        )
-        try:
-            await self._read(stream)
-        except ErrorEvent:
-            raise
-        except (Refused, BadAnswer) as error:
-            raise ServerFailed(f"{error}; {self._dialect.help}") from error
-        self._link.check_probe(stream.completion().logprobs)
 
 
 class State(Enum):
@@ -475,6 +483,9 @@ class State(Enum):
 _BUSY_FIRST_S, _BUSY_MOST_S, _BUSY_LIMIT_S = 0.5, 30.0, 600.0
 """Until a busy server is asked again: doubled each time, up to the second; after the third it has failed."""
 
+_SLEEP_LIMIT_S = 120.0
+"""For a server to copy its weights to the CPU and free the rest."""
+
 _END_LIMIT_S = 5.0
 """For requests to end after the server was paused; then their connections are closed."""
 
@@ -483,6 +494,3 @@ _START_TRIES = 3
 
 _TRY_AGAIN_S = 10.0
 """Between two tries to use such a server: it cannot be started anew."""
-
-_ASK_EVERY_S = 1.0
-"""Seconds between two questions whether a server is back that others start."""

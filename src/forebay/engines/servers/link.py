@@ -19,16 +19,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlencode
 
+import numpy as np
+
 from forebay.aio.time_limits import timeout
-from forebay.engines.base import EngineLost
+from forebay.engines.base import EngineLost, GenerateRequest
 from forebay.engines.servers import client
-from forebay.engines.servers.dialects import BadAnswer, Call, Dialect
+from forebay.engines.servers.dialects import BadAnswer, Call, Dialect, ErrorEvent
 from forebay.engines.servers.launch import LocalServer
-from forebay.types import FloatArray
 
 _HEALTH_LIMIT_S = 30.0
 """For an answer about health: a busy server answers late."""
@@ -38,6 +39,9 @@ CONTROL_LIMIT_S = 50.0
 
 _TRY_AGAIN_S = 0.2
 """Between two tries of a call that could not be done just now."""
+
+_ASK_EVERY_S = 1.0
+"""Seconds between two questions whether a server is back that others start."""
 
 _LONGEST_RETRY_AFTER_S = 120.0
 """A server that wants to be left alone for longer is away."""
@@ -91,6 +95,30 @@ class ServerLink:
         status = await self._status(self.dialect.alive, CONTROL_LIMIT_S)
         return status is not None and status < 500
 
+    async def reach(self, limit_s: float, on_start: Callable[[], None]) -> bool:
+        """Return once the server answers; whether it was started for that, which `on_start` is told before.
+
+        Raises:
+            EngineLost: it does not answer; one that others start has `limit_s` for that.
+        """
+        if not isinstance(self._server, str):
+            if self._server.is_running and await self._answers():
+                return False
+            on_start()
+            await self._server.start(self.is_ready)
+            return True
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + limit_s
+        while not await self._answers():
+            if loop.time() > until_s:
+                raise EngineLost(f"{self}: no server there that answers, for {limit_s:.0f} s")
+            # A server that others run has no event for being back.
+            await asyncio.sleep(_ASK_EVERY_S)
+        return False
+
+    async def _answers(self) -> bool:
+        return await self.is_healthy() and await self.is_alive()
+
     async def _status(self, call: Call, limit_s: float) -> int | None:
         try:
             return (await self._ask(call, limit_s))[0]
@@ -143,20 +171,32 @@ class ServerLink:
                 f"many"
             )
 
-    def check_probe(self, logprobs: Sequence[float] | FloatArray) -> None:
-        """Check the log probabilities that the server reports for one token drawn as the dialect's `probe`.
+    async def probe(self, model: str, version: str) -> None:
+        """Have one token made, which every server can do, and check its log probability.
 
         Raises:
-            ServerFailed: they are not those that it draws from, or there is no token.
+            ServerFailed: it is not that of the distribution it was drawn from, or there is no token.
+            EngineLost, BadAnswer: as `events`.
         """
+        dialect, logprobs = self.dialect, list[float]()
+        request = GenerateRequest(
+            request_id="probe", input_ids=np.zeros(1, np.int32), params=dialect.probe, max_tokens=1, seed=0
+        )
+        body = dialect.body(request, model, 1, adapters=None, version=version)
+        try:
+            async with contextlib.aclosing(self.events(body)) as events:
+                async for event in events:
+                    logprobs += dialect.read(event, len(logprobs)).logprobs
+        except ErrorEvent:
+            raise
+        except (Refused, BadAnswer) as error:
+            raise ServerFailed(f"{error}; {dialect.help}") from error
         if len(logprobs) != 1:
-            raise ServerFailed(
-                f"{self} made {len(logprobs)} tokens where 1 was asked for; {self.dialect.help}"
-            )
-        if self.dialect.probe_is_certain and not logprobs[0] > _CERTAIN:
+            raise ServerFailed(f"{self} made {len(logprobs)} tokens where 1 was asked for; {dialect.help}")
+        if dialect.probe_is_certain and not logprobs[0] > _CERTAIN:
             raise ServerFailed(
                 f"{self} does not report the log probabilities of what it draws from (a certain token has "
-                f"{logprobs[0]:.3f}, not 0); {self.dialect.help}"
+                f"{logprobs[0]:.3f}, not 0); {dialect.help}"
             )
 
     async def events(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:

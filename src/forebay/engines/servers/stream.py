@@ -5,17 +5,18 @@
     leg(step): send `rest()` --> add(piece), add(piece), ...      the next leg, if it was interrupted
     cut(reason) from outside: the reading ends, what was read stays          --> completion()
 
-A leg is one request to the server, all of whose tokens are made by the same weights: an update of the weights
-interrupts what runs, and a new leg goes on from the tokens. So every token is labeled exactly, whenever its
-piece arrives. (A server can also hold its requests while weights change. Then nothing tells of a piece that
-arrives late which weights made it, and what the old ones cached has to be computed anew all the same.)
+A leg is one request to the server. An update of the weights interrupts what runs, and a new leg goes on from
+the tokens: so all tokens of a leg are of the same weights, whenever their pieces arrive. A server may also
+hold its requests while weights change. Then the end of the leg says which version made which token; until it
+is there, and where it never comes (a server that dies, a cut), every token counts as of the oldest weights
+that the leg may have met.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -41,8 +42,15 @@ class Stream:
     array([3, 3], dtype=int32)
     """
 
-    def __init__(self, request: GenerateRequest, stop_texts: StopTexts | None = None) -> None:
+    def __init__(
+        self,
+        request: GenerateRequest,
+        stop_texts: StopTexts | None = None,
+        steps: Mapping[str, int] | None = None,
+    ) -> None:
+        """`steps` are those of the versions of weights that the server may name."""
         self.request = request
+        self._steps_of = {} if steps is None else steps
         self.ids: list[int] = []
         self._logprobs: list[float] = []
         self._steps: list[int] = []
@@ -107,6 +115,9 @@ class Stream:
         self.ids += piece.ids
         self._logprobs += piece.logprobs
         self._steps += [self._step] * len(piece.ids)
+        for version, begin, end in piece.versions:
+            begin, end = self._leg_start + begin, min(self._leg_start + end, len(self.ids))
+            self._steps[begin:end] = [self._steps_of.get(version, self._step)] * max(0, end - begin)
         if piece.finish_reason is not None:
             self.leg_has_ended = True
             if not (self._goes_on and piece.finish_reason == "abort"):

@@ -3,23 +3,29 @@
 ::
 
     take(written)   whole weights:   load the folder                         label: version
+                    live ones:       begin, bucket, bucket, ..., end         label: version, which it confirms
                     adapters:        load their base, unless it is there     label: version of the base
                                      load the adapters                       label: version of base + adapters
                                        | refused: AdaptersRefusedError, the server goes on as it was
 
     has(written)    asks the server for its label: somebody else may have restarted it
 
-The server must be paused for `take`: the engine does that, and sees to the requests.
+    sleep           its memory is free; weights that are not kept count as half loaded
+    wake(part)      the weights' memory, before `take`; that of the cache, before requests
+
+The server must be paused for all but `has`: the engine does that, and sees to the requests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterable
 
-from forebay.engines.servers.dialects import Call
-from forebay.engines.servers.link import Refused, ServerLink
+from forebay.engines.servers.dialects import CACHE, WEIGHTS, Call
+from forebay.engines.servers.link import Refused, ServerFailed, ServerLink
 from forebay.engines.weights.files import WrittenWeights
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError
 
 
@@ -34,18 +40,35 @@ class ServerWeights:
     ...     await weights.take(written)
     """
 
-    def __init__(self, link: ServerLink, *, lora_rank: int = 0, model_step: int = 0) -> None:
-        """`lora_rank` is the highest that the server takes; 0: it takes no adapters."""
+    def __init__(
+        self,
+        link: ServerLink,
+        *,
+        lora_rank: int = 0,
+        model_step: int = 0,
+        bucket_device: str | None = None,
+    ) -> None:
+        """`lora_rank` is the highest that the server takes; 0: it takes no adapters.
+
+        `bucket_device` is where live weights are put for the server to map; None: it takes none.
+        """
         self._link, self._dialect = link, link.dialect
         self._lora_rank = lora_rank
+        self.bucket_device = bucket_device
         self.model_step = model_step
         """Of the weights that make the next token."""
         self.adapters: str | None = None
         """The version of the adapters that requests must name; None: they use the whole weights."""
-        self._label = ""
+        self.label = ""
         """The server's name of its weights, when it was last known."""
-        self._is_half_loaded = False
-        """Whether it may have part of new weights under the name of the old ones."""
+        self.steps: dict[str, int] = {}
+        """Of the weights that it was given, by their names."""
+        self.is_half_loaded = False
+        """Whether it may have part of new weights, or none, under the name of the old ones."""
+        self._is_updating = False
+        """Whether it may wait for buckets."""
+        self.asleep: tuple[str, ...] = ()
+        """The parts of its memory that it does not hold."""
         self._was_refused = False
 
     @property
@@ -76,14 +99,14 @@ class ServerWeights:
             EngineLost: it does not answer.
         """
         answer = await self._link.do([self._dialect.version])
-        self._label = answer.get("weight_version") or ""
-        self.adapters = self._label if "+" in self._label else None
+        self.label = answer.get("weight_version") or ""
+        self.adapters = self.label if "+" in self.label else None
         if has := self._has(written):
-            self.model_step = written.model_step
+            self.model_step = self.steps[written.version] = written.model_step
         return has
 
     def _has(self, written: WrittenWeights) -> bool:
-        return not self._is_half_loaded and self._label == written.version
+        return not self.is_half_loaded and self.label == written.version
 
     async def take(self, written: WrittenWeights) -> None:
         """Let the paused server take over these weights.
@@ -98,7 +121,9 @@ class ServerWeights:
             return
         dialect, base = self._dialect, written.base or written
         # Loading adapters never touches the base, which lies below whatever the server has.
-        has_base = base.is_start or self._label.partition("+")[0] == base.version
+        has_base = base.is_start or self.label.partition("+")[0] == base.version
+        if base.live is not None:
+            return await self._receive(base, base.live)
         if written.base is None or not has_base:
             await self._load(base, dialect.load(str(base.folder), base.version))
         if written.base is None:
@@ -106,20 +131,97 @@ class ServerWeights:
         try:
             await self._load(written, dialect.load_adapters(str(written.folder), written.version))
         except Refused as error:
-            self._is_half_loaded, self._was_refused = False, True
+            self.is_half_loaded, self._was_refused = False, True
             raise AdaptersRefusedError(f"{error}; {dialect.lora_help}") from error
 
     async def _load(self, written: WrittenWeights, calls: Iterable[Call]) -> None:
-        if self._is_half_loaded:
+        if self.is_half_loaded:
             await self._drop(written.version)
-        self._is_half_loaded = True
+        self.is_half_loaded = True
         # Limited by the caller: a load takes minutes where a model is large.
         await self._link.do(calls, takes_long=True)
-        self._is_half_loaded = False
+        self.is_half_loaded = False
         former, self.adapters = self.adapters, None if written.base is None else written.version
-        self._label, self.model_step = written.version, written.model_step
+        self._note(written.version, written.model_step)
         if former is not None and former != self.adapters:
             await self._drop(former)
+
+    def _note(self, version: str, model_step: int) -> None:
+        self.label, self.model_step = version, model_step
+        self.steps[version] = model_step
+
+    async def _receive(self, written: WrittenWeights, live: LiveWeights) -> None:
+        """Give it weights in buckets, as they are now: a step later than they were offered, perhaps.
+
+        Raises:
+            EngineLost: it went away, does not do it, or calls its weights otherwise afterwards.
+        """
+        dialect, step = self._dialect, None
+        self.is_half_loaded = True
+        while step is None:
+            if self._is_updating:
+                with contextlib.suppress(Refused):
+                    await self._link.do(dialect.abandon, takes_long=True)
+            self._is_updating = True
+            await self._link.do(dialect.begin, takes_long=True)
+            step = await self._send_buckets(live)
+        # A server that comes back while the trainer trains gets newer weights than it was offered.
+        version = written.version if step == written.model_step else f"{written.version}-at_{step:06d}"
+        await self._link.do(dialect.end(version), takes_long=True)
+        self._is_updating = False
+        named = (await self._link.do([dialect.version])).get("weight_version")
+        if named != version:
+            raise ServerFailed(f"{self._link} was given the weights {version!r} and says it has {named!r}")
+        self.is_half_loaded = False
+        self._note(version, step)
+
+    async def _send_buckets(self, live: LiveWeights) -> int | None:
+        """The step of the weights that all went; None if a train step changed them on the way."""
+        # It needs torch, which a server's client has no other use for.
+        from forebay.engines.weights.buckets import buckets
+
+        assert self.bucket_device is not None, "live weights for a server that takes none"
+        left, first = buckets(live.read(), live.dtype, self.bucket_device), None
+        while True:
+
+            def fill() -> tuple[int, Call | None]:
+                with live.reading() as step:
+                    bucket = next(left, None)
+                    return step, None if bucket is None else self._dialect.bucket(bucket)
+
+            step, call = await asyncio.to_thread(fill)
+            first = step if first is None else first
+            if call is None or step != first:
+                return first if step == first else None
+            # Limited by the caller, as a load is.
+            await self._link.do([call], takes_long=True)
+
+    # Memory
+
+    def forget(self) -> None:
+        """The server was started anew: it holds its memory, and what it began with."""
+        self.asleep, self.is_half_loaded, self._is_updating = (), False, False
+
+    async def sleep(self, *, keep_weights: bool) -> None:
+        """Let the paused server give its memory back.
+
+        Raises:
+            EngineLost: it does not.
+        """
+        await self._link.do(self._dialect.sleep(keep_weights=keep_weights), takes_long=True)
+        self.asleep = (WEIGHTS, CACHE)
+        self.is_half_loaded |= not keep_weights
+
+    async def wake(self, *parts: str) -> None:
+        """Let it take these parts of its memory again, if it does not hold them.
+
+        Raises:
+            EngineLost: it does not.
+        """
+        for part in parts:
+            if part in self.asleep:
+                await self._link.do([self._dialect.wake(part)], takes_long=True)
+                self.asleep = tuple(other for other in self.asleep if other != part)
 
     async def _drop(self, adapters: str) -> None:
         # Refused where the server has none of that name any more.

@@ -132,16 +132,16 @@ class SharedMemoryHandOver:
         written.num_readers -= 1
 
     async def _write(self, written: _Written, earlier: _Written | None) -> dict[str, Any]:
-        free: _MemoryFile | None = None
+        free: MemoryFile | None = None
         if earlier is not None and earlier.message is not None:
             await asyncio.wait([earlier.message])
             free = earlier.file if earlier.num_readers == 0 else None
         return await asyncio.to_thread(self._fill, written, free)
 
-    def _fill(self, written: _Written, free: _MemoryFile | None) -> dict[str, Any]:
+    def _fill(self, written: _Written, free: MemoryFile | None) -> dict[str, Any]:
         layout, num_bytes = lay_out(written.weights)
         if free is None or free.num_bytes != num_bytes:
-            free = _MemoryFile(num_bytes)
+            free = MemoryFile(num_bytes)
         write(layout, free.data, written.weights)
         written.file = free
         return {"path": free.path, "inode": free.inode, "num_bytes": num_bytes, "layout": layout}
@@ -199,11 +199,11 @@ class _Written:
     def __init__(self, weights: Listed, model_step: int, adapters: AdapterConfig | None) -> None:
         self.weights, self.model_step, self.adapters = weights, model_step, adapters
         self.message: asyncio.Future[dict[str, Any]] | None = None
-        self.file: _MemoryFile | None = None
+        self.file: MemoryFile | None = None
         self.num_readers = 0
 
 
-class _MemoryFile:
+class MemoryFile:
     """Memory that other processes of this user can map by `path`, freed when no process has it open."""
 
     def __init__(self, num_bytes: int) -> None:

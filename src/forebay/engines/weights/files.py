@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 
 from forebay.config import ConfigError
 from forebay.io.durable import made_whole
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import (
     BASE_FINGERPRINT,
     AdapterConfig,
@@ -117,12 +118,20 @@ class WeightFiles:
         """Write them, unless somebody is just doing so; return when they are `current`.
 
         The tensors are read before it returns. One of two that share their memory (tied weights) is left
-        out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters.
+        out, as in a saved model. With `adapters`, peft's config of them, `weights` are LoRA adapters. Live
+        weights are not written: servers take them from the trainer's memory.
 
         Raises:
             ConfigError: the folder cannot be written to, or there is no room left.
             BaseDiffersError: these adapters are not known to be for what servers have below adapters.
         """
+        if isinstance(weights, LiveWeights):
+            now = self.current
+            if now is None or now.live is not weights or now.model_step != model_step:
+                self._num_written += 1
+                version = f"{self._name}-step_{model_step:06d}-{self._num_written}"
+                now = self.current = WrittenWeights(model_step, self._folder, version, live=weights)
+            return now
         if self._writing is None or self._given[0] is not weights or self._given[1] != model_step:
             self._given = weights, model_step
             self._writing = asyncio.create_task(
@@ -251,6 +260,8 @@ class WrittenWeights:
     """Of adapters: the whole weights below them. None: these are whole."""
     is_start: bool = False
     """Whether servers have them from their start, without a load."""
+    live: LiveWeights | None = None
+    """Where to read them: nothing is in the folder."""
 
 
 _RUN_PREFIX, _LOCK = "run-", "lock"

@@ -40,14 +40,8 @@ CONTROL_LIMIT_S = 50.0
 _TRY_AGAIN_S = 0.2
 """Between two tries of a call that could not be done just now."""
 
-_ASK_EVERY_S = 1.0
-"""Seconds between two questions whether a server is back that others start."""
-
 _LONGEST_RETRY_AFTER_S = 120.0
 """A server that wants to be left alone for longer is away."""
-
-_CERTAIN = -1e-3
-"""Log probability of a certain token, but for rounding."""
 
 _SHOWN = 300
 """Characters of an answer in an error."""
@@ -235,6 +229,12 @@ class ServerLink:
         except TimeoutError:
             raise EngineLost(f"{self}: {call.path} was not answered within {limit_s:g} s") from None
 
+
+_ASK_EVERY_S = 1.0
+"""Seconds between two questions whether a server is back that others start."""
+
+_CERTAIN = -1e-3
+"""Log probability of a certain token, but for rounding."""
 
 _HEALTH_EVERY_S = 10.0
 """Seconds between two questions while something runs: a machine that vanished closes no connection."""

@@ -10,6 +10,7 @@ from forebay.config import ConfigError
 
 EXTRAS = {
     "train": ("torch", "transformers", "tokenizers", "peft", "datasets", "matplotlib", "plotext", "gguf"),
+    "8bit": ("bitsandbytes",),
     "pandas": ("pandas",),
     "sql": ("sqlalchemy", "psycopg"),
     "tasks": ("reasoning_gym", "math_verify"),

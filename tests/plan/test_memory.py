@@ -99,6 +99,17 @@ def test_parts_are_exact_where_they_follow_from_the_sizes() -> None:
     assert planned.flop / planned.tokens == pytest.approx(6 * planned.num_parameters, rel=0.3)
 
 
+@pytest.mark.parametrize("kind", ["cpu", "8bit"])
+def test_moments_elsewhere_or_shorter_are_planned(kind: Any) -> None:
+    if kind == "8bit":
+        pytest.importorskip("bitsandbytes")
+    full = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024), batch())
+    planned = step_memory(MODELS["qwen3"], TrainConfig(token_budget=1024, moments=kind), batch())
+    share = 0 if kind == "cpu" else (1 + 4 / 256) / 4
+    assert planned.parts.get("moments", 0) == pytest.approx(share * full.parts["moments"], rel=0.05)
+    assert planned.total == pytest.approx(full.total - (1 - share) * full.parts["moments"], rel=0.01)
+
+
 def test_a_planned_model_has_no_content() -> None:
     huge = LlamaConfig(
         vocab_size=128_000,

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -73,3 +74,54 @@ def test_the_state_of_another_model_is_refused():
     optimizers[0].step(0)
     with pytest.raises(ValueError, match="of another model"):
         optimizers[1].load_state_tensors(dict(optimizers[0].state_tensors()))
+
+
+def trained(moments, steps, resume_after=None, resumed_moments=None):
+    """The weights after `steps`; after `resume_after` of them another optimizer goes on from the state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    settings = {"lr": 1e-2, "betas": (0.8, 0.95), "epsilon": 1e-6, "weight_decay": 0.1}
+    optimizer = Optimizer(model, moment_kind=moments, **settings)
+    for step in range(steps):
+        if step == resume_after:
+            state = {key: value.clone() for key, value in optimizer.state_tensors()}
+            optimizer = Optimizer(model, moment_kind=resumed_moments or moments, **settings)
+            optimizer.load_state_tensors(state)
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().sum().backward()
+        optimizer.step(step)
+    return model, optimizer
+
+
+def test_moments_in_the_memory_of_the_cpu_change_no_weight():
+    plain, optimizer = trained("float32", 5)
+    group = optimizer._adamw.param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.95), 1e-6, 0.1)
+    for resumed in (("cpu", 5), ("cpu", 5, 2), ("cpu", 5, 3, "float32"), ("float32", 5, 3, "cpu")):
+        model, _ = trained(*resumed)
+        torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
+
+
+def test_moments_of_eight_bits_are_saved_and_take_a_quarter():
+    pytest.importorskip("bitsandbytes")
+    plain, full = trained("float32", 5)
+    model, optimizer = trained("8bit", 5)
+    resumed, _ = trained("8bit", 5, 2)
+    torch.testing.assert_close(resumed.state_dict(), model.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0.03)
+
+    def size(optimizer):
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in optimizer.moments()}.values())
+
+    # The tables, which all weights share, and the biases are short beside the rest of a real model.
+    assert size(optimizer) < 0.27 * size(full) + 2 * 1024 + 8 * (96 + 64)
+    for kinds in (("8bit", "cpu"), ("float32", "8bit")):
+        with pytest.raises(ValueError, match="the saved moments do not go with moments = "):
+            trained(kinds[0], 2, 1, kinds[1])
+
+
+def test_eight_bits_without_their_library_are_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs bitsandbytes, .* pip install 'forebay\[8bit\]'"):
+        Optimizer(nn.Linear(2, 1), lr=1.0, moment_kind="8bit")

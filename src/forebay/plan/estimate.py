@@ -43,6 +43,8 @@ CONTEXT_BYTES = 600 * MIB
 TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
 """Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
 The first is usual for transformers' models on one GPU, not the best."""
+HOST_BYTES_PER_S = 2.5e10
+"""Between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
 LAUNCH_S = 0.7e-3
 """A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
 one by one."""
@@ -176,13 +178,16 @@ _KEPT_BYTES = 400
 
 
 def _settled(config: RunConfig, device: Device) -> RunConfig:
-    """`config` with the precision that ``auto`` stands for on `device`."""
+    """`config` with the precision that ``auto`` stands for on `device`, whose memory may be the host's."""
     precision = {"dtype": "bfloat16" if device.is_gpu else "float32"}
     tables = {
         name: table.model_copy(update=precision)
         for name, table in (("train", config.train), ("engine", config.engine))
         if table.dtype == "auto"
     }
+    if config.train.moments == "cpu" and not device.is_gpu:
+        # The host's memory is the one that is planned.
+        tables["train"] = tables.get("train", config.train).model_copy(update={"moments": "float32"})
     return config.model_copy(update=tables)
 
 
@@ -222,7 +227,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         return plan
     advice: list[str] = []
     changes: dict[str, Any] = {}
-    for key, value in _remedies(config.train, longest):
+    for key, value in _remedies(config.train, longest, device):
         try:
             train = TrainConfig.model_validate(
                 {
@@ -245,7 +250,7 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
     return replace(plan, advice=advice)
 
 
-def _remedies(train: TrainConfig, longest: int) -> list[tuple[str, Any]]:
+def _remedies(train: TrainConfig, longest: int, device: Device) -> list[tuple[str, Any]]:
     """Settings that need less memory, the cheapest first."""
     found: list[tuple[str, Any]] = []
     if train.dtype == "float32":
@@ -255,6 +260,8 @@ def _remedies(train: TrainConfig, longest: int) -> list[tuple[str, Any]]:
     budget = train.token_budget
     while (budget := budget // 2) >= longest:
         found.append(("token_budget", budget))
+    if train.moments == "float32" and device.is_gpu:
+        found.append(("moments", "cpu"))
     if train.lora_rank == 0:
         found.append(("lora_rank", 32))
     return found
@@ -351,7 +358,10 @@ def _times(
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token
     optimizer_bytes = 2 * sum(step.parts.get(name, 0) for name in ("weights", "gradients", "moments"))
-    optimizer_s = config.train.optimizer_steps * optimizer_bytes / device.bytes_per_s
+    optimizer_s = optimizer_bytes / device.bytes_per_s
+    if config.train.moments == "cpu":
+        # Both moments, there and back.
+        optimizer_s += 4 * step.parts["gradients"] / HOST_BYTES_PER_S
     running = _running(config)
     read = step.num_parameters * _itemsize(config)
     read += running * longest // 2 * _cache_bytes_per_token(config, hugging_face)
@@ -366,7 +376,7 @@ def _times(
         slots=running,
         tokens_per_s=running / token_s,
         lengths=LengthConfig(constant=max(1, longest)),
-        train_s=optimizer_s,
+        train_s=config.train.optimizer_steps * optimizer_s,
         train_tokens_per_s=train_rate,
         sync_s=step.num_parameters * _itemsize(config) / device.bytes_per_s,
     )

@@ -61,7 +61,7 @@ class MemoryPeak(TorchDispatchMode):
     """Counts the storages that operations make while it is open, by kind, and remembers the largest sum.
 
     A storage made with the `vocabulary` as its last dimension counts as logits, any other as activations,
-    until `assign` says otherwise.
+    until `assign` says otherwise. The kind `HOST` is in another memory and no part of the sum.
     """
 
     def __init__(self, vocabulary: int) -> None:
@@ -69,13 +69,15 @@ class MemoryPeak(TorchDispatchMode):
         self._vocabulary = vocabulary
         self._kinds: dict[int, str] = {}
         self._now: Counter[str] = Counter()
-        self._total = 0
         self.reset()
 
     def reset(self) -> None:
         """Forget the peak; storages that are there stay counted."""
-        self._peak_total, self.peak = self._total, self._now.copy()
+        self._peak_total, self.peak = self._total(), self._now.copy()
         """Bytes by kind at the moment when the sum was largest."""
+
+    def _total(self) -> int:
+        return self._now.total() - self._now[HOST]
 
     def assign(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Count the storages of these tensors, known or not, as `kind`."""
@@ -92,12 +94,10 @@ class MemoryPeak(TorchDispatchMode):
             return
         self._kinds[key] = kind
         self._now[kind] += size
-        self._total += size
         weakref.finalize(storage, self._remove, key, size)
 
     def _remove(self, key: int, size: int) -> None:
         self._now[self._kinds.pop(key)] -= size
-        self._total -= size
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -107,12 +107,12 @@ class MemoryPeak(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 is_logits = tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary
                 self._add(tensor.untyped_storage(), LOGITS if is_logits else ACTIVATIONS)
-        if self._total > self._peak_total:
+        if self._total() > self._peak_total:
             self.reset()
         return result
 
 
-LOGITS, ACTIVATIONS = "logits", "activations"
+LOGITS, ACTIVATIONS, HOST = "logits", "activations", "host"
 KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
 
 
@@ -158,7 +158,7 @@ def step_memory(
         # The first step makes the moments. Counting operations keeps activations alive, so it is done apart.
         with FlopCounterMode(display=False) as flop:
             learner.rehearse(batch, packs[:1])
-        memory.assign(learner.moments(), "moments")
+        memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments")
         memory.reset()
         learner.rehearse(batch, packs)
     return StepMemory(

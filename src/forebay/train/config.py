@@ -25,7 +25,12 @@ LOSS_NAMES = ("clipped", "gspo", "cispo")
 """The keys of `ADVANTAGES` and `POLICY_LOSSES` (`forebay.train.objective`), so that run files are checked
 without them: both modules read this one, and losses load torch."""
 
+BETAS, EPSILON = (0.9, 0.999), 1e-8
+"""AdamW's published defaults."""
+Moments = Literal["float32", "cpu", "8bit"]
+
 NonNegative = Annotated[float, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, lt=1)]
 
 
 class WarmupConfig(StrictModel):
@@ -62,6 +67,13 @@ class TrainConfig(StrictModel):
     """Train steps over which the rate rises linearly."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Of matrices; norms and biases never decay."""
+    betas: tuple[Share, Share] = BETAS
+    """How much AdamW keeps of its two moments, the mean gradient and the mean square, at each step."""
+    epsilon: float = Field(default=EPSILON, gt=0)
+    """AdamW divides by the root of the second moment and this."""
+    moments: Moments = "float32"
+    """``cpu``: in the host's memory, on the device for their step only; the same numbers, slower. ``8bit``: a
+    quarter of the bytes, on one rank, by bitsandbytes. A resumed run may change between the other two."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradients with a larger L2 norm are scaled down to it; 0: never."""
     mini_batches: int = Field(default=1, ge=1)
@@ -218,6 +230,8 @@ class TrainConfig(StrictModel):
                 f"correction_band = {self.correction_band} must be (low, high) with 0 <= low <= 1 <= high, "
                 f"because an on-policy token has weight 1 and must keep it"
             )
+        if self.moments != "float32" and self.ranks > 1:
+            yield f"moments = {self.moments!r} goes with one rank, and ranks = {self.ranks} share moments out"
         if self.layout == "shared_prompt" and self.gradient_checkpointing:
             yield "layout 'shared_prompt' keeps keys and values that gradient_checkpointing drops; choose one"
         if self.lora_alpha is not None and self.lora_rank == 0:

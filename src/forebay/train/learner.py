@@ -127,6 +127,9 @@ class Learner:
             warmup_steps=config.schedule_warmup_steps,
             total_steps=total_steps,
             weight_decay=config.weight_decay,
+            betas=config.betas,
+            epsilon=config.epsilon,
+            moment_kind=config.moments,
             max_grad_norm=config.max_grad_norm,
         )
         self._optimizer = make_optimizer(model, lr=config.lr)

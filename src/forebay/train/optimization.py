@@ -3,6 +3,11 @@
 ::
 
     loss.backward() ... --> Optimizer.step(train_step) : clip -> learning rate of this step -> AdamW -> zero
+
+AdamW's two moments take twice the bytes of the weights, and only its step reads them. ``cpu`` keeps them in
+the host's memory and brings those of one weight at a time to the device: the same numbers, for the time of
+the copies there and back. ``8bit`` leaves them on the device in a quarter of the bytes (Dettmers et al. 2022,
+"8-bit Optimizers via Block-wise Quantization"), by bitsandbytes: 256 numbers share a scale.
 """
 
 from __future__ import annotations
@@ -14,11 +19,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim.adamw import adamw
 
+from forebay.extras import needed_by
+from forebay.train.config import BETAS, EPSILON, Moments
 from forebay.train.parallel.sharding import slice_like, whole
-
-BETAS = (0.9, 0.999)
-"""AdamW's published defaults; no result here depends on other values."""
 
 
 def schedule_factor(schedule: str, train_step: int, *, warmup_steps: int, total_steps: int | None) -> float:
@@ -63,6 +69,9 @@ class Optimizer:
     warmup_steps: int = 0
     total_steps: int | None = None
     weight_decay: float = 0.0
+    betas: tuple[float, float] = BETAS
+    epsilon: float = EPSILON
+    moment_kind: Moments = "float32"
     max_grad_norm: float = 1.0
     """0: gradients are never scaled down."""
 
@@ -76,7 +85,18 @@ class Optimizer:
         others = [p for p in self._parameters.values() if p.ndim < 2]
         by_decay = [(decayed, self.weight_decay), (others, 0.0)]
         groups = [{"params": weights, "weight_decay": decay} for weights, decay in by_decay if weights]
-        self._adamw = torch.optim.AdamW(groups, lr=self.lr, betas=BETAS, fused=True)
+        self._adamw = self._make(groups)
+
+    def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.epsilon}
+        if self.moment_kind != "8bit":
+            return torch.optim.AdamW(groups, **settings, fused=True)
+        with needed_by("train.moments = '8bit'"):
+            from bitsandbytes.optim import AdamW8bit
+        # It computes the table of its 256 numbers, which a plan's tensors without content cannot hold.
+        with unset_fake_temporarily():
+            optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
+        return optimizer
 
     def learning_rate(self, train_step: int) -> float:
         """The rate of the step after `train_step` completed ones."""
@@ -109,8 +129,40 @@ class Optimizer:
         """AdamW's update by the gradients as they are, which are then cleared."""
         for group in self._adamw.param_groups:
             group["lr"] = lr
-        self._adamw.step()
+            if self.moment_kind == "cpu":
+                self._step_from_cpu(group)
+        if self.moment_kind != "cpu":
+            self._adamw.step()
         self.zero_grad()
+
+    @torch.no_grad()
+    def _step_from_cpu(self, group: Mapping[str, Any]) -> None:
+        """AdamW's step, with moments that are on the device for the update of their weight only."""
+        device = group["params"][0].device
+        for weight in group["params"]:
+            if weight.grad is None:
+                continue
+            state = self._adamw.state[weight]
+            for key in () if state else ("exp_avg", "exp_avg_sq", "step"):
+                shape = () if key == "step" else weight.shape
+                state[key] = torch.zeros(shape, dtype=torch.float32, pin_memory=weight.is_cuda)
+            near = {key: value.to(device, non_blocking=True) for key, value in state.items()}
+            adamw(
+                [weight],
+                [weight.grad],
+                [near["exp_avg"]],
+                [near["exp_avg_sq"]],
+                [],
+                [near["step"]],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                **{key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")},
+            )
+            for key, value in state.items():
+                value.copy_(near[key], non_blocking=True)
+        if device.type == "cuda":
+            # They are on their way back, and the next reader may be another than the device.
+            torch.cuda.synchronize(device)
 
     def zero_grad(self) -> None:
         """Forget accumulated gradients."""
@@ -125,27 +177,36 @@ class Optimizer:
         """The moments and step counts, whole, as ``WEIGHT|KEY`` and tensor; none before the first step."""
         for name, parameter in self._parameters.items():
             for key, value in self._adamw.state[parameter].items():
-                yield f"{name}|{key}", whole(value)
+                yield f"{name}|{key}", whole(torch.as_tensor(value))
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_tensors` gave.
 
         Raises:
-            ValueError: the weights are not those of this optimizer.
+            ValueError: the weights are not those of this optimizer, or their moments are of another kind.
         """
-        state: dict[str, dict[str, Any]] = {}
+        state: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition("|")
             state.setdefault(name, {})[part] = value
         if tensors and set(state) != set(self._parameters):
             different = sorted(set(state) ^ set(self._parameters))
             raise ValueError(f"the saved optimizer is of another model; weights that differ: {different[:5]}")
-        numbers = {id(p): i for i, p in enumerate(p for g in self._adamw.param_groups for p in g["params"])}
-        by_number = {
-            numbers[id(parameter)]: {key: slice_like(value, parameter) for key, value in state[name].items()}
-            for name, parameter in self._parameters.items()
-            if name in state
-        }
-        self._adamw.load_state_dict(
-            {"state": by_number, "param_groups": self._adamw.state_dict()["param_groups"]}
-        )
+        if any(("state1" in parts) != (self.moment_kind == "8bit") for parts in state.values()):
+            raise ValueError(
+                f"the saved moments do not go with moments = {self.moment_kind!r}: '8bit' and the others are "
+                f"not made into each other; go on with the setting of the run that saved them"
+            )
+        for name, parts in state.items():
+            weight = self._parameters[name]
+            self._adamw.state[weight] = {
+                key: self._placed(key, value, weight) for key, value in parts.items()
+            }
+
+    def _placed(self, key: str, value: torch.Tensor, weight: torch.Tensor) -> Any:
+        """A part of a weight's state as a step leaves it."""
+        if self.moment_kind == "8bit" and key == "step":
+            return int(value)
+        if self.moment_kind == "cpu":
+            return value.pin_memory() if weight.is_cuda else value.clone()
+        return slice_like(value, weight).to(weight.device, copy=True)

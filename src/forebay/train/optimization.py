@@ -88,15 +88,14 @@ class Optimizer:
         self._adamw = self._make(groups)
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "eps": self.epsilon}
         if self.moment_kind != "8bit":
-            return torch.optim.AdamW(groups, **settings, fused=True)
+            return torch.optim.AdamW(groups, lr=self.lr, betas=self.betas, eps=self.epsilon, fused=True)
         with needed_by("train.moments = '8bit'"):
             from bitsandbytes.optim import AdamW8bit
-        # It computes the table of its 256 numbers, which a plan's tensors without content cannot hold.
+        # It computes a table, which a plan's tensors without content cannot hold.
         with unset_fake_temporarily():
-            optimizer: torch.optim.Optimizer = AdamW8bit(groups, **settings)
-        return optimizer
+            bits: torch.optim.Optimizer = AdamW8bit(groups, self.lr, self.betas, self.epsilon)
+        return bits
 
     def learning_rate(self, train_step: int) -> float:
         """The rate of the step after `train_step` completed ones."""
@@ -122,8 +121,7 @@ class Optimizer:
 
     def clip(self) -> torch.Tensor:
         """Scale down gradients whose norm is over the limit; the norm they had."""
-        limit = self.max_grad_norm or math.inf
-        return whole(nn.utils.clip_grad_norm_(self._parameters.values(), limit))
+        return whole(nn.utils.clip_grad_norm_(self._parameters.values(), self.max_grad_norm or math.inf))
 
     def apply(self, lr: float) -> None:
         """AdamW's update by the gradients as they are, which are then cleared."""
@@ -139,27 +137,21 @@ class Optimizer:
     def _step_from_cpu(self, group: Mapping[str, Any]) -> None:
         """AdamW's step, with moments that are on the device for the update of their weight only."""
         device = group["params"][0].device
+        settings = {key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")}
+        settings["beta1"], settings["beta2"] = group["betas"]
         for weight in group["params"]:
             if weight.grad is None:
                 continue
             state = self._adamw.state[weight]
-            for key in () if state else ("exp_avg", "exp_avg_sq", "step"):
-                shape = () if key == "step" else weight.shape
-                state[key] = torch.zeros(shape, dtype=torch.float32, pin_memory=weight.is_cuda)
+            if not state:
+                state["step"] = torch.zeros(())
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(weight, device="cpu", pin_memory=weight.is_cuda)
             near = {key: value.to(device, non_blocking=True) for key, value in state.items()}
-            adamw(
-                [weight],
-                [weight.grad],
-                [near["exp_avg"]],
-                [near["exp_avg_sq"]],
-                [],
-                [near["step"]],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                **{key: group[key] for key in ("lr", "weight_decay", "eps", "amsgrad", "maximize", "fused")},
-            )
-            for key, value in state.items():
-                value.copy_(near[key], non_blocking=True)
+            first, second, step = ([near[key]] for key in ("exp_avg", "exp_avg_sq", "step"))
+            adamw([weight], [weight.grad], first, second, [], step, **settings)
+            for key in state:
+                state[key].copy_(near[key], non_blocking=True)
         if device.type == "cuda":
             # They are on their way back, and the next reader may be another than the device.
             torch.cuda.synchronize(device)
@@ -185,26 +177,22 @@ class Optimizer:
         Raises:
             ValueError: the weights are not those of this optimizer, or their moments are of another kind.
         """
-        state: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in tensors.items():
-            name, _, part = key.rpartition("|")
-            state.setdefault(name, {})[part] = value
-        if tensors and set(state) != set(self._parameters):
-            different = sorted(set(state) ^ set(self._parameters))
-            raise ValueError(f"the saved optimizer is of another model; weights that differ: {different[:5]}")
-        if any(("state1" in parts) != (self.moment_kind == "8bit") for parts in state.values()):
+        saved = {key.rpartition("|")[0] for key in tensors}
+        if saved and saved != set(self._parameters):
+            names = sorted(saved ^ set(self._parameters))[:5]
+            raise ValueError(f"the saved optimizer is of another model; weights that differ: {names}")
+        if saved and any(key.endswith("|state1") for key in tensors) != (self.moment_kind == "8bit"):
             raise ValueError(
                 f"the saved moments do not go with moments = {self.moment_kind!r}: '8bit' and the others are "
                 f"not made into each other; go on with the setting of the run that saved them"
             )
-        for name, parts in state.items():
+        self._adamw.state.clear()
+        for key, value in tensors.items():
+            name, _, part = key.rpartition("|")
             weight = self._parameters[name]
-            self._adamw.state[weight] = {
-                key: self._placed(key, value, weight) for key, value in parts.items()
-            }
+            self._adamw.state[weight][part] = self._placed(part, value, weight)
 
     def _placed(self, key: str, value: torch.Tensor, weight: torch.Tensor) -> Any:
-        """A part of a weight's state as a step leaves it."""
         if self.moment_kind == "8bit" and key == "step":
             return int(value)
         if self.moment_kind == "cpu":

@@ -1,6 +1,7 @@
 """Servers and clients that are stopped (SIGSTOP): nobody waits for ever, and no group is lost or doubled."""
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -143,6 +144,15 @@ async def test_a_frozen_server_is_given_up_and_named(tmp_path):
         # The same client goes on when the server does.
         assert await client.count("math", COMPLETED) in (0, 1)
         await client.close()
+
+
+async def test_a_time_out_of_the_network_is_not_told_as_the_limit_of_the_client(monkeypatch):
+    async def dial(address):
+        raise OSError(errno.ETIMEDOUT, "Connection timed out")
+
+    monkeypatch.setattr(client_link, "dial", dial)
+    with pytest.raises(ConnectionLost, match="no buffer server answers at .*: .*Connection timed out"):
+        await RemoteReplayBuffer.connect("tcp://127.0.0.1:9", limit_s=LONG_S)
 
 
 async def test_closing_does_not_wait_for_a_frozen_server(tmp_path):

@@ -245,6 +245,10 @@ def test_a_resumed_run_is_replayed_along_the_segments_that_stand(tmp_path):
     (folder / "checkpoints" / "step_000005").rename(tmp_path / "lost")
     changes = ["steps=6", "train.lr=5e-4", "replay.limit=40"]
     asyncio.run(launch(saved_config(folder, changes), resume=folder))
+    # What does not count is not read: damage in it costs nothing.
+    left = folder / "record" / "segment_001" / "events.jsonl"
+    first, *others = left.read_text().splitlines()
+    left.write_text("\n".join([first, "damaged", *others[1:], ""]))
     history = read_history(folder)
     assert [(part.folder.name, part.resumed_from, part.until) for part in history] == [
         ("segment_000", None, 4),

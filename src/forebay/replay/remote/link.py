@@ -88,7 +88,8 @@ class BufferLink(Link):
             if not isinstance(error, OSError | FrameError):
                 raise
             lost = f"the server at {address} did not let us in: {error}"
-            if isinstance(error, TimeoutError):
+            # An errno is the network's own time-out, in connecting: its words say more than ours.
+            if isinstance(error, TimeoutError) and error.errno is None:
                 lost = f"the buffer server at {address} did not answer within {limit_s:g} s"
             elif channel is None:
                 lost = f"no buffer server answers at {address}: {error}"

@@ -258,10 +258,15 @@ def read_history(run_folder: Path) -> list[Segment]:
     until: int | None = None
     for folder in reversed(folders):
         path = folder / EVENTS
-        # A start that the run did not go on from: it was killed before this checkpoint, or went another way.
-        if until is not None and not any(_is_checkpoint(facts, until) for facts in _read_lines(path)):
-            continue
         first = next(_read_lines(path), None)
+        if until is not None:
+            begun_at = None if first is None else first.get("resumed_from")
+            # Starts that the run did not go on from. One from this checkpoint on cannot have made it, and is
+            # not read: it may be damaged. Others were killed before the checkpoint, or went another way.
+            if (begun_at is not None and begun_at >= until) or not any(
+                _is_checkpoint(facts, until) for facts in _read_lines(path)
+            ):
+                continue
         if first is None or first.get("format") != FORMAT:
             raise ValueError(f"{str(path)!r} is not a record that this release reads ({FORMAT})")
         history.append(Segment(folder, first.get("resumed_from"), until))

@@ -46,7 +46,7 @@ from house_figures import (
 
 MODULES = [path for path in FILES if path.name != "__init__.py"]
 
-MAX_FILE_LINES, MEDIAN_FILE_LINES = 500, 200
+MAX_FILE_LINES, MEDIAN_FILE_LINES = 500, 210
 MAX_FUNCTION_LINES, MEAN_FUNCTION_LINES = 80, 15
 MAX_CLASS_DEPTH = 2
 MAX_CONFIG_KEYS = 180

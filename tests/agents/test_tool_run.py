@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from chat_families import make_tokenizer
 
@@ -23,6 +25,7 @@ from forebay.replay import SyncReplayBufferConfig
 from forebay.runs.build import Demonstrations, _with_tools
 from forebay.runs.config import RunConfig
 from forebay.runs.launch import launch
+from forebay.runs.record.history import ROLLOUTS, list_parts
 from forebay.runs.rollouts import task_agent
 from forebay.tools.calculator import calculate
 from forebay.tools.contract import make_schema
@@ -86,9 +89,15 @@ LONG = [
 def test_episodes_end_where_the_trainer_could_not_take_them(tmp_path) -> None:
     config = recipe(tmp_path, LONG[0] % "", *LONG[1:])
     assert asyncio.run(launch(config)) is not None
-    rows = list(read_jsonl(tmp_path / "tool_calc" / "rollouts.jsonl"))
-    assert {row["ended_by"] for row in rows} >= {"context"}
-    assert any(message["content"] == "=" + "0" * 20 + ";" for row in rows for message in row["conversation"])
+    rows = [
+        row
+        for part in list_parts(tmp_path / "tool_calc", ROLLOUTS)
+        for row in pq.read_table(part.path).to_pylist()
+        if row["conversation"]
+    ]
+    assert {json.loads(row["facts"]).get("ended_by") for row in rows} >= {"context"}
+    messages = [message for row in rows for message in json.loads(row["conversation"])]
+    assert any(message["content"] == "=" + "0" * 20 + ";" for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ async def test_a_time_out_of_the_network_is_not_told_as_the_limit_of_the_client(
         raise OSError(errno.ETIMEDOUT, "Connection timed out")
 
     monkeypatch.setattr(client_link, "dial", dial)
-    with pytest.raises(ConnectionLost, match="no buffer server answers at .*: .*Connection timed out"):
+    with pytest.raises(ConnectionLost, match=r"no buffer server answers at .*: .*Connection timed out"):
         await RemoteReplayBuffer.connect("tcp://127.0.0.1:9", limit_s=LONG_S)
 
 

@@ -83,7 +83,14 @@ def test_a_run_leaves_everything_it_promises(tmp_path, capsys):
     folder = tmp_path / "run"
     assert not interrupted
     assert line.startswith("held-out accuracy: ")
-    for name in ("run.toml", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "learning_curve.png"):
+    for name in (
+        "run.toml",
+        "metrics.jsonl",
+        "live.json",
+        "history/segment_000/segment.json",
+        "ledger.jsonl",
+        "learning_curve.png",
+    ):
         assert (folder / name).stat().st_size > 0, name
     assert (folder / "model" / "model.safetensors").exists()
     assert [path.name for path in list_checkpoints(folder)] == ["step_000004"]

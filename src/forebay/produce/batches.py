@@ -23,7 +23,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -83,6 +83,8 @@ class Batches:
         self._num_hungry = dict.fromkeys(self.runners, 0)
         self._consumed: dict[int, dict[str, int]] = {}
         """Groups of each task in the latest batch of the separate run, by its train step."""
+        self.on_drop: Callable[[Sequence[RolloutState], str, str], None] | None = None
+        """Told of every group that is dropped, its task and the reason; for displays, never for decisions."""
         self._on_evict, self.buffer.on_evict = self.buffer.on_evict, self._enter_eviction
 
     async def age(self, train_step: int) -> None:
@@ -367,9 +369,13 @@ class Batches:
 
     def _record_drop(self, group: Sequence[RolloutState], task_name: str, status: Status) -> None:
         self.ledger.record(name_group(group), task_name, "dropped", reason=status.value, **why_failed(group))
+        if self.on_drop is not None:
+            self.on_drop(group, task_name, status.value)
 
     def _enter_eviction(self, evicted: StorageItem) -> None:
         self.ledger.record(name_group(evicted.item), evicted.task_name, "dropped", reason="evicted")
+        if self.on_drop is not None:
+            self.on_drop(evicted.item, evicted.task_name, "evicted")
         if self._on_evict is not None:
             self._on_evict(evicted)
 

@@ -23,7 +23,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from numbers import Integral
@@ -108,6 +108,15 @@ class AgentLoopManager:
     @ledger.setter
     def ledger(self, ledger: Ledger) -> None:
         self._batches.ledger = ledger
+
+    @property
+    def on_drop(self) -> Callable[[Sequence[RolloutState], str, str], None] | None:
+        """Told of every group that is dropped, its task and the reason; for displays, never for decisions."""
+        return self._batches.on_drop
+
+    @on_drop.setter
+    def on_drop(self, on_drop: Callable[[Sequence[RolloutState], str, str], None] | None) -> None:
+        self._batches.on_drop = on_drop
 
     @property
     def task_names(self) -> list[str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,11 +36,14 @@ from forebay.models import find_device, load_model, load_tokenizer, resolve_mode
 from forebay.produce import Prompt
 from forebay.produce.prompts.dataset import known_characters
 from forebay.produce.prompts.sequences import LazySequence
+from forebay.produce.strategies.rules import name_group
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer
 from forebay.runs.record.events import observe
+from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
+from forebay.runs.record.live import LiveFile, live_values
 from forebay.runs.rollouts import (
     Rollouts,
     TaskData,
@@ -55,9 +59,9 @@ from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
 from forebay.runs.show.surroundings import ended_by_ctrl_c
 from forebay.runs.verify import WeightCheck
-from forebay.train import OffPolicyGuard, TrainController, WarmupConfig, supervised_warmup
+from forebay.train import OffPolicyGuard, TrainBatch, TrainController, WarmupConfig, supervised_warmup
 from forebay.train.parallel.ranks import Ranks
-from forebay.types import Message
+from forebay.types import Message, RolloutState
 from forebay.watching.trace import TraceWriter
 
 
@@ -73,6 +77,12 @@ class Run(Rollouts):
     evaluator: Evaluator = field(default_factory=Evaluator)
     trace: TraceWriter | None = None
     record: Recorder | None = None
+    rollouts_history: History | None = None
+    """Every rollout that left the run, in columns; `history` has the numbers of the steps."""
+    learned: TrainBatch | None = None
+    """The batch that was trained last, until it is reported: advantages and the trainer's logprobs."""
+    live_file: LiveFile | None = None
+    has_failed: bool = False
     weight_check: WeightCheck | None = None
     cluster: Cluster | None = None
     """Where the trainer, engines and agents are if not here; it outlives the run."""
@@ -102,6 +112,15 @@ class Run(Rollouts):
         self.alarms = RunAlarms(config)
         self.status = RunStatus(self.manager, self.activities, self.controller, batch_size=config.batch_size)
         self.manager.on_group = self.display.count_group
+
+    def place(self) -> dict[str, Any]:
+        """Where the run stands."""
+        return {
+            "train_step": self.train_step,
+            "steps": self.config.steps,
+            "phase": self.display.phase_name,
+            "pid": os.getpid(),
+        }
 
 
 async def open_run(
@@ -200,7 +219,27 @@ def build_run(
     if config.record:
         run.record = Recorder(folder, run_file=to_toml(with_precisions(config)), resumed_from=resume_step)
         observe(run.record, run.manager, run.controller)
+    if config.history_gb:
+        _begin_history(run, resume_step)
     return run
+
+
+def _begin_history(run: Run, resume_step: int | None) -> None:
+    """Write what the board shows: rollouts that leave the run, activities, the state of each second."""
+    limit_bytes = int(run.config.history_gb * 1e9)
+    history = run.rollouts_history = History(run.folder, limit_bytes=limit_bytes, resumed_from=resume_step)
+    ledger = run.manager.ledger
+
+    def drop(group: Sequence[RolloutState], task_name: str, reason: str) -> None:
+        # An expired group is wiped; how long it was, and what it scored, is in the books.
+        life = ledger.life(name_group(group), task_name)
+        history.left([group], "dropped", reason=reason, train_step=run.train_step + 1, life=life)
+
+    run.manager.on_drop = drop
+    run.activities.listen(lambda _: None, history.ended)
+    values = partial(live_values, run.status, run.manager, run.activities, run.controller)
+    run.live_file = LiveFile(run.folder, run.place, values, run.status)
+    run.display.on_note = run.live_file.note
 
 
 def _note_retry(ledger: Ledger, task_name: str | None, group_id: str | int | None, reason: str) -> None:

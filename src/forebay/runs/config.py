@@ -245,6 +245,9 @@ class RunConfig(RunFile):
     """Refuse a run that does not fit in memory, as ``forebay plan`` finds; false: start it anyway."""
     record: bool = False
     """Write ``record/``, with which ``forebay replay`` runs the training again."""
+    history_gb: float = Field(default=2.0, ge=0)
+    """Disk for ``history/``: every rollout that was trained, dropped or evaluated, and every activity, for
+    ``forebay board`` and SQL. The oldest are removed beyond it; 0: none is written."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or

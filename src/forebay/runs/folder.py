@@ -4,7 +4,9 @@
 
     runs/NAME/  run.toml            the resolved run file
                 metrics.jsonl       every number of every step
-                rollouts.jsonl      a few rollouts of every step
+                history/            every rollout that was trained, dropped or evaluated; every activity
+                live.json           where the run stands; replaced once a second
+                notes.jsonl         its warnings and messages
                 ledger.jsonl        what became of every group
                 warmup/             the model after the warm-up, if there was one
                 checkpoints/step_N  trainer, manager, history; complete or absent, with checksums of all

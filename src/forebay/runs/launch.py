@@ -336,7 +336,13 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
             update={
                 "output": Path(scratch),
                 # Nothing of a trial is kept, and a warm-up would train.
-                **{"warmup": None, "metrics": MetricsConfig(), "record": False, "trace": False},
+                **{
+                    "warmup": None,
+                    "metrics": MetricsConfig(),
+                    "record": False,
+                    "trace": False,
+                    "history_gb": 0,
+                },
             }
         )
         async with opened_cluster(trial) as cluster:

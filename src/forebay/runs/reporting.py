@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 
-from forebay.agents.extra_fields import conversation_of, facts_of
 from forebay.produce import ProduceBatchResult
 from forebay.runs.build import Run
 from forebay.types import RolloutState
-
-ROLLOUTS_PER_RECORD = 8
-"""Rollouts of each batch that are written to ``rollouts.jsonl``: enough to read, too few to fill a disk."""
 
 STEP_PHASES = ("generate", "wait", "train", "pause", "sync")
 
@@ -47,7 +41,9 @@ def report(run: Run, train_step: int, batch: ProduceBatchResult, metrics: dict[s
     run.display.step(train_step, run.config.steps, values)
     if run.config.show_every and (train_step - 1) % run.config.show_every == 0:
         run.display.rollouts(groups)
-    _record_rollouts(run, train_step, groups)
+    if run.rollouts_history is not None:
+        run.rollouts_history.left(groups, "trained", train_step=train_step, learned=run.learned)
+        run.learned = None
 
 
 def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
@@ -55,27 +51,6 @@ def raise_alarms(run: Run, row: dict[str, float]) -> dict[str, float]:
     for message in run.alarms.see(row).values():
         run.display.warning(message)
     return run.alarms.held
-
-
-def _record_rollouts(run: Run, train_step: int, groups: list[list[RolloutState]]) -> None:
-    with (run.folder / "rollouts.jsonl").open("ab+") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            # A killed run may have left half a line; the next one must not be glued to it.
-            file.write(b"" if file.read(1) == b"\n" else b"\n")
-        for state in [state for group in groups for state in group][:ROLLOUTS_PER_RECORD]:
-            record = {
-                "train_step": train_step,
-                "rollout_id": state.rollout_id,
-                "prompt": state.message,
-                "response": state.response,
-                "conversation": conversation_of(state),
-                **facts_of(state),
-                "reward": state.reward,
-                "finish_reason": state.finish_reason,
-                "staleness": state.seq_staleness,
-            }
-            file.write(json.dumps(record, default=str).encode() + b"\n")
 
 
 def batch_numbers(groups: Sequence[Sequence[RolloutState]]) -> dict[str, float]:

@@ -165,6 +165,7 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         await run.manager.give_back(groups, run.train_step + 1)
         kind = ConfigError if isinstance(error, ValueError) else FloatingPointError
         raise kind(f"the trainer, in train step {run.train_step + 1}: {error}") from error
+    run.learned = batch
     return batch.metrics
 
 
@@ -230,6 +231,8 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     run.evaluations.append({"train_step": run.train_step, **metrics})
     run.metrics.log(run.train_step, metrics)
     run.display.evaluation(label, metrics)
+    if run.rollouts_history is not None:
+        run.rollouts_history.left(groups, "evaluated", train_step=run.train_step)
     return metrics
 
 
@@ -329,6 +332,9 @@ async def resume(run: Run, path: Path) -> None:
 
 async def rescue(run: Run, error: Exception) -> None:
     """Save the last finished step of a run that failed with `error`, if there is one to save."""
+    run.has_failed = True
+    if run.live_file is not None:
+        run.live_file.note("error", f"{type(error).__name__}: {error}")
     # After an optimizer step that failed and was not the step's first, the weights belong to no step.
     between = isinstance(error, FloatingPointError | ConfigError) and (
         run.config.train.optimizer_steps > 1 or run.config.train.uses_critic
@@ -382,8 +388,12 @@ async def close(run: Run) -> None:
             stack.callback(run.cluster.listen)
         stack.callback(run.metrics.close)
         stack.push_async_callback(close_rollouts, run)
-        if run.record is not None:
-            stack.callback(run.record.close)
+        for writer in (run.record, run.rollouts_history):
+            if writer is not None:
+                stack.callback(writer.close)
+        if run.live_file is not None:
+            state = "finished" if run.train_step >= run.config.steps else "stopped"
+            stack.callback(run.live_file.close, "failed" if run.has_failed else state)
         if run.trace is not None:
             stack.callback(run.trace.close)
 

@@ -126,10 +126,10 @@ class RunAlarms:
         rewards = self._column(REWARD)
         if min(rewards) == max(rewards):
             return (
-                f"{self._steps()}: every score was {rewards[-1]:g}, so there is nothing to learn from. Read "
-                f"rollouts.jsonl: is the judge right? Prompts that are never solved need easier data, a "
-                f"[warmup], partial credit or more rollouts_per_prompt (now {config.rollouts_per_prompt}); "
-                f"prompts that are always solved need harder data"
+                f"{self._steps()}: every score was {rewards[-1]:g}, so there is nothing to learn from. "
+                f"Read some in forebay board: is the judge right? Prompts that are never solved need easier "
+                f"data, a [warmup], partial credit or more rollouts_per_prompt (now "
+                f"{config.rollouts_per_prompt}); prompts that are always solved need harder data"
             )
         return (
             f"{self._steps()}: in every group all rollouts had the same score, so there is nothing to learn "
@@ -199,8 +199,9 @@ class RunAlarms:
         return (
             f"the held-out score fell from {scores[best]:.3g} to {scores[-1]:.3g} while the reward of "
             f"training rose from {before:.3g} to {now:.3g}: the model learns its prompts by heart, or what "
-            f"the judge overlooks. Read rollouts.jsonl; use more data or fewer steps, lower train.lr (now "
-            f"{self._config.train.lr:g}), or raise train.kl_coef (now {self._config.train.kl_coef:g})"
+            f"the judge overlooks. Read some in forebay board; use more data or fewer steps, lower "
+            f"train.lr (now {self._config.train.lr:g}), or raise train.kl_coef (now "
+            f"{self._config.train.kl_coef:g})"
         )
 
     def _drops_long(self) -> str | None:

@@ -79,7 +79,7 @@ class RunDisplay:
         "model": "the trained model and its tokenizer",
         "learning_curve.png": "reward, length, speed and time by step",
         "metrics.jsonl": "every number of every step",
-        "rollouts.jsonl": "sampled rollouts of every step",
+        "history": "every rollout, in Parquet; forebay board shows them",
         "checkpoints": "to go on from",
         "trace*.json": "what was done when; open it at https://ui.perfetto.dev",
     }
@@ -92,6 +92,8 @@ class RunDisplay:
         self._console = console or _standard_output()
         self._clock = clock
         self._started_at = clock()
+        self.on_note: Callable[[str, str], None] | None = None
+        """Told of each ``warning`` and ``message``, with its text."""
         self._live: LiveView | None = None
         self._status: RunStatus | None = None
         self._lines_under_header = 0
@@ -126,6 +128,11 @@ class RunDisplay:
         if self._live is not None:
             self._live.look = status.count_buffer
             status.on_change = self._live.note
+
+    @property
+    def phase_name(self) -> str:
+        """Of the latest `phase`."""
+        return self._phase_name
 
     def phase(self, name: str) -> None:
         """The run now does `name`."""
@@ -206,10 +213,14 @@ class RunDisplay:
 
     def message(self, text: str) -> None:
         """A line for the person."""
+        if self.on_note is not None:
+            self.on_note("message", text)
         self._print(Text(clean(text)))
 
     def warning(self, text: str) -> None:
         """A line for the person to act on."""
+        if self.on_note is not None:
+            self.on_note("warning", text)
         self._print(Text(f"warning: {clean(text)}", "yellow"))
 
     def traceback(self, error: BaseException) -> None:

@@ -1,0 +1,213 @@
+"""The columns of a run's history: rollouts that left the run, and activities that ended, as Arrow tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.agents.extra_fields import conversation_of, facts_of
+from forebay.ledger import GroupLife
+from forebay.produce.strategies.context import GROUP_GENERATE_TIME_KEY
+from forebay.types import RolloutState
+
+if TYPE_CHECKING:
+    from forebay.train import TrainBatch
+
+TEXTS = ("outcome", "reason", "task", "group_id", "rollout_id", "status", "finish_reason")
+NUMBERS = {
+    "train_step": "int32",
+    "member": "int32",
+    "staleness": "int32",
+    "first_model_step": "int32",
+    "last_model_step": "int32",
+    "num_tokens": "int32",
+    "prompt_tokens": "int32",
+    "prompt_hash": "int64",
+    "time_s": "float64",
+    "score": "float64",
+    "advantage": "float32",
+    "generate_s": "float32",
+}
+TOKENS = {
+    "token_ids": "int32",
+    "mask": "uint8",
+    "model_steps": "int32",
+    "logprobs": "float32",
+    "trainer_logprobs": "float32",
+    "advantages": "float32",
+}
+"""Lists with an entry per response token; empty where nothing is known."""
+DOCUMENTS = ("prompt", "response", "conversation", "reward", "truth", "facts", "error")
+"""Long texts; ``conversation``, ``reward``, ``truth`` and ``facts`` are JSON, or empty."""
+
+
+class Left(NamedTuple):
+    """Groups that left the run together."""
+
+    groups: list[Sequence[RolloutState]]
+    outcome: str
+    reason: str | None
+    train_step: int
+    time_s: float
+    learned: TrainBatch | None
+    life: GroupLife | None
+
+
+def rollouts_table(left: Sequence[Left]) -> Any:
+    """The lines of these groups as a table."""
+    import pyarrow as pa
+
+    texts: dict[str, list[str]] = {name: [] for name in (*TEXTS, *DOCUMENTS)}
+    numbers: dict[str, list[float]] = {name: [] for name in NUMBERS}
+    lists: dict[str, list[NDArray[Any]]] = {name: [] for name in TOKENS}
+    for batch in left:
+        learned = {} if batch.learned is None else _learned_by_rollout(batch.learned)
+        for group in batch.groups:
+            for member, state in enumerate(group):
+                trainer_logprobs, advantages = learned.get(state.rollout_id, (_NO_TOKENS, _NO_TOKENS))
+                _append_texts(texts, state, batch)
+                _append_numbers(numbers, state, batch, member, len(group), texts["prompt"][-1], advantages)
+                for name, values in (
+                    ("token_ids", state.response_ids),
+                    ("mask", state.response_mask),
+                    ("model_steps", state.response_model_steps),
+                    ("logprobs", state.logprobs),
+                    ("trainer_logprobs", trainer_logprobs),
+                    ("advantages", advantages),
+                ):
+                    lists[name].append(values)
+    columns: dict[str, Any] = {
+        name: pa.array(values, pa.large_string() if name in DOCUMENTS else pa.string())
+        for name, values in texts.items()
+    }
+    columns |= {
+        name: pa.array(np.asarray(numbers[name], kind), from_pandas=True) for name, kind in NUMBERS.items()
+    }
+    for name, kind in TOKENS.items():
+        offsets = np.zeros(len(lists[name]) + 1, np.int32)
+        np.cumsum([len(values) for values in lists[name]], out=offsets[1:])
+        flat = np.concatenate(lists[name]).astype(kind, copy=False)
+        columns[name] = pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    return pa.table(columns)
+
+
+def _append_texts(texts: dict[str, list[str]], state: RolloutState, batch: Left) -> None:
+    conversation, facts = conversation_of(state), facts_of(state)
+    reward = state.reward if isinstance(state.reward, Mapping) else {}
+    truth = (
+        (state.reward_model or {}).get("ground_truth", "") if isinstance(state.reward_model, Mapping) else ""
+    )
+    for name, text in (
+        ("outcome", batch.outcome),
+        ("reason", batch.reason),
+        ("task", state.task_name),
+        ("group_id", state.group_id),
+        ("rollout_id", state.rollout_id),
+        ("status", state.status.value),
+        ("finish_reason", state.finish_reason),
+        ("prompt", prompt_text(state.message)),
+        ("response", state.response),
+        ("conversation", _as_json([*state.message, *conversation]) if conversation else ""),
+        ("reward", _as_json(reward) if len(reward) > 1 else ""),
+        ("truth", truth if isinstance(truth, str) else _as_json(truth)),
+        ("facts", _as_json(facts) if facts else ""),
+        ("error", state.error_msg),
+    ):
+        texts[name].append(_writable(text))
+
+
+def _append_numbers(
+    numbers: dict[str, list[float]],
+    state: RolloutState,
+    batch: Left,
+    member: int,
+    group_size: int,
+    prompt: str,
+    advantages: NDArray[np.float32],
+) -> None:
+    steps = state.response_model_steps
+    # Lists of unequal lengths are filled up when a group is put, which an evaluated one is not.
+    mask = state.response_mask if len(state.response_mask) == len(steps) else np.ones(len(steps), np.uint8)
+    made = steps[(mask == 1) & (steps >= 0)]
+    score = state.reward.get("score") if isinstance(state.reward, Mapping) else None
+    seconds = state.extra_fields.get(GROUP_GENERATE_TIME_KEY)
+    num_tokens = len(state.response_ids)
+    if batch.life is not None and not num_tokens:
+        num_tokens = (batch.life.num_tokens or 0) // max(1, group_size)
+        score, seconds = batch.life.score, batch.life.latency_s
+    in_loss = advantages[mask == 1] if len(advantages) == len(steps) else advantages
+    for name, value in (
+        ("train_step", batch.train_step),
+        ("member", member),
+        ("staleness", state.seq_staleness),
+        ("first_model_step", made.min() if len(made) else -1),
+        ("last_model_step", made.max() if len(made) else -1),
+        ("num_tokens", num_tokens),
+        ("prompt_tokens", len(state.prompt_ids)),
+        ("prompt_hash", hash_prompt(state.task_name, prompt)),
+        ("time_s", batch.time_s),
+        ("score", np.nan if not isinstance(score, int | float) else score),
+        ("advantage", in_loss.mean() if len(in_loss) else np.nan),
+        ("generate_s", seconds if isinstance(seconds, int | float) else np.nan),
+    ):
+        numbers[name].append(value)
+
+
+def _learned_by_rollout(batch: TrainBatch) -> dict[Any, tuple[NDArray[np.float32], NDArray[np.float32]]]:
+    """By rollout id: the trainer's log-probabilities and the advantages of its response tokens."""
+    ends = np.cumsum(np.bincount(batch.response_rows, minlength=len(batch.rollout_ids)))
+    columns = [
+        [_NO_TOKENS] * len(ends) if values is None else np.split(values, ends[:-1])
+        for values in (batch.old_logprobs, batch.advantages)
+    ]
+    return dict(zip(batch.rollout_ids, zip(*columns, strict=True), strict=True))
+
+
+def prompt_text(messages: Sequence[object]) -> str:
+    """The text of a prompt: of its one message, or of all with their roles.
+
+    >>> prompt_text([{"role": "user", "content": "1+1="}])
+    '1+1='
+    """
+    parts = [message for message in messages if isinstance(message, Mapping)]
+    if len(parts) == 1:
+        return _content(parts[0].get("content"))
+    return "\n\n".join(f"{part.get('role', '?')}: {_content(part.get('content'))}" for part in parts)
+
+
+def hash_prompt(task_name: str | None, prompt: str) -> int:
+    """The same number for the same prompt of a task, in every run."""
+    text = f"{task_name}\0{prompt}".encode("utf-8", "replace")
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def _content(content: object) -> str:
+    return content if isinstance(content, str) else "" if content is None else _as_json(content)
+
+
+def _writable(value: object) -> str:
+    """`value` as UTF-8 can say it."""
+    text = "" if value is None else str(value)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def spans_table(spans: Sequence[tuple[Any, ...]]) -> Any:
+    """The lines of these activities as a table."""
+    import pyarrow as pa
+
+    columns = list(zip(*spans, strict=True))
+    texts = dict(zip(("stage", "name", "task", "group_id", "note"), columns[2:], strict=True))
+    times = dict(zip(("start_s", "end_s"), columns, strict=False))
+    return pa.table(
+        {name: pa.array(values, pa.float64()) for name, values in times.items()}
+        | {name: pa.array(list(map(_writable, values)), pa.string()) for name, values in texts.items()}
+    )
+
+
+_NO_TOKENS = np.empty(0, np.float32)
+_as_json = json.JSONEncoder(default=repr, separators=(",", ":")).encode

@@ -1,0 +1,316 @@
+"""The history of a run in columns: a line for each rollout that has left it and each activity that ended.
+
+::
+
+    RUN_FOLDER/history/segment_000/  segment.json                     the checkpoint it went on from
+                       segment_001/  rollouts_000000_000023.parquet   lines of the flushes 0 to 23
+                       (a resume)    spans_000000_000023.parquet
+
+    event loop:  left(groups), ended(activity) --queue--> thread --every `FLUSH_AFTER_S`--> a small file
+                                                                 --every `FANOUT` files---> one larger file
+
+A rollout leaves the run trained or dropped, and its line says all that is known by then; lines are never
+changed. Files are put together as they become many, so that a query opens some dozens of them; a reader that
+finds both takes the one that covers more (`list_parts`). Over the limit the oldest files are removed, and
+``removed.json`` counts their lines. A full disk ends the history with a warning, never the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from forebay.io.durable import write_json
+from forebay.ledger import GroupLife
+from forebay.runs.record.columns import TEXTS, Left, rollouts_table, spans_table
+from forebay.types import RolloutState
+from forebay.watching.activity import Activity
+
+if TYPE_CHECKING:
+    from forebay.train import TrainBatch
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "forebay-history/1"
+FOLDER, SEGMENT_FILE, REMOVED_FILE = "history", "segment.json", "removed.json"
+ROLLOUTS, SPANS = "rollouts", "spans"
+
+FLUSH_AFTER_S = 2.0
+"""A kill costs at most so much. Each small file takes some 5 ms to write."""
+FANOUT = 24
+"""So many files of one size become one file: a line is written about four times in a run of a day."""
+ROW_GROUP = 16_384
+"""Lines that a query skips or reads together."""
+_MAX_FILE_BYTES = 256 << 20
+"""Larger files are not put together: the limit of the history removes whole files."""
+_MOST_PENDING = 4096
+"""Rollouts that wait in memory for the next flush."""
+
+_PART = re.compile(r"(rollouts|spans)_(\d+)_(\d+)\.parquet")
+
+
+class History:
+    """Writes the history of a run; made and used in the event loop's thread.
+
+    Invariants: each rollout that left has one line, until its file is removed; a file that has its name is
+    whole.
+
+    >>> history = History(run_folder, limit_bytes=2_000_000_000)                    # doctest: +SKIP
+    >>> history.left(groups, "trained", train_step=7, learned=batch)                # doctest: +SKIP
+    >>> history.close()                                                             # doctest: +SKIP
+
+    Args:
+        folder: the run's.
+        limit_bytes: of all files together; the oldest are removed.
+        resumed_from: the train step of the checkpoint that the run goes on from; None for a new run.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int, resumed_from: int | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        self._to_unix_s = time.time() - loop.time()
+        self._failure: Exception | None = None
+        self._files = _Files(folder / FOLDER, limit_bytes)
+        self._rollouts: list[Left] = []
+        self._num_pending = 0
+        self._spans: list[tuple[Any, ...]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "history")
+        self._submit(self._files.begin, resumed_from)
+
+    def left(
+        self,
+        groups: Iterable[Sequence[RolloutState]],
+        outcome: str,
+        *,
+        train_step: int,
+        reason: str | None = None,
+        learned: TrainBatch | None = None,
+        life: GroupLife | None = None,
+    ) -> None:
+        """Note groups that left the run, ``trained`` or ``dropped``, or were ``evaluated``.
+
+        They must not be changed any more. Of a group that was wiped, `life` has its length and score.
+        """
+        listed = list(groups)
+        self._rollouts.append(Left(listed, outcome, reason, train_step, time.time(), learned, life))
+        self._num_pending += sum(map(len, listed))
+        self._schedule(at_once=self._num_pending >= _MOST_PENDING)
+
+    def ended(self, activity: Activity) -> None:
+        """Note an activity; a listener of `Activities`."""
+        offset = self._to_unix_s
+        times = activity.start_s + offset, activity.end_s + offset
+        named = (activity.stage, activity.name, activity.task, activity.group, activity.note)
+        self._spans.append((*times, *("" if text is None else str(text) for text in named)))
+        self._schedule(at_once=False)
+
+    def go_back(self, train_step: int) -> None:
+        """The run is at the checkpoint of `train_step` again: later lines count no more."""
+        self._flush()
+        self._submit(self._files.begin, train_step)
+
+    def close(self) -> None:
+        """Write what is pending; a second call does nothing."""
+        if self._writer is None:
+            return
+        self._flush()
+        self._submit(self._files.finish)
+        self._writer.shutdown()
+        self._writer = None
+        if self._failure is not None:
+            kind = type(self._failure).__name__
+            logger.warning("the history of the run is not complete: %s: %s", kind, self._failure)
+
+    def _schedule(self, *, at_once: bool) -> None:
+        if at_once:
+            self._flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(FLUSH_AFTER_S, self._flush)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._rollouts or self._spans:
+            self._submit(self._files.add, self._rollouts, self._spans)
+            self._rollouts, self._spans, self._num_pending = [], [], 0
+
+    def _submit(self, action: Callable[..., None], *arguments: Any) -> None:
+        if self._writer is not None:
+            self._writer.submit(self._try, action, *arguments)
+
+    def _try(self, action: Callable[..., None], *arguments: Any) -> None:
+        if self._failure is None:
+            try:
+                action(*arguments)
+            # A full disk; a value of user code that no column holds. The run goes on without its history.
+            except (OSError, ValueError, TypeError) as error:
+                self._failure = error
+
+
+class _Files:
+    """The files of the history, in the writer's thread."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._segment = folder
+        self._number = 0
+
+    def begin(self, resumed_from: int | None) -> None:
+        """Begin a segment."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._segment = self._folder / f"segment_{len(list(self._folder.glob('segment_*'))):03d}"
+        self._segment.mkdir()
+        facts = {"format": FORMAT, "resumed_from": resumed_from, "unix_time_s": time.time()}
+        write_json(self._segment / SEGMENT_FILE, facts)
+        self._number = 0
+
+    def add(self, left: Sequence[Left], spans: Sequence[tuple[Any, ...]]) -> None:
+        """Write a file of each kind that has lines; put files together, or remove some, as is due."""
+        tables = {
+            ROLLOUTS: rollouts_table(left) if left else None,
+            SPANS: spans_table(spans) if spans else None,
+        }
+        for kind, table in tables.items():
+            if table is not None:
+                self._write(kind, self._number, self._number, [table])
+        self._number += 1
+        for kind in (ROLLOUTS, SPANS):
+            self._merge(kind)
+        self._remove_oldest()
+
+    def finish(self) -> None:
+        """Put the small files that are left together."""
+        for kind in (ROLLOUTS, SPANS):
+            parts = _parts_of(self._segment, kind)
+            self._join(kind, [part for part in parts if part.first == part.last])
+
+    def _write(self, kind: str, first: int, last: int, tables: Iterable[Any]) -> None:
+        import pyarrow.parquet as pq
+
+        path = self._segment / f"{kind}_{first:06d}_{last:06d}.parquet"
+        temporary = path.with_suffix(".tmp")
+        with contextlib.ExitStack() as stack:
+            writer = None
+            for table in tables:
+                if writer is None:
+                    writer = stack.enter_context(pq.ParquetWriter(temporary, table.schema, **_PARQUET))
+                writer.write_table(table, row_group_size=ROW_GROUP)
+        temporary.rename(path)
+
+    def _merge(self, kind: str) -> None:
+        """Put the last `FANOUT` files together, and such files again."""
+        span = FANOUT
+        while self._number % span == 0:
+            first = self._number - span
+            parts = [part for part in _parts_of(self._segment, kind) if part.first >= first]
+            if sum(part.path.stat().st_size for part in parts) > _MAX_FILE_BYTES:
+                return
+            self._join(kind, parts)
+            span *= FANOUT
+
+    def _join(self, kind: str, parts: Sequence[Part]) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        if len(parts) < 2:
+            return
+        tables: Iterable[Any] = (pq.read_table(part.path) for part in parts)
+        if parts[0].first == parts[0].last:
+            # Else each small file would be a row group, and a query open every one.
+            tables = [pa.concat_tables(tables)]
+        self._write(kind, parts[0].first, parts[-1].last, tables)
+        for part in parts:
+            part.path.unlink()
+
+    def _remove_oldest(self) -> None:
+        """Keep the limit; the newest file always stays."""
+        parts = sorted(
+            self._folder.glob("segment_*/*.parquet"),
+            key=lambda path: (path.parent.name, path.stat().st_mtime),
+        )
+        total = sum(path.stat().st_size for path in parts)
+        removed = {"rollouts": 0, "until_train_step": 0}
+        with contextlib.suppress(FileNotFoundError):
+            removed |= json.loads((self._folder / REMOVED_FILE).read_text())
+        before = dict(removed)
+        while total > self._limit and len(parts) > 2:
+            path = parts.pop(0)
+            total -= path.stat().st_size
+            if path.name.startswith(ROLLOUTS):
+                import pyarrow.compute as pc
+                import pyarrow.parquet as pq
+
+                steps = pq.read_table(path, columns=["train_step"])["train_step"]
+                removed["rollouts"] += len(steps)
+                removed["until_train_step"] = max(removed["until_train_step"], pc.max(steps).as_py() or 0)
+            path.unlink()
+        if removed != before:
+            write_json(self._folder / REMOVED_FILE, removed)
+
+
+class Part(NamedTuple):
+    """A file of the history."""
+
+    path: Path
+    first: int
+    last: int
+    """It holds the lines of these flushes of its segment."""
+    until: int | None = None
+    """Its lines count up to this train step; None: all of them."""
+
+
+def list_parts(run_folder: Path, kind: str) -> list[Part]:
+    """The files of `kind` (``rollouts`` or ``spans``) that count, oldest first; none without a history.
+
+    A run that went back to a checkpoint left lines of later train steps, which count no more. The list may be
+    out of date when a file of it is opened: then ask again.
+
+    Raises:
+        ValueError: the history is of another version, or damaged.
+    """
+    found: list[Part] = []
+    until: int | None = None
+    for segment in sorted((run_folder / FOLDER).glob("segment_*"), reverse=True):
+        try:
+            facts = json.loads((segment / SEGMENT_FILE).read_text())
+            is_known, resumed_from = facts["format"] == FORMAT, facts["resumed_from"]
+        except FileNotFoundError:
+            # It begins just now.
+            continue
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{str(segment / SEGMENT_FILE)!r} is damaged: {error!r}") from None
+        if not is_known:
+            raise ValueError(f"{str(segment)!r} is not a history that this release reads ({FORMAT})")
+        found[:0] = [part._replace(until=until) for part in _parts_of(segment, kind)]
+        if resumed_from is not None:
+            until = resumed_from if until is None else min(until, resumed_from)
+    return found
+
+
+def _parts_of(segment: Path, kind: str) -> list[Part]:
+    parts: list[Part] = []
+    matches = ((path, _PART.fullmatch(path.name)) for path in segment.glob(f"{kind}_*.parquet"))
+    every = [Part(path, int(match[2]), int(match[3])) for path, match in matches if match]
+    # The widest first: files that were put together may still be beside the one that has their lines.
+    for part in sorted(every, key=lambda part: (part.first, -part.last)):
+        if not parts or part.first > parts[-1].last:
+            parts.append(part)
+    return parts
+
+
+_PARQUET: Mapping[str, Any] = {
+    "compression": "zstd",
+    "compression_level": 1,
+    # Not the token lists and long texts: theirs would only grow.
+    "use_dictionary": [*TEXTS, "stage", "name", "task", "group_id", "note"],
+}

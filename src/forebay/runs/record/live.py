@@ -1,0 +1,140 @@
+"""The state of a run at this moment, and the warnings so far, as files that another process may read.
+
+::
+
+    once a second --values()--> RUN/live.json     replaced: a reader finds the old one or the new one, whole
+    note(kind, text) ---------> RUN/notes.jsonl   appended: one line for each warning or message
+
+    consumes: nothing   waits for: the clock   woken by: a timer   produces: files
+
+A file that was not replaced for `STALE_S` is of a run that hangs, or was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forebay.engines import RolloutController
+from forebay.io.durable import is_disk_error
+from forebay.produce import AgentLoopManager
+from forebay.runs.show.status import PRODUCER_STAGES, RunStatus
+from forebay.watching.activity import SIDES, Activities
+
+logger = logging.getLogger(__name__)
+
+LIVE_FILE, NOTES_FILE = "live.json", "notes.jsonl"
+PERIOD_S = 1.0
+MAX_CPU_SHARE = 0.003
+"""Of one core: after an expensive look the next is put off."""
+STALE_S = 15.0
+NUM_OLDEST = 10
+
+Values = dict[str, Any]
+
+
+class LiveFile:
+    """Writes ``live.json`` once a second until `close`; in the event loop's thread.
+
+    Invariant: an error of the disk ends the file with a warning, never the run.
+    """
+
+    def __init__(
+        self, folder: Path, at: Callable[[], Values], values: Callable[[], Values], status: RunStatus
+    ) -> None:
+        """`at` says where the run stands, and costs nothing; `values` says all of it."""
+        self._path = folder / LIVE_FILE
+        self._notes = folder / NOTES_FILE
+        self._at, self._values, self._status = at, values, status
+        self._task = asyncio.create_task(self._write_all(), name="live file")
+
+    def note(self, kind: str, text: str) -> None:
+        """Append a line for people: a ``warning`` or a ``message``."""
+        line = {"unix_time_s": time.time(), "kind": kind, "text": text, **self._at()}
+        with contextlib.suppress(OSError), self._notes.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(line)}\n")
+
+    def close(self, state: str) -> None:
+        """Write the last state: ``finished``, ``stopped`` or ``failed``."""
+        self._task.cancel()
+        with contextlib.suppress(OSError):
+            self._write(state)
+
+    def _write(self, state: str) -> None:
+        values = {"unix_time_s": time.time(), "state": state, **self._at(), **self._values()}
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(values, default=str), encoding="utf-8")
+        # Not synced: after a power cut nobody looks for the state of the last second.
+        temporary.replace(self._path)
+
+    async def _write_all(self) -> None:
+        while True:
+            started_s = time.thread_time()
+            try:
+                await self._status.count_buffer()
+                self._write("running")
+            except OSError as error:
+                if not is_disk_error(error):
+                    raise
+                logger.warning("%s is not written any more: %s", self._path, error)
+                return
+            await asyncio.sleep(max(PERIOD_S, (time.thread_time() - started_s) / MAX_CPU_SHARE))
+
+
+def live_values(
+    status: RunStatus, manager: AgentLoopManager, activities: Activities, controller: RolloutController
+) -> Values:
+    """What flows through the run now: groups by place, work in flight by stage, the oldest of it."""
+    now = status.now()
+    balance = manager.ledger.balance({})
+    # The first are the oldest; those of 16,000 rollouts in flight are not sorted.
+    producing = [activity for activity in activities.in_flight() if activity.stage in PRODUCER_STAGES]
+    others = [activity for activity in activities.in_flight() if activity.stage not in PRODUCER_STAGES]
+    return {
+        "model_step": now.model_step,
+        "tasks": {
+            name: {
+                "in_flight": task.in_flight,
+                "batch": task.batch,
+                "buffer": {state.value: count for state, count in task.groups.items() if count},
+                "ages": {str(age): count for age, count in task.ages.items()},
+            }
+            for name, task in now.tasks.items()
+        },
+        "stages": Counter(activity.stage for activity in producing),
+        "oldest": [
+            {
+                "stage": activity.stage,
+                "name": str(activity.name),
+                "group": None if activity.group is None else str(activity.group),
+                "task": activity.task,
+                "age_s": activities.age_s(activity),
+                "note": controller.describe(activity),
+            }
+            for activity in producing[:NUM_OLDEST]
+        ],
+        "doing": [
+            {"stage": activity.stage, "name": str(activity.name), "age_s": activities.age_s(activity)}
+            for activity in others[:NUM_OLDEST]
+        ],
+        "busy": {side: now.busy[side] for side in SIDES},
+        "stall": now.stall,
+        "books": {
+            name: {
+                "generated": part.generated,
+                "trained": part.trained,
+                "dropped": part.dropped,
+                "live": part.generated - part.trained - sum(part.dropped.values()),
+                "retried": part.retried,
+                "left": part.left,
+            }
+            for name, part in balance.by_task.items()
+        },
+    }

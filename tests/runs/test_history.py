@@ -1,0 +1,162 @@
+"""The history of a run: every rollout that left it once, across merges, resumes, limits and failing disks."""
+
+import asyncio
+import json
+import logging
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forebay.ledger import GroupLife
+from forebay.runs.record import history
+from forebay.runs.record.history import History, list_parts
+from forebay.train import TrainBatch
+from forebay.types import RolloutState, Status
+
+
+def make_group(name, *, size=2, score=1.0, text="b", task="math"):
+    return [
+        RolloutState(
+            [{"role": "user", "content": f"prompt {name}"}],
+            rollout_id=f"{name}/{member}",
+            group_id=str(name),
+            task_name=task,
+            prompt_ids=[1],
+            response=text,
+            response_ids=[2, 3 + member],
+            logprobs=[-0.5, -1.0],
+            response_model_steps=[4, 5],
+            reward={"score": score},
+            status=Status.COMPLETED,
+        )
+        for member in range(size)
+    ]
+
+
+def read(folder, kind="rollouts"):
+    return [
+        row
+        for part in list_parts(folder, kind)
+        for row in pq.read_table(part.path).to_pylist()
+        if part.until is None or row["train_step"] <= part.until
+    ]
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("left"), st.integers(1, 3)), st.just("flush"), st.just("back"), st.just("kill")
+    ),
+    max_size=60,
+)
+
+
+@given(actions)
+@settings(max_examples=25, deadline=None)
+def test_every_rollout_that_counts_has_one_line(tmp_path_factory, taken):
+    folder = tmp_path_factory.mktemp("run")
+    model, step, saved = [], 0, 0
+
+    async def act():
+        nonlocal model, step, saved
+        written = History(folder, limit_bytes=10**9)
+        for action in taken:
+            if action == "flush":
+                written._flush()
+            elif action in ("back", "kill"):
+                if action == "kill":
+                    written.close()
+                    written = History(folder, limit_bytes=10**9, resumed_from=saved)
+                else:
+                    written.go_back(saved)
+                model, step = [row for row in model if row[1] <= saved], saved
+            else:
+                step += 1
+                groups = [make_group(f"{len(model)}-{number}") for number in range(action[1])]
+                written.left(groups, "trained", train_step=step)
+                model += [(state.rollout_id, step) for group in groups for state in group]
+                if step % 3 == 0:
+                    saved = step
+        written.close()
+
+    fanout, history.FANOUT = history.FANOUT, 3
+    try:
+        asyncio.run(act())
+    finally:
+        history.FANOUT = fanout
+    assert sorted((row["rollout_id"], row["train_step"]) for row in read(folder)) == sorted(model)
+    # No file is left half done, and few are left at all.
+    assert not list(folder.rglob("*.tmp"))
+
+
+async def test_a_line_says_what_is_known(tmp_path):
+    group = make_group("g")
+    batch = TrainBatch.from_groups([group])
+    batch.advantages = np.array([1, 1, -1, -1], np.float32)
+    batch.old_logprobs = np.array([-0.5, -0.75, -0.5, -0.25], np.float32)
+    written = History(tmp_path, limit_bytes=10**9)
+    written.left([group], "trained", train_step=6, learned=batch)
+    wiped = [RolloutState([], rollout_id="w/0", group_id="w", task_name="math", status=Status.EXPIRED)]
+    life = GroupLife("w", "math", "live", None, None, 0, 0, 0.0, 1.0, 40, 2.5, 0.25)
+    written.left([wiped], "dropped", reason="expired", train_step=7, life=life)
+    written.close()
+    first, second, dropped = read(tmp_path)
+    assert first["outcome"] == "trained"
+    assert (first["prompt"], first["response"], first["score"]) == ("prompt g", "b", 1.0)
+    assert (first["first_model_step"], first["last_model_step"], first["num_tokens"]) == (4, 5, 2)
+    assert first["trainer_logprobs"] == [-0.5, -0.75]
+    assert (first["advantage"], second["advantage"]) == (1.0, -1.0)
+    assert first["prompt_hash"] == second["prompt_hash"] != dropped["prompt_hash"]
+    # Of a wiped group the books know the length and the score.
+    assert (dropped["reason"], dropped["num_tokens"], dropped["score"]) == ("expired", 40, 0.25)
+    assert dropped["advantage"] is None
+
+
+async def test_files_that_were_put_together_count_once_while_both_are_there(tmp_path):
+    written = History(tmp_path, limit_bytes=10**9)
+    for step in range(3):
+        written.left([make_group(step, size=1)], "trained", train_step=step)
+        written._flush()
+    written._submit(written._files.finish)
+    written.close()
+    (whole,) = list_parts(tmp_path, "rollouts")
+    left_over = pq.read_table(whole.path).slice(0, 1)
+    pq.write_table(left_over, whole.path.with_name("rollouts_000001_000001.parquet"))
+    assert [row["group_id"] for row in read(tmp_path)] == ["0", "1", "2"]
+
+
+async def test_beyond_the_limit_the_oldest_lines_go_and_are_counted(tmp_path):
+    written = History(tmp_path, limit_bytes=40_000)
+    for step in range(1, 9):
+        written.left([make_group(step, size=1)], "trained", train_step=step)
+        written._flush()
+    written.close()
+    removed = json.loads((tmp_path / "history" / "removed.json").read_text())
+    kept = [row["train_step"] for row in read(tmp_path)]
+    assert removed["rollouts"] == removed["until_train_step"] == 8 - len(kept)
+    assert kept == list(range(9 - len(kept), 9))
+    assert kept
+
+
+async def test_a_full_disk_ends_the_history_and_not_the_run(tmp_path, monkeypatch, caplog):
+    def fail(*arguments, **keywords):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pq, "ParquetWriter", fail)
+    written = History(tmp_path, limit_bytes=10**9)
+    written.left([make_group(1)], "trained", train_step=1)
+    with caplog.at_level(logging.WARNING):
+        written.close()
+    assert "the history of the run is not complete" in caplog.text
+
+
+async def test_text_that_no_file_can_hold_is_kept_as_far_as_it_goes(tmp_path):
+    written = History(tmp_path, limit_bytes=10**9)
+    written.left([make_group(1, size=1, text="a\ud800b\0")], "trained", train_step=1)
+    written.close()
+    assert read(tmp_path)[0]["response"] == "a?b\0"
+    assert pa.types.is_large_string(
+        pq.read_schema(list_parts(tmp_path, "rollouts")[0].path).field("prompt").type
+    )

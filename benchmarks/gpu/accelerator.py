@@ -1,26 +1,25 @@
-"""What the GPU benchmarks share: arguments, the machine's description, models with random weights, clocks.
+"""What the steps of `run_all.py` share: device, models with random weights, clocks, and lines of results.
 
 ::
 
-    arguments(doc) --refuses without a GPU--> Bench(device, size, repeats)
-    Bench.model() -> random weights   Bench.seconds(call) -> median   Bench.report(title, rows) -> table, JSON
+    Bench.attempt(case, needs_s, work) --work() gives a row, fails, or there is no time--> Bench.write(line)
 
 Times are wall seconds between two synchronizations of the device, the median of `repeats` after a warm-up.
-Memory is the most that torch had allocated at once on the device; on a CPU the most the process had resident
-so far. With --record the rows are added to a JSON file together with hardware and versions.
+Memory is the most that torch had allocated at once on the device; on a CPU it is the most that the process
+had resident, which says nothing. Model sizes are those of Qwen2.5 and Qwen3; weights are random.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import gc
 import os
 import platform
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,165 +27,217 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from forebay.types import RolloutState, Status
 
-SIZES: dict[str, dict[str, Any]] = {
-    # The shapes of Qwen2.5, which many runs of this size train.
+Row = dict[str, Any]
+Line = dict[str, Any]
+
+SIZES: Mapping[str, Mapping[str, Any]] = {
     "0.5b": {
+        "model_type": "qwen2",
         "vocab_size": 151936,
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
     },
     "1.5b": {
+        "model_type": "qwen2",
         "vocab_size": 151936,
         "hidden_size": 1536,
         "intermediate_size": 8960,
         "num_hidden_layers": 28,
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
+        "tie_word_embeddings": True,
+    },
+    "8b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": False,
     },
     "tiny": {
+        "model_type": "qwen2",
         "vocab_size": 199,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
     },
 }
 
-Rows = list[dict[str, Any]]
+
+class Unavailable(Exception):
+    """This version or this machine has not what a case measures."""
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """One benchmark on one device."""
+    """One step on one device."""
 
     device: torch.device
-    size: str
-    repeats: int
-    record: Path | None
+    until_s: float
+    """By `time.monotonic`: the step is ended then."""
+    write: Callable[[Line], None]
+    """Keeps a line; it is safe when this returns."""
+    folder: Path
+    """Scratch."""
+    repeats: int = 2
 
     @property
     def tiny(self) -> bool:
-        return self.size == "tiny"
+        """Whether only the code is tried, on a CPU."""
+        return self.device.type == "cpu"
 
-    def model(self, dtype: torch.dtype = torch.float32) -> Any:
-        torch.manual_seed(0)
-        config = Qwen2Config(
-            **SIZES[self.size],
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
+    def left_s(self) -> float:
+        """Seconds that the step has left."""
+        return self.until_s - time.monotonic()
+
+    def goal(self, name: str, value: float) -> None:
+        """Keep a measure that has a target; see `run_all.GOALS`."""
+        self.write({"goal": name, "value": value})
+
+    def attempt(self, case: str, needs_s: float, work: Callable[[], Row]) -> Row | None:
+        """Keep the row that `work` gives, or why there is none (None then); a failure ends only this case."""
+        if not self.tiny and self.left_s() < needs_s:
+            reason = f"needs about {needs_s:.0f} s, {self.left_s():.0f} s are left"
+            self.write({"case": case, "skipped": reason})
+            return None
+        self.forget_peak()
+        try:
+            row = work()
+        except Unavailable as error:
+            self.write({"case": case, "skipped": str(error)})
+            return None
+        # Whatever a case does, the others are worth having.
+        except Exception as error:
+            traceback.print_exc()
+            self.write({"case": case, "failed": in_one_line(error)})
+            return None
+        self.write({"case": case, "row": row})
+        return row
+
+    def config(self, size: str) -> Any:
+        """transformers' config of a model of `size`; in CPU mode of a toy."""
+        settings = dict(SIZES["tiny" if self.tiny else size])
+        return AutoConfig.for_model(
+            settings.pop("model_type"),
+            **settings,
+            max_position_embeddings=32768,
             bos_token_id=1,
             eos_token_id=None,
             pad_token_id=0,
         )
+
+    def model(self, size: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+        """A model with random weights; `settings` as of `from_config`."""
+        torch.manual_seed(0)
         with self.device:
-            return Qwen2ForCausalLM(config).to(self.device, dtype).eval()
+            made = AutoModelForCausalLM.from_config(self.config(size), dtype=dtype, **settings)
+        return made.eval()
 
     def synchronize(self) -> None:
+        """Wait until the device has done everything."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """The median of `repeats` calls, after one to warm up."""
+        """The median of `repeats` calls, after one to warm up; fewer calls where time is short."""
         call()
-        times = []
-        for _ in range(self.repeats):
-            self.synchronize()
-            started_s = time.perf_counter()
-            call()
-            self.synchronize()
-            times.append(time.perf_counter() - started_s)
+        times: list[float] = []
+        while len(times) < self.repeats and not (times and self.left_s() < 2 * times[-1]):
+            times.append(self.seconds_of(call))
         return statistics.median(times)
 
+    def seconds_of(self, call: Callable[[], Any]) -> float:
+        """One call."""
+        self.synchronize()
+        started_s = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - started_s
+
     def forget_peak(self) -> None:
+        """Free what nobody holds, and count the most memory from here on."""
+        gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
 
     def peak_gib(self) -> float:
+        """The most memory since `forget_peak`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) / 2**30
         kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return kib / (2**30 if sys.platform == "darwin" else 2**20)
 
-    def report(self, title: str, rows: Rows) -> None:
-        """Print the rows as a table, and keep them if that was asked for."""
-        print(f"\n## {title}\n")
-        described = ", ".join(f"{name} {value}" for name, value in machine(self.device).items())
-        print(f"{self.size}, median of {self.repeats}; {described}\n")
-        names = list(rows[0])
-        print("| " + " | ".join(names) + " |")
-        print("|" + "---|" * len(names))
-        for row in rows:
-            print("| " + " | ".join(_shown(row[name]) for name in names) + " |")
-        if self.record is not None:
-            kept = json.loads(self.record.read_text()) if self.record.exists() else []
-            kept.append({"title": title, "size": self.size, "machine": machine(self.device), "rows": rows})
-            self.record.write_text(json.dumps(kept, indent=2) + "\n")
+
+def in_one_line(error: BaseException) -> str:
+    """Its type and the beginning of its message."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-def _shown(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else str(value)
-
-
-def machine(device: torch.device) -> Mapping[str, str]:
+def describe_machine(device: torch.device) -> dict[str, str]:
     """Hardware and versions."""
-    found = {
-        "device": platform.processor() or platform.machine(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    found = {"device": platform.processor() or platform.machine()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found["device"] = f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)"
-        found["CUDA"] = str(torch.version.cuda)
+        found = {
+            "device": f"{properties.name} ({properties.total_memory / 2**30:.0f} GiB)",
+            "driver": _driver(),
+            "CUDA": str(torch.version.cuda),
+        }
+    found |= {"cores": str(os.cpu_count()), "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name in ("triton", "peft"):
+        try:
+            found[name] = __import__(name).__version__
+        except ImportError:
+            found[name] = "none"
     return found
 
 
-def arguments(doc: str, given: Sequence[str] | None = None) -> Bench:
-    """Read the command line; end the program with a message where there is no GPU and none was waived."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=[size for size in SIZES if size != "tiny"], default="0.5b")
-    parser.add_argument("--tiny", action="store_true", help="a toy model and little work: only a test")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, ..., or cpu together with --tiny")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--record", type=Path, help="a JSON file that the results are added to")
-    read = parser.parse_args(given)
-    device = torch.device(read.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.exit(
-            2, f"{parser.prog}: torch {torch.__version__} sees no GPU here; try --tiny --device cpu\n"
-        )
-    if device.type == "cpu" and not read.tiny:
-        parser.exit(2, f"{parser.prog}: a {read.size} model is too slow on a CPU; add --tiny\n")
-    transformers.logging.set_verbosity_error()
-    return Bench(
-        device=device, size="tiny" if read.tiny else read.size, repeats=read.repeats, record=read.record
-    )
+def _driver() -> str:
+    try:
+        # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.95.05  Release Build ..."
+        words = Path("/proc/driver/nvidia/version").read_text().split()
+    except OSError:
+        return "unknown"
+    return next((word for word in words if word.count(".") >= 1 and word[0].isdigit()), "unknown")
 
 
 def make_groups(
-    num_groups: int, size: int, *, prompt: int, response: int, vocabulary: int, seed: int = 0
+    num_groups: int,
+    size: int,
+    *,
+    prompt: int,
+    response: int,
+    vocabulary: int,
+    equal: bool = False,
+    seed: int = 0,
 ) -> list[list[RolloutState]]:
     """Groups whose responses have about `response` tokens on average: log-normal, as chains of thought are,
-    and cut at four times that, as a generation budget does."""
+    and cut at four times that, as a generation budget does. `equal`: all lengths as given."""
     generator = np.random.default_rng(seed)
     groups = []
     for number in range(num_groups):
-        prompt_ids = generator.integers(3, vocabulary, max(1, generator.integers(prompt // 2, 2 * prompt)))
+        length = prompt if equal else max(1, int(generator.integers(prompt // 2, 2 * prompt)))
+        prompt_ids = generator.integers(3, vocabulary, length)
         # A log-normal's mean is exp(mu + sigma^2 / 2).
-        lengths = generator.lognormal(np.log(response) - 0.32, 0.8, size)
-        lengths = np.clip(lengths.astype(int), 1, 4 * response)
+        drawn = generator.lognormal(np.log(response) - 0.32, 0.8, size)
+        lengths = [response] * size if equal else np.clip(drawn.astype(int), 1, 4 * response).tolist()
         groups.append(
             [
                 RolloutState(
@@ -197,7 +248,8 @@ def make_groups(
                     response_ids=generator.integers(3, vocabulary, length),
                     logprobs=-generator.random(length),
                     response_model_steps=np.zeros(length),
-                    reward={"score": float(generator.integers(0, 2))},
+                    # Both scores are in every group: none is without a signal.
+                    reward={"score": float(member % 2)},
                     status=Status.COMPLETED,
                 )
                 for member, length in enumerate(lengths)

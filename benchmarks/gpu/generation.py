@@ -1,34 +1,53 @@
-"""Tokens per second of Forebay's engine and of the same model's plain `generate`.
+"""Tokens per second of the in-process engine, of plain `generate`, and of transformers' continuous batching.
 
-Usage: python benchmarks/gpu/generation.py [--size 0.5b|1.5b] [--repeats 3] [--tiny --device cpu]
+    mixed   256 requests, 64 prompts in groups of 4, responses of 32 to 512 tokens: rows come and go, and
+            `generate` runs all of them to the longest
+    equal   the same with 256 tokens each: nothing to schedule
 
-    equal   64 prompts in groups of 4, all responses of 256 tokens: nothing to schedule
-    mixed   responses of 32 to 512 tokens: rows come and go, `generate` runs all to the longest
-
-Weights are bfloat16 (tiny: float32). Tokens are those that were asked for. Both sample from the whole
-distribution; the engine returns logprobs as well.
+The model has 0.5 B random weights in bfloat16. Tokens are those that were asked for. All sample from the
+whole distribution; the engine returns log probabilities as well, and continuous batching is told to.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerator import Bench, Rows, arguments
+from accelerator import Bench, Row
 from transformers import GenerationConfig
 
 from forebay.engines import GenerateRequest, TransformersEngine
 from forebay.types import SampleParams
 
+SIZE = "0.5b"
 Request = tuple[list[int], int]
 """Prompt ids and the number of tokens to make."""
 
 
-def make_requests(bench: Bench, vocabulary: int, mixed: bool) -> list[Request]:
+def compare(bench: Bench) -> None:
+    """All ways on both kinds of requests."""
+    with asyncio.Runner() as runner:
+        for kind in ("mixed", "equal"):
+            requests = make_requests(bench, kind == "mixed")
+            ways: dict[str, Callable[[], Row]] = {
+                "engine": partial(_engine_row, bench, runner, requests),
+                "plain generate": partial(_generate_row, bench, requests),
+                "continuous batching": partial(_batching_row, bench, requests),
+            }
+            rows = {way: bench.attempt(f"{kind}, {way}", 20, work) for way, work in ways.items()}
+            if kind == "mixed" and (own := rows["engine"]) is not None:
+                for way in ("plain generate", "continuous batching"):
+                    if (other := rows[way]) is not None:
+                        bench.goal(f"generation over {way}", own["tokens/s"] / other["tokens/s"])
+
+
+def make_requests(bench: Bench, mixed: bool) -> list[Request]:
     generator = np.random.default_rng(0)
+    vocabulary = bench.config(SIZE).vocab_size
     count, scale = (8, 8) if bench.tiny else (256, 256)
     requests = []
     for _ in range(count // 4):
@@ -38,8 +57,23 @@ def make_requests(bench: Bench, vocabulary: int, mixed: bool) -> list[Request]:
     return requests
 
 
-def by_generate(model: Any, requests: list[Request]) -> None:
-    config = GenerationConfig(
+def _dtype(bench: Bench) -> torch.dtype:
+    return torch.float32 if bench.tiny else torch.bfloat16
+
+
+def _row(bench: Bench, requests: list[Request], call: Callable[[], Any]) -> Row:
+    num_tokens = sum(length for _, length in requests)
+    seconds = bench.seconds(call)
+    return {
+        "tokens": num_tokens,
+        "seconds": seconds,
+        "tokens/s": num_tokens / seconds,
+        "peak GiB": bench.peak_gib(),
+    }
+
+
+def _settings(requests: list[Request]) -> GenerationConfig:
+    return GenerationConfig(
         max_new_tokens=max(length for _, length in requests),
         do_sample=True,
         top_k=0,
@@ -47,8 +81,23 @@ def by_generate(model: Any, requests: list[Request]) -> None:
         eos_token_id=-1,
         pad_token_id=0,
     )
-    ids = torch.tensor([prompt for prompt, _ in requests], device=model.device)
-    model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+
+
+def _generate_row(bench: Bench, requests: list[Request]) -> Row:
+    model = bench.model(SIZE, _dtype(bench))
+    ids = torch.tensor([prompt for prompt, _ in requests], device=bench.device)
+    mask, settings = torch.ones_like(ids), _settings(requests)
+    generate = partial(model.generate, ids, attention_mask=mask, generation_config=settings)
+    return _row(bench, requests, generate)
+
+
+def _engine_row(bench: Bench, runner: asyncio.Runner, requests: list[Request]) -> Row:
+    model = bench.model(SIZE, _dtype(bench))
+    engine = TransformersEngine(model, max_batch=len(requests), device=str(bench.device))
+    try:
+        return _row(bench, requests, lambda: runner.run(by_engine(engine, requests)))
+    finally:
+        runner.run(engine.close())
 
 
 async def by_engine(engine: TransformersEngine, requests: list[Request]) -> None:
@@ -63,44 +112,33 @@ async def by_engine(engine: TransformersEngine, requests: list[Request]) -> None
         for number, (prompt, length) in enumerate(requests)
     ]
     for completion in await asyncio.gather(*(engine.generate(request) for request in asked)):
-        assert completion.finish_reason == "length", completion.error_msg
+        if completion.finish_reason != "length":
+            raise RuntimeError(f"a request ended with {completion.finish_reason}: {completion.error_msg}")
 
 
-def compare(bench: Bench, name: str) -> Rows:
-    model = bench.model(torch.float32 if bench.tiny else torch.bfloat16)
-    requests = make_requests(bench, model.config.vocab_size, name == "mixed")
-    num_tokens = sum(length for _, length in requests)
-    rows: Rows = []
-    with asyncio.Runner() as runner:
-        bench.forget_peak()
-        plain_s = bench.seconds(lambda: by_generate(model, requests))
-        rows.append(_row(name, "model.generate", num_tokens, plain_s, plain_s, bench.peak_gib()))
-        bench.forget_peak()
-        engine = TransformersEngine(model, max_batch=len(requests), device=str(bench.device))
-        engine_s = bench.seconds(lambda: runner.run(by_engine(engine, requests)))
-        rows.append(_row(name, "forebay engine", num_tokens, engine_s, plain_s, bench.peak_gib()))
-        runner.run(engine.close())
-    return rows
+def _batching_row(bench: Bench, requests: list[Request]) -> Row:
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
+    model = bench.model(SIZE, _dtype(bench))
+    limits: dict[str, Any] = (
+        {"num_blocks": 64, "max_batch_tokens": 64, "block_size": 32} if bench.tiny else {}
+    )
+    settings = ContinuousBatchingConfig(return_logprobs=True, **limits)
+    # The manager is kept, with its cache and CUDA graphs: what is timed is generation, as with the engine.
+    with model.continuous_batching_context_manager(
+        generation_config=_settings(requests), continuous_batching_config=settings
+    ) as manager:
 
-def _row(
-    case: str, way: str, num_tokens: int, seconds: float, plain_s: float, peak_gib: float
-) -> dict[str, Any]:
-    return {
-        "case": case,
-        "way": way,
-        "tokens": num_tokens,
-        "seconds": seconds,
-        "tokens/s": num_tokens / seconds,
-        "ratio": plain_s / seconds,
-        "peak GiB": peak_gib,
-    }
+        def generate() -> None:
+            for prompt, length in requests:
+                manager.add_request(prompt, max_new_tokens=length)
+            made = 0
+            for _ in requests:
+                result = manager.get_result(timeout=max(1.0, bench.left_s()))
+                if result is None or result.error is not None:
+                    raise RuntimeError(f"continuous batching ended: {result and result.error}")
+                made += len(result.generated_tokens)
+            if made != sum(length for _, length in requests):
+                raise RuntimeError(f"continuous batching made {made} tokens")
 
-
-def main(given: Sequence[str] | None = None) -> None:
-    bench = arguments(__doc__ or "", given)
-    bench.report("Generation", [row for name in ("equal", "mixed") for row in compare(bench, name)])
-
-
-if __name__ == "__main__":
-    main()
+        return _row(bench, requests, generate)

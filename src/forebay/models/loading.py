@@ -24,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from forebay import __version__
 from forebay.config import ConfigError
 from forebay.extras import require_library
 from forebay.io.durable import made_whole
@@ -135,7 +136,7 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
     if source == TINY:
         context = config.max_context or DEFAULT_CONTEXT
         # Another version may make another model of the same sizes.
-        versions = [metadata.version(name) for name in ("forebay", "transformers", "torch")]
+        versions = [__version__, *map(metadata.version, ("transformers", "torch"))]
         key = f"{config.tiny.model_dump_json()} {context} {seed} {versions}"
         digest = hashlib.sha256(key.encode()).hexdigest()
         write = partial(write_tiny, config=config.tiny, max_context=context, seed=seed)
@@ -239,4 +240,8 @@ def convert_gguf(file: Path, folder: Path) -> None:
         where, gguf_file=name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
     )
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(where, gguf_file=name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=name)
+    # Before version 5.23 transformers takes the token that begins a text for the one that ends it.
+    if isinstance(end := model.generation_config.eos_token_id, int):
+        tokenizer.eos_token_id = end
+    tokenizer.save_pretrained(folder)

@@ -1,0 +1,236 @@
+"""Steps about the whole: tests that need a GPU, the demo, plans against measures, one rank over NCCL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerator import Bench, Row, make_groups
+from generation import by_engine
+from training import make_trainer
+
+from forebay.config import parse_config
+from forebay.engines import RolloutController, TransformersEngine
+from forebay.plan import make_plan, parse_devices, this_machine
+from forebay.plan.estimate import CONTEXT_BYTES
+from forebay.runs.config import RunConfig
+from forebay.train import TrainConfig
+from forebay.train.parallel.ranks import LocalRanks
+
+ROOT = Path(__file__).parents[2]
+
+
+# The suite
+
+
+def suite(bench: Bench) -> None:
+    """The tests with the marker ``gpu``."""
+    bench.attempt("tests that need a GPU", 0, partial(_suite, bench))
+
+
+def _suite(bench: Bench) -> Row:
+    files = [
+        path
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "-p", "no:cacheprovider"]
+    # A warning that only this machine gives is no failure.
+    command += ["-W", "default"]
+    done = _call([*command, *map(str, files)], bench.left_s() - 5)
+    # "3 failed, 20 passed, 1 skipped in 21.3s"
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done)}
+    bad = re.findall(r"^(?:FAILED|ERROR) (\S+)", done, re.MULTILINE)
+    if not counts:
+        raise RuntimeError(f"no result: {done[-200:]}")
+    return {
+        "passed": 0,
+        "failed": 0,
+        "skipped": 0,
+        **counts,
+        "which": ", ".join(bad).replace(f"{ROOT}/", "") or "-",
+    }
+
+
+def _call(command: list[str], limit_s: float) -> str:
+    """The output of a program, also of one that was ended at its limit."""
+    paths = [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Into a file: of a pipe the other end may be held by what the program started.
+    with tempfile.TemporaryFile() as file:
+        program = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            program.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+        file.seek(0)
+        output = file.read().decode(errors="replace")
+    print(output, flush=True)
+    return output
+
+
+# The demo
+
+
+def demo(bench: Bench) -> None:
+    """`recipes/demo_tiny.toml` on the device."""
+    row = bench.attempt("recipes/demo_tiny.toml, seed 0", 0, partial(_demo, bench))
+    if row is not None and row["steps"] == row["of"]:
+        bench.goal("the demo's held-out accuracy", row["accuracy after"])
+
+
+SHORT_DEMO = {
+    "steps": 2,
+    "batch_size": 2,
+    "rollouts_per_prompt": 4,
+    "tasks.0.eval_data.size": 4,
+    "warmup.steps": 1,
+    "evaluate.every": 2,
+}
+
+
+def _demo(bench: Bench) -> Row:
+    overrides = {"output": bench.folder, "device": bench.device.type}
+    overrides |= SHORT_DEMO if bench.tiny else {}
+    program = "from forebay.cli import main; main()"
+    command = [sys.executable, "-c", program, "train", str(ROOT / "recipes/demo_tiny.toml"), "--overwrite"]
+    output = _call([*command, *(f"{key}={value}" for key, value in overrides.items())], bench.left_s() - 5)
+    metrics = bench.folder / "demo_tiny" / "metrics.jsonl"
+    if not metrics.exists():
+        raise RuntimeError(f"the demo did not begin: {output[-200:]}")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
+    steps = max(row["train_step"] for row in rows)
+    times = [row["step_s"] for row in rows if "step_s" in row]
+    return {
+        "steps": steps,
+        "of": 2 if bench.tiny else 450,
+        "accuracy before": accuracies[0],
+        "accuracy after": accuracies[-1],
+        "seconds of a step": sum(times) / max(1, len(times)),
+    }
+
+
+# Plans
+
+
+def plans(bench: Bench) -> None:
+    """What `forebay plan` says of a run, and what engine and trainer then take."""
+    cases: Mapping[str, Mapping[str, Any]] = {
+        "0.5b, packed": {"layout": "packed"},
+        "0.5b, padded, checkpointing": {"gradient_checkpointing": True},
+    }
+    for number, (case, keys) in enumerate(cases.items()):
+        row = bench.attempt(case, 25, partial(_plan, bench, keys))
+        if row is not None and number == 0:
+            bench.goal("plan of memory, off by", abs(row["planned GiB"] / row["measured GiB"] - 1))
+            bench.goal("plan of a step's time, off by", abs(row["planned s"] / row["measured s"] - 1))
+
+
+def _plan(bench: Bench, keys: Mapping[str, Any]) -> Row:
+    prompt, response, groups, members = (8, 8, 2, 4) if bench.tiny else (256, 512, 8, 8)
+    folder = bench.folder / "planned"
+    bench.config("0.5b").save_pretrained(folder)
+    train = {"dtype": "bfloat16", "token_budget": 8192, **keys}
+    run = {
+        "name": "planned",
+        "steps": 1,
+        "batch_size": groups,
+        "rollouts_per_prompt": members,
+        "model": {"source": str(folder)},
+        "engine": {"name": "transformers", "dtype": "bfloat16"},
+        "tasks": [
+            {
+                "name": "task",
+                "data": {"source": "addition"},
+                "judge": "exact_match",
+                "sample": {"max_tokens": response},
+            }
+        ],
+        "train": train,
+    }
+    device = parse_devices("H100-80GB") if bench.tiny else this_machine("cuda")
+    plan = make_plan(parse_config(RunConfig, run), device, prompt_tokens=prompt)
+    config = TrainConfig(**train)
+    trainer = make_trainer(bench, "0.5b", config, engine_dtype="bfloat16")
+    engine = TransformersEngine(bench.model("0.5b", torch.bfloat16), device=str(bench.device))
+    controller = RolloutController(engine)
+    vocabulary = bench.config("0.5b").vocab_size
+    batch = make_groups(groups, members, prompt=prompt, response=response, vocabulary=vocabulary, equal=True)
+    requests = [(list(map(int, state.prompt_ids)), response) for group in batch for state in group]
+    with asyncio.Runner() as runner:
+
+        def step() -> None:
+            runner.run(trainer.sync_weights(controller))
+            runner.run(by_engine(engine, requests))
+            times.append(bench.seconds_of(lambda: trainer.fit(batch)))
+
+        times: list[float] = []
+        seconds = bench.seconds(step)
+        peak = bench.peak_gib()
+        runner.run(controller.close())
+    return {
+        "planned GiB": (plan.total - CONTEXT_BYTES) / 2**30,
+        "measured GiB": peak,
+        "planned s": plan.step_s or float("nan"),
+        "measured s": seconds,
+        "training, planned s": plan.train_s or float("nan"),
+        "training, measured s": min(times),
+        "generation, planned s": plan.generation_s or float("nan"),
+        "generation, measured s": seconds - min(times),
+    }
+
+
+# One rank
+
+
+class Receiver:
+    """Keeps what it is given."""
+
+    async def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]], model_step: int) -> None:
+        self.weights = {name: weight.detach().cpu().clone() for name, weight in weights}
+
+
+def one_rank(bench: Bench) -> None:
+    """A trainer whose model is in a rank process: two steps; and one, save, resume, the other."""
+    bench.attempt("one rank: step, save, resume, step", 20, partial(_one_rank, bench))
+
+
+def _one_rank(bench: Bench) -> Row:
+    config = TrainConfig(lr=1e-4, layout="packed", token_budget=4096)
+    vocabulary = bench.config("0.5b").vocab_size
+    length = 8 if bench.tiny else 256
+    groups = make_groups(4, 4, prompt=length, response=length, vocabulary=vocabulary)
+    folder, found, times = bench.folder / "rank", [], {}
+    ranks = LocalRanks(1, device=bench.device.type)
+    try:
+        for part in ("saved", "resumed"):
+            trainer = make_trainer(bench, "0.5b", config, ranks=ranks)
+            if part == "saved":
+                trainer.fit(groups)
+                times["save s"] = bench.seconds_of(partial(trainer.save, folder))
+            else:
+                times["resume s"] = bench.seconds_of(partial(trainer.resume, folder))
+            times["step s"] = bench.seconds_of(partial(trainer.fit, groups))
+            receiver = Receiver()
+            asyncio.run(trainer.sync_weights(receiver))
+            found.append(receiver.weights)
+    finally:
+        ranks.close()
+    here, there = found
+    largest = max(float((weight - there[name]).abs().max()) for name, weight in here.items())
+    return {"backend": "gloo" if bench.tiny else "NCCL", **times, "largest difference of a weight": largest}

@@ -32,13 +32,13 @@ async def train(config: RunConfig) -> list[dict[str, float]]:
 
                 # Training: packing comes first, then whatever the loss needs, then the update.
                 batch = run.trainer.pack(produced.rollout_states)
+                if config.train.uses_critic:
+                    batch = run.trainer.compute_values(batch)
+                batch = run.trainer.compute_advantages(batch)
                 if config.train.needs_old_logprobs:
                     batch = run.trainer.compute_old_logprobs(batch)
                 if config.train.kl_coef > 0:
                     batch = run.trainer.compute_ref_logprobs(batch)
-                if config.train.uses_critic:
-                    batch = run.trainer.compute_values(batch)
-                batch = run.trainer.compute_advantages(batch)
                 batch = run.trainer.train(batch)
 
                 # Trained: the buffer may forget these groups.

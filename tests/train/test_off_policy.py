@@ -209,8 +209,8 @@ def test_with_behavior_equal_to_proximal_it_is_plain_ppo_to_the_bit(make_model, 
 def test_truncated_weights_from_the_training_pass_are_the_same_to_the_bit(make_model, make_groups, name):
     groups = sampled_by(make_model(), make_groups(masked=True), noise=0.4)
     computed, left_out = (trainer_for(make_model(), correction=name) for _ in range(2))
-    batch = computed.compute_old_logprobs(computed.pack(groups))
-    batch = computed.train(computed.compute_advantages(batch))
+    batch = computed.compute_advantages(computed.pack(groups))
+    batch = computed.train(computed.compute_old_logprobs(batch))
     assert numbers(batch) == numbers(left_out.fit(groups))
     assert batch.metrics["train/correction_weight"] != 1.0
     assert same_weights(computed, left_out)

@@ -79,8 +79,9 @@ def test_a_batch_is_built_again(make_groups):
     for name, value in batch.to_plain().items():
         if isinstance(value, np.ndarray):
             assert np.array_equal(getattr(built, name), value, equal_nan=True)
-        elif name != "packs":
+        elif name not in ("mini_batches", "packs"):
             assert getattr(built, name) == value
+    assert [part.tolist() for part in built.mini_batches] == [part.tolist() for part in batch.mini_batches]
     for theirs, ours in zip(built.packs, batch.packs, strict=True):
         for one, other in zip(theirs, ours, strict=True):
             assert [pack.tolist() for pack in one] == [pack.tolist() for pack in other]

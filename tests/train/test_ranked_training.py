@@ -81,6 +81,23 @@ def test_two_ranks_train_as_one(make_model, make_groups, ranks, tmp_path, settin
         assert_equal_states(state(one, tmp_path / f"one{step}"), state(two, tmp_path / f"two{step}"))
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed", "shared_prompt"])
+def test_groups_without_an_advantage_cost_no_rank_a_pass(make_model, make_groups, ranks, tmp_path, layout):
+    settings = {"layout": layout, "mini_batches": 2, "weight_decay": 0.1}
+    one, two = trainer_for(make_model(), **settings), trainer_for(make_model(), ranks, **settings)
+    for num_unsolved in (4, 1, 0):
+        groups = make_groups()
+        for number, group in enumerate(groups):
+            for member, rollout in enumerate(group):
+                rollout.reward = {"score": float(member % 2) if number < num_unsolved else 1.0}
+        expected, got = one.fit(groups), two.fit(groups)
+        assert numbers(got) == pytest.approx(numbers(expected) | got_padding(got), rel=1e-3, abs=1e-5)
+        assert (got.metrics["train/skipped_share"] > 0.5) == (num_unsolved < 2)
+        assert_equal_states(
+            state(one, tmp_path / f"one{num_unsolved}"), state(two, tmp_path / f"two{num_unsolved}")
+        )
+
+
 def got_padding(batch):
     """The one measure that may differ: other packs, other padding."""
     return {"train/padding": batch.metrics["train/padding"]}

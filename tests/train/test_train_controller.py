@@ -47,13 +47,14 @@ def test_fit_is_the_low_level_steps_bit_for_bit(make_model, make_groups, setting
     for seed in range(2):
         fitted = high.fit(make_groups(seed=seed))
         batch = low.pack(make_groups(seed=seed))
+        if low.config.uses_critic:
+            batch = low.compute_values(batch)
+        batch = low.compute_advantages(batch)
         if low.config.needs_old_logprobs:
             batch = low.compute_old_logprobs(batch)
         if low.config.kl_coef > 0:
             batch = low.compute_ref_logprobs(batch)
-        if low.config.uses_critic:
-            batch = low.compute_values(batch)
-        batch = low.train(low.compute_advantages(batch))
+        batch = low.train(batch)
         assert numbers(fitted) == numbers(batch)
     assert (high.train_step, high.model_step) == (2, 2)
     for one, other in zip(high.model.parameters(), low.model.parameters(), strict=True):
@@ -63,8 +64,8 @@ def test_fit_is_the_low_level_steps_bit_for_bit(make_model, make_groups, setting
 @pytest.mark.parametrize("loss", ["clipped", "gspo", "cispo"])
 def test_old_logprobs_may_be_left_out_exactly_if_there_is_one_optimizer_step(make_model, make_groups, loss):
     computed, left_out = (trainer_for(make_model(), loss=loss) for _ in range(2))
-    batch = computed.compute_old_logprobs(computed.pack(make_groups()))
-    batch = computed.train(computed.compute_advantages(batch))
+    batch = computed.compute_advantages(computed.pack(make_groups()))
+    batch = computed.train(computed.compute_old_logprobs(batch))
     assert numbers(batch) == numbers(left_out.fit(make_groups()))
     assert batch.metrics["train/ratio_min"] == batch.metrics["train/ratio_max"] == 1.0
     for one, other in zip(computed.model.parameters(), left_out.model.parameters(), strict=True):
@@ -144,7 +145,8 @@ def test_the_rollouts_own_logprobs_can_be_the_old_ones_but_must_be_known(model, 
 def test_the_mismatch_is_zero_for_the_trainers_own_logprobs_and_right_for_others(make_model, make_groups):
     groups = make_groups()
     trainer = trainer_for(make_model())
-    batch = trainer.compute_old_logprobs(trainer.pack(groups))
+    # After the advantages, so that the passes are those of the train step to the bit.
+    batch = trainer.compute_old_logprobs(trainer.compute_advantages(trainer.pack(groups)))
     own = batch.by_sequence(batch.old_logprobs)
     for state, logprobs in zip((s for g in groups for s in g), own, strict=True):
         state.logprobs = logprobs
@@ -171,9 +173,9 @@ def test_metrics_are_flat_numbers(model, make_groups):
     expected = """
         loss policy_loss value_loss kl entropy clip_low clip_high clip_share value_clip ratio_mean ratio_min
         ratio_max policy_kl grad_norm critic_grad_norm lr skipped_updates tokens trained_tokens sequences
-        padding score_mean score_std equal_score_groups advantage_mean advantage_abs_mean explained_variance
-        mismatch_kl mismatch_max mismatch_k1 ess_token ess_sequence importance_mean importance_max
-        unknown_logprobs staleness_mean staleness_p95 staleness_max stale_masked
+        padding skipped_share score_mean score_std equal_score_groups advantage_mean advantage_abs_mean
+        explained_variance mismatch_kl mismatch_max mismatch_k1 ess_token ess_sequence importance_mean
+        importance_max unknown_logprobs staleness_mean staleness_p95 staleness_max stale_masked
         old_logprobs_s ref_logprobs_s values_s advantages_s update_s
     """
     assert set(metrics) == {f"train/{name}" for name in expected.split()}

@@ -79,15 +79,17 @@ class TrainBatch:
     temperatures: NDArray[np.float32]
     """S: what each sequence was sampled with."""
 
+    mini_batches: list[Pack] = field(default_factory=list)
+    """The sequences of each optimizer step; empty until packed."""
     packs: list[list[list[Pack]]] = field(default_factory=list)
-    """By mini-batch, by rank, the micro-batches; empty until packed."""
+    """By mini-batch, by rank, the micro-batches: passes are made over these."""
     layout: Layout = "padded"
     loss_weights: FloatArray | None = None
     """float32, R: factor of each token's loss; a token with 0 takes no part in any mean. None: all 1."""
     old_logprobs: FloatArray | None = None
-    """float32, R: of the policy that the ratio is taken against."""
+    """float32, R: of the policy that the ratio is taken against; NaN where the loss reads none."""
     ref_logprobs: FloatArray | None = None
-    """float32, R: of the reference model."""
+    """float32, R: of the reference model; NaN as above."""
     values: FloatArray | None = None
     """float32, R: the critic's estimate before each token."""
     advantages: FloatArray | None = None

@@ -177,6 +177,11 @@ class TrainConfig(StrictModel):
         return self.correction_band or DEFAULT_BANDS.get(self.correction, (0.0, math.inf))
 
     @property
+    def may_mask(self) -> bool:
+        """Whether the correction may take tokens out of the loss, by the old logprobs of all of them."""
+        return self.weighs_tokens and (":" in self.correction or self.correction.endswith("_mask"))
+
+    @property
     def needs_old_logprobs(self) -> bool:
         """Whether the old logprobs must be computed before `train`.
 
@@ -184,8 +189,7 @@ class TrainConfig(StrictModel):
         the logprobs of the training forward pass, without gradient, are the old ones. Truncated weights can
         be taken from that pass too; masks cannot, because how many tokens are left sets the normalization.
         """
-        may_mask = self.weighs_tokens and (":" in self.correction or self.correction.endswith("_mask"))
-        return may_mask or self.correction == "ratio" or self.optimizer_steps > 1
+        return self.may_mask or self.correction == "ratio" or self.optimizer_steps > 1
 
     @model_validator(mode="before")
     @classmethod

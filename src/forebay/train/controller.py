@@ -8,17 +8,19 @@ plain blocking code: a caller with an event loop runs them in a thread.
 ::
 
     groups -> pack -> mask_stale
-                -> compute_old_logprobs -> compute_ref_logprobs -> compute_values -> compute_advantages
+                -> compute_values -> compute_advantages -> compute_old_logprobs -> compute_ref_logprobs
                                                                                                |
               sync_weights(rollout_controller) <- train: mini-batches x epochs optimizer steps <-+
 
 Every step takes the batch and returns it. `fit` is their composition, without those the config does not need.
+Once the advantages are known, no pass is made over sequences that nothing in the loss reads.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +194,9 @@ class TrainController:
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Fill ``old_logprobs``: by the current weights, or the engine's if ``correction = "ratio"``.
 
+        After `compute_advantages` they are NaN on sequences that the loss does not read, for which no pass is
+        made; so are those of the reference.
+
         Raises:
             ValueError: the engine's are asked for and some are unknown.
         """
@@ -227,9 +232,35 @@ class TrainController:
         return self._fill("values", batch)
 
     def _fill(self, name: str, batch: TrainBatch) -> TrainBatch:
+        read_S = np.ones(batch.num_sequences, bool)
+        # A mask by the old logprobs is of all tokens, and counts those that it leaves.
+        masks = name == "old_logprobs" and self.config.may_mask
+        if batch.advantages is not None and name != "values" and not masks:
+            read_S = self._read_by_loss(batch, batch.in_loss)
         with timed(batch, name):
-            setattr(batch, name, self._token_values(name, batch))
+            values_R = self._token_values(name, self._only(batch, read_S))
+        values_R[batch.response_mask & ~read_S[batch.response_rows]] = np.nan
+        setattr(batch, name, values_R)
         return batch
+
+    def _read_by_loss(self, batch: TrainBatch, in_loss_R: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """S: whether a term of the loss reads anything of a sequence, where the tokens in the loss are these.
+
+        The policy's term and its gradient are 0 where the advantage is 0, for the losses of the table; then
+        only penalties and a critic read a token.
+        """
+        config = self.config
+        if ":" in config.loss:
+            return np.ones(batch.num_sequences, bool)
+        if batch.advantages is not None and not (config.kl_coef or config.entropy_coef or config.uses_critic):
+            in_loss_R = in_loss_R & (batch.advantages != 0)
+        read_S = np.zeros(batch.num_sequences, bool)
+        read_S[batch.response_rows[in_loss_R]] = True
+        return read_S
+
+    def _only(self, batch: TrainBatch, kept_S: NDArray[np.bool_]) -> TrainBatch:
+        """The batch with packs of the kept sequences alone."""
+        return batch if kept_S.all() else replace(batch, packs=self._packer.cut(batch, kept_S))
 
     def compute_logprobs(self, batch: TrainBatch) -> FloatArray:
         """float32, R: log probabilities of the response tokens by the current weights."""
@@ -263,25 +294,29 @@ class TrainController:
         single optimizer step per batch.
 
         Raises:
-            ValueError: the batch is not packed, or a result that the config needs is missing.
+            ValueError: the batch is not packed, or a result that the config needs is missing or NaN.
             FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
         self._check_ready(batch)
         batch.importance = self._corrector.weights(batch)
         with timed(batch, "update"):
             batch.token_weights = np.zeros(batch.num_response_tokens, np.float32)
-            for ranks in batch.packs:
-                sequences = np.concatenate([pack for packs in ranks for pack in packs])
+            for sequences in batch.mini_batches:
                 batch.token_weights += batch_token_weights(self.config.normalization, batch, sequences)
-            done = self._learner.update(batch, self.train_step)
+            passed = self._only(batch, self._read_by_loss(batch, batch.token_weights != 0))
+            done = self._learner.update(passed, self.train_step)
         num_steps = len(done.norms)
         # Engine against trainer at the start of the step; with correction "ratio", over the first epoch.
         column = "logprob" if self.config.correction == "ratio" else "old_logprob"
         tokens = done.columns["token_index"]
         first_epoch = slice(len(tokens) // self.config.epochs)
-        proximal_N = done.columns[column][first_epoch].astype(np.float32)
-        metrics = token_measures(done.columns, num_steps) | batch_measures(batch)
-        metrics |= correction_measures(self._corrector, batch, proximal_N, tokens[first_epoch])
+        tokens, proximal_N = tokens[first_epoch], done.columns[column][first_epoch]
+        if self.config.may_mask:
+            assert batch.old_logprobs is not None
+            tokens = np.flatnonzero(batch.response_mask)
+            proximal_N = batch.old_logprobs[tokens]
+        metrics = token_measures(done.columns, num_steps) | batch_measures(passed)
+        metrics |= correction_measures(self._corrector, batch, proximal_N, tokens)
         metrics |= staleness_measures(batch, self.train_step + 1)
         metrics["train/grad_norm"] = float(np.mean(done.norms)) if done.norms else 0.0
         metrics["train/lr"] = done.lr
@@ -308,13 +343,17 @@ class TrainController:
         batch = self.pack(groups)
         if stale_thresholds is not None:
             batch = self.mask_stale(batch, stale_thresholds)
+        if self.config.uses_critic:
+            batch = self.compute_values(batch)
+        # One of the user's own may read what the passes find.
+        comes_last = ":" in self.config.advantage
+        if not comes_last:
+            batch = self.compute_advantages(batch)
         if self.config.needs_old_logprobs:
             batch = self.compute_old_logprobs(batch)
         if self.config.kl_coef > 0:
             batch = self.compute_ref_logprobs(batch)
-        if self.config.uses_critic:
-            batch = self.compute_values(batch)
-        return self.train(self.compute_advantages(batch))
+        return self.train(self.compute_advantages(batch) if comes_last else batch)
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
@@ -356,3 +395,11 @@ class TrainController:
         missing = [step for step, (wanted, result) in needed.items() if wanted and result is None]
         if missing:
             raise ValueError(f"before train, the batch needs {', '.join(missing)}; or call fit")
+        read_R = batch.in_loss & self._read_by_loss(batch, batch.in_loss)[batch.response_rows]
+        for name in ("old_logprobs", "ref_logprobs"):
+            values_R = getattr(batch, name)
+            if values_R is not None and np.isnan(values_R[read_R]).any():
+                raise ValueError(
+                    f"{name} are NaN on tokens that the loss reads: the model gives NaN, or advantages or "
+                    f"loss weights were changed after compute_{name}; then call it again"
+                )

@@ -206,15 +206,15 @@ class Learner:
         trained_S = np.zeros(batch.num_sequences, bool)
         trained_S[batch.response_rows[batch.token_weights != 0]] = True
         for _ in range(self.config.epochs):
-            for ranks in batch.packs:
+            for sequences, ranks in zip(batch.mini_batches, batch.packs, strict=True):
                 # An interrupted step, or one that was not taken, may have left gradients behind.
                 for optimizer in (self._optimizer, self._critic_optimizer):
                     if optimizer is not None:
                         optimizer.zero_grad()
                 for pack in ranks[self._rank]:
                     self._backward(batch, pack, records)
-                # Of all ranks' packs: a step is collective, so every rank must decide alike.
-                if not any(trained_S[pack].any() for packs in ranks for pack in packs):
+                # Of all sequences, also those without a pass, or with one on another rank.
+                if not trained_S[sequences].any():
                     continue
                 norms.append(self._optimizer.step(train_step))
                 if self._critic_optimizer is not None:

@@ -66,7 +66,10 @@ class TokenRecords:
 
 
 def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, float]:
-    """The metrics of a train step; losses are means over its optimizer steps, others over kept tokens."""
+    """The metrics of the passes: losses are means over optimizer steps, others over tokens in the loss.
+
+    Without any such token there are losses only.
+    """
     weights = columns["weight"].astype(np.float64)
     kept = weights != 0
     metrics: dict[str, float] = {
@@ -74,17 +77,17 @@ def token_measures(columns: Columns, num_optimizer_steps: int) -> dict[str, floa
         for name in ("loss", "policy_loss", "value_loss")
         if name in columns
     }
-    for name in ("kl", "entropy", "clip_low", "clip_high", "value_clip"):
-        if name in columns:
-            metrics[name] = _mean(columns[name][kept].astype(np.float64))
-    metrics["clip_share"] = metrics["clip_low"] + metrics["clip_high"]
-    log_ratio = columns["logprob"][kept].astype(np.float64) - columns["old_logprob"][kept]
-    ratio = np.exp(log_ratio)
-    metrics["ratio_mean"] = _mean(ratio)
-    metrics["ratio_min"] = float(ratio.min(initial=1.0))
-    metrics["ratio_max"] = float(ratio.max(initial=1.0))
-    # KL(old || new), the k3 estimate: its tokens were sampled by the old policy.
-    metrics["policy_kl"] = _mean(np.expm1(log_ratio) - log_ratio)
+    if kept.any():
+        names = [name for name in ("kl", "entropy", "clip_low", "clip_high", "value_clip") if name in columns]
+        metrics |= {name: _mean(columns[name][kept].astype(np.float64)) for name in names}
+        metrics["clip_share"] = metrics["clip_low"] + metrics["clip_high"]
+        log_ratio = columns["logprob"][kept].astype(np.float64) - columns["old_logprob"][kept]
+        ratio = np.exp(log_ratio)
+        metrics["ratio_mean"] = _mean(ratio)
+        metrics["ratio_min"] = float(ratio.min())
+        metrics["ratio_max"] = float(ratio.max())
+        # KL(old || new), the k3 estimate: its tokens were sampled by the old policy.
+        metrics["policy_kl"] = _mean(np.expm1(log_ratio) - log_ratio)
     return {f"train/{name}": value for name, value in metrics.items()}
 
 
@@ -95,6 +98,7 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
     spread = np.maximum.reduceat(batch.scores, firsts) - np.minimum.reduceat(batch.scores, firsts)
     packs = [pack for ranks in batch.packs for micros in ranks for pack in micros]
     cells = sum(num_cells(batch, pack, batch.layout) for pack in packs)
+    passed = sum(int(batch.lengths[pack].sum()) for pack in packs)
     metrics = {
         "tokens": float(batch.num_tokens),
         "sequences": float(batch.num_sequences),
@@ -104,7 +108,8 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
         # Groups whose scores are all equal teach nothing.
         "equal_score_groups": float((spread == 0).mean()),
         # Cells that hold no token; negative where shared prompts save more than it costs.
-        "padding": 1 - batch.num_tokens / max(1, cells),
+        "padding": (cells - passed) / max(1, cells),
+        "skipped_share": 1 - passed / batch.num_tokens,
     }
     if batch.advantages is not None:
         trained = batch.advantages[batch.in_loss]
@@ -121,7 +126,7 @@ def batch_measures(batch: TrainBatch) -> dict[str, float]:
 def correction_measures(
     corrector: Corrector, batch: TrainBatch, proximal_N: FloatArray, tokens: NDArray[np.int64]
 ) -> dict[str, float]:
-    """The engine's policy against the trainer's at the start of the step, over the tokens in the loss.
+    """The engine's policy against the trainer's at the start of the step, over those of `tokens` in the loss.
 
     With ``w = trainer / engine`` by token, and by sequence the product of its tokens' w, without any band:
 
@@ -130,7 +135,8 @@ def correction_measures(
     * ``mismatch_k1`` (signed) and ``mismatch_kl`` (k3, never negative): two estimates of KL(engine ||
       trainer) in nats per token (Schulman 2020, "Approximating KL Divergence");
     * ``mismatch_max``: the largest absolute difference of a logprob;
-    * ``unknown_logprobs``: the share of tokens without an engine logprob, which the others leave out.
+    * ``unknown_logprobs``: the share of all tokens in the loss without an engine logprob; the others leave
+      these out.
 
     If both compute the same policy, weights and sizes are 1 and the others 0. Without any known logprob only
     ``unknown_logprobs`` is given. A correction adds what it did: ``correction_limited``, the share of tokens
@@ -138,9 +144,8 @@ def correction_measures(
     """
     in_loss_N = batch.in_loss[tokens]
     known_N = in_loss_N & np.isfinite(batch.rollout_logprobs[tokens])
-    num_used, num_known = int(in_loss_N.sum()), int(known_N.sum())
-    metrics = {"unknown_logprobs": 1 - num_known / num_used if num_used else 0.0}
-    if num_known > 0:
+    metrics = {"unknown_logprobs": _mean(~np.isfinite(batch.rollout_logprobs[batch.in_loss]))}
+    if known_N.any():
         logs_K = log_weights(proximal_N[known_N], batch.rollout_logprobs[tokens[known_N]])
         rows_K = batch.response_rows[tokens[known_N]]
         logs_S = np.bincount(rows_K, logs_K, minlength=batch.num_sequences)[np.unique(rows_K)]
@@ -154,7 +159,7 @@ def correction_measures(
             "mismatch_kl": _mean(np.expm1(bounded_K) - bounded_K),
             "mismatch_max": float(np.abs(logs_K).max()),
         }
-    if corrector.weighs_tokens:
+    if corrector.weighs_tokens and in_loss_N.any():
         applied = corrector.correct(batch, proximal_N, tokens)
         metrics["correction_limited"] = _mean(applied.limited[in_loss_N])
         metrics["correction_weight"] = _mean(applied.weights[in_loss_N])

@@ -74,13 +74,23 @@ class Packer:
         if self.mini_batches > 1:
             order = np.random.default_rng(seed).permutation(order)
         batch.layout = self.layout
-        batch.packs = []
-        for part in np.array_split(order, self.mini_batches):
-            packs = CUTS[self.layout](batch, np.sort(part), self.token_budget)
+        batch.mini_batches = [np.sort(part) for part in np.array_split(order, self.mini_batches)]
+        batch.packs = self.cut(batch, np.ones(batch.num_sequences, bool))
+        return batch
+
+    def cut(self, batch: TrainBatch, kept_S: NDArray[np.bool_]) -> list[list[list[Pack]]]:
+        """The packs of those sequences of the batch's mini-batches that are kept.
+
+        A mini-batch of which nothing is left gets an empty pack: its gradient is 0, and not missing.
+        """
+        by_mini_batch = []
+        for sequences in batch.mini_batches:
+            kept = sequences[kept_S[sequences]]
+            packs = CUTS[self.layout](batch, kept, self.token_budget) if len(kept) else [kept]
             packs = _split_until_divisible(packs, self.num_ranks)
             shares = _balance([num_cells(batch, pack, self.layout) for pack in packs], self.num_ranks)
-            batch.packs.append([[packs[index] for index in share] for share in shares])
-        return batch
+            by_mini_batch.append([[packs[index] for index in share] for share in shares])
+        return by_mini_batch
 
 
 def num_cells(batch: TrainBatch, pack: Pack, layout: Layout) -> int:

@@ -93,7 +93,12 @@ def test_a_separate_run_leaves_everything_it_promises(tmp_path, capsys):
 
 
 def test_without_staleness_every_token_is_on_policy(tmp_path):
-    train(tmp_path, produce={"mode": "separate", "max_staleness": 0, "over_sample_threshold": 0.5})
+    # With an entropy bonus passes are made over groups without an advantage too, and are measured.
+    train(
+        tmp_path,
+        produce={"mode": "separate", "max_staleness": 0, "over_sample_threshold": 0.5},
+        train={"lr": 1e-3, "token_budget": 512, "entropy_coef": 1e-4},
+    )
     rows = [row for row in train_rows(tmp_path / "run") if "staleness" in row]
     assert [row["staleness"] for row in rows] == [0] * STEPS
     assert all(abs(row["train/mismatch_kl"]) < 1e-4 for row in rows)

@@ -5,7 +5,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forebay.train import TrainConfig, TrainController
+from forebay.train import RankWorker, TrainConfig, TrainController
 from forebay.train.model import forward
 
 T = torch.Tensor
@@ -39,9 +39,10 @@ class SizedByContent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def reads(model, groups, budget, **settings):
+def reads(model, groups, budget, ranks=None, **settings):
     """The reads of one train step, and its micro-batches."""
-    trainer = TrainController(model, TrainConfig(token_budget=budget, **settings), pad_token_id=0)
+    config = TrainConfig(token_budget=budget, **settings)
+    trainer = TrainController(model, config, pad_token_id=0, ranks=ranks)
     with Reads() as asked, SizedByContent() as sized:
         batch = trainer.fit(groups)
     return sorted(asked.names + sized.names), sum(len(micros) for ranks in batch.packs for micros in ranks)
@@ -67,5 +68,27 @@ def test_the_reads_of_a_step_do_not_depend_on_its_micro_batches(
     few, num_few = reads(make_model(), make_groups(), 1000, **settings)
     many, num_many = reads(make_model(), make_groups(), 14, **settings)
     assert num_many > num_few + 4
+    assert many == few
+    assert few
+
+
+class OneRank:
+    """The only rank, in this process, where its calls can be counted."""
+
+    num_ranks = 1
+
+    def __init__(self, folder):
+        self.worker = RankWorker(0, 1, f"file://{folder}/meet")
+
+    def call(self, method, arguments):
+        return [getattr(self.worker, method)(*arguments[0])]
+
+
+@pytest.mark.parametrize("settings", [{"correction": "token_tis", "layout": "packed"}, CASES[3]], ids=str)
+def test_nor_do_those_of_a_rank_with_sharded_weights(make_model, make_groups, tmp_path, settings):
+    rank = OneRank(tmp_path)
+    few, _ = reads(make_model(), make_groups(), 1000, rank, **settings)
+    many, _ = reads(make_model(), make_groups(), 14, rank, **settings)
+    rank.worker.close()
     assert many == few
     assert few

@@ -15,7 +15,7 @@ from forebay.cli.commands import app
 from forebay.config import ConfigError, parse_config
 from forebay.models.config import TinyConfig
 from forebay.models.tiny import write_tiny
-from forebay.plan import check_memory, make_plan, parse_devices, verdict
+from forebay.plan import check_memory, make_plan, parse_devices, verdict, with_server_share
 from forebay.plan.estimate import _surely_fits
 from forebay.plan.hardware import GIB, Device
 from forebay.plan.memory import _no_moves
@@ -220,3 +220,35 @@ def test_planning_leaves_other_models_of_the_process_alone(model: Path) -> None:
     with _no_moves(), _no_moves():
         assert nn.Linear(2, 2).to(torch.float64).weight.dtype == torch.float64
     assert nn.Linear(2, 2).double().weight.dtype == torch.float64
+
+
+def test_a_server_beside_the_trainer_gets_what_that_leaves(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The folder has no tokenizer.
+    monkeypatch.setattr("forebay.plan.estimate._longest_prompt", lambda *_: 32)
+    server = {"name": "vllm", "arguments": {"servers": 1, "python": "python"}}
+    device = parse_devices("L4-24GB")
+
+    def share(device: Device = device, mode: str = "colocated", **arguments: Any) -> float | None:
+        engine = {"name": "vllm", "arguments": {**server["arguments"], **arguments}}
+        config = run_config(model, engine=engine, produce={"mode": mode})
+        found: float | None = with_server_share(config, device).engine.arguments.get("memory_share")
+        return found
+
+    shares = [share(offload=offload) for offload in ("none", "moments", "all")]
+    assert shares == sorted(shares)
+    assert 0.85 < shares[0] <= shares[-1] < 0.95
+    parts = make_plan(run_config(model), device).parts
+    stay = parts["trainer: weights"] + 600 * 2**20 + 512 * 2**20
+    assert shares[1] == pytest.approx(0.95 * (1 - stay / device.memory_bytes), abs=2e-3)
+    # Both at the same time: beside the trainer's peak.
+    assert share(mode="separate", shares_gpu=True) < shares[0]
+    assert share(mode="separate") is None
+    assert share(memory_share=0.3) == 0.3
+    # With two GPUs they need not share one.
+    assert share(parse_devices("2xL4-24GB")) is None
+    assert share(parse_devices("2xL4-24GB"), shares_gpu=True) is not None
+    tiny = Device(name="small", memory_bytes=5 * 2**28)
+    with pytest.raises(ConfigError, match="of the GPU to the server"):
+        share(tiny)

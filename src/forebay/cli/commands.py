@@ -173,11 +173,12 @@ def _train(
             plan_cli.show_plan_here(config, Console(stderr=True))
         return
     if isinstance(config, RunConfig):
-        from forebay.plan import check_memory
+        from forebay.plan import check_memory, with_server_share
         from forebay.runs.launch import launch
 
         if warning := check_memory(config):
             say(f"warning: {warning}")
+        config = with_server_share(config)
         last_line, interrupted = asyncio.run(launch(config, resume=resume, overwrite=overwrite))
         if last_line:
             typer.echo(last_line)

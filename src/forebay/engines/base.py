@@ -159,6 +159,8 @@ class EngineSurroundings:
     tokenizer: Any
     scratch: Path
     """A folder for logs and weight files; it may not exist yet."""
+    shares_gpu: bool = False
+    """Whether a server is to be started on the trainer's GPU."""
     lora_rank: int = 0
     """Of the adapters that engines may be given in place of all weights; 0: they are given none."""
 

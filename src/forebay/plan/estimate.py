@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +23,14 @@ from transformers import AutoModelForCausalLM
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError
 from forebay.engines.base import DEFAULT_MAX_BATCH
+from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.models import load_tokenizer, resolve_model
 from forebay.models.loading import model_config
 from forebay.plan.hardware import GIB, MIB, Device, this_machine
 from forebay.plan.memory import StepMemory, step_memory
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
+from forebay.runs.placement import shares_gpu
 from forebay.runs.rollouts import load_data, task_agent, with_alphabet
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import simulate
@@ -302,6 +304,7 @@ def _parts(
 ) -> dict[str, int]:
     parts = {f"trainer: {name}": size for name, size in step.parts.items()}
     processes = _engines(config) if config.engine.name == "process" else 0
+    beside = is_server_beside(config, device)
     if _shares_device(config, device):
         # With LoRA an engine keeps the starting weights beside those that the adapters are merged into.
         copies = 2 if config.train.lora_rank else 1
@@ -310,13 +313,72 @@ def _parts(
         parts["engine: weights"] = weights * max(1, processes)
         parts["engine: key/value cache"] = cache
     if device.is_gpu:
-        parts["CUDA context and libraries"] = CONTEXT_BYTES * (1 + processes * _shares_device(config, device))
+        # A server that sleeps keeps its context, too.
+        contexts = 1 + beside + processes * _shares_device(config, device)
+        parts["CUDA context and libraries"] = CONTEXT_BYTES * contexts
     return parts
 
 
 def _shares_device(config: RunConfig, device: Device) -> bool:
-    """Whether the engine lies in the same memory as the trainer; servers of others are not counted."""
+    """Whether the engine lies in the same memory as the trainer; servers are not counted, see
+    `with_server_share`."""
     return config.engine.name == "transformers" or (config.engine.name == "process" and device.count == 1)
+
+
+def is_server_beside(config: RunConfig, device: Device) -> bool:
+    """Whether the run starts its server on the trainer's GPU."""
+    return device.is_gpu and shares_gpu(config, device.count)
+
+
+def with_server_share(config: RunConfig, device: Device | None = None) -> RunConfig:
+    """`config` with the share of the GPU's memory that a server beside the trainer may take, if it has none.
+
+    In a colocated run that is what the trainer leaves free while the server generates; in a separate one,
+    where both work at the same time, what it leaves free at its peak. Where no plan can be made, the server
+    takes its own default.
+
+    Raises:
+        ConfigError: the model and one sequence do not fit into that.
+    """
+    if config.engine.arguments.get("memory_share") is not None:
+        return config
+    device = device or this_machine(config.device)
+    if config.cluster is not None or not is_server_beside(config, device):
+        return config
+    try:
+        plan = make_plan(config, device)
+    except NO_PLAN as error:
+        logger.info("no plan for the server's memory: %s: %s", type(error).__name__, error)
+        return config
+    settled = _settled(config, device)
+    share = _server_share(config, device, plan.parts)
+    sizes = model_config(config.model, seed=config.seed)
+    needed = plan.num_parameters * _itemsize(settled) + plan.longest * _cache_bytes_per_token(settled, sizes)
+    if share * device.memory_bytes < needed + CONTEXT_BYTES:
+        raise ConfigError(
+            f"the trainer leaves {share * device.memory_bytes / GIB:.3g} GiB of the GPU to the server, whose "
+            f"weights and one sequence take {needed / GIB:.3g}: set engine.arguments.offload = 'all', or "
+            f"train.lora_rank, or take a larger GPU"
+        )
+    arguments = {**config.engine.arguments, "memory_share": round(share, 3)}
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
+
+
+def _server_share(config: RunConfig, device: Device, parts: Mapping[str, int]) -> float:
+    """Of the device's memory, beside the `parts` of the trainer that stay there while the server is awake."""
+    offload = config.engine.arguments.get("offload", "moments")
+    leaves = {"none": (), "moments": ("moments",), "all": ("moments", "weights", "reference")}[offload]
+    if config.produce.mode == "separate":
+        stay = [size for name, size in parts.items() if name.startswith("trainer: ")]
+    else:
+        names = {f"trainer: {name}" for name in ("moments", "weights", "reference") if name not in leaves}
+        stay = [size for name, size in parts.items() if name in names]
+    left = device.memory_bytes - sum(stay) - CONTEXT_BYTES - BUCKET_BYTES
+    return max(0.0, SERVER_SHARE * left / device.memory_bytes)
+
+
+SERVER_SHARE = 0.95
+"""Of the memory that a trainer leaves free: plans are good to a tenth of the trainer's, which is less."""
 
 
 def _engines(config: RunConfig) -> int:

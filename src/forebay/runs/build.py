@@ -39,7 +39,7 @@ from forebay.produce.prompts.sequences import LazySequence
 from forebay.produce.strategies.rules import name_group
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
-from forebay.runs.placement import Cluster, Trainer
+from forebay.runs.placement import Cluster, Trainer, shares_gpu
 from forebay.runs.record.events import observe
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -58,6 +58,7 @@ from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
 from forebay.runs.show.surroundings import ended_by_ctrl_c
+from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, WarmupConfig, supervised_warmup
 from forebay.train.parallel.ranks import Ranks
@@ -86,6 +87,8 @@ class Run(Rollouts):
     weight_check: WeightCheck | None = None
     cluster: Cluster | None = None
     """Where the trainer, engines and agents are if not here; it outlives the run."""
+    turns: DeviceTurns | None = None
+    """Of trainer and server on one GPU, in a colocated run."""
     compute_thread: ThreadPoolExecutor = field(
         # One thread: torch keeps a pool of workers for every thread that computes.
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -205,6 +208,9 @@ def build_run(
         metrics=metrics,
         cluster=cluster,
     )
+    if isinstance(trainer, TrainController) and config.produce.mode == "colocated" and shares_gpu(config):
+        offload = config.engine.arguments.get("offload", "moments")
+        run.turns = DeviceTurns(run.controller, trainer, run.compute_thread, offload=offload)
     if config.trace:
         # A file that is not there yet: a run may go on from the same step several times.
         name = "trace" if resume_step is None else f"trace_from_step_{resume_step}"

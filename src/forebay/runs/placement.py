@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from forebay.config import look_up
+from forebay.config import ConfigError, look_up
 from forebay.engines import RolloutController
 from forebay.models import find_device, precision_on, spread_devices
 from forebay.produce.strategies.context import GroupGenerator
@@ -171,6 +171,41 @@ async def opened_cluster(config: RunConfig) -> AsyncIterator[Cluster | None]:
     finally:
         if cluster is not None:
             await cluster.close()
+
+
+SERVERS = ("vllm", "sglang")
+"""Engines behind HTTP."""
+
+
+def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
+    """Whether the run starts its server on the trainer's GPU; left open, where there is one GPU for both.
+
+    `num_gpus` are those of the machine; None: of this one, if the run's device is one.
+
+    Raises:
+        ConfigError: it is to, and its trainer is on several ranks or on a cluster.
+    """
+    arguments = config.engine.arguments
+    if config.engine.name not in SERVERS or arguments.get("shares_gpu") is False:
+        return False
+    is_alone = config.train.ranks == 1 and config.cluster is None
+    if arguments.get("shares_gpu") is None:
+        if not is_alone or arguments.get("servers") != 1 or config.produce.mode != "colocated":
+            return False
+        if num_gpus is None:
+            num_gpus = torch.cuda.device_count() if find_device(config.device).type == "cuda" else 0
+        return num_gpus == 1
+    if not is_alone:
+        raise ConfigError(
+            "engine.arguments.shares_gpu is for a trainer on one rank in the run's own process; leave it "
+            "out, or set train.ranks = 1 and leave cluster out"
+        )
+    if config.verify_weights and arguments.get("offload") == "all":
+        raise ConfigError(
+            "verify_weights compares with the trainer's weights on the device, and offload = 'all' takes "
+            "them away: set engine.arguments.offload = 'moments', or leave verify_weights out"
+        )
+    return True
 
 
 def device_fact(config: RunConfig) -> str:

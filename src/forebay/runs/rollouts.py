@@ -44,7 +44,7 @@ from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
-from forebay.runs.placement import Cluster
+from forebay.runs.placement import Cluster, shares_gpu
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
 from forebay.types import RolloutState
@@ -252,6 +252,7 @@ def build_run_engines(
         dtype=engine_precision(config),
         device=config.device,
         trainer_gpus=config.train.ranks,
+        shares_gpu=shares_gpu(config),
         tokenizer=tokenizer,
         scratch=scratch or config.folder / "engines",
         lora_rank=lora_rank,

@@ -74,6 +74,8 @@ def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
 async def sync_weights(run: Run) -> None:
     """Give the engines the trainer's weights; rollouts made from now on carry its model step."""
     with phase(run, "sync", SYNC):
+        if run.turns is not None:
+            await run.turns.sync()
         await run.trainer.sync_weights(run.controller)
         if run.weight_check is None:
             return
@@ -93,6 +95,8 @@ async def produce(run: Run, train_step: int) -> ProduceBatchResult:
     """Generate, judge and take the batch of `train_step`."""
     with phase(run, "generate"):
         run.display.production(0, run.config.batch_size)
+        if run.turns is not None:
+            await run.turns.generate()
         return await run.manager.produce_batch(run.config.batch_size, train_step, run.controller.model_step)
 
 
@@ -158,6 +162,10 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
             if run.record is not None:
                 step, names = run.train_step + 1, name_groups(groups)
                 run.record.note("train", train_step=step, groups=names, thresholds=thresholds)
+            if run.turns is not None:
+                # Weights that are replaced before the next rollout need not be kept, but for adapters' base.
+                is_replaced = is_due(run.train_step + 1, run.sync_interval)
+                await run.turns.train(keep_weights=not is_replaced or run.controller.takes_adapters)
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
             batch = await compute(run, fit_step, groups)
     except (ValueError, FloatingPointError) as error:
@@ -220,6 +228,8 @@ async def evaluate(run: Run, label: str) -> dict[str, float]:
     if run.controller.model_step != run.trainer.model_step:
         await sync_weights(run)
     with phase(run, "evaluate", EVALUATE):
+        if run.turns is not None:
+            await run.turns.generate()
         await run.controller.continue_generation()
         try:
             groups = await evaluation_groups(run.eval_sets, run.manager.stall_watch)

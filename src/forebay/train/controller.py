@@ -19,6 +19,7 @@ Once the advantages are known, no pass is made over sequences that nothing in th
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from forebay.models.config import Precision
+from forebay.models.live_weights import LiveWeights
 from forebay.train import checkpoint, weight_sync
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
@@ -45,6 +47,7 @@ from forebay.train.model.critic import Critic
 from forebay.train.objective.advantages import AdvantageFunction, find_advantage, spread
 from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import batch_token_weights
+from forebay.train.offload import Offload
 from forebay.train.packing import Packer
 from forebay.train.parallel.learner import RankedLearner
 from forebay.train.parallel.ranks import LocalRanks, Ranks
@@ -112,6 +115,9 @@ class TrainController:
         self.config = config
         self.train_step = 0
         """Completed train steps."""
+        self._offload = Offload()
+        self._turn = threading.Lock()
+        """Held while weights change or move: an engine that comes back may read them at any time."""
         self._temperature = temperature
         self._seed = seed
         self._engine_dtype: Precision = engine_dtype
@@ -297,6 +303,10 @@ class TrainController:
             ValueError: the batch is not packed, or a result that the config needs is missing or NaN.
             FloatingPointError: a gradient is not finite; earlier optimizer steps of this call stand.
         """
+        with self._turn:
+            return self._train(batch)
+
+    def _train(self, batch: TrainBatch) -> TrainBatch:
         self._check_ready(batch)
         batch.importance = self._corrector.weights(batch)
         with timed(batch, "update"):
@@ -357,9 +367,20 @@ class TrainController:
 
     async def sync_weights(self, rollout_controller: weight_sync.WeightReceiver) -> None:
         """Give the current weights, adapters merged, to what generates rollouts. Not during `train`."""
+        live = LiveWeights(self._learner.weights, self._engine_dtype, self._turn, lambda: self.train_step)
         await weight_sync.sync_weights(
-            self._learner, rollout_controller, self.model_step, dtype=self._engine_dtype
+            self._learner, rollout_controller, self.model_step, dtype=self._engine_dtype, live=live
         )
+
+    def offload(self, *, weights: bool) -> None:
+        """Move the moments, and the models if asked, to the host's memory; one rank only."""
+        with self._turn:
+            self._offload.offload(self.learner.places(weights=weights))
+
+    def onload(self) -> None:
+        """Move back to the device what `offload` moved."""
+        with self._turn:
+            self._offload.onload()
 
     def save(self, path: Path | str) -> None:
         """Write everything that continuing needs into the folder `path`, whole or not at all.

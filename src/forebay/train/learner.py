@@ -49,6 +49,7 @@ from forebay.train.objective.losses import (
     kl_penalty,
     value_loss,
 )
+from forebay.train.offload import Place
 from forebay.train.optimization import Optimizer
 from forebay.train.packing import cut_sorted
 from forebay.train.parallel.sharding import whole
@@ -241,6 +242,15 @@ class Learner:
         for optimizer in (self._optimizer, self._critic_optimizer):
             if optimizer is not None:
                 yield from optimizer.moments()
+
+    def places(self, *, weights: bool) -> Iterator[Place]:
+        """Where the moments, and the models' weights if asked, are: for `forebay.train.offload`."""
+        for kind, optimizer in (("policy", self._optimizer), ("critic", self._critic_optimizer)):
+            for name, tensor, put in optimizer.places() if optimizer is not None else ():
+                yield f"moments|{kind}|{name}", tensor, put
+        for kind, model in (("policy", self.model), ("critic", self.critic), ("reference", self.ref_model)):
+            for name, weight in model.named_parameters() if weights and model is not None else ():
+                yield f"{kind}|{name}", weight.data, partial(setattr, weight, "data")
 
     def _backward(self, batch: TrainBatch, pack: Pack, records: TokenRecords) -> None:
         """Add the gradients of one micro-batch."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.optim.adamw import adamw
 
 from forebay.extras import needed_by
 from forebay.train.config import BETAS, EPSILON, Moments
+from forebay.train.offload import Place
 from forebay.train.parallel.sharding import slice_like, whole
 
 
@@ -162,8 +164,14 @@ class Optimizer:
 
     def moments(self) -> Iterator[torch.Tensor]:
         """The tensors of AdamW's state; none before the first step."""
-        for state in self._adamw.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        return (tensor for _, tensor, _ in self.places())
+
+    def places(self) -> Iterator[Place]:
+        """Where these tensors are, for `forebay.train.offload`."""
+        for number, state in enumerate(self._adamw.state.values()):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{number}|{key}", value, partial(state.__setitem__, key)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The moments and step counts, whole, as ``WEIGHT|KEY`` and tensor; none before the first step."""

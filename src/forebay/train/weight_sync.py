@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from forebay.models.config import Precision
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import AdaptersRefusedError, BaseDiffersError, Weights
 from forebay.train.learner import Learner
 from forebay.train.model.lora import cast
@@ -69,10 +70,12 @@ async def sync_weights(
     model_step: int,
     *,
     dtype: Precision = "float32",
+    live: LiveWeights | None = None,
 ) -> None:
     """Give `receiver` the adapters, if it takes them, else all weights, and return once they are in use.
 
-    Whole weights are cast to `dtype` here, once for all engines; adapters stay float32.
+    Whole weights are cast to `dtype` here, once for all engines; adapters stay float32. A receiver whose
+    engines read the trainer's memory by themselves gets `live` ones instead.
 
     One that does not hold the starting weights gets them before its first adapters; not if it says, by a
     `model_step` above 0, that it has trained ones, for what runs there must not fall back to those of step 0.
@@ -98,4 +101,6 @@ async def sync_weights(
                 return await receiver.update_adapters(adapters, model_step, config=config)
         except AdaptersRefusedError as refusal:
             logger.warning("all weights of step %d are handed over, adapters merged: %s", model_step, refusal)
+    if live is not None and isinstance(source, Learner) and getattr(receiver, "takes_live_weights", False):
+        return await receiver.update_weights(live, model_step)
     await receiver.update_weights(await gather(source.weights, dtype), model_step)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, Request, build_opener
@@ -30,7 +30,7 @@ from forebay.engines.servers.dialects import MODEL_NAME, VLLM, Dialect, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import START_LIMIT_S, LocalServer
 from forebay.engines.weights.files import WeightFiles, shared_weights, write_untied
-from forebay.models import context_of
+from forebay.models import context_of, find_device
 
 DIALECTS: dict[str, type[Dialect]] = {"vllm": VLLM, "sglang": SGLang}
 
@@ -58,6 +58,18 @@ class HTTPArguments(StrictModel, strict=True):
     takes_adapters: bool | None = None
     """Whether a run with LoRA hands over adapters alone; None: to servers that it starts. A server that
     others run must have been started for that."""
+    shares_gpu: bool | None = None
+    """Whether the server that is started is on the trainer's GPU: it reads new weights there, and in a
+    colocated run sleeps while the trainer trains. None: if the run is colocated and there is one GPU."""
+    offload: Literal["none", "moments", "all"] = "moments"
+    """With it: what the trainer moves to the host's memory while the server generates; ``all``: moments and
+    weights."""
+    memory_share: float | None = Field(default=None, gt=0, le=1)
+    """Share of the GPU's memory that the server takes when awake; None: as planned beside the trainer, else
+    the server's own default."""
+    in_flight: Literal["abort", "keep"] = "abort"
+    """With ``produce.in_flight_update``, requests that run while weights change: ``abort`` and ask again, all
+    computed anew; ``keep`` with what older weights have cached of them."""
     api_key_env: str | None = None
     """The environment variable that holds the servers' API key; None sends none."""
 
@@ -67,6 +79,10 @@ class HTTPArguments(StrictModel, strict=True):
             raise ConfigError(
                 f"give either urls (of running servers) or servers (how many to start), got urls = "
                 f"{list(self.urls)}, servers = {self.servers}"
+            )
+        if self.shares_gpu and self.servers != 1:
+            raise ConfigError(
+                f"shares_gpu is for one server that the run starts: servers = 1, got {self.servers}"
             )
         for url in self.urls:
             parts = urlsplit(url)
@@ -102,12 +118,18 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         ConfigError: a server is not there, or serves less than the run's context.
     """
     settings = HTTPArguments(**arguments)
-    dialect, scratch, model_folder = DIALECTS[kind](), surroundings.scratch, surroundings.model_folder
-    takes_adapters = settings.takes_adapters
+    dialect = DIALECTS[kind](keeps=settings.in_flight == "keep")
+    scratch, model_folder = surroundings.scratch, surroundings.model_folder
     # Only a server that is started here is known to be set up for adapters.
-    lora_rank = (
-        surroundings.lora_rank if takes_adapters or (takes_adapters is None and settings.servers) else 0
-    )
+    takes_adapters = settings.servers if settings.takes_adapters is None else settings.takes_adapters
+    lora_rank = surroundings.lora_rank if takes_adapters else 0
+    if dialect.keeps and lora_rank:
+        raise ConfigError(
+            "in_flight = 'keep' is for whole weights; set takes_adapters = false, or leave it out"
+        )
+    device = _trainer_gpu(surroundings) if surroundings.shares_gpu else None
+    # Adapters are small, and servers read them from files only.
+    reads_trainer = device is not None and not lora_rank
     served, shared = model_folder, dict[str, str]()
     if settings.servers and kind == "vllm":
         import torch
@@ -127,6 +149,7 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         start_limit_s=settings.start_limit_s,
         api_key=key,
         lora_rank=lora_rank,
+        bucket_device=f"cuda:{device}" if reads_trainer else None,
     )
     wanted = surroundings.model.max_context
     if settings.urls:
@@ -138,11 +161,21 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     def command(options: list[str], port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
+        if surroundings.shares_gpu:
+            own += dialect.sleep_options.split()
+        if reads_trainer:
+            own += dialect.transfer_options
+        if settings.memory_share is not None:
+            own += [dialect.memory_option, f"{settings.memory_share:.3f}"]
         return [settings.python, *own, *options]
 
     # A server that cannot be started is an error now.
     command([], 0)
     environment = {**dialect.environment, **(dialect.lora_environment if lora_rank else {})}
+    if device is not None:
+        # As the trainer's own process counts them.
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[device] if visible else str(device)
     engines: list[Engine] = []
     for number in map(str, range(settings.servers)):
         options = [option.replace("{server}", number) for option in settings.options]
@@ -157,6 +190,12 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
         )
         engines.append(engine(server, model=MODEL_NAME, max_context_tokens=context))
     return engines
+
+
+def _trainer_gpu(surroundings: EngineSurroundings) -> int | None:
+    """Its number; None on a CPU."""
+    device = find_device(surroundings.device)
+    return (device.index or 0) if device.type == "cuda" else None
 
 
 def _ask(url: str, wanted: int | None, key: str | None) -> tuple[str, int]:

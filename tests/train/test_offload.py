@@ -1,0 +1,58 @@
+"""A trainer's tensors away from their device and back: nothing is left there, nothing changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from forebay.train import TrainConfig, TrainController
+from forebay.train import offload as offload_module
+
+
+@pytest.fixture
+def trainers(make_model) -> list[TrainController]:
+    config = TrainConfig(lr=1e-2, kl_coef=0.1, critic_lr=1e-3, advantage="gae")
+    return [TrainController(make_model(), config, pad_token_id=0) for _ in range(2)]
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_moves_between_steps_change_nothing(trainers, make_groups, monkeypatch, weights) -> None:
+    moving, staying = trainers
+    moved: dict[str, torch.Tensor] = {}
+
+    def move(self, name, tensor, put):
+        """As the real one, with a device that is not there: what has left has no content here."""
+        moved[name] = tensor.clone()
+        self._kept[name] = moved[name]
+        self._away.append((name, tensor.device, put))
+        put(torch.full_like(tensor, torch.nan))
+        return tensor.device
+
+    monkeypatch.setattr(offload_module.Offload, "_move", move)
+    for _ in range(3):
+        groups = make_groups()
+        for trainer in trainers:
+            trainer.fit(groups)
+        moving.offload(weights=weights)
+        parameters = list(moving.model.parameters())
+        assert all(bool(p.isnan().all()) is weights for p in parameters)
+        assert all(m.isnan().all() for m in moving.learner.moments() if m.numel())
+        assert any(name.startswith("critic|") for name in moved) is weights
+        assert any(name.startswith("reference|") for name in moved) is weights
+        moving.onload()
+    for got, wanted in zip(moving.model.parameters(), staying.model.parameters(), strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_what_is_moved_is_on_the_host_and_is_brought_back_by_its_name() -> None:
+    place = {"there": torch.ones(4)}
+    offload = offload_module.Offload("meta")
+    offload.offload([("moment", place["there"], lambda tensor: place.update(there=tensor))])
+    assert place["there"].device.type == "meta"
+    assert [(name, device.type) for name, device, _ in offload._away] == [("moment", "cpu")]
+    offload._kept["moment"] = torch.full((4,), 2.0)
+    offload.onload()
+    assert place["there"].tolist() == [2.0] * 4
+    stays = offload_module.Offload()
+    stays.offload([("moment", torch.ones(1), lambda tensor: pytest.fail("it was on the host already"))])
+    stays.onload()

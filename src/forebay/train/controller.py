@@ -54,7 +54,6 @@ from forebay.train.parallel.ranks import LocalRanks, Ranks
 from forebay.types import FloatArray, RolloutState
 
 logger = logging.getLogger(__name__)
-
 Groups = Iterable[Sequence[RolloutState]]
 
 

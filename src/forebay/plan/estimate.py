@@ -306,8 +306,8 @@ def _parts(
     processes = _engines(config) if config.engine.name == "process" else 0
     beside = is_server_beside(config, device)
     if _shares_device(config, device):
-        # With LoRA an engine keeps the starting weights beside those that the adapters are merged into.
-        copies = 2 if config.train.lora_rank else 1
+        # An engine that takes adapters keeps the starting weights beside those that it merges them into.
+        copies = 2 if config.train.lora_rank and config.engine.arguments.get("takes_adapters", True) else 1
         weights = step.num_parameters * _itemsize(config) * copies
         cache = _running(config) * longest * _cache_bytes_per_token(config, hugging_face)
         parts["engine: weights"] = weights * max(1, processes)

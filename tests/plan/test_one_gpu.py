@@ -1,0 +1,75 @@
+"""The run files for one GPU resolve, can be planned, and fit as docs/gpu.md says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from forebay.config import load_config
+from forebay.plan import make_plan, parse_devices
+from forebay.plan.hardware import GIB
+from forebay.runs.config import RunConfig
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    # Qwen2.5-0.5B, Qwen2.5-1.5B and Qwen3-8B: kind, hidden, MLP, layers, heads, heads of keys, tied.
+    "0.5b": ("qwen2", 896, 4864, 24, 14, 2, True),
+    "1.5b": ("qwen2", 1536, 8960, 28, 12, 2, True),
+    "8b_lora": ("qwen3", 4096, 12288, 36, 32, 8, False),
+}
+ON_SMALL = "train.lora_rank=32 train.lr=1e-5 train.gradient_checkpointing=true train.token_budget=4096"
+PLANS = [
+    ("0.5b", "H100-80GB", "", 13),
+    ("0.5b", "L4-24GB", "", 13),
+    ("1.5b", "H100-80GB", "", 58),
+    ("1.5b", "L4-24GB", ON_SMALL, 20),
+    ("8b_lora", "H100-80GB", "", 66),
+]
+PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+
+
+def plan(name: str, gpu: str, overrides: str, folder: Path, *, num_layers: int | None = None):
+    kind, hidden, mlp, layers, heads, key_heads, tied = SIZES[name]
+    AutoConfig.for_model(
+        kind,
+        vocab_size=151936,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=num_layers or layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        head_dim=128 if kind == "qwen3" else hidden // heads,
+        max_position_embeddings=32768,
+        tie_word_embeddings=tied,
+    ).save_pretrained(folder)
+    file = ROOT / "recipes" / "one_gpu" / f"{name}.toml"
+    config = load_config(RunConfig, file, [f"model.source={folder}", *overrides.split()])
+    return make_plan(config, parse_devices(gpu), prompt_tokens=256)
+
+
+def test_the_page_names_every_run_file() -> None:
+    files = sorted((ROOT / "recipes" / "one_gpu").glob("*.toml"))
+    assert [file.stem for file in files] == sorted(SIZES)
+    assert all(f"`recipes/one_gpu/{file.name}`" in PAGE for file in files)
+    assert f"`{ON_SMALL}`" in PAGE
+    assert all(f"{gib} GiB" in PAGE or f"{gib} of an L4" in PAGE for *_, gib in PLANS)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_run_file_can_be_planned(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    found = plan(name, "H100-80GB", "", tmp_path, num_layers=1)
+    assert found.fits
+    assert found.step_s is not None
+    assert {"trainer: weights", "engine: weights", "engine: key/value cache"} <= found.parts.keys()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "gpu", "overrides", "gib"), PLANS)
+def test_a_run_fits_as_the_page_says(name: str, gpu: str, overrides: str, gib: int, tmp_path: Path) -> None:
+    pytest.importorskip("reasoning_gym")
+    found = plan(name, gpu, overrides, tmp_path)
+    assert found.fits
+    assert found.total / GIB == pytest.approx(gib, abs=0.6)

@@ -15,7 +15,8 @@ from transformers import (
 from forebay.train import Packer, TrainBatch
 from forebay.train.collate import collate
 from forebay.train.model import forward as forward_module
-from forebay.train.model.forward import checkpoint_activations, output_head, response_logprobs
+from forebay.train.model.forward import output_head, response_logprobs
+from forebay.train.model.layers import checkpoint_activations
 from forebay.types import SampleParams
 
 LAYOUTS = ["padded", "packed", "shared_prompt"]

@@ -29,6 +29,8 @@ from forebay.train.objective.corrections import CORRECTIONS
         ({"guard_bands": {"ess": 0.5}}, "'ess' is not watched; known: ess_token"),
         ({"guard_bands": {"mismatch_kl": 0.0}}, "must be over 0"),
         ({"lora_alpha": 8.0}, "no effect without lora_rank"),
+        ({"offload_activations": True}, "set that too"),
+        ({"compile": True, "layout": "shared_prompt"}, "compile goes with neither"),
         ({"moments": "cpu", "ranks": 2}, "goes with one rank"),
         ({"layout": "shared_prompt", "gradient_checkpointing": True}, "choose one"),
         ({"advantage": "grop"}, "unknown advantage 'grop'; did you mean 'grpo'?"),
@@ -86,7 +88,7 @@ def test_a_number_is_the_fixed_length_normalization():
 
 
 def test_the_fields_stay_within_their_budget():
-    assert len(TrainConfig.model_fields) + len(WarmupConfig.model_fields) <= 36
+    assert len(TrainConfig.model_fields) + len(WarmupConfig.model_fields) <= 38
 
 
 def test_importing_the_package_loads_no_torch():

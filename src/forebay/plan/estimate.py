@@ -187,9 +187,12 @@ def _settled(config: RunConfig, device: Device) -> RunConfig:
         for name, table in (("train", config.train), ("engine", config.engine))
         if table.dtype == "auto"
     }
-    if config.train.moments == "cpu" and not device.is_gpu:
+    if not device.is_gpu:
         # The host's memory is the one that is planned.
-        tables["train"] = tables.get("train", config.train).model_copy(update={"moments": "float32"})
+        here: dict[str, Any] = {"offload_activations": False}
+        if config.train.moments == "cpu":
+            here["moments"] = "float32"
+        tables["train"] = tables.get("train", config.train).model_copy(update=here)
     return config.model_copy(update=tables)
 
 
@@ -257,7 +260,7 @@ def _remedies(train: TrainConfig, longest: int, device: Device) -> list[tuple[st
     found: list[tuple[str, Any]] = []
     if train.dtype == "float32":
         found.append(("dtype", "bfloat16"))
-    if not train.gradient_checkpointing:
+    if train.gradient_checkpointing not in (True, 1):
         found.append(("gradient_checkpointing", True))
     budget = train.token_budget
     while (budget := budget // 2) >= longest:

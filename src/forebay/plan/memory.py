@@ -130,10 +130,13 @@ def step_memory(
     packer = Packer(config.token_budget, layout=config.layout)
     packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
     packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
+    # Compiled layers keep no more than these.
+    config = config.model_copy(update={"compile": False})
     with (
         _no_moves(),
         FakeTensorMode(allow_non_fake_inputs=True),
         MemoryPeak(model_config.get_text_config().vocab_size) as memory,
+        patch.object(torch.autograd.graph, "save_on_cpu", _on_host(memory)),
     ):
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
         has_reference = config.kl_coef > 0 and config.lora_rank == 0
@@ -177,6 +180,17 @@ def _model(model_config: Any, attention: str) -> Any:
 
 def _critic(model: Any) -> Critic:
     return Critic(model.base_model, model.config.get_text_config().hidden_size)
+
+
+def _on_host(memory: MemoryPeak) -> Callable[..., AbstractContextManager[object]]:
+    """torch's `save_on_cpu` for a model whose device is the CPU, too, but is to be counted apart."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.clone()
+        memory.assign([copy], HOST)
+        return copy
+
+    return lambda pin_memory: torch.autograd.graph.saved_tensors_hooks(pack, torch.clone)
 
 
 def _no_moves() -> AbstractContextManager[object]:

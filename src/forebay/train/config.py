@@ -93,8 +93,13 @@ class TrainConfig(StrictModel):
     a small learning rate would be lost in rounding."""
     ranks: int = Field(default=1, ge=1)
     """Processes that hold a slice of the weights each and share out the micro-batches."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
+    """Recompute activations in the backward pass: less memory, about a third more time. A number, 0.5 for
+    example: for this share of the layers."""
+    offload_activations: bool = False
+    """What layers with gradient_checkpointing keep waits in the host's memory."""
+    compile: bool = False
+    """The layers become one program by torch.compile: faster steps after some minutes of compiling."""
     # Advantage and loss
     advantage: str = "grpo"
     """``grpo``, ``dr_grpo``, ``rloo``, ``opo``, ``reinforce_pp_baseline``, ``gae``, ``pass_at_8`` (or any
@@ -236,6 +241,10 @@ class TrainConfig(StrictModel):
             )
         if self.moments != "float32" and self.ranks > 1:
             yield f"moments = {self.moments!r} goes with one rank, and ranks = {self.ranks} share moments out"
+        if self.offload_activations and not self.gradient_checkpointing:
+            yield "offload_activations moves what gradient_checkpointing keeps; set that too"
+        if self.compile and (self.layout == "shared_prompt" or self.offload_activations or self.ranks > 1):
+            yield "compile goes with neither layout 'shared_prompt' nor offload_activations nor several ranks"
         if self.layout == "shared_prompt" and self.gradient_checkpointing:
             yield "layout 'shared_prompt' keeps keys and values that gradient_checkpointing drops; choose one"
         if self.lora_alpha is not None and self.lora_rank == 0:

@@ -40,7 +40,8 @@ from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
-from forebay.train.model.forward import check_layout, checkpoint_activations, output_head, response_logprobs
+from forebay.train.model.forward import check_layout, output_head, response_logprobs
+from forebay.train.model.layers import checkpoint_activations, compile_layers
 from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import (
     POLICY_LOSSES,
@@ -113,6 +114,9 @@ class Learner:
         model.eval()
         if has_content:
             check_layout(model, config.layout, self.device)
+        for part in (policy, self.ref_model, self.critic) if config.compile else ():
+            if part is not None:
+                compile_layers(part, self.device)
         shard(policy)
         # One after the other: a rank's device never holds more than one of them whole.
         for part in (self.ref_model, self.critic):
@@ -152,7 +156,8 @@ class Learner:
         for module in trained:
             module.eval()
             if self.config.gradient_checkpointing:
-                checkpoint_activations(module)
+                share = float(self.config.gradient_checkpointing)
+                checkpoint_activations(module, share, offload=self.config.offload_activations)
 
     # Without gradient
 

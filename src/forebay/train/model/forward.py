@@ -168,23 +168,6 @@ def output_head(model: nn.Module) -> nn.Module:
     return head
 
 
-def checkpoint_activations(model: nn.Module) -> None:
-    """Make `model` recompute its layers in the backward pass, while dropout stays off.
-
-    transformers does so only for layers in training mode. Setting that on the layers themselves, and not on
-    what is inside them, leaves every dropout in evaluation mode.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    transformers_model: Any = model
-    # The first is the name from transformers 5.23 on.
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    (enable or transformers_model.gradient_checkpointing_enable)({"use_reentrant": False})
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = True
-
-
 NUM_TOKENS = 12
 """Of a sequence: longer than the convolutions of known models, which see four."""
 ROUNDING = 1e-3

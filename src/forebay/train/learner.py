@@ -126,17 +126,7 @@ class Learner:
         self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device)
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
-        make_optimizer = partial(
-            Optimizer,
-            schedule=config.schedule,
-            warmup_steps=config.schedule_warmup_steps,
-            total_steps=total_steps,
-            weight_decay=config.weight_decay,
-            betas=config.betas,
-            epsilon=config.epsilon,
-            moment_kind=config.moments,
-            max_grad_norm=config.max_grad_norm,
-        )
+        make_optimizer = partial(_make_optimizer, config, total_steps)
         self._optimizer = make_optimizer(model, lr=config.lr)
         self._critic_optimizer: Optimizer | None = None
         if self.critic is not None and config.critic_lr is not None:
@@ -347,6 +337,23 @@ class Learner:
             ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
         """
         return checkpoint.load_trainer(folder, self._parts)
+
+
+def _make_optimizer(
+    config: TrainConfig, total_steps: int | None, model: nn.Module, *, lr: float
+) -> Optimizer:
+    return Optimizer(
+        model,
+        lr=lr,
+        schedule=config.schedule,
+        warmup_steps=config.schedule_warmup_steps,
+        total_steps=total_steps,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        epsilon=config.epsilon,
+        moment_kind=config.moments,
+        max_grad_norm=config.max_grad_norm,
+    )
 
 
 class Update(NamedTuple):

@@ -73,6 +73,7 @@ class FakeServer:
         """Adapters that it was given, also those that it refused."""
         self.failing: dict[str, str] = {}
         """By path: ``refuses`` (500), ``dies`` (connections break), ``hangs``, or ``lies`` (does nothing)."""
+        self.fails_once = False
         self.stuck: asyncio.Event | None = None
         """Loading weights takes until this is set."""
         self.processed_logprobs = True
@@ -250,7 +251,7 @@ class FakeServer:
             return await self._generate(body, reader, writer)
         if self.stuck is not None and parts.path.endswith(LOADS):
             await self.stuck.wait()
-        fault = self.failing.get(parts.path)
+        fault = (self.failing.pop if self.fails_once else self.failing.get)(parts.path, None)
         if fault == "dies":
             for other in self._connections:
                 other.transport.abort()

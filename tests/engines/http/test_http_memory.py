@@ -255,12 +255,10 @@ async def test_whatever_is_done_versions_grow_and_every_path_ends_awake_or_close
             await controller.sleep(keep_weights=doing == "sleep")
             assert vllm.asleep
         elif doing == "fault":
-            vllm.failing["/update_weights"] = "dies"
+            vllm.failing["/update_weights"], vllm.fails_once = "dies", True
             weights.step += 1
-            loading = asyncio.create_task(controller.update_weights(weights.live, weights.step))
-            await asyncio.sleep(0.05)
-            vllm.failing.clear()
-            await loading
+            await controller.update_weights(weights.live, weights.step)
+            assert not vllm.failing
         elif doing == "sync":
             weights.step += 1
             await controller.update_weights(weights.live, weights.step)

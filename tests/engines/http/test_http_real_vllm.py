@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from forebay.engines import EngineSurroundings, RolloutController, build_engines
 from forebay.engines.local.sampling import Sampling, draw
 from forebay.models import ModelConfig, load_model, load_tokenizer
 from forebay.models.config import TinyConfig
+from forebay.models.live_weights import LiveWeights
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.models.tiny import write_tiny
 from forebay.train.model.lora import adapter_config, adapter_weights, add_lora, model_weights
@@ -102,12 +104,17 @@ def trainer(folder: Path) -> Trainer:
     return Trainer(folder)
 
 
-def controller_for(folder: Path, scratch: Path, lora_rank: int = 0) -> RolloutController:
+def controller_for(folder: Path, scratch: Path, lora_rank: int = 0, **further: Any) -> RolloutController:
     arguments = {
         "servers": 1,
         "python": PYTHON,
         "options": ["--enforce-eager"],
-        "environment": {"VLLM_CPU_OMP_THREADS_BIND": "0-1", "VLLM_CPU_KVCACHE_SPACE": "1"},
+        **further,
+    }
+    arguments["environment"] = {
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        **further.get("environment", {}),
     }
     surroundings = EngineSurroundings(
         model_folder=folder,
@@ -324,5 +331,127 @@ async def test_adapters_alone_give_what_merged_weights_would_have_given(folder, 
         await sync_weights(trainer, controller, trainer.step)
         await makes_what_merged_weights_make("after a restart")
         assert controller.counts()["engine_restarts"] == 1
+    finally:
+        await controller.close()
+
+
+TRANSFER = '''
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+)
+
+
+@dataclass
+class Init(WeightTransferInitInfo):
+    packed: bool = False
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):
+    names: list
+    dtype_names: list
+    shapes: list
+    tensor_sizes: list
+    path: str
+
+
+class Memory(WeightTransferEngine):
+    """Reads shared memory, as vLLM's own engine reads that of a GPU."""
+
+    init_info_cls, update_info_cls = Init, Update
+
+    def init_transfer_engine(self, init_info):
+        assert init_info.packed
+
+    def start_weight_update(self):
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self):
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info):
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, info):
+        data = torch.from_file(info.path, shared=True, size=sum(info.tensor_sizes), dtype=torch.uint8)
+        columns = zip(info.names, info.dtype_names, info.shapes, data.split(info.tensor_sizes))
+        self.model.load_weights(
+            [(name, part.clone().view(getattr(torch, kind)).view(size)) for name, kind, size, part in columns]
+        )
+
+    def shutdown(self):
+        pass
+
+
+def register():
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
+    if "memory" not in Factory._registry:
+        Factory.register_engine("memory", Memory)
+'''
+
+
+async def test_live_weights_and_held_requests(folder, trainer, tmp_path):
+    """The cycle of a GPU's buckets, over shared memory: vLLM loads a transfer engine for it as a plug-in."""
+    plugin = tmp_path / "lib"
+    (plugin / "memory_transfer-1.dist-info").mkdir(parents=True)
+    (plugin / "memory_transfer.py").write_text(TRANSFER)
+    (plugin / "memory_transfer-1.dist-info/METADATA").write_text("Name: memory-transfer\nVersion: 1\n")
+    (plugin / "memory_transfer-1.dist-info/entry_points.txt").write_text(
+        "[vllm.general_plugins]\nmemory = memory_transfer:register\n"
+    )
+    controller = controller_for(
+        folder,
+        tmp_path,
+        options=["--enforce-eager", "--weight-transfer-config", '{"backend": "memory"}'],
+        environment={"PYTHONPATH": str(plugin)},
+        in_flight="keep",
+    )
+    engine = controller.engines[0]
+    engine._weights.bucket_device = "cpu"
+    turn = threading.Lock()
+
+    def read() -> Any:
+        yield from trainer.model.named_parameters()
+        # Written out for vLLM on a CPU, which packs it.
+        yield "lm_head.weight", trainer.model.lm_head.weight
+
+    live = LiveWeights(read, "float32", turn, lambda: trainer.step)
+    trainer._restore(trainer.step)
+    try:
+        await controller.update_weights(live, trainer.step)
+        first = trainer.step
+        check(
+            trainer, await controller.generate_sample(rollout("live", 20, temperature=0.0)), temperature=0.0
+        )
+        running = [
+            asyncio.create_task(controller.generate_sample(rollout(f"held {i}", LONG, temperature=0.0)))
+            for i in range(2)
+        ]
+        await started(controller, 40)
+        trainer.train()
+        await controller.update_weights(live, trainer.step)
+        states = await asyncio.gather(*running)
+        for state in states:
+            assert len(state.response_ids) == LONG or state.finish_reason == "stop"
+            steps = state.response_model_steps.tolist()
+            assert steps == sorted(steps)
+            assert set(steps) <= {first, trainer.step}
+            # Before the update every token is exactly of the old weights; after it, over the old cache.
+            own = state.response_model_steps == first
+            ids = state.response_ids.tolist()
+            expected = trainer.logprobs(PROMPT, ids, first, temperature=0.0)
+            np.testing.assert_allclose(state.logprobs[own], expected[own], atol=2e-3)
+            if trainer.step in steps:
+                assert abs(state.logprobs[~own] - expected[~own]).max() > 0.01
+        assert any(trainer.step in state.response_model_steps for state in states)
+        # A new request meets no cache of older weights.
+        check(trainer, await controller.generate_sample(rollout("new", 20, temperature=0.0)), temperature=0.0)
+        link = engine._link
+        assert (await link.do([link.dialect.version]))["weight_version"] == engine._weights.label
     finally:
         await controller.close()

@@ -161,8 +161,8 @@ def http_engines(kind: str, surroundings: EngineSurroundings, **arguments: Any) 
 
     def command(options: list[str], port: int) -> list[str]:
         own = dialect.command(str(served.resolve()), port, context, surroundings.dtype, lora_rank)
-        if surroundings.shares_gpu:
-            own += dialect.sleep_options.split()
+        own += dialect.keep_options.split() if dialect.keeps else []
+        own += dialect.sleep_options.split() if surroundings.shares_gpu else []
         if reads_trainer:
             own += dialect.transfer_options
         if settings.memory_share is not None:

@@ -101,6 +101,8 @@ class Dialect(ABC):
     """Be ready for weights that come in buckets (`bucket`), until `end`."""
     abandon: tuple[Call, ...] = ()
     """End an update of which not all buckets came, so that another can begin."""
+    keep_options: str = ""
+    """Arguments of a server whose requests are to say which weights made them."""
     sleep_options: str
     """Arguments of a server that is to `sleep`."""
     transfer_options: tuple[str, ...] = ()
@@ -219,6 +221,7 @@ class VLLM(Dialect):
         Call("POST", "/start_weight_update"),
     )
     abandon = (Call("POST", "/finish_weight_update", may_refuse=True),)
+    keep_options = "--enable-scale-out"
     sleep_options = "--enable-sleep-mode"
     transfer_options = ("--weight-transfer-config", '{"backend": "ipc"}')
     memory_option = "--gpu-memory-utilization"

@@ -156,6 +156,10 @@ class ServerWeights:
         Raises:
             EngineLost: it went away, does not do it, or calls its weights otherwise afterwards.
         """
+        # It needs torch, which a server's client has no other use for.
+        from forebay.engines.weights.buckets import free_buckets
+
+        assert self.bucket_device is not None, "live weights for a server that takes none"
         dialect, step = self._dialect, None
         self.is_half_loaded = True
         while step is None:
@@ -174,13 +178,13 @@ class ServerWeights:
             raise ServerFailed(f"{self._link} was given the weights {version!r} and says it has {named!r}")
         self.is_half_loaded = False
         self._note(version, step)
+        free_buckets(self.bucket_device)
 
     async def _send_buckets(self, live: LiveWeights) -> int | None:
         """The step of the weights that all went; None if a train step changed them on the way."""
-        # It needs torch, which a server's client has no other use for.
         from forebay.engines.weights.buckets import buckets
 
-        assert self.bucket_device is not None, "live weights for a server that takes none"
+        assert self.bucket_device is not None
         left, first = buckets(live.read(), live.dtype, self.bucket_device), None
         while True:
 

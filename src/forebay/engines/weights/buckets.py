@@ -95,6 +95,13 @@ def buckets(
         yield bucket
 
 
+def free_buckets(device: str) -> None:
+    """Give the memory of buckets back to the device, once the servers that mapped it have let go of it."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
+        torch.cuda.empty_cache()
+
+
 class _Memory:
     """A buffer that other processes of this machine can map."""
 

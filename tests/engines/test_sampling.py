@@ -8,13 +8,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forebay.engines.local.sampling import Sampling, draw, seed_state, uniforms
+from forebay.engines.local import sampling as local
+from forebay.engines.local.sampling import Sampling, seed_state, uniforms
 
 
 def sampling(*rows: tuple[float, int, float]) -> Sampling:
     """Rows of (temperature, top_k, top_p)."""
     temperature, top_k, top_p = zip(*rows, strict=True)
     return Sampling(np.array(temperature, np.float32), np.array(top_k, np.int64), np.array(top_p, np.float32))
+
+
+def draw(logits: torch.Tensor, how: Sampling, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log probabilities as numpy arrays."""
+    drawn = local.draw(logits, how, torch.from_numpy(uniform)).numpy()
+    return drawn[:, 0].astype(np.int32), drawn[:, 1].astype(np.float32)
 
 
 def reference(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -47,7 +54,7 @@ LOGITS = st.lists(st.integers(-12, 12).map(lambda i: i * 0.37), min_size=1, max_
 def test_draws_by_inverse_cdf_with_the_logprob_of_what_it_drew_from(logits, temperature, top_k, top_p, u):
     how = sampling((temperature, top_k, top_p))
     ids, logprobs = draw(torch.tensor([logits]), how, np.array([u]))
-    expected = reference(logits, float(how.temperature[0]), top_k, float(how.top_p[0]))
+    expected = reference(logits, float(np.float32(temperature)), top_k, float(np.float32(top_p)))
     token = int(ids[0])
     assert math.isclose(math.exp(logprobs[0]), expected[token], rel_tol=1e-4)
     below = sum(expected[:token])
@@ -90,6 +97,26 @@ def test_rare_tokens_of_a_large_vocabulary_get_their_share():
     for token in (1, 20_000, 49_999):
         u = float(sums[token] - probabilities[token] / 2)
         assert draw(logits, sampling((1, 0, 1)), np.array([u]))[0].tolist() == [token]
+
+
+@pytest.mark.parametrize("top_k", [0, 40])
+def test_a_vocabulary_summed_by_blocks_draws_what_one_summed_whole_does(top_k, monkeypatch):
+    torch.manual_seed(1)
+    # Not a whole number of blocks, and one block without any weight.
+    logits = torch.randn(300, 1300).double() * 4
+    logits[:, 512:1024] = -torch.inf
+    logits = logits.to(torch.bfloat16)
+    how = sampling(*[(0.7, top_k, 1.0)] * 300)
+    u = np.linspace(0, 1 - 2.0**-48, 300)
+    whole, expected = draw(logits, how, u)
+    monkeypatch.setattr(local, "_WHOLE_SUM_TOKENS", 0)
+    ids, logprobs = draw(logits, how, u)
+    assert (ids == whole).mean() > 0.99
+    assert np.isfinite(logprobs).all()
+    np.testing.assert_allclose(logprobs[ids == whole], expected[ids == whole], atol=1e-5)
+    beside = [draw(logits[i : i + 1], sampling((0.7, top_k, 1.0)), u[i : i + 1]) for i in range(0, 300, 60)]
+    assert [int(one[0][0]) for one in beside] == ids[::60].tolist()
+    assert [float(one[1][0]) for one in beside] == logprobs[::60].tolist()
 
 
 def test_broken_logits_show_in_the_logprob():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
@@ -35,6 +35,12 @@ class TransformersArguments(StrictModel, strict=True):
     """Requests that decode together; the rest wait."""
     prefill_tokens: int = Field(default=8192, ge=1)
     """Tokens, padding included, that one pass over prompts may hold; a longer prompt goes alone."""
+    cache_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Tokens for which the key/value cache may hold memory: requests times the longest of them, which
+    ``max_batch`` bounds as well. The rest wait in turn; when responses outgrow it, the youngest wait again,
+    with their tokens. ``auto``: 0.6 of the free memory of a CUDA device, else no bound."""
+    cuda_graphs: bool = True
+    """On a CUDA device, record the forward passes of decoding and repeat them; false saves their memory."""
     takes_adapters: bool = True
     """With LoRA, keep a second copy of the adapted weights and take adapters alone; false: be given merged
     weights."""

@@ -81,7 +81,8 @@ class Trainer:
         # Whatever is drawn, the rows with the right token tell its log probability.
         found = np.full(rows, np.nan)
         for u in np.linspace(0.0005, 0.9995, 1000):
-            drawn, logprob = draw(logits, sampling, np.full(rows, u))
+            both = draw(logits, sampling, torch.full((rows,), u, dtype=torch.float64)).numpy()
+            drawn, logprob = both[:, 0].astype(np.int32), both[:, 1].astype(np.float32)
             found = np.where(drawn == np.array(ids), logprob, found)
         self._restore(self.step)
         return found

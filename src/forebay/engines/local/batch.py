@@ -2,9 +2,14 @@
 
 ::
 
+    select(rows) -> those for which the cache has room, in turn
     admit(rows) -- one prefill per distinct prompt --> KV rows
     step()      -- one forward over all rows, one token each --> rows that finished, with their Completion
     abort(rows) --> their Completion so far
+    take_given_up() -> rows that memory did not suffice for, with their tokens: admit them again
+
+Rows enter with room for some tokens more, not for all that they may make. When the cache would outgrow its
+budget, the youngest are given up; when memory runs out, all are. Their tokens are kept and computed again.
 
 A row enters with all but the last of its input tokens in the cache; that last token is what its first step
 feeds. So every token is drawn by the same code, and rows with one prompt share its prefill.
@@ -13,14 +18,18 @@ Numerics: rows start at column 0, widths are multiples of 16 and no matrix produ
 `MIN_ROWS` rows. With the CPU kernels of PyTorch in float32 this makes a request's logits the same to the bit
 whatever runs beside it; elsewhere they agree to rounding.
 
+To and from the device goes one array each a step: tokens, positions and random numbers; then what was drawn.
+
 Shapes: B running rows, L columns of a prefill, P distinct prompts, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,12 +38,24 @@ from transformers.cache_utils import DynamicCache
 
 from forebay.engines.base import Completion, GenerateRequest
 from forebay.engines.local import sampling
+from forebay.engines.local.cache_budget import CacheBudget
 from forebay.engines.local.kv_cache import RowCache, round_up_columns
+from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
 from forebay.types import IntArray
 
+logger = logging.getLogger(__name__)
+
+AnyRow = TypeVar("AnyRow", bound="Row")
+
 MIN_ROWS = 4
-"""Smaller matrix products take other kernels, which round differently; spare rows fill up to this."""
+"""Smaller matrix products take other kernels on a CPU, which round differently; spare rows fill up."""
+
+_HEADROOM_TOKENS = 128
+"""For which a row that enters needs room: with none it would soon be given up and computed again."""
+
+_GRAPH_COLUMNS = 64
+"""Widths of graphs are multiples of this."""
 
 _PREFILL_LENGTH_RATIO = 1.25
 """Longest over shortest prompt of one prefill pass: padding costs no more than that, and prompts of all
@@ -57,23 +78,36 @@ class DecodeBatch:
         prefill_tokens: int,
         eos_token_ids: Iterable[int] = (),
         tokenizer: Any = None,
+        budget: CacheBudget | None = None,
+        recorder: Callable[[], Record] | None = None,
     ) -> None:
         self.model = model
         self.max_context_tokens = max_context_tokens
+        self.budget = budget or CacheBudget()
         self._prefill_tokens = prefill_tokens
         self._eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self._stop_texts = None if tokenizer is None else StopTexts(tokenizer)
         self._device = next(model.parameters()).device
-        self._cache = RowCache(model.config.get_text_config().num_hidden_layers)
+        self._min_rows = MIN_ROWS if self._device.type == "cpu" else 1
+        self._cache = RowCache(model.config.get_text_config().num_hidden_layers, self._device)
+        self._graphs = StepGraphs(self._forward, recorder)
         self._requests: list[Row] = []
+        self._given_up: set[Row] = set()
+        self._num_entered = 0
         self._rows = np.zeros(MIN_ROWS, _ROW_FIELDS)
         self._made = np.zeros((MIN_ROWS, 0), _TOKEN_FIELDS)
         self._stop_ids = np.full((MIN_ROWS, 1), _NO_STOP_ID, np.int64)
+        self._sampling: sampling.Sampling | None = None
 
     @property
     def size(self) -> int:
         """How many rows run."""
         return len(self._requests)
+
+    @property
+    def num_cache_tokens(self) -> int:
+        """Tokens for which the cache holds memory now."""
+        return self._cache.num_tokens
 
     def num_made(self, request_id: str) -> int:
         """Tokens of a running request, else 0; from another thread it may be a step behind."""
@@ -85,34 +119,157 @@ class DecodeBatch:
     def release(self) -> None:
         """Free the cache's memory; no row may run."""
         assert not self._requests, f"{self.size} rows run"
+        self.forget_addresses()
         self._cache.release()
+        if self._graphs.used:
+            # Torch gives the memory of graphs to nobody else.
+            torch.cuda.empty_cache()
+
+    def forget_addresses(self) -> None:
+        """The weights or the cache go elsewhere: forwards that were recorded are no longer right."""
+        self._graphs.clear()
 
     def clear(self) -> None:
         """Forget all rows."""
         self._requests.clear()
+        self._given_up.clear()
+
+    # Room
+
+    def select(self, rows: Sequence[AnyRow]) -> tuple[list[AnyRow], list[AnyRow]]:
+        """The first of these rows that have room beside each other, and those that could never run.
+
+        In turn: a row without room lets none pass. Where none runs, the first has room.
+        """
+        if not self._requests:
+            self.budget.measure(self._device, self._cache.num_tokens, self._cache.bytes_per_token)
+        fitting: list[AnyRow] = []
+        impossible: list[AnyRow] = []
+        columns = self._longest()
+        for row in rows:
+            if self.cache_need(row) > self.budget.most_tokens:
+                impossible.append(row)
+                continue
+            length = len(row.request.input_ids) + len(row.made)
+            columns = max(columns, min(self._reach(row), length + _HEADROOM_TOKENS))
+            count = self.size + len(fitting) + 1
+            if count > 1 and self._num_tokens(count, columns) > self.budget.tokens:
+                break
+            fitting.append(row)
+        return fitting, impossible
+
+    def cache_need(self, row: Row) -> int:
+        """Tokens of the cache that this row takes if it runs alone and makes all that it may."""
+        return self._num_tokens(1, self._reach(row))
+
+    def _reach(self, row: Row) -> int:
+        return min(len(row.request.input_ids) + row.request.max_tokens, self.max_context_tokens)
+
+    def take_given_up(self) -> set[Row]:
+        """Rows that no longer run for want of memory; their tokens are in `Row.made`."""
+        given_up, self._given_up = self._given_up, set()
+        return given_up
+
+    def _longest(self) -> int:
+        """Tokens of the longest row that runs, 0 without one."""
+        return int(self._rows["position"][: self.size].max(initial=-1)) + 1
+
+    def _num_rows(self, count: int) -> int:
+        return graph_size(count) if self._graphs.used else max(count, self._min_rows)
+
+    def _num_columns(self, count: int) -> int:
+        return graph_size(count, _GRAPH_COLUMNS) if self._graphs.used else round_up_columns(count)
+
+    def _num_tokens(self, count: int, length: int) -> int:
+        """Of a cache for this many rows, the longest of which has `length` tokens."""
+        return self._num_rows(count) * self._num_columns(length)
+
+    def _make_room(self, count: int, length: int, reachable: int) -> None:
+        """Let the cache hold `count` rows of `length`, which may grow to `reachable`."""
+        rows, columns = self._num_rows(count), self._num_columns(length)
+        held_rows, held_columns = self._cache.num_rows, self._cache.num_columns
+        if rows <= held_rows and columns <= held_columns:
+            return
+        # By half, which keeps copying rare, but never past what the rows can still reach.
+        more_rows = max(rows, held_rows if rows <= held_rows else held_rows * 3 // 2)
+        more_columns = max(columns, held_columns)
+        if columns > held_columns:
+            more_columns = max(columns, min(held_columns * 3 // 2, self._num_columns(reachable)))
+        wanted = (more_rows, more_columns), (max(rows, held_rows), max(columns, held_columns))
+        fits = (size for size in wanted if size[0] * size[1] <= self.budget.tokens)
+        rows, columns = next(fits, (rows, columns))
+        self.forget_addresses()
+        self._cache.resize(rows, columns)
+        self._fed_here = torch.zeros(rows, 3, dtype=torch.long, pin_memory=self._device.type == "cuda")
+        self._fed = self._fed_here.to(self._device)
+
+    def _give_up_youngest(self) -> list[Ended]:
+        """Until the others have room for one token more; the oldest always has."""
+        ended: list[Ended] = []
+        while self.size > 1:
+            if self._num_tokens(self.size, self._longest()) <= self.budget.tokens:
+                break
+            youngest = max(range(self.size), key=lambda place: self._requests[place].turn)
+            self._given_up.add(self._keep(youngest))
+            ended += self._close_holes([youngest])
+        return ended
+
+    def _run_short(self, joining: Sequence[Row] = ()) -> list[Ended]:
+        """Memory ran out: give up all rows, or fail the only one, and go on with a smaller cache."""
+        rows = [*(self._keep(place) for place in range(self.size)), *joining]
+        self._requests.clear()
+        longest = max(len(row.token_ids) for row in rows)
+        asked_for = max(self._cache.num_tokens, self._num_tokens(len(rows), longest))
+        self.release()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.budget.fell_short(asked_for)
+        advice = "set cache_tokens, prefill_tokens or max_batch in [engine.arguments] lower"
+        if len(rows) == 1:
+            return [
+                (row, row.completion("error", f"out of memory with one request; {advice}")) for row in rows
+            ]
+        logger.warning(
+            "out of memory with a key/value cache of %d tokens: its %d requests keep their tokens and wait, "
+            "and it takes %d at most for now; %s",
+            *(asked_for, len(rows), self.budget.tokens, advice),
+        )
+        self._given_up.update(rows)
+        return []
 
     # Joining
 
     @torch.inference_mode()
-    def admit(self, rows: Sequence[Row]) -> None:
-        """Prefill these rows' inputs and let them run from the next `step` on.
+    def admit(self, rows: Sequence[Row]) -> list[Ended]:
+        """Prefill these rows' tokens and let them run from the next `step` on.
 
-        When a forward pass raises, none of them runs.
+        When a forward pass raises, none of them runs; when memory runs out, nothing does (`take_given_up`).
         """
+        for row in rows:
+            if row.turn < 0:
+                self._num_entered += 1
+                row.turn = self._num_entered
+        computed = False
+        with suppress(torch.OutOfMemoryError):
+            self._compute(rows)
+            computed = True
+        # Only here, where the error no longer holds what the pass had made.
+        if not computed:
+            return self._run_short(rows)
+        self._enter(rows)
+        return []
+
+    def _compute(self, rows: Sequence[Row]) -> None:
+        """The keys and values of all but the last token of each row."""
         by_prompt: dict[bytes, list[int]] = {}
         for place, row in enumerate(rows, start=self.size):
-            prompt = np.asarray(row.request.input_ids[:-1], np.int32)
+            prompt = np.asarray(row.token_ids[:-1], np.int32)
             by_prompt.setdefault(prompt.tobytes(), []).append(place)
-        longest = max(len(row.request.input_ids) for row in rows)
-        num_rows = max(self.size + len(rows), MIN_ROWS)
-        if num_rows > self._cache.num_rows:
-            # By half at least, which keeps copying rare.
-            num_rows = max(num_rows, self._cache.num_rows * 3 // 2)
-        self._cache.reserve(num_rows, longest)
+        longest = max(self._longest(), *(len(row.token_ids) for row in rows))
+        self._make_room(self.size + len(rows), longest, reachable=longest)
         shared = sorted(by_prompt.items(), key=lambda item: len(item[0]))
         for chunk in self._chunks([(np.frombuffer(ids, np.int32), places) for ids, places in shared]):
             self._prefill(chunk)
-        self._enter(rows)
 
     def _chunks(self, shared: list[tuple[IntArray, list[int]]]) -> list[list[tuple[IntArray, list[int]]]]:
         """Split prompts in order of length into passes of like length, each within the token budget."""
@@ -154,25 +311,27 @@ class DecodeBatch:
         first = self.size
         stop_ids = [(*self._eos_token_ids, *row.request.params.stop_token_ids) for row in rows]
         num_rows = self._cache.num_rows
-        self._rows, self._made = _grown(self._rows, num_rows), _grown(self._made, num_rows)
+        self._rows = _grown(self._rows, num_rows)
+        self._made = _grown(self._made, num_rows, max(len(row.made) for row in rows))
         num_stop_ids = max(len(ids) for ids in stop_ids)
         self._stop_ids = _grown(self._stop_ids, num_rows, num_stop_ids, fill=_NO_STOP_ID)
         for place, (row, stops) in enumerate(zip(rows, stop_ids, strict=True), start=first):
-            request = row.request
-            length = len(request.input_ids)
+            request, token_ids = row.request, row.token_ids
             self._rows[place] = (
-                request.input_ids[-1],
-                length - 1,
-                0,
-                min(request.max_tokens, self.max_context_tokens - length),
+                token_ids[-1],
+                len(token_ids) - 1,
+                len(row.made),
+                min(request.max_tokens, self.max_context_tokens - len(request.input_ids)),
                 sampling.seed_state(request.seed),
                 request.num_earlier,
                 request.params.temperature,
                 request.params.top_k,
                 request.params.top_p,
             )
+            self._made[place, : len(row.made)] = row.made
             self._stop_ids[place] = _NO_STOP_ID
             self._stop_ids[place, : len(stops)] = stops
+        self._sampling = None
         # Last, so that another thread never sees a request before its row.
         self._requests.extend(rows)
 
@@ -180,12 +339,20 @@ class DecodeBatch:
 
     @torch.inference_mode()
     def step(self, model_step: int) -> list[Ended]:
-        """Add one token, labeled `model_step`, to every row; take out and return the rows that finished."""
-        logits_BV = self._forward()
+        """Add one token, labeled `model_step`, to every row; take out and return the rows that finished.
+
+        Where memory does not suffice for all, some or all are given up instead (`take_given_up`).
+        """
+        ended = self._give_up_youngest()
+        if not self._requests:
+            return ended
+        drawn_B2 = None
+        with suppress(torch.OutOfMemoryError):
+            drawn_B2 = self._draw()
+        if drawn_B2 is None:
+            return ended + self._run_short()
         rows = self._rows[: self.size]
-        how = sampling.Sampling(rows["temperature"].copy(), rows["top_k"].copy(), rows["top_p"].copy())
-        drawn = sampling.uniforms(rows["stream"], rows["num_earlier"] + rows["num_made"])
-        ids, logprobs = sampling.draw(logits_BV, how, drawn)
+        ids, logprobs = drawn_B2[:, 0].astype(np.int32), drawn_B2[:, 1].astype(np.float32)
         made = int(rows["num_made"].max()) + 1
         if made > self._made.shape[1]:
             self._made = _grown(self._made, len(self._made), 2 * made)
@@ -195,36 +362,46 @@ class DecodeBatch:
         rows["token"] = ids
         rows["position"] += 1
         rows["num_made"] += 1
-        return self._take_finished(rows, ids, logprobs)
+        return ended + self._take_finished(rows, ids, logprobs)
 
-    def _forward(self) -> torch.Tensor:
-        """The logits that follow each row's last token: [B, V]."""
-        num_rows = max(self.size, MIN_ROWS)
-        self._rows["token"][self.size : num_rows] = 0
-        self._rows["position"][self.size : num_rows] = 0
-        positions = self._rows["position"][:num_rows]
-        needed = int(positions.max()) + 1
-        if needed > self._cache.num_columns:
-            # By half, which keeps copying rare, but never past what the rows can still reach.
-            running = self._rows[: self.size]
-            reachable = int((running["position"] + running["limit"] - running["num_made"]).max())
-            wanted = min(self._cache.num_columns * 3 // 2, reachable)
-            self._cache.reserve(self._cache.num_rows, max(wanted, needed))
-        width = round_up_columns(needed)
-        positions_B = torch.from_numpy(positions.copy()).to(self._device)
-        ids_B = torch.from_numpy(self._rows["token"][:num_rows].copy()).to(self._device)
-        self._cache.set_step(positions_B, width)
-        visible_BC = torch.arange(width, device=self._device) <= positions_B[:, None]
-        mask_BC = torch.zeros(visible_BC.shape, dtype=self.model.dtype, device=self._device)
-        mask_BC.masked_fill_(~visible_BC, torch.finfo(self.model.dtype).min)
+    def _draw(self) -> NDArray[np.float64]:
+        """Each row's next token and its log probability: [B, 2], the one thing read from the device."""
+        rows, num_rows = self._rows[: self.size], self._num_rows(self.size)
+        needed = self._longest()
+        reachable = int((rows["position"] + rows["limit"] - rows["num_made"]).max())
+        self._make_room(self.size, needed, reachable)
+        if self._sampling is None:
+            how = rows["temperature"].copy(), rows["top_k"].copy(), rows["top_p"].copy()
+            self._sampling = sampling.Sampling(*how, device=self._device)
+        fed = self._fed_here.numpy()
+        fed[: self.size, 0], fed[: self.size, 1] = rows["token"], rows["position"]
+        uniform = sampling.uniforms(rows["stream"], rows["num_earlier"] + rows["num_made"])
+        fed[: self.size, 2] = uniform.view(np.int64)
+        fed[self.size : num_rows] = 0
+        self._fed.copy_(self._fed_here, non_blocking=True)
+        logits_RV = self._graphs(num_rows, self._num_columns(needed), self._cache.num_rows)
+        uniform_B = self._fed[: self.size, 2].view(torch.float64)
+        drawn_B2: NDArray[np.float64] = (
+            sampling.draw(logits_RV[: self.size], self._sampling, uniform_B).cpu().numpy()
+        )
+        return drawn_B2
+
+    def _forward(self, num_rows: int, width: int) -> torch.Tensor:
+        """The logits that follow each row's last token, [R, V]; all that it reads has fixed addresses."""
+        ids_R, positions_R = self._fed[:num_rows, 0], self._fed[:num_rows, 1]
+        self._cache.set_step(positions_R, width)
+        hidden_RC = torch.arange(width, device=self._device) > positions_R[:, None]
+        # Of numbers, not booleans: those torch turns into numbers again in every layer.
+        mask_RC = torch.zeros(hidden_RC.shape, dtype=self.model.dtype, device=self._device)
+        mask_RC.masked_fill_(hidden_RC, torch.finfo(self.model.dtype).min)
         output = self.model(
-            input_ids=ids_B[:, None],
-            position_ids=positions_B[:, None],
-            attention_mask=mask_BC[:, None, None, :],
+            input_ids=ids_R[:, None],
+            position_ids=positions_R[:, None],
+            attention_mask=mask_RC[:, None, None, :],
             past_key_values=self._cache,
             use_cache=True,
         )
-        logits: torch.Tensor = output.logits[: self.size, -1]
+        logits: torch.Tensor = output.logits[:, -1]
         return logits
 
     # Leaving
@@ -266,34 +443,42 @@ class DecodeBatch:
     def _take_out(self, reasons: dict[int, str], error_msg: str | None = None) -> list[Ended]:
         ended: list[Ended] = []
         for place, reason in reasons.items():
-            made = self._made[place, : self._rows["num_made"][place]]
-            completion = Completion(
-                response_ids=made["id"].copy(),
-                logprobs=made["logprob"].copy(),
-                model_steps=made["model_step"].copy(),
-                finish_reason=reason,
-                error_msg=error_msg if reason == "error" else None,
-            )
-            ended.append((self._requests[place], completion))
-        if reasons:
-            self._close_holes(sorted(reasons))
-        return ended
+            row = self._keep(place)
+            ended.append((row, row.completion(reason, error_msg if reason == "error" else None)))
+        return ended + self._close_holes(sorted(reasons))
 
-    def _close_holes(self, gone: list[int]) -> None:
+    def _keep(self, place: int) -> Row:
+        """The row there, with what it has made."""
+        row = self._requests[place]
+        row.made = self._made[place, : self._rows["num_made"][place]].copy()
+        return row
+
+    def _close_holes(self, gone: list[int]) -> list[Ended]:
         """Move the last rows into the places of those that left."""
+        if not gone:
+            return []
         left = self.size - len(gone)
         leaving = set(gone)
         targets = [place for place in gone if place < left]
         sources = [place for place in range(left, self.size) if place not in leaving]
+        self._sampling = None
         if targets:
             for array in (self._rows, self._made, self._stop_ids):
                 array[targets] = array[sources]
-            self._cache.move(
-                torch.tensor(sources, device=self._device), torch.tensor(targets, device=self._device)
-            )
         for source, target in zip(sources, targets, strict=True):
             self._requests[target] = self._requests[source]
         del self._requests[left:]
+        if left == 0:
+            self.budget.recover()
+        moved = not targets
+        with suppress(torch.OutOfMemoryError):
+            if targets:
+                self._cache.move(*torch.tensor([sources, targets], device=self._device))
+                moved = True
+        return [] if moved else self._run_short()
+
+
+_TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
 
 
 @dataclass(eq=False)
@@ -301,6 +486,26 @@ class Row:
     """One request's place in the batch; compared by identity, so a request may be asked twice."""
 
     request: GenerateRequest
+    made: NDArray[Any] = field(default_factory=lambda: np.empty(0, _TOKEN_FIELDS), kw_only=True)
+    """Its tokens, once it has left the batch; where it enters again, it goes on after them."""
+    turn: int = field(default=-1, kw_only=True)
+    """The how-manieth it entered first."""
+
+    @property
+    def token_ids(self) -> IntArray:
+        """int32: the request's tokens and those made."""
+        ids = self.request.input_ids
+        return np.concatenate([ids, self.made["id"]]) if len(self.made) else ids
+
+    def completion(self, finish_reason: str, error_msg: str | None = None) -> Completion:
+        """With the tokens made."""
+        return Completion(
+            response_ids=self.made["id"].copy(),
+            logprobs=self.made["logprob"].copy(),
+            model_steps=self.made["model_step"].copy(),
+            finish_reason=finish_reason,
+            error_msg=error_msg,
+        )
 
 
 Ended = tuple[Row, Completion]
@@ -318,8 +523,6 @@ _ROW_FIELDS = np.dtype(
         ("top_p", np.float32),
     ]
 )
-
-_TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
 
 
 def _grown(array: NDArray[Any], num_rows: int, num_columns: int = 0, fill: Any = 0) -> NDArray[Any]:

@@ -43,38 +43,45 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers is untyped here
     prefill, `move` closes the holes of rows that left.
 
     >>> cache = RowCache(num_layers=2)
-    >>> cache.reserve(num_rows=4, num_columns=60)
+    >>> cache.resize(num_rows=4, num_columns=60)
     >>> cache.num_rows, cache.num_columns
     (4, 64)
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, device: torch.device | str = "cpu") -> None:
         self.num_rows = 0
         self.num_columns = 0
         self.width = 0
-        self.row_index_B = torch.empty(0, dtype=torch.long)
+        self._device = device
+        self.row_index = torch.empty(0, dtype=torch.long)
         self.positions_B = torch.empty(0, dtype=torch.long)
         super().__init__(layers=[RowLayer(self) for _ in range(num_layers)])
 
-    def reserve(self, num_rows: int, num_columns: int) -> None:
-        """Have room for at least this many rows and columns; what the rows hold is kept."""
-        num_columns = round_up_columns(num_columns)
-        if num_rows <= self.num_rows and num_columns <= self.num_columns:
-            return
-        self.num_rows = max(num_rows, self.num_rows)
-        self.num_columns = max(num_columns, self.num_columns)
+    @property
+    def num_tokens(self) -> int:
+        """Rows times columns: how many tokens there is memory for."""
+        return self.num_rows * self.num_columns
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of keys and values of all layers together; 0 before the first use."""
+        return sum(layer.bytes_per_token for layer in self.layers)
+
+    def resize(self, num_rows: int, num_columns: int) -> None:
+        """Have room for this many rows and columns, no more; what the rows hold within is kept."""
+        self.num_rows, self.num_columns = num_rows, round_up_columns(num_columns)
+        self.row_index = torch.arange(num_rows, device=self._device)
         for layer in self.layers:
             if layer.is_initialized:
                 old_keys, old_values = layer.keys, layer.values
                 layer.lazy_initialization(old_keys, old_values)
-                layer.keys[: old_keys.shape[0], :, : old_keys.shape[2]] = old_keys
-                layer.values[: old_values.shape[0], :, : old_values.shape[2]] = old_values
+                for old, new in ((old_keys, layer.keys), (old_values, layer.values)):
+                    rows, columns = min(old.shape[0], num_rows), min(old.shape[2], self.num_columns)
+                    new[:rows, :, :columns] = old[:rows, :, :columns]
 
     def set_step(self, positions_B: torch.Tensor, width: int) -> None:
         """The next forward adds one token to each of rows 0..B-1 at these columns and reads `width`."""
         assert width <= self.num_columns, f"{width} columns wanted, {self.num_columns} reserved"
-        if len(self.row_index_B) != len(positions_B):
-            self.row_index_B = torch.arange(len(positions_B), device=positions_B.device)
         self.positions_B = positions_B
         self.width = width
 
@@ -120,10 +127,13 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
     def __init__(self, cache: RowCache) -> None:
         super().__init__()
         self._cache = cache
+        self.bytes_per_token = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for the head count and size of these states, [*, H, *, D]."""
         size = self._cache.num_rows, self._cache.num_columns
+        per_head = key_states.shape[3] + value_states.shape[3]
+        self.bytes_per_token = key_states.shape[1] * per_head * key_states.element_size()
         self.keys = key_states.new_zeros(size[0], key_states.shape[1], size[1], key_states.shape[3])
         self.values = value_states.new_zeros(size[0], value_states.shape[1], size[1], value_states.shape[3])
         self.is_initialized = True
@@ -135,8 +145,9 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untype
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         cache, num_rows = self._cache, key_states.shape[0]
-        self.keys[cache.row_index_B, :, cache.positions_B] = key_states[:, :, 0]
-        self.values[cache.row_index_B, :, cache.positions_B] = value_states[:, :, 0]
+        rows_B = cache.row_index[:num_rows]
+        self.keys[rows_B, :, cache.positions_B] = key_states[:, :, 0]
+        self.values[rows_B, :, cache.positions_B] = value_states[:, :, 0]
         return self.keys[:num_rows, :, : cache.width], self.values[:num_rows, :, : cache.width]
 
     def release(self) -> None:

@@ -10,18 +10,18 @@ batch, on other requests or on a generator's state. The log probability returned
 the token was drawn from. A greedy row (temperature 0) draws from no distribution; it reports log-softmax at
 temperature 1, which is what a trainer compares with.
 
-Shapes: B rows, V vocabulary.
+Shapes: B rows, V vocabulary, N blocks of it, W tokens of a block, R rows with top-k or top-p.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from forebay.types import FloatArray, IntArray
+from forebay.types import FloatArray
 
 # The constants of SplitMix64: Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014.
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -31,17 +31,32 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _UNIFORM_BITS = 48
 """Few enough that u times a float64 total is always below that total, so the draw always lands on a token."""
 
+_WHOLE_SUM_TOKENS = 4096
+"""Vocabularies up to this size are summed at once: that is as fast."""
+_BLOCK_TOKENS = 512
+"""Near the square root of a large vocabulary, where blocks and tokens of a block are equally many."""
 
-@dataclass(frozen=True, eq=False)
+
 class Sampling:
-    """How each row of a batch draws; all arrays have length B."""
+    """How each row of a batch draws; it lies on the device, and is made anew when rows join or leave.
 
-    temperature: FloatArray
-    """float32; 0 is greedy."""
-    top_k: NDArray[np.int64]
-    """int64; 0 is all tokens."""
-    top_p: FloatArray
-    """float32 in (0, 1]; 1 is all tokens."""
+    `temperature` (float32; 0 is greedy), `top_k` (int64; 0 is all tokens) and `top_p` (float32 in (0, 1]; 1
+    is all tokens) have length B.
+    """
+
+    def __init__(
+        self, temperature: FloatArray, top_k: NDArray[np.int64], top_p: FloatArray, device: Any = "cpu"
+    ) -> None:
+        def column(values: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(values).to(device)[:, None]
+
+        greedy = temperature == 0
+        self.greedy_B1 = column(greedy) if greedy.any() else None
+        divisor = np.where(greedy, np.float32(1), temperature)
+        self.divisor_B1 = column(divisor) if (divisor != 1).any() else None
+        limited = np.flatnonzero(~greedy & ((top_k > 0) | (top_p < 1)))
+        self.limited_R = column(limited)[:, 0] if len(limited) else None
+        self.top_k_R1, self.top_p_R1 = column(top_k[limited]), column(top_p[limited])
 
 
 def seed_state(seed: int) -> int:
@@ -62,58 +77,73 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def draw(logits_BV: torch.Tensor, how: Sampling, uniform: NDArray[np.float64]) -> tuple[IntArray, FloatArray]:
-    """One token per row and its log probability: int32 and float32, length B.
+def draw(logits_BV: torch.Tensor, how: Sampling, uniform_B: torch.Tensor) -> torch.Tensor:
+    """One token per row and its log probability: float64, [B, 2], on the device of the logits.
 
-    A row whose logits are not finite gets a log probability that is not finite.
+    Nothing is read back from the device, and of all matrices only one, float32, has the logits' size.
+    `uniform_B` is float64. A row whose logits are not finite gets a log probability that is not finite.
     """
-    device = logits_BV.device
-    greedy = how.temperature == 0
-    scaled_BV = logits_BV.float()
-    if (how.temperature != 1).any():
-        temperature = np.where(greedy, np.float32(1), how.temperature)
-        scaled_BV = scaled_BV / torch.from_numpy(temperature).to(device)[:, None]
-    limited = np.flatnonzero(~greedy & ((how.top_k > 0) | (how.top_p < 1)))
-    if len(limited):
-        rows = torch.from_numpy(limited).to(device)
-        scaled_BV = scaled_BV.index_copy(0, rows, _limit(scaled_BV[rows], how, limited))
-    largest_B1, best_B1 = scaled_BV.max(dim=-1, keepdim=True)
-    weights_BV = (scaled_BV - largest_B1).exp_()
-    if greedy.all():
-        totals_B1 = weights_BV.sum(dim=-1, keepdim=True, dtype=torch.float64)
-        tokens_B1 = best_B1
-    else:
-        # In float32 the sums over a large vocabulary would move the rare tokens' shares by some 1e-5.
+    largest_B1, best_B1 = logits_BV.max(dim=-1, keepdim=True)
+    largest_B1 = largest_B1.float()
+    weights_BV = logits_BV - largest_B1
+    if how.divisor_B1 is not None:
+        weights_BV.div_(how.divisor_B1)
+    if how.limited_R is not None:
+        weights_BV[how.limited_R] = _limit(weights_BV[how.limited_R], how)
+    weights_BV.exp_()
+    totals_B1, tokens_B1 = _pick(weights_BV, uniform_B[:, None])
+    if how.greedy_B1 is not None:
+        tokens_B1 = torch.where(how.greedy_B1, best_B1, tokens_B1)
+    scaled_B1 = logits_BV.gather(1, tokens_B1) - largest_B1
+    if how.divisor_B1 is not None:
+        scaled_B1 = scaled_B1 / how.divisor_B1
+    return torch.cat([tokens_B1.double(), scaled_B1 - totals_B1.log()], dim=1)
+
+
+def _pick(weights_BV: torch.Tensor, uniform_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row's sum of weights and the token in which u times that sum lies: [B, 1] each.
+
+    A large vocabulary is summed by blocks first, and only the block with the token one by one. Sums of blocks
+    are float32 and good to 1e-7; running sums in it would move the rare tokens' shares by some 1e-5.
+    """
+    vocabulary = weights_BV.shape[1]
+    if vocabulary <= _WHOLE_SUM_TOKENS:
         sums_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
-        totals_B1 = sums_BV[:, -1:]
-        targets_B1 = torch.from_numpy(uniform).to(device)[:, None] * totals_B1
-        tokens_B1 = torch.searchsorted(sums_BV, targets_B1, right=True)
-        # A row of NaN has no such token; its log probability below says so.
-        tokens_B1 = tokens_B1.clamp_(max=sums_BV.shape[1] - 1)
-        if greedy.any():
-            tokens_B1 = torch.where(torch.from_numpy(greedy).to(device)[:, None], best_B1, tokens_B1)
-    logprobs_B1 = scaled_BV.gather(1, tokens_B1) - largest_B1 - totals_B1.log()
-    drawn_B2 = torch.cat([tokens_B1.double(), logprobs_B1.double()], dim=1).cpu().numpy()
-    return drawn_B2[:, 0].astype(np.int32), drawn_B2[:, 1].astype(np.float32)
+        tokens_B1 = torch.searchsorted(sums_BV, uniform_B1 * sums_BV[:, -1:], right=True)
+        # A row of NaN has no such token; its log probability says so.
+        return sums_BV[:, -1:], tokens_B1.clamp_(max=vocabulary - 1)
+    num_whole = vocabulary // _BLOCK_TOKENS
+    whole_BNW = weights_BV[:, : num_whole * _BLOCK_TOKENS].view(-1, num_whole, _BLOCK_TOKENS)
+    rest_BW = weights_BV[:, num_whole * _BLOCK_TOKENS :]
+    blocks = [whole_BNW.sum(dim=-1).double(), rest_BW.sum(dim=-1, keepdim=True).double()]
+    ends_BN = torch.cat(blocks, dim=1).cumsum(dim=-1)
+    wanted_B1 = uniform_B1 * ends_BN[:, -1:]
+    block_B1 = torch.searchsorted(ends_BN, wanted_B1, right=True).clamp_(max=num_whole)
+    places_BW = block_B1 * _BLOCK_TOKENS + torch.arange(_BLOCK_TOKENS, device=weights_BV.device)
+    block_BW = weights_BV.gather(1, places_BW.clamp(max=vocabulary - 1)) * (places_BW < vocabulary)
+    sums_BW = block_BW.cumsum(dim=-1, dtype=torch.float64)
+    before_B1 = torch.where(block_B1 > 0, ends_BN.gather(1, (block_B1 - 1).clamp_(min=0)), 0)
+    # Added one by one the block may come out smaller than the share that is wanted of it.
+    wanted_B1 = torch.minimum(wanted_B1 - before_B1, sums_BW[:, -1:] * (1 - 2.0**-_UNIFORM_BITS))
+    tokens_B1 = block_B1 * _BLOCK_TOKENS + torch.searchsorted(sums_BW, wanted_B1, right=True)
+    return ends_BN[:, -1:], tokens_B1.clamp_(max=vocabulary - 1)
 
 
-def _limit(scaled_RV: torch.Tensor, how: Sampling, rows: NDArray[np.int64]) -> torch.Tensor:
-    """The logits of these rows with everything outside top-k, then outside top-p, at minus infinity.
+def _limit(scaled_RV: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """The logits of the limited rows with everything outside top-k, then outside top-p, at minus infinity.
 
     Top-p keeps the fewest most likely tokens that together have at least that probability (Holtzman et al.,
     "The Curious Case of Neural Text Degeneration", 2020), of what top-k has left.
     """
-    device, vocabulary = scaled_RV.device, scaled_RV.shape[1]
     sorted_RV, order_RV = scaled_RV.sort(dim=-1, descending=True, stable=True)
-    top_k = np.where(how.top_k[rows] > 0, how.top_k[rows], vocabulary)
-    ranks_V = torch.arange(vocabulary, device=device)
-    sorted_RV = sorted_RV.masked_fill(ranks_V >= torch.from_numpy(top_k).to(device)[:, None], -torch.inf)
+    ranks_V = torch.arange(scaled_RV.shape[1], device=scaled_RV.device)
+    sorted_RV = sorted_RV.masked_fill((ranks_V >= how.top_k_R1) & (how.top_k_R1 > 0), -torch.inf)
     weights_RV = (sorted_RV - sorted_RV[:, :1]).exp_()
     before_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
-    wanted_R1 = torch.from_numpy(how.top_p[rows]).to(device)[:, None] * before_RV[:, -1:]
+    wanted_R1 = how.top_p_R1 * before_RV[:, -1:]
     before_RV = before_RV - weights_RV
     # top_p = 1 keeps all: rounding must not cost the last token.
-    outside_RV = (before_RV >= wanted_R1) & (torch.from_numpy(how.top_p[rows]).to(device)[:, None] < 1)
+    outside_RV = (before_RV >= wanted_R1) & (how.top_p_R1 < 1)
     outside_RV[:, 0] = False
     sorted_RV = sorted_RV.masked_fill(outside_RV, -torch.inf)
     return torch.empty_like(scaled_RV).scatter_(1, order_RV, sorted_RV)

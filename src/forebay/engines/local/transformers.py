@@ -5,7 +5,8 @@ Not a server and not a paged cache: for models that one device holds.
 ::
 
     generate() -> waiting -> [settle] -> admit -> step, step, ... -> Completion
-                     event loop         |      one worker thread      | event loop
+           ^         event loop         |      one worker thread      | event loop
+           '--------- given up for want of memory, with its tokens
 
     _drive    consumes: waiting requests and aborts    waits for: the worker thread
               woken by: `generate` on an idle engine   produces: completions, in the order they end
@@ -22,9 +23,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -32,7 +35,10 @@ import torch
 from forebay.aio.tasks import settle
 from forebay.engines.base import DEFAULT_MAX_BATCH, Completion, EngineHealth, GenerateRequest
 from forebay.engines.local.batch import DecodeBatch, Ended, Row
+from forebay.engines.local.cache_budget import CacheBudget, CacheTokens
 from forebay.engines.local.compatibility import check_config, probe
+from forebay.engines.local.row_attention import fold_shared_heads
+from forebay.engines.local.step_graphs import cuda_recorder
 from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
@@ -71,6 +77,8 @@ class TransformersEngine:
         *,
         max_batch: int = DEFAULT_MAX_BATCH,
         prefill_tokens: int = 8192,
+        cache_tokens: CacheTokens = "auto",
+        cuda_graphs: bool = True,
         takes_adapters: bool = True,
         max_context_tokens: int | None = None,
         model_step: int = 0,
@@ -80,7 +88,9 @@ class TransformersEngine:
 
         Without a `tokenizer` requests cannot have stop texts. `max_context_tokens` left out is the model's
         own limit. `max_batch` requests decode together, the rest wait; `prefill_tokens`, padding included, is
-        what one prefill pass may hold, and a longer prompt goes alone. With LoRA, an engine that
+        what one prefill pass may hold, and a longer prompt goes alone. `cache_tokens`, rows times columns,
+        bounds the key/value cache: see `CacheBudget`. On a CUDA device `cuda_graphs` records forward passes
+        and repeats them. With LoRA, an engine that
         `takes_adapters` keeps a second copy of the adapted weights; one that does not is given merged ones.
 
         Raises:
@@ -97,14 +107,20 @@ class TransformersEngine:
         self._has_tokenizer = tokenizer is not None
         self.max_context_tokens = check_config(model, max_context_tokens)
         """The most tokens, prompt and response together, one request may reach."""
+        fold_shared_heads(model)
+        place = torch.device(self._device)
+        graphs = cuda_graphs and place.type == "cuda"
         self._batch = DecodeBatch(
             self._model,
             max_context_tokens=self.max_context_tokens,
             prefill_tokens=prefill_tokens,
             eos_token_ids=end_token_ids(model, tokenizer),
             tokenizer=tokenizer,
+            budget=CacheBudget(cache_tokens),
+            recorder=partial(cuda_recorder, place) if graphs else None,
         )
         probe(self._batch)
+        self._batch.release()
         self._adapted = AdaptedWeights(self._model) if takes_adapters else None
         self.model_step = model_step
         """The step of the weights that make the next token."""
@@ -208,12 +224,16 @@ class TransformersEngine:
 
     async def health(self) -> EngineHealth:
         """Whether it can serve, and how busy it is."""
+        troubles = {
+            "failed forward passes": self._num_failed_passes,
+            "times out of memory": 0 if self._closed else self._batch.budget.num_shortages,
+        }
         return EngineHealth(
             ok=not self._closed,
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             model_step=self.model_step,
-            detail=f"{self._num_failed_passes} failed forward passes" if self._num_failed_passes else "",
+            detail=", ".join(f"{count} {what}" for what, count in troubles.items() if count),
         )
 
     async def close(self) -> None:
@@ -239,7 +259,9 @@ class TransformersEngine:
                 self._news.set()
             elif call in self._waiting:
                 del self._waiting[call]
-                call.ended.set_result(Completion(finish_reason="abort"))
+                if time_limit_s is not None:
+                    call.overdue = f"aborted after its time limit of {time_limit_s} s"
+                self._deliver([(call, call.completion("abort"))])
 
     async def _end_and_wait(self, calls: Sequence[_Call]) -> None:
         self._end(calls)
@@ -268,15 +290,13 @@ class TransformersEngine:
                 if len(self._running) < self._max_batch:
                     # All callers that are about to submit do so: then batches do not depend on timing.
                     await settle(lambda: self._num_arrivals, at_most=_MAX_TURNS)
-                admitted = list(self._waiting)[: self._max_batch - len(self._running)]
-                for call in admitted:
-                    del self._waiting[call]
-                    self._running[call] = None
-                    if (limit_s := call.request.time_limit_s) is not None:
-                        call.timer = loop.call_later(limit_s, self._end, [call], limit_s)
+                admitted = self._admit()
                 aborting, self._aborting = self._aborting, set()
                 self._news.clear()
-                self._deliver(await loop.run_in_executor(self._thread, self._work, admitted, aborting))
+                work = loop.run_in_executor(self._thread, self._work, admitted, aborting)
+                ended, given_up = await work
+                self._deliver(ended)
+                self._wait_again(given_up)
         # Whatever went wrong, no caller may be left waiting; the error itself goes to each of them.
         except Exception as error:
             logger.exception("the engine's driver failed")
@@ -288,6 +308,35 @@ class TransformersEngine:
             # The worker may be stepping still if this task was cancelled.
             self._news.set()
             self._driver = None
+
+    def _admit(self) -> list[_Call]:
+        """Take from those that wait as many as there is room for; those that can never run end here."""
+        waiting = list(islice(self._waiting, max(0, self._max_batch - len(self._running))))
+        admitted, impossible = self._batch.select(waiting)
+        most = self._batch.budget.most_tokens
+        for call in impossible:
+            del self._waiting[call]
+            need, name = self._batch.cache_need(call), call.request.request_id
+            message = (
+                f"request {name!r} may need a key/value cache of {need} tokens, and it takes "
+                f"{most} at most; raise engine.arguments.cache_tokens, or let responses be shorter"
+            )
+            self._deliver([(call, call.completion("error", message))])
+        for call in admitted:
+            del self._waiting[call]
+            self._running[call] = None
+            limit_s = call.request.time_limit_s
+            if limit_s is not None and call.timer is None:
+                call.timer = asyncio.get_running_loop().call_later(limit_s, self._end, [call], limit_s)
+        return admitted
+
+    def _wait_again(self, given_up: Set[Row]) -> None:
+        """Put back those that were given up: they are older than all that wait."""
+        calls = [call for call in self._running if call in given_up]
+        self._running = {call: None for call in self._running if call not in given_up}
+        self._waiting = dict.fromkeys(sorted(calls, key=lambda call: call.turn)) | self._waiting
+        self._end(self._aborting.intersection(calls))
+        self._aborting.difference_update(calls)
 
     def _deliver(self, ended: Iterable[tuple[Row, Completion]]) -> None:
         for call, completion in ended:
@@ -307,22 +356,25 @@ class TransformersEngine:
 
     # The worker thread's side
 
-    def _work(self, admitted: Sequence[Row], aborting: Iterable[Row]) -> list[Ended]:
-        """Admit, then step until something ends or the event loop has news."""
+    def _work(self, admitted: Sequence[Row], aborting: Iterable[Row]) -> tuple[list[Ended], set[Row]]:
+        """Admit, then step until something ends or is given up, or the event loop has news."""
         ended = self._batch.abort(aborting)
+        given_up = self._batch.take_given_up()
         if admitted:
             try:
-                self._batch.admit(admitted)
-            # A model may raise anything (out of memory, say): it fails these requests, not the engine.
+                ended += self._batch.admit(admitted)
+            # A model may raise anything: it fails these requests, not the engine.
             except Exception as error:
                 failed = Completion(finish_reason="error", error_msg=self._failed_pass(error))
                 ended += [(row, failed) for row in admitted]
-        while self._batch.size and not ended and not self._news.is_set():
+        given_up |= self._batch.take_given_up()
+        while self._batch.size and not (ended or given_up or self._news.is_set()):
             try:
                 ended = self._batch.step(self.model_step)
             except Exception as error:
                 ended = self._batch.fail(self._failed_pass(error))
-        return ended
+            given_up = self._batch.take_given_up()
+        return ended, given_up
 
     def _failed_pass(self, error: Exception) -> str:
         self._num_failed_passes += 1
@@ -341,6 +393,7 @@ class TransformersEngine:
         self.model_step = model_step
 
     def _move(self, device: str) -> None:
+        self._batch.forget_addresses()
         self._model.to(device)
         if self._adapted is not None:
             self._adapted.to(device)

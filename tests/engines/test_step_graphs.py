@@ -1,0 +1,218 @@
+"""A decode step as a GPU sees it: what is recorded is right when repeated, and little is read back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from forebay.engines import GenerateRequest
+from forebay.engines.local.batch import DecodeBatch, Row
+from forebay.engines.local.row_attention import fold_shared_heads
+from forebay.types import SampleParams
+
+
+class Graph(TorchDispatchMode):
+    """Records operations with their tensors, as a CUDA graph does, and repeats them at the same addresses.
+
+    Like a graph it knows nothing of Python: a number or tensor that was fresh while it was recorded stays as
+    it was then. Reading a value back is an error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        out = func(*args, **kwargs)
+        writes = any(result.alias_info and result.alias_info.is_write for result in func._schema.arguments)
+        given = {addresses(tensor) for tensor in tensors((args, kwargs))}
+        view = not writes and any(addresses(tensor) in given for tensor in tensors(out))
+        if not view:
+            self._operations.append((func, args, kwargs, out, writes))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out, writes in self._operations:
+            again = func(*args, **kwargs)
+            if not writes:
+                for old, new in zip(tensors(out), tensors(again), strict=True):
+                    old.copy_(new)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def addresses(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class Recorder:
+    """Counts recordings and replays; what a recording computed is spoiled, as on a GPU nothing runs yet."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replayed = 0
+
+    def __call__(self) -> Callable[[Callable[[], torch.Tensor]], Callable[[], None]]:
+        return self.record
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], None]:
+        graph = Graph()
+        with graph:
+            logits = work()
+        logits.fill_(torch.nan)
+        self.num_recorded += 1
+
+        def replay() -> None:
+            self.num_replayed += 1
+            graph.replay()
+
+        return replay
+
+
+def rows(count: int, max_tokens: int = 30) -> list[Row]:
+    return [
+        Row(
+            GenerateRequest(
+                request_id=str(i),
+                input_ids=np.arange(1 + 7 * i % 40, dtype=np.int32) % 50,
+                params=SampleParams(max_tokens=max_tokens, temperature=i % 3 * 0.5),
+                max_tokens=max_tokens - 2 * i,
+                seed=i,
+            )
+        )
+        for i in range(count)
+    ]
+
+
+def new_batch(model: Any, recorder: Any = None) -> DecodeBatch:
+    return DecodeBatch(model, max_context_tokens=150, prefill_tokens=500, recorder=recorder)
+
+
+def run(batch: DecodeBatch, asked: list[Row], change: Callable[[int], None] = lambda step: None) -> list[Any]:
+    """All completions in the order asked for; two rows join later."""
+    ended = dict(batch.admit(asked[:-2]))
+    for step in range(200):
+        if step == 4:
+            ended |= dict(batch.admit(asked[-2:]))
+        if not batch.size:
+            break
+        change(step)
+        ended |= dict(batch.step(step))
+    return [ended[row] for row in asked]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt_neox", "gpt2"])
+def test_steps_that_are_repeated_give_the_tokens_of_those_that_run(kind, make_model):
+    model = make_model(kind)
+
+    def halve_at_ten(step: int) -> None:
+        if step == 10:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(0.5)
+
+    recorder = Recorder()
+    plain, repeated = new_batch(model), new_batch(model, recorder)
+    expected = run(plain, rows(9), halve_at_ten)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    got = run(repeated, rows(9), halve_at_ten)
+    for one, other in zip(got, expected, strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+        assert one.finish_reason == other.finish_reason == "length"
+    # Nine rows leave one by one, in shapes that last two steps: most of them are too short to record.
+    assert recorder.num_recorded >= 1
+    assert recorder.num_replayed >= 8
+
+
+def test_recordings_end_where_the_cache_or_the_weights_move(make_model):
+    model, recorder = make_model("llama"), Recorder()
+    batch = new_batch(model, recorder)
+    first = run(batch, rows(4))
+    recorded = recorder.num_recorded
+    batch.release()
+    assert [one.response_ids.tolist() for one in run(batch, rows(4))] == [
+        one.response_ids.tolist() for one in first
+    ]
+    assert recorder.num_recorded == 2 * recorded
+
+
+def test_a_model_that_cannot_be_recorded_runs_as_it_is(make_model, caplog, monkeypatch):
+    model, recorder = make_model("llama"), Recorder()
+    expected = run(new_batch(model), rows(4))
+    forward = model.forward
+
+    def reading(**given: Any) -> Any:
+        given["position_ids"].max().item()
+        return forward(**given)
+
+    monkeypatch.setattr(model, "forward", reading)
+    with caplog.at_level(logging.WARNING):
+        got = run(new_batch(model, recorder), rows(4))
+    assert [one.response_ids.tolist() for one in got] == [one.response_ids.tolist() for one in expected]
+    assert "decoding without CUDA graphs: the model cannot be recorded" in caplog.text
+    assert recorder.num_replayed == 0
+
+
+WAITS = {"cpu", "item", "tolist", "nonzero", "unique", "__bool__", "__int__", "__float__", "__index__"}
+
+
+class Reads(TorchFunctionMode):
+    """What Python asks of tensors that a GPU would have to wait for, and the keys that attention is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[str] = []
+        self.uploads: list[Any] = []
+        self.key_heads: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        waits = {
+            "cpu",
+            "item",
+            "tolist",
+            "nonzero",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+            "unique",
+        }
+        if name in waits:
+            self.reads.append(name)
+        if name in ("from_numpy", "tensor", "as_tensor"):
+            self.uploads.append(name)
+        if name == "scaled_dot_product_attention":
+            self.key_heads.add(args[1].shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gpt2"])
+def test_a_step_reads_once_from_the_device_and_copies_no_keys_for_shared_heads(kind, make_model):
+    model = make_model(kind)
+    fold_shared_heads(model)
+    batch = new_batch(model)
+    batch.admit(rows(6))
+    batch.step(0)
+    with Reads() as seen:
+        for step in range(1, 5):
+            batch.step(step)
+    assert seen.reads == ["cpu"] * 4
+    assert not seen.uploads, "what rows draw by is on the device until rows join or leave"
+    config = model.config
+    assert seen.key_heads == {getattr(config, "num_key_value_heads", config.num_attention_heads)}

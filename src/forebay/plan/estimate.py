@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -312,7 +313,7 @@ def _parts(
         # An engine that takes adapters keeps the starting weights beside those that it merges them into.
         copies = 2 if config.train.lora_rank and config.engine.arguments.get("takes_adapters", True) else 1
         weights = step.num_parameters * _itemsize(config) * copies
-        cache = _running(config) * longest * _cache_bytes_per_token(config, hugging_face)
+        cache = _cache_tokens(config, longest) * _cache_bytes_per_token(config, hugging_face)
         parts["engine: weights"] = weights * max(1, processes)
         parts["engine: key/value cache"] = cache
     if device.is_gpu:
@@ -396,6 +397,12 @@ def _in_flight(config: RunConfig) -> float:
 def _running(config: RunConfig) -> int:
     """Requests that decode together."""
     return int(min(_in_flight(config), config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)))
+
+
+def _cache_tokens(config: RunConfig, longest: int) -> int:
+    """For which the engine's cache has memory."""
+    bound = config.engine.arguments.get("cache_tokens", "auto")
+    return min(_running(config) * longest, bound if isinstance(bound, int) else sys.maxsize)
 
 
 def _itemsize(config: RunConfig) -> int:

@@ -53,7 +53,7 @@ class CacheBudget:
         """No request runs: look how much memory is free besides a cache of `held_tokens`."""
         if self._auto and device.type == "cuda" and bytes_per_token:
             free, _ = torch.cuda.mem_get_info(device)
-            # What torch holds and does not use is free for the cache, too.
+            # Memory that torch holds and does not use is free for the cache, too.
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             self.most_tokens = int(_AUTO_SHARE * (free / bytes_per_token + held_tokens))
 

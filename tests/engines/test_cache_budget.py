@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from forebay.engines import GenerateRequest, TransformersEngine
 from forebay.engines.local import sampling
-from forebay.engines.local.batch import DecodeBatch, Row
+from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.cache_budget import CacheBudget
 from forebay.engines.local.kv_cache import RowCache
+from forebay.engines.local.rows import Row
 from forebay.types import SampleParams
 
 CONTEXT = 60

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forebay.engines import GenerateRequest
-from forebay.engines.local.batch import DecodeBatch, Ended, Row
+from forebay.engines.local.batch import DecodeBatch
+from forebay.engines.local.rows import Ended, Row
 from forebay.types import SampleParams
 
 CONTEXT = 60

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from forebay.engines import GenerateRequest
-from forebay.engines.local.batch import DecodeBatch, Row
+from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.row_attention import fold_shared_heads
+from forebay.engines.local.rows import Row
 from forebay.types import SampleParams
 
 

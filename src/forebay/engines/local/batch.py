@@ -28,7 +28,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -36,32 +35,21 @@ import torch
 from numpy.typing import NDArray
 from transformers.cache_utils import DynamicCache
 
-from forebay.engines.base import Completion, GenerateRequest
+from forebay.engines.base import GenerateRequest
 from forebay.engines.local import sampling
 from forebay.engines.local.cache_budget import CacheBudget
 from forebay.engines.local.kv_cache import RowCache, round_up_columns
+from forebay.engines.local.rows import ROW_FIELDS, TOKEN_FIELDS, Ended, Row, grown
 from forebay.engines.local.step_graphs import Record, StepGraphs, graph_size
 from forebay.engines.local.stopping import StopTexts
 from forebay.types import IntArray
 
 logger = logging.getLogger(__name__)
 
-AnyRow = TypeVar("AnyRow", bound="Row")
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 MIN_ROWS = 4
 """Smaller matrix products take other kernels on a CPU, which round differently; spare rows fill up."""
-
-_HEADROOM_TOKENS = 128
-"""For which a row that enters needs room: with none it would soon be given up and computed again."""
-
-_GRAPH_COLUMNS = 64
-"""Widths of graphs are multiples of this."""
-
-_PREFILL_LENGTH_RATIO = 1.25
-"""Longest over shortest prompt of one prefill pass: padding costs no more than that, and prompts of all
-lengths up to some thousands take a few dozen passes."""
-
-_NO_STOP_ID = -1
 
 
 class DecodeBatch:
@@ -94,8 +82,8 @@ class DecodeBatch:
         self._requests: list[Row] = []
         self._given_up: set[Row] = set()
         self._num_entered = 0
-        self._rows = np.zeros(MIN_ROWS, _ROW_FIELDS)
-        self._made = np.zeros((MIN_ROWS, 0), _TOKEN_FIELDS)
+        self._rows = np.zeros(MIN_ROWS, ROW_FIELDS)
+        self._made = np.zeros((MIN_ROWS, 0), TOKEN_FIELDS)
         self._stop_ids = np.full((MIN_ROWS, 1), _NO_STOP_ID, np.int64)
         self._sampling: sampling.Sampling | None = None
 
@@ -311,10 +299,10 @@ class DecodeBatch:
         first = self.size
         stop_ids = [(*self._eos_token_ids, *row.request.params.stop_token_ids) for row in rows]
         num_rows = self._cache.num_rows
-        self._rows = _grown(self._rows, num_rows)
-        self._made = _grown(self._made, num_rows, max(len(row.made) for row in rows))
+        self._rows = grown(self._rows, num_rows)
+        self._made = grown(self._made, num_rows, max(len(row.made) for row in rows))
         num_stop_ids = max(len(ids) for ids in stop_ids)
-        self._stop_ids = _grown(self._stop_ids, num_rows, num_stop_ids, fill=_NO_STOP_ID)
+        self._stop_ids = grown(self._stop_ids, num_rows, num_stop_ids, fill=_NO_STOP_ID)
         for place, (row, stops) in enumerate(zip(rows, stop_ids, strict=True), start=first):
             request, token_ids = row.request, row.token_ids
             self._rows[place] = (
@@ -355,7 +343,7 @@ class DecodeBatch:
         ids, logprobs = drawn_B2[:, 0].astype(np.int32), drawn_B2[:, 1].astype(np.float32)
         made = int(rows["num_made"].max()) + 1
         if made > self._made.shape[1]:
-            self._made = _grown(self._made, len(self._made), 2 * made)
+            self._made = grown(self._made, len(self._made), 2 * made)
         new = np.arange(self.size), rows["num_made"]
         self._made["id"][new], self._made["logprob"][new] = ids, logprobs
         self._made["model_step"][new] = model_step
@@ -478,58 +466,14 @@ class DecodeBatch:
         return [] if moved else self._run_short()
 
 
-_TOKEN_FIELDS = np.dtype([("id", np.int32), ("logprob", np.float32), ("model_step", np.int32)])
+_HEADROOM_TOKENS = 128
+"""For which a row that enters needs room: with none it would soon be given up and computed again."""
 
+_GRAPH_COLUMNS = 64
+"""Widths of graphs are multiples of this."""
 
-@dataclass(eq=False)
-class Row:
-    """One request's place in the batch; compared by identity, so a request may be asked twice."""
+_PREFILL_LENGTH_RATIO = 1.25
+"""Longest over shortest prompt of one prefill pass: padding costs no more than that, and prompts of all
+lengths up to some thousands take a few dozen passes."""
 
-    request: GenerateRequest
-    made: NDArray[Any] = field(default_factory=lambda: np.empty(0, _TOKEN_FIELDS), kw_only=True)
-    """Its tokens, once it has left the batch; where it enters again, it goes on after them."""
-    turn: int = field(default=-1, kw_only=True)
-    """The how-manieth it entered first."""
-
-    @property
-    def token_ids(self) -> IntArray:
-        """int32: the request's tokens and those made."""
-        ids = self.request.input_ids
-        return np.concatenate([ids, self.made["id"]]) if len(self.made) else ids
-
-    def completion(self, finish_reason: str, error_msg: str | None = None) -> Completion:
-        """With the tokens made."""
-        return Completion(
-            response_ids=self.made["id"].copy(),
-            logprobs=self.made["logprob"].copy(),
-            model_steps=self.made["model_step"].copy(),
-            finish_reason=finish_reason,
-            error_msg=error_msg,
-        )
-
-
-Ended = tuple[Row, Completion]
-
-_ROW_FIELDS = np.dtype(
-    [
-        ("token", np.int64),  # the next to feed
-        ("position", np.int64),  # its column
-        ("num_made", np.int64),
-        ("limit", np.int64),  # of num_made
-        ("stream", np.uint64),  # of random numbers
-        ("num_earlier", np.int64),  # of them used by earlier calls
-        ("temperature", np.float32),
-        ("top_k", np.int64),
-        ("top_p", np.float32),
-    ]
-)
-
-
-def _grown(array: NDArray[Any], num_rows: int, num_columns: int = 0, fill: Any = 0) -> NDArray[Any]:
-    """`array` with at least these sizes, new entries `fill`."""
-    shape = (max(num_rows, len(array)), *(max(num_columns, size) for size in array.shape[1:]))
-    if shape == array.shape:
-        return array
-    grown = np.full(shape, fill, array.dtype)
-    grown[tuple(slice(size) for size in array.shape)] = array
-    return grown
+_NO_STOP_ID = -1

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from forebay.engines.base import GenerateRequest
-from forebay.engines.local.batch import DecodeBatch, Ended, Row
+from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.row_attention import ROW_ATTENTION
+from forebay.engines.local.rows import Ended, Row
 from forebay.types import SampleParams
 
 _PLAIN_LAYERS = {"full_attention"}

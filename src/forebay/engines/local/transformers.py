@@ -34,18 +34,16 @@ import torch
 
 from forebay.aio.tasks import settle
 from forebay.engines.base import DEFAULT_MAX_BATCH, Completion, EngineHealth, GenerateRequest
-from forebay.engines.local.batch import DecodeBatch, Ended, Row
+from forebay.engines.local.batch import DecodeBatch
 from forebay.engines.local.cache_budget import CacheBudget, CacheTokens
 from forebay.engines.local.compatibility import check_config, probe
 from forebay.engines.local.row_attention import fold_shared_heads
+from forebay.engines.local.rows import Ended, Row
 from forebay.engines.local.step_graphs import cuda_recorder
 from forebay.engines.weights.takeover import AdaptedWeights, copy_weights
 from forebay.models.starting_weights import AdapterConfig, AdaptersRefusedError, Weights
 
 logger = logging.getLogger(__name__)
-
-_MAX_TURNS = 1000
-"""Of the event loop for which requests wait for others of the same moment; a large batch takes hundreds."""
 
 
 @dataclass(eq=False)
@@ -403,6 +401,10 @@ class TransformersEngine:
     def _release(self) -> None:
         if self._batch.size == 0:
             self._batch.release()
+
+
+_MAX_TURNS = 1000
+"""Of the event loop for which requests wait for others of the same moment; a large batch takes hundreds."""
 
 
 def end_token_ids(model: Any, tokenizer: Any = None) -> set[int]:

@@ -315,7 +315,8 @@ _FREE_WORDS = """
     tasks.*.judge.timeout_s tasks.*.judge.shuffle_seed tasks.*.agent.name tasks.*.agent.arguments
     tasks.*.sample.max_tokens tasks.*.sample.temperature tasks.*.sample.top_p tasks.*.sample.top_k
     tasks.*.sample.stop tasks.*.sample.stop_token_ids tasks.*.sample.seed tasks.*.weight
-    tasks.*.overlong_prompts tasks.*.max_staleness replay.limit replay.keep_consumed produce.mode
+    tasks.*.overlong_prompts tasks.*.max_staleness replay.limit replay.keep_consumed
+    replay.store replay.path produce.mode
     produce.strategy produce.filter produce.sync_weights_interval produce.max_staleness
     produce.staleness_rule produce.over_sample_threshold produce.enable_partial_rollout
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries

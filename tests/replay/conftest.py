@@ -1,5 +1,4 @@
 import pytest
-from postgres_server import empty_place, running_server
 
 from forebay.replay import (
     FIFOReplayPolicy,
@@ -8,6 +7,7 @@ from forebay.replay import (
     ReplayBuffer,
     SQLStorage,
 )
+from postgres_server import empty_place, running_server
 
 
 @pytest.fixture(params=[NaiveStorage, IndexedStorage], ids=lambda store: store.__name__)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from postgres_server import empty_place
 from replay_factory import make_state, same
 
 from forebay.replay import (
@@ -23,6 +22,7 @@ from forebay.replay import (
     StalenessReplayPolicy,
 )
 from forebay.types import Status
+from postgres_server import empty_place
 
 TASKS = ("math", "code")
 LIVE = [status for status in Status if status is not Status.ARCHIVED]

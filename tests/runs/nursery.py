@@ -5,6 +5,7 @@
     stdin                                      stdout
     ["train", "run.toml", ...]  or             @pid N
     ["scripted", FOLDER, ...]                  what the process prints; @end CODE, if it comes to its end
+    [..., {"NAME": "environment"}]
     reap                                       @exit CODE
 
 Until ``reap`` the process keeps its number even if it has ended, so whoever kills it kills nobody else.
@@ -44,6 +45,8 @@ def become(arguments):
     """Never returns: this process is the run now."""
     code = 1
     try:
+        if isinstance(arguments[-1], dict):
+            os.environ |= arguments.pop()
         run(arguments)
         code = 0
     except SystemExit as leaving:

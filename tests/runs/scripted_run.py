@@ -2,11 +2,13 @@
 
 ::
 
-    scripted engine -> real manager, strategy, buffer (in memory, or SQLite) -> RememberingTrainer
-    FOLDER/checkpoints/step_N/  manager/      the manager's own save
+    scripted engine -> real manager, strategy, buffer (memory, SQLite, PostgreSQL) -> RememberingTrainer
+    FOLDER/checkpoints/step_N/  manager/      the manager's cut
                                 trainer.json  the groups of every step so far, as the trainer remembers them
 
-A checkpoint is written under another name and published as a run's is. Time is real and short.
+A checkpoint is written under another name and published as a run's is: after the last step, and of every
+second one, the cut is made while groups are in flight, and written while production goes on. Time is real and
+short.
 """
 
 import asyncio
@@ -22,7 +24,7 @@ from forebay.judges.base import Judge
 from forebay.ledger import Ledger
 from forebay.produce import AgentLoopManager, AsyncProduceStrategyConfig, Prompt, Sampler, TaskRunner
 from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, SQLStorage, StalenessReplayPolicy
-from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish
+from forebay.runs.folder import list_checkpoints, prune_checkpoints, publish, step_of
 from forebay.types import SampleParams
 
 TASKS = {"a": 1.0, "b": 2.0}
@@ -74,6 +76,7 @@ class Run:
             replay_buffer=self.buffer,
             rollout_controller=self.controller,
             ledger=Ledger(folder / "ledger.jsonl"),
+            keeps_dropped=self.buffer.storage.is_durable,
         )
 
     def runner(self, name):
@@ -97,20 +100,28 @@ class Run:
         manager = self.manager
         producing = asyncio.create_task(manager.produce_loop(BATCH_SIZE))
         await self.controller.update_weights([], self.step)
-        await manager.continue_produce(self.step)
+        if self.step < STEPS:
+            await manager.continue_produce(self.step)
         while self.step < STEPS:
             result = await manager.get_batch(BATCH_SIZE, self.step + 1)
             if result.rollout_states:
                 await asyncio.sleep(0.003)
                 self.step += 1
                 self.remember(result.rollout_states)
-                await self.buffer.commit(self.step)
+                if not self.buffer.storage.is_durable:
+                    await self.buffer.commit(self.step)
                 print(f"{self.step}/{STEPS}", flush=True)
             await manager.pause_produce()
             await self.controller.update_weights([], self.step)
-            if result.rollout_states and (self.step % every == 0 or self.step == STEPS):
+            is_last = self.step == STEPS
+            is_due = bool(result.rollout_states) and (self.step % every == 0 or is_last)
+            if is_due and (is_last or self.step % 2):
                 await self.checkpoint()
-            await manager.continue_produce(self.step)
+            if not is_last:
+                await manager.continue_produce(self.step)
+                if is_due and self.step % 2 == 0:
+                    await asyncio.sleep(0.002)
+                    await self.checkpoint()
         await manager.shutdown()
         await producing
 
@@ -124,26 +135,32 @@ class Run:
         temporary = final.with_name(final.name + ".tmp")
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        cut = await self.manager.cut(final / "manager", train_step=self.step)
         (temporary / "trainer.json").write_text(json.dumps(self.trained))
-        await self.manager.save(temporary / "manager")
+        await cut.write(temporary / "manager")
+        await cut.release()
         await asyncio.to_thread(publish, temporary, final)
         await asyncio.to_thread(prune_checkpoints, self.folder, 2)
+        if self.buffer.storage.is_durable:
+            await self.buffer.commit(step_of(list_checkpoints(self.folder)[0]))
 
     async def resume(self):
         checkpoints = list_checkpoints(self.folder)
         if checkpoints:
             self.trained = read_trained(checkpoints[-1])
             self.step = max(self.trained)
-            await self.manager.resume(checkpoints[-1] / "manager")
+            is_durable = self.buffer.storage.is_durable
+            await self.manager.resume(checkpoints[-1] / "manager", has_groups=is_durable)
+        elif self.buffer.storage.is_durable:
+            await self.manager.settle(0)
 
 
 def build_buffer(folder, store):
     if store == "memory":
         return AsyncReplayBufferConfig().build()
-    # What the process before had in its file is in the snapshot, as far as it counts.
-    for path in folder.glob("buffer.sqlite*"):
-        path.unlink()
-    return ReplayBuffer(StalenessReplayPolicy(), SQLStorage(f"sqlite:///{folder / 'buffer.sqlite'}"))
+    storage = SQLStorage(store)
+    storage.claim_now()
+    return ReplayBuffer(StalenessReplayPolicy(), storage)
 
 
 def build_sampler(name, buffer):
@@ -173,5 +190,6 @@ def main(arguments):
         await run.resume()
         await run.train(every)
         run.manager.ledger.close()
+        await run.buffer.close()
 
     asyncio.run(go())

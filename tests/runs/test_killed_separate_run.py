@@ -1,6 +1,7 @@
 """Separate runs that are killed at any instant, again and again: nothing is lost or trained twice."""
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -20,9 +21,10 @@ from forebay.ledger.journal import read_events
 from forebay.metrics import read_jsonl
 from forebay.produce import Sampler
 from forebay.produce.prompts.dataset import load_prompts
-from forebay.replay import AsyncReplayBufferConfig
+from forebay.replay import AsyncReplayBufferConfig, SQLStorage
 from forebay.runs.config import RunConfig
-from forebay.runs.folder import list_checkpoints, prune_checkpoints
+from forebay.runs.folder import list_checkpoints, prune_checkpoints, step_of
+from postgres_server import empty_place, running_server
 
 STEPS, BATCH_SIZE, STALE_FROM = 8, 3, 2
 
@@ -78,7 +80,7 @@ class Nursery:
     def run(self, *arguments, until="@end", after_s=0.0):
         """Kill the run `after_s` seconds after a line that begins with `until`, or after its start for None;
         whether it ended before."""
-        self.tell(json.dumps([str(part) for part in arguments]))
+        self.tell(json.dumps([part if isinstance(part, dict) else str(part) for part in arguments]))
         pid = int(self.read_to("@pid")[-1].split()[1])
         lines = [] if until is None else self.read_to(until, "@end")
         time.sleep(after_s)
@@ -109,16 +111,25 @@ def nursery():
         yield nursery
 
 
-def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s):
-    """Kill the run again and again until it is left to finish, at any instant from its start to its end."""
+def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s, store="memory"):
+    """Kill the run again and again until it is left to finish, at any instant from its start to its end.
+
+    In a durable `store`, what is finished at the instant of a kill is not generated again by the next start.
+    """
+    finished, num_bytes = set(), 0
     while True:
         checkpoints = list_checkpoints(folder)
         check_checkpoints(checkpoints)
+        books = folder / "ledger.jsonl"
+        if store != "memory" and checkpoints:
+            assert not finished & taken_up_since(books, num_bytes)
+            finished, num_bytes = asyncio.run(finished_groups(store)), books.stat().st_size
         done = step_of(checkpoints[-1]) if checkpoints else 0
         arguments = resume if checkpoints else start
         kind = rng.random()
         if kind < 0.2 or done >= steps:
             assert nursery.run(*arguments)
+            assert not finished & taken_up_since(books, num_bytes)
             return
         if kind < 0.35:
             # While it starts, goes back to its checkpoint, or makes its first step.
@@ -128,8 +139,30 @@ def kill_until_finished(nursery, rng, folder, steps, start, resume, within_s):
             nursery.run(*arguments, until=line, after_s=rng.uniform(0, within_s))
 
 
-def step_of(checkpoint):
-    return int(checkpoint.name.removeprefix("step_"))
+async def finished_groups(store):
+    """The ids of the groups in the database that are made, and not to be made again.
+
+    Those of task b are, once they have expired.
+    """
+    storage = SQLStorage(store)
+    try:
+        rows = await storage.get({"status": {"$in": ["completed", "archived", "filtered"]}}, rows_only=True)
+    finally:
+        storage.close()
+    return {row.tags["group"] for row in rows if row.task_name != "b"}
+
+
+def taken_up_since(books, num_bytes):
+    """The groups that were taken up to be generated, by the lines after the first `num_bytes` of the file."""
+    with books.open("rb") as file:
+        file.seek(num_bytes)
+        lines = [line for line in file if line.endswith(b"}\n") and line.startswith(b'{"number"')]
+    events = map(json.loads, lines)
+    return {
+        event["group"]
+        for event in events
+        if event["event"] in ("admitted", "retried") and "found" not in event
+    }
 
 
 def check_checkpoints(checkpoints):
@@ -137,12 +170,11 @@ def check_checkpoints(checkpoints):
     for path in checkpoints:
         files = [part for part in path.rglob("*") if part.is_file()]
         assert (path / "manager" / "manager.json") in files
-        assert (path / "manager" / "buffer").is_dir()
         assert all(part.stat().st_size for part in files), files
         json.loads((path / "manager" / "manager.json").read_text())
 
 
-def check_books(folder, samplers, trained, steps, batch_size):
+def check_books(folder, samplers, trained, steps, batch_size, store="memory"):
     """Every prompt up to the samplers' places is trained, dropped or live, once; the batches are whole.
 
     `trained` is what the trainer says: group ids by train step.
@@ -153,11 +185,17 @@ def check_books(folder, samplers, trained, steps, batch_size):
         range(1, steps + 1), batch_size
     )
     ledger = Ledger.read(folder / "ledger.jsonl")
-    handed_out, live = [], asyncio.run(live_groups(checkpoint))
+    booked = [event["group"] for event in read_events(folder / "ledger.jsonl") if "group" in event]
+    handed_out, live = [], asyncio.run(live_groups(checkpoint, store))
     for sampler in samplers:
         name = sampler.task_name
         sampler.resume(checkpoint / "manager" / f"sampler-{name}.json")
         taken = asyncio.run(first_groups(sampler))
+        if store != "memory":
+            # After a kill it has yet to come to groups that were finished, which it will pass over.
+            taken = list(
+                dict.fromkeys([*taken, *(group for group in booked if group.startswith(f"{name}/"))])
+            )
         handed_out += taken
         places = {group: ledger.life(group, name).place for group in taken}
         assert ledger.balance({}).by_task[name].generated == len(taken)
@@ -190,17 +228,20 @@ async def first_groups(sampler):
     return groups
 
 
-async def live_groups(checkpoint):
-    """The ids of the groups in the buffer of a checkpoint."""
-    buffer = AsyncReplayBufferConfig().build()
-    await buffer.resume(checkpoint / "manager" / "buffer")
-    return [row.item[0].group_id for row in await buffer.storage.get({})]
+async def live_groups(checkpoint, store):
+    """The ids of the groups in the buffer of a checkpoint, or in the database."""
+    buffer = AsyncReplayBufferConfig().build(None if store == "memory" else SQLStorage(store))
+    if store == "memory":
+        await buffer.resume(checkpoint / "manager" / "buffer")
+    rows = await buffer.storage.get({})
+    await buffer.close()
+    return [row.item[0].group_id for row in rows]
 
 
 # -- A real model and a real engine
 
 
-def check_real_run(folder):
+def check_real_run(folder, store):
     config = load_config(RunConfig, folder / "run.toml")
     samplers = [
         Sampler(
@@ -216,40 +257,53 @@ def check_real_run(folder):
     for event in read_events(folder / "ledger.jsonl"):
         if event["event"] == "trained":
             trained.setdefault(event["train_step"], []).append(event["group"])
-    check_books(folder, samplers, trained, STEPS, BATCH_SIZE)
+    check_books(folder, samplers, trained, STEPS, BATCH_SIZE, store)
     rows = [row for row in read_jsonl(folder / "metrics.jsonl") if "train/loss" in row]
     assert [row["train_step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(0 <= row["staleness"] < STALE_FROM for row in rows)
 
 
-def kill_real_runs(nursery, tmp_path, min_kills, seed):
+def kill_real_runs(nursery, places, tmp_path, min_kills, seed, kinds):
     """How many runs were finished, and how many kills it took."""
     (tmp_path / "run.toml").write_text(RUN_FILE)
     rng, number, nursery.num_kills = random.Random(seed), 0, 0
     while nursery.num_kills < min_kills:
-        folder, number = tmp_path / f"{number}" / "run", number + 1
-        every = f"checkpoint_every={rng.choice([1, 2])}"
-        start = ["train", tmp_path / "run.toml", f"output={folder.parent}", every, "--overwrite"]
-        resume = ["train", "--resume", folder]
-        kill_until_finished(nursery, rng, folder, STEPS, start, resume, within_s=0.25)
-        check_real_run(folder)
+        folder, kind, number = tmp_path / f"{number}" / "run", rng.choice(kinds), number + 1
+        store = {"memory": "memory", "sqlite": str(folder / "buffer.db")}.get(kind) or places()
+        environment = {"FOREBAY_REPLAY_URL": store}
+        changes = [f"checkpoint_every={rng.choice([1, 2, 4])}", f"replay.store={kind}"]
+        if rng.random() < 0.3:
+            changes.append("produce.in_flight_update=true")
+        output = f"output={folder.parent}"
+        start = ["train", tmp_path / "run.toml", output, *changes, "--overwrite", environment]
+        resume = ["train", "--resume", folder, environment]
+        kill_until_finished(nursery, rng, folder, STEPS, start, resume, 0.25, store)
+        check_real_run(folder, store)
     return number, nursery.num_kills
 
 
 def test_a_separate_run_with_a_real_model_survives_kills(nursery, tmp_path):
-    kill_real_runs(nursery, tmp_path, min_kills=2, seed=3)
+    kill_real_runs(nursery, None, tmp_path, min_kills=2, seed=3, kinds=["sqlite"])
 
 
 @pytest.mark.soak
-def test_separate_runs_with_a_real_model_survive_twenty_kills(nursery, tmp_path):
-    num_runs, num_kills = kill_real_runs(nursery, tmp_path, min_kills=20, seed=1)
+def test_separate_runs_with_a_real_model_survive_forty_kills(nursery, places, tmp_path):
+    kinds = ["memory", "sqlite", "postgresql"]
+    num_runs, num_kills = kill_real_runs(nursery, places, tmp_path, min_kills=40, seed=1, kinds=kinds)
     print(f"{num_runs} runs with a real model, {num_kills} kills: nothing lost, nothing trained twice")
+
+
+@pytest.fixture(scope="module")
+def places():
+    """Makes URLs, each of a place of its own in a PostgreSQL server."""
+    with running_server() as url, contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(empty_place(url))
 
 
 # -- A scripted engine, and a trainer that only remembers
 
 
-def check_scripted_run(folder):
+def check_scripted_run(folder, store):
     trained = scripted_run.read_trained(list_checkpoints(folder)[-1])
     ages = [age for groups in trained.values() for age in groups.values()]
     assert all(0 <= age < scripted_run.STALE_FROM for age in ages)
@@ -257,28 +311,39 @@ def check_scripted_run(folder):
         scripted_run.build_sampler(name, AsyncReplayBufferConfig().build()) for name in scripted_run.TASKS
     ]
     trained = {step: list(groups) for step, groups in trained.items()}
-    check_books(folder, samplers, trained, scripted_run.STEPS, scripted_run.BATCH_SIZE)
+    check_books(folder, samplers, trained, scripted_run.STEPS, scripted_run.BATCH_SIZE, store)
 
 
-def kill_scripted_runs(nursery, tmp_path, min_kills, seed):
+def kill_scripted_runs(nursery, make_store, tmp_path, min_kills, seed):
     """How many runs were finished, and how many kills it took."""
     rng, number, nursery.num_kills = random.Random(seed), 0, 0
     while nursery.num_kills < min_kills:
         folder, number = tmp_path / f"{number}", number + 1
-        command = ["scripted", folder, rng.choice(["memory", "sqlite"]), rng.choice([1, 2])]
-        kill_until_finished(nursery, rng, folder, scripted_run.STEPS, command, command, within_s=0.05)
-        check_scripted_run(folder)
+        store = make_store(folder)
+        command = ["scripted", folder, store, rng.choice([1, 2, 4])]
+        kill_until_finished(nursery, rng, folder, scripted_run.STEPS, command, command, 0.05, store)
+        check_scripted_run(folder, store)
     return number, nursery.num_kills
 
 
-def test_separate_runs_with_a_scripted_engine_survive_kills(nursery, tmp_path):
-    kill_scripted_runs(nursery, tmp_path, min_kills=4, seed=0)
+STORES = {
+    "memory": lambda request: lambda folder: "memory",
+    "sqlite": lambda request: lambda folder: str(folder / "buffer.sqlite"),
+    "postgresql": lambda request: lambda folder: request.getfixturevalue("places")(),
+}
+
+
+@pytest.mark.parametrize("kind", STORES)
+def test_separate_runs_with_a_scripted_engine_survive_kills(nursery, tmp_path, kind, request):
+    kill_scripted_runs(nursery, STORES[kind](request), tmp_path, min_kills=2, seed=0)
 
 
 @pytest.mark.soak
-def test_separate_runs_with_a_scripted_engine_survive_180_kills(nursery, tmp_path):
-    num_runs, num_kills = kill_scripted_runs(nursery, tmp_path, min_kills=180, seed=1)
-    print(f"{num_runs} runs with a scripted engine, {num_kills} kills: nothing lost, nothing trained twice")
+@pytest.mark.parametrize("kind", STORES)
+def test_separate_runs_with_a_scripted_engine_survive_a_hundred_kills(nursery, tmp_path, kind, request):
+    make_store = STORES[kind](request)
+    num_runs, num_kills = kill_scripted_runs(nursery, make_store, tmp_path, min_kills=100, seed=1)
+    print(f"{num_runs} runs on {kind}, {num_kills} kills: nothing lost, nothing trained twice")
 
 
 def test_a_deletion_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):

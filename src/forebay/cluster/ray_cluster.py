@@ -4,10 +4,10 @@
 
     [cluster] arguments --> RayCluster --open--> Ray joined or started, placement group
                                |       --start--> trainer, engines, rollout workers, all at the same time
-       controller, agent_loop, trainer, buffer
+       controller, agent_loop, trainer
                                |
-       a run loses a part  --> open, start: an empty buffer, and others in place of a lost trainer and of
-                               |            engines and workers that are gone for good; the rest stays
+       a run loses a part  --> open, start: others in place of a lost trainer, and of engines and workers
+                               |            that are gone for good; the rest stays
                                |
                             close: actors ended, room given back, Ray left as it was found
 """
@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -43,7 +43,6 @@ from forebay.cluster.workers import (
 )
 from forebay.config import ConfigError, parse_config
 from forebay.engines import RolloutController
-from forebay.replay import ReplayBuffer, SQLStorage, StorageBackend
 from forebay.runs.config import RunConfig
 from forebay.runs.placement import Listener, PartLost, RetryListener
 from forebay.watching.activity import Activities
@@ -53,8 +52,6 @@ logger = logging.getLogger(__name__)
 
 MAX_CALLS = 10_000
 """Under way at one actor at a time: every group and request that waits is one."""
-BUFFER_FILE = "buffer.db"
-"""In the run's folder: the groups that many workers make need not fit into its process's memory."""
 
 
 class RayCluster:
@@ -92,7 +89,6 @@ class RayCluster:
         """Whether the first engine shares the trainer's GPU, and gives it back while it is paused."""
         self._plan = Plan()
         self._trains = True
-        self._buffer: ReplayBuffer | None = None
         self._restarts = Restarts()
         self._is_ours = False
         """Whether this process joined or started Ray here, and so leaves it here."""
@@ -136,7 +132,6 @@ class RayCluster:
             except BaseException:
                 self._end()
                 raise
-        await self._close_buffer()
 
     def start(self, model_folder: Path) -> None:
         """Have every part running; what runs already stays.
@@ -307,25 +302,6 @@ class RayCluster:
         assert self._trainer is not None, "started without a trainer"
         return self._trainer
 
-    def buffer(self, build: Callable[[StorageBackend | None], ReplayBuffer]) -> ReplayBuffer:
-        """An empty buffer over an SQLite file; a cluster that does not train needs no file."""
-        if not self._trains:
-            return build(None)
-        # A run that was killed has left one, whose groups are in the run's checkpoints.
-        self._delete_buffer()
-        self._buffer = build(SQLStorage(self._config.folder / BUFFER_FILE))
-        return self._buffer
-
-    async def _close_buffer(self) -> None:
-        if self._buffer is not None:
-            buffer, self._buffer = self._buffer, None
-            await buffer.close()
-            self._delete_buffer()
-
-    def _delete_buffer(self) -> None:
-        for file in self._config.folder.glob(f"{BUFFER_FILE}*"):
-            file.unlink()
-
     def counts(self) -> dict[str, float]:
         """Restarts by part, and groups and requests that were generated again, so far."""
         kinds = ("trainer", "engine", "worker")
@@ -352,7 +328,7 @@ class RayCluster:
         """End every actor, give the room back, and end Ray if it was started here."""
         try:
             closing = [self._workers.close(), *(engine.close() for engine in self._engines)]
-            ending = asyncio.gather(*closing, self._close_buffer(), return_exceptions=True)
+            ending = asyncio.gather(*closing, return_exceptions=True)
             errors = await answered(ending, "the cluster was asked to end", CLOSE_LIMIT_S)
             for error in filter(None, errors):
                 logger.warning("a part of the cluster did not end well: %s", why(error))

@@ -165,6 +165,10 @@ class Ledger:
         """The tasks that have events, in the order of their first."""
         return list(self._tasks)
 
+    def name_live(self, task_name: str) -> list[GroupId]:
+        """The groups of the task that are neither trained nor dropped, in the order of their first events."""
+        return self._tasks[task_name].name_live() if task_name in self._tasks else []
+
     def count_live(self) -> dict[str, int]:
         """The groups of each task that are neither trained nor dropped, by the ledger's own account."""
         return {name: groups.counts[LIVE] + groups.counts[ADMITTED] for name, groups in self._tasks.items()}

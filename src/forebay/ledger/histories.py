@@ -87,6 +87,11 @@ class Histories:
         row = self._rows.get(group_id)
         return None if row is None else self._name(self._columns["place"][row])
 
+    def name_live(self) -> list[GroupId]:
+        """The groups that are neither trained nor dropped, in the order of their first events."""
+        first_other, places = _PLACES.index(TRAINED), self._columns["place"]
+        return [group_id for group_id, row in self._rows.items() if places[row] < first_other]
+
     def enter(self, event: Mapping[str, Any]) -> None:
         """Enter one event, as a line of the ledger's file; ValueError if it is none."""
         check_event(event["event"])

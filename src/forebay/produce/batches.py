@@ -76,6 +76,8 @@ class Batches:
     """Of the separate run."""
     rules: GroupRules | None = None
     """With rules, a batch holds only groups that the trainer can take."""
+    keeps_dropped: bool = False
+    """Groups that are dropped stay ARCHIVED, as consumed ones do, until a checkpoint covers it."""
 
     def __post_init__(self) -> None:
         self.num_untrainable = 0
@@ -230,12 +232,7 @@ class Batches:
             self.progress.finish_consume(train_step)
             self._consumed = {train_step: counts}
         # Counted before they are dropped: the result tells how many groups ended badly.
-        leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
-        for name, runner in self.runners.items():
-            keeps_expired = runner.produce_strategy.keeps_expired
-            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
-                for group in await self.buffer.get(leftovers[name][status], name, status):
-                    self._record_drop(group, name, status)
+        leftovers = await self._drop_terminal(train_step)
         progress = self.progress if done is None else done.progress
         pauses_s = self.producer.consume_pauses() if done is None else done.pauses_s
         results = {
@@ -255,6 +252,24 @@ class Batches:
             await self.age(train_step + 1)
             self.producer.reconsider()
         return batch
+
+    async def _drop_terminal(self, train_step: int) -> dict[str, dict[Status, int]]:
+        """Drop what will never be trained; the groups of each task and status that there were before."""
+        leftovers = await self.buffer.count_statuses(self.runners, LEFTOVER_STATUSES)
+        for name, runner in self.runners.items():
+            keeps_expired = runner.produce_strategy.keeps_expired
+            for status in _TERMINAL if keeps_expired else (*_TERMINAL, Status.EXPIRED):
+                if not (number := leftovers[name][status]):
+                    continue
+                if self.keeps_dropped:
+                    sizes = {name: number}
+                    taken, _ = await self.buffer.take_batch(sizes, group_status=status, train_step=train_step)
+                    dropped = taken[name]
+                else:
+                    dropped = await self.buffer.get(number, name, status)
+                for group in dropped:
+                    self._record_drop(group, name, status)
+        return leftovers
 
     async def report_expired(self, sizes: dict[str, int]) -> ProduceBatchResult:
         """A result without groups, because only newer weights can help; the windows stay for the next one."""
@@ -346,6 +361,9 @@ class Batches:
         if (counts := self._consumed.pop(train_step, None)) is not None:
             self.progress.mark_consumed({name: -count for name, count in counts.items()})
             self.progress.begin_consume(train_step)
+        if self.keeps_dropped:
+            # They came back with the batch.
+            await self._drop_terminal(train_step)
 
     async def count_live(self) -> dict[str, int]:
         """The groups of each task in the buffer and in flight."""

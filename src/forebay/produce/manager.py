@@ -20,21 +20,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from fractions import Fraction
 from numbers import Integral
 from pathlib import Path
-from urllib.parse import quote
 
-from forebay.io.durable import check, seal, write_json
+from forebay.io.durable import check
 from forebay.ledger import Ledger
 from forebay.produce.background import BackgroundProducer, Mode, TaskRunner, pause_tasks, produce_tasks, tell
 from forebay.produce.batches import Batches, ColocatedRound
 from forebay.produce.progress import ProduceProgress
+from forebay.produce.recovery import GROUPS, Cut, sampler_path, settle
 from forebay.produce.results import ProduceBatchResult
 from forebay.produce.strategies.base import ProduceBatchStatus
 from forebay.produce.strategies.context import Generation, GroupCallback, ProduceContext
@@ -64,6 +66,7 @@ class AgentLoopManager:
         stall_watch: ends waits for production in which nothing has progressed for too long.
         activities: where waits and puts are noted.
         rules: what is asked of a generated group; None: groups are stored, and trained, as they are.
+        keeps_dropped: dropped groups stay in the buffer, ARCHIVED, until it is told to `commit`.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class AgentLoopManager:
         stall_watch: StallWatch | None = None,
         activities: Activities | None = None,
         rules: GroupRules | None = None,
+        keeps_dropped: bool = False,
     ) -> None:
         names = [runner.task_name for runner in task_runners]
         if not names or len(set(names)) != len(names):
@@ -98,7 +102,9 @@ class AgentLoopManager:
             controller=rollout_controller,
         )
         ledger = Ledger() if ledger is None else ledger
-        self._batches = Batches(self._runners, replay_buffer, ledger, self._background, self.progress, rules)
+        self._batches = Batches(
+            self._runners, replay_buffer, ledger, self._background, self.progress, rules, keeps_dropped
+        )
 
     @property
     def ledger(self) -> Ledger:
@@ -323,24 +329,52 @@ class AgentLoopManager:
         if self._background.is_in_round:
             raise RuntimeError("cannot save while production is going on; pause it first")
         path = Path(path)
-        await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
-        # Nothing is in flight, so the parts fit together in any order; `seal` makes them count.
-        await self.replay_buffer.save(path / "buffer")
-        for name, runner in self._runners.items():
-            await asyncio.to_thread(runner.sampler.save, _sampler_path(path, name))
+        cut = await self.cut(path, model_step=model_step, with_groups=True)
+        try:
+            await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
+            # Nothing is in flight, so they fit to the rest, whenever they are asked.
+            for name, runner in self._runners.items():
+                await asyncio.to_thread(runner.sampler.save, sampler_path(path, name))
+            await cut.write(path)
+        finally:
+            await cut.release()
+
+    async def cut(
+        self,
+        path: Path,
+        *,
+        model_step: int | None = None,
+        with_groups: bool | None = None,
+        train_step: int | None = None,
+    ) -> Cut:
+        """Everything that `save` writes, as of one moment, to be written to `path`; production may go on.
+
+        A group that is in flight is in the books, and not in the buffer. With a `train_step`, that of a run's
+        checkpoint, a resume brings buffer and books together, and has such groups generated again; consumed
+        groups are left out. Without `with_groups` the groups stay where they are, in a store that is durable;
+        None: if it is.
+        """
+        opened, storage = AsyncExitStack(), self.replay_buffer.storage
+        write_groups = None
+        if with_groups or (with_groups is None and not storage.is_durable):
+            moment = self.replay_buffer.moment(live_only=train_step is not None)
+            write_groups = await opened.enter_async_context(moment)
+        # Nothing is awaited from here on: the parts are of the same moment.
         state = {
             "tasks": self.task_names,
-            "progress": self.progress.state_dict(),
+            "progress": copy.deepcopy(self.progress.state_dict()),
             "model_step": self.model_step if model_step is None else model_step,
             "ledger": self.ledger.checkpoint(path),
+            "train_step": train_step,
         }
-        # Before the checkpoint counts: it names a place in the ledger's file, which must be there.
-        await asyncio.to_thread(self.ledger.sync)
-        await asyncio.to_thread(write_json, path / "manager.json", state)
-        await asyncio.to_thread(seal, path)
+        runners = self._runners if train_step is not None else {}
+        samplers = {name: runner.sampler.state_dict() for name, runner in runners.items()}
+        return Cut(state, samplers, self.ledger, write_groups, opened)
 
-    async def resume(self, path: Path | str) -> int:
-        """Go back to what `save` wrote; return the model step. Production is paused afterwards.
+    async def resume(self, path: Path | str, *, has_groups: bool = False) -> int:
+        """Go back to what `save`, or a cut, wrote; return the model step. Production is paused afterwards.
+
+        With `has_groups` the buffer holds the groups already, those that came after the cut too.
 
         Raises:
             RuntimeError: production is running, or the buffer holds groups.
@@ -356,9 +390,10 @@ class AgentLoopManager:
                 f"the checkpoint at {str(path)!r} has tasks {sorted(state['tasks'])}, "
                 f"the run has {sorted(self._runners)}"
             )
-        await self.replay_buffer.resume(path / "buffer")
+        if not has_groups:
+            await self.replay_buffer.resume(path / GROUPS)
         for name, runner in self._runners.items():
-            await asyncio.to_thread(runner.sampler.resume, _sampler_path(path, name))
+            await asyncio.to_thread(runner.sampler.resume, sampler_path(path, name))
         self.progress.load_state_dict(state["progress"])
         await asyncio.to_thread(self.ledger.restore, state["ledger"], path)
         if self.ledger.lost_events:
@@ -367,13 +402,15 @@ class AgentLoopManager:
                 "on; the books of the groups that they were about are not complete",
                 self.ledger.lost_events,
             )
+        if (train_step := state.get("train_step")) is not None:
+            await self.settle(train_step)
         self._background.start_paused(state["model_step"])
         return self.model_step
 
-
-def _sampler_path(path: Path, task_name: str) -> Path:
-    # Task names are free text; those of files are not.
-    return path / f"sampler-{quote(task_name, safe='')}.json"
+    async def settle(self, train_step: int) -> None:
+        """Go on from the books of the checkpoint at `train_step`, with the groups that the buffer holds."""
+        samplers = {name: runner.sampler for name, runner in self._runners.items()}
+        await settle(self.replay_buffer, self.ledger, samplers, train_step)
 
 
 def split_batch(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +76,8 @@ class Sampler:
         if self.prompt_repeat_k < 1:
             raise ValueError(f"prompt_repeat_k must be at least 1, got {self.prompt_repeat_k}")
         self._asking = asyncio.Lock()
+        self._again: deque[tuple[int, int]] = deque()
+        """Epochs and indices of groups that come before the next new one."""
         self._empty_at: dict[Status, int] = {}
         """The version of the buffer at which it held no group of that status."""
         self.epoch: int
@@ -118,6 +122,22 @@ class Sampler:
             if version is not None:
                 self._empty_at[status] = version
             return None
+
+    def catch_up(self, is_known: Callable[[str], bool], missing: Iterable[str | int]) -> list[str | int]:
+        """Go on from an earlier place: skip the groups that are known, hand out the missing ones first.
+
+        Returns those of the missing ones that are not named by this sampler, which cannot be made again.
+        """
+        prefix, foreign = f"{self.task_name}/{self.seed}/", []
+        for group_id in missing:
+            place = re.fullmatch(r"(\d+)/(\d+)", str(group_id).removeprefix(prefix))
+            if place is None or int(place[2]) >= len(self.prompts):
+                foreign.append(group_id)
+            else:
+                self._again.append((int(place[1]), int(place[2])))
+        before = self.already_has
+        self.already_has = lambda name: is_known(name) or (before is not None and before(name))
+        return foreign
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the data and what it is a place in; plain JSON values."""
@@ -184,15 +204,21 @@ class Sampler:
 
         The loop ends: every round makes an id that was never made before, and what is held is finite.
         """
+        if self._again:
+            return self._group(*self._again.popleft())
         while True:
             if self.position == len(self.prompts):
                 self._start_epoch(self.epoch + 1)
             index = self._order(self.position) if self.shuffle else self.position
             self.position += 1
-            group_id = f"{self.task_name}/{self.seed}/{self.epoch}/{index}"
-            if self.already_has is None or not self.already_has(group_id):
-                break
-        prompt = self.prompts[index]
+            if self.already_has is None or not self.already_has(self._name(self.epoch, index)):
+                return self._group(self.epoch, index)
+
+    def _name(self, epoch: int, index: int) -> str:
+        return f"{self.task_name}/{self.seed}/{epoch}/{index}"
+
+    def _group(self, epoch: int, index: int) -> list[RolloutState]:
+        prompt, group_id = self.prompts[index], self._name(epoch, index)
         return [
             RolloutState(
                 [dict(message) for message in prompt.message],

@@ -15,7 +15,7 @@ generate, judge or train, and it starts no task: everything happens inside the c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -67,10 +67,9 @@ class ReplayBuffer:
     `save`, are copies, because the originals stay as they were (arrays are shared: replace them, do not write
     into them).
 
-    Many groups. Python's garbage collector visits every object that a store in memory holds at each full
-    collection, and nothing else runs meanwhile: a quarter of a second for 100,000 rollouts. A process that
-    keeps that many calls ``gc.collect()`` and ``gc.freeze()`` once its buffer is filled or resumed. Frozen
-    objects are no longer visited, and are still freed with their last reference.
+    Many groups. A full collection of Python's garbage collector stops everything for a quarter of a second
+    for 100,000 rollouts in memory. A process that keeps that many calls ``gc.collect()`` and ``gc.freeze()``
+    once its buffer is filled or resumed; frozen objects are still freed with their last reference.
 
     >>> async def example():
     ...     buffer = ReplayBuffer(ReplayPolicy())
@@ -328,8 +327,7 @@ class ReplayBuffer:
 
         `priorities` maps values of `by`, a field or ``tags.<name>``, to priorities: ``{17: 2.0}`` is the
         group of that uid, ``{"hard": 3.0}`` by ``tags.kind`` every group with that tag. A value that no live
-        group has is ignored: the group may have been taken. The cost is that of the query `by` $in, and of
-        the rows that it finds.
+        group has is ignored: the group may have been taken.
 
         Raises:
             ValueError: there is no such field, or a priority is not one; nothing is changed.
@@ -359,22 +357,27 @@ class ReplayBuffer:
     async def save(self, path: str | Path) -> None:
         """Write everything to the directory `path`: content, order, id counters, the policy's state.
 
-        `path` may be missing, empty, or hold an earlier snapshot, which is replaced in one instant: whatever
-        happens meanwhile, `path` holds one whole snapshot. The content is that of the moment of the call;
-        other callers do not wait for the writing.
+        `path` may be missing, empty, or hold an earlier snapshot, which is replaced in one instant. The
+        content is that of the moment of the call; other callers do not wait for the writing.
 
         Raises:
             ValueError: `path` holds something else, or a rollout holds a value that cannot be saved.
         """
+        async with self.moment() as write:
+            await write(Path(path))
+
+    @asynccontextmanager
+    async def moment(self, *, live_only: bool = False) -> AsyncIterator[Callable[[Path], Awaitable[None]]]:
+        """A block in which the content of its beginning can be written, or the live groups of it."""
         opened = ExitStack()
         async with self._save_lock, AsyncExitStack() as stack:
             stack.push_async_callback(run_to_the_end, opened.close)
             async with self._lock.alone():
-                content = await run_to_the_end(self._open_content, opened)
+                content = await run_to_the_end(self._open_content, opened, live_only)
                 self._num_saving += 1
             try:
                 # A store on disk is read while this goes on, as it was under the lock, a few groups at once.
-                await run_to_the_end(_write, Path(path), content)
+                yield lambda path: run_to_the_end(_write, path, content)
             finally:
                 self._num_saving -= 1
 
@@ -383,8 +386,7 @@ class ReplayBuffer:
 
         Raises:
             RuntimeError: the buffer holds live groups.
-            FileNotFoundError: there is nothing at `path`.
-            ValueError: the snapshot is damaged, of another format or of another policy.
+            FileNotFoundError, ValueError: there is no snapshot, or it is damaged, or of another policy.
         The buffer is then as it was.
         """
         await asyncio.to_thread(self._require_empty)
@@ -415,17 +417,18 @@ class ReplayBuffer:
                 yield view
 
     def _looking(self) -> AbstractAsyncContextManager[None]:
-        """For one question to the store, which need not wait for puts, and which no put waits for.
-
-        With a limit, a put is two calls of the store; a policy of its own may ask several questions.
-        """
+        """For one question to the store, which need not wait for puts, and which no put waits for."""
+        # With a limit a put is two calls; a policy of its own may ask several questions.
         is_one = self.limit is None and type(self.policy).count is ReplayPolicy.count
         return self._lock.shared() if is_one else self._lock.alone()
 
-    def _open_content(self, opened: ExitStack) -> dict[str, Any]:
+    def _open_content(self, opened: ExitStack, live_only: bool) -> dict[str, Any]:
         """The fields of a `Snapshot`, to be read until `opened` is closed."""
+        state = opened.enter_context(self.storage.reading_state())
+        if live_only:
+            state = {**state, "items": (item for item in state["items"] if not item.is_archived)}
         return {
-            "storage": opened.enter_context(self.storage.reading_state()),
+            "storage": state,
             "num_evicted": dict(self.storage.num_evicted),
             "policy": type(self.policy).__name__,
             "policy_state": self.policy.state_dict(),
@@ -485,8 +488,6 @@ COPY_AT_ONCE = 128
 
 
 # In threads, where Arrow is loaded, too: its first import takes longer than the event loop may stand still.
-
-
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     from forebay.replay.format.snapshot import Snapshot, write_snapshot
 

@@ -37,6 +37,7 @@ from forebay.produce import Prompt
 from forebay.produce.prompts.dataset import known_characters
 from forebay.produce.prompts.sequences import LazySequence
 from forebay.produce.strategies.rules import name_group
+from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, Trainer, shares_gpu
@@ -58,6 +59,7 @@ from forebay.runs.show.alarms import RunAlarms
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.status import RunStatus
 from forebay.runs.show.surroundings import ended_by_ctrl_c
+from forebay.runs.store import open_storage
 from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, WarmupConfig, supervised_warmup
@@ -100,6 +102,8 @@ class Run(Rollouts):
     evaluations: list[dict[str, float]] = field(default_factory=list)
     lag_limit: int | None = None
     """Train steps that rollouts may be behind since the guard lowered it; None: as configured."""
+    saving: asyncio.Task[None] | None = None
+    """Writes the latest checkpoint, beside everything else."""
     stop: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: finish this step, save and leave."""
     sync_interval: int = field(init=False)
@@ -133,6 +137,7 @@ async def open_run(
     *,
     resume_step: int | None = None,
     data: Sequence[TaskData] | None = None,
+    storage: StorageBackend | None = None,
 ) -> Run:
     """`build_run` in the run's own folder, on a `cluster` that has not been opened or has lost a part."""
     if cluster is not None:
@@ -141,11 +146,21 @@ async def open_run(
     with ended_by_ctrl_c():
         start = find_start(config, config.folder, display, data)
         if cluster is None:
-            return build_run(config, config.folder, display, resume_step=resume_step, start=start)
+            return build_run(
+                config, config.folder, display, resume_step=resume_step, start=start, storage=storage
+            )
     display.phase("ray")
     # It takes minutes where a model is large, and parts that are on the cluster already need the event loop.
     await asyncio.to_thread(cluster.start, start[0])
-    return build_run(config, config.folder, display, resume_step=resume_step, cluster=cluster, start=start)
+    return build_run(
+        config,
+        config.folder,
+        display,
+        resume_step=resume_step,
+        cluster=cluster,
+        start=start,
+        storage=storage,
+    )
 
 
 Start = tuple[Path, list[TaskData]]
@@ -180,11 +195,13 @@ def build_run(
     resume_step: int | None = None,
     cluster: Cluster | None = None,
     start: Start | None = None,
+    storage: StorageBackend | None = None,
 ) -> Run:
     """All components of the run in `folder`; `resume_step` is the step a resumed run goes on from.
 
     The heavy ones are on `cluster`, if one is given (`forebay.runs.placement.make_cluster`); it was opened
-    before. With a `start` it was started with its model, too.
+    before. With a `start` it was started with its model, too. A `storage` holds the groups that the run had
+    before it lost a part; None: it is opened as the run file says.
 
     Raises:
         ConfigError: the model, the data or a setting does not fit; before anything is generated.
@@ -196,7 +213,13 @@ def build_run(
         cluster.start(model_folder)
     # Parts that open files come last, so that none is left open where one before it does not fit.
     trainer = build_trainer(config, model_folder, tokenizer) if cluster is None else cluster.trainer()
-    rollouts = build_rollouts(config, model_folder, data, cluster=cluster)
+    if storage is None:
+        storage = open_storage(config, folder, is_new=resume_step is None)
+    try:
+        rollouts = build_rollouts(config, model_folder, data, cluster=cluster, storage=storage)
+    except BaseException:
+        storage.close()
+        raise
     metrics = config.metrics.build(folder, resume_step=resume_step, report=display.warning)
     ledger = rollouts.manager.ledger = Ledger(folder / "ledger.jsonl")
     run = Run(

@@ -49,7 +49,7 @@ async def run_colocated(run: Run) -> None:
             if steps.is_due(train_step, config.evaluate.every) and train_step < config.steps:
                 await steps.evaluate(run, f"step {train_step}")
             if steps.is_due(train_step, config.checkpoint_every):
-                await steps.checkpoint(run)
+                await steps.begin_checkpoint(run)
         if run.train_step == config.steps and not steps.is_evaluated(run):
             await steps.evaluate(run, "after")
         await steps.finish(run)

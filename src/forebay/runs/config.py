@@ -26,7 +26,6 @@ from forebay.metrics import MetricsConfig
 from forebay.models import DEVICE_PATTERN, ModelConfig
 from forebay.produce import STALENESS_RULES, DataConfig, default_is_valid_sample_fn, has_reward_variance
 from forebay.produce.prompts.sources import check_source
-from forebay.replay import SyncReplayBufferConfig
 from forebay.train import TrainConfig, WarmupConfig, check_staleness_rule
 from forebay.types import SampleParams
 
@@ -179,6 +178,30 @@ ASYNC_ONLY = (
 """Keys of ``[produce]`` that are options of the asynchronous strategy."""
 
 
+class ReplayConfig(StrictModel):
+    """Where groups wait for the trainer, and for how long they are kept."""
+
+    store: Literal["memory", "sqlite", "postgresql"] | None = None
+    """``memory``; ``sqlite``: a file; ``postgresql``: the database at the URL in the environment variable
+    ``FOREBAY_REPLAY_URL``. From the last two a killed run goes on with every finished group. None: ``sqlite``
+    on Ray, else ``memory``."""
+    path: Path | None = None
+    """The SQLite file, on a local disk; None: ``buffer.db`` in the run's folder."""
+    limit: int | None = Field(default=None, ge=1)
+    """Live groups at most; the groups that arrived first are evicted and counted. None: no limit."""
+    keep_consumed: bool = False
+    """Keep consumed groups, ARCHIVED, after the checkpoint that makes them safe to forget."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplayConfig:
+        if self.path is not None and self.store != "sqlite":
+            raise ConfigError(
+                f"replay.path = {str(self.path)!r} is the file of store 'sqlite', and replay.store is "
+                f"{self.store!r}: set replay.store = 'sqlite', or leave replay.path out"
+            )
+        return self
+
+
 class EvalConfig(StrictModel):
     """When and how the held-out prompts are tried; before and after training they always are."""
 
@@ -255,7 +278,7 @@ class RunConfig(RunFile):
     cluster: Component | None = None
     """``ray``: engines, agents, buffer and trainer as Ray actors. None: everything in this process."""
     tasks: list[TaskConfig] = Field(min_length=1)
-    replay: SyncReplayBufferConfig = SyncReplayBufferConfig()
+    replay: ReplayConfig = ReplayConfig()
     produce: ProduceConfig = ProduceConfig()
     warmup: WarmupConfig | None = None
     train: TrainConfig = TrainConfig()
@@ -309,6 +332,11 @@ class RunConfig(RunFile):
                     f"cluster.arguments.{key} was removed: a run has one replay buffer, in its own process; "
                     f"leave the key out"
                 )
+        if self.record and self.replay.store not in (None, "memory"):
+            raise ConfigError(
+                f"record = true repeats what happened to groups in memory, and replay.store is "
+                f"{self.replay.store!r}: leave one of the two out"
+            )
         own_limits = [task.name for task in self.tasks if task.max_staleness is not None]
         if own_limits and not self.produce.is_async:
             raise ConfigError(

@@ -141,6 +141,11 @@ def checkpoint_path(folder: Path, train_step: int) -> Path:
     return folder / "checkpoints" / f"step_{train_step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    """The finished train steps of the checkpoint at that path."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
 @contextlib.contextmanager
 def unfinished(final: Path) -> Iterator[Path]:
     """An empty folder in which the checkpoint `final` is written; the block ends with `publish`.

@@ -25,14 +25,13 @@ from forebay.engines import EngineLost
 from forebay.evaluate import Evaluator
 from forebay.io.durable import DamagedError, check, is_disk_error
 from forebay.judges import build_judge
-from forebay.metrics import MetricsConfig
 from forebay.produce import ProductionError, Prompt, TaskRunner
 from forebay.produce.prompts.dataset import last_user_text
-from forebay.replay import ConnectionLost
+from forebay.replay import ConnectionLost, StorageBackend
 from forebay.runs import steps
 from forebay.runs.build import Run, open_run
 from forebay.runs.colocated import run_colocated
-from forebay.runs.config import RunConfig, changed
+from forebay.runs.config import ReplayConfig, RunConfig, changed
 from forebay.runs.folder import (
     RUN_FILE,
     check_checkpoint,
@@ -43,6 +42,7 @@ from forebay.runs.folder import (
     new_folder,
     occupied,
     saved_config,
+    step_of,
     write_run_file,
 )
 from forebay.runs.placement import Cluster, PartLost, device_fact, idle_gpus, opened_cluster
@@ -52,6 +52,7 @@ from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
 from forebay.runs.show.surroundings import ended_by_ctrl_c, logs_shown, stopped_by_signals
 from forebay.runs.show.wording import clean
+from forebay.runs.store import keeps_consumed, lost_database, store_of, wait_for_database
 from forebay.train.parallel.ranks import RankError
 from forebay.types import FAILED_AT_KEY, RolloutState, Status
 
@@ -79,7 +80,7 @@ async def launch(
             if not (checkpoints := list_checkpoints(folder)):
                 raise ConfigError(f"nothing to resume in {str(folder)!r}: it has no complete checkpoint")
             checkpoint = checkpoints[-1]
-            step = int(checkpoint.name.removeprefix("step_"))
+            step = step_of(checkpoint)
             changes = changed(saved_config(folder), config)
             if step >= config.steps and is_finished(folder, checkpoint):
                 return finished_line(folder, step), False
@@ -125,13 +126,18 @@ async def _begun(config: RunConfig, display: RunDisplay, cluster: Cluster | None
 
 
 async def _resumed(
-    config: RunConfig, checkpoint: Path, step: int, display: RunDisplay, cluster: Cluster | None
+    config: RunConfig,
+    checkpoint: Path,
+    step: int,
+    display: RunDisplay,
+    cluster: Cluster | None,
+    storage: StorageBackend | None = None,
 ) -> Run:
     # Before anything is built: the answer comes at once, and nothing has to be undone.
     await asyncio.to_thread(check_checkpoint, checkpoint)
-    run = await open_run(config, display, cluster, resume_step=step)
+    run = await open_run(config, display, cluster, resume_step=step, storage=storage)
     try:
-        await steps.resume(run, checkpoint)
+        await steps.resume(run, checkpoint, has_groups=storage is not None)
     except BaseException:
         await steps.close(run)
         raise
@@ -153,7 +159,8 @@ async def _to_the_end(run: Run) -> Run:
             with stopped_by_signals(run.stop, run.display, run.folder), _start_up_frozen():
                 await _LOOPS[run.config.produce.mode](run)
             return run
-        except (PartLost, RankError, ConnectionLost, EngineLost, ProductionError) as error:
+        # Whichever it is: `_lost_part` raises it again, unless it tells of a lost part.
+        except Exception as error:
             reason = _lost_part(run, error)
             num_lost = 1 if run.train_step > furthest else num_lost + 1
             furthest = max(furthest, run.train_step)
@@ -180,9 +187,10 @@ def _lost_part(run: Run, error: Exception) -> str:
     """Which part's loss ended the run; raises `error` if it was none that going back brings back."""
     if isinstance(error, PartLost | RankError):
         return str(error)
-    if run.cluster is not None and isinstance(error, ConnectionLost):
-        return f"the buffer is lost: {error}"
-    if run.cluster is not None and (lost := run.cluster.none_is_left()):
+    if store_of(run.config) == "postgresql" and (lost := lost_database(error)):
+        return f"the database of the replay buffer is lost: {lost}"
+    is_of_parts = isinstance(error, ConnectionLost | EngineLost | ProductionError)
+    if run.cluster is not None and is_of_parts and (lost := run.cluster.none_is_left()):
         return f"{lost} ({error})"
     if isinstance(error, ProductionError) and is_disk_error(error.__cause__):
         # Groups could not be entered in the books: it is the disk that a person has to look at.
@@ -194,13 +202,19 @@ async def _back_to_checkpoint(run: Run, reason: str) -> Run:
     config, display = run.config, run.display
     checkpoints = list_checkpoints(config.folder)
     # Before the first one nothing was trained or produced that would have to be taken back.
-    step = int(checkpoints[-1].name.removeprefix("step_")) if checkpoints else 0
+    step = step_of(checkpoints[-1]) if checkpoints else 0
     display.warning(f"{reason}; the run goes back from train step {run.train_step} to {step}")
     display.start(config.name, {}, step=step, total=config.steps)
+    storage, keeps = run.manager.replay_buffer.storage, keeps_consumed(config)
+    if storage.is_durable:
+        await asyncio.to_thread(wait_for_database, config)
+    kept = storage if keeps and not storage.is_durable else None
     if checkpoints:
-        again = await _resumed(config, checkpoints[-1], step, display, run.cluster)
+        again = await _resumed(config, checkpoints[-1], step, display, run.cluster, kept)
     else:
-        again = await open_run(config, display, run.cluster, resume_step=step)
+        again = await open_run(config, display, run.cluster, resume_step=step, storage=kept)
+        if keeps:
+            await again.manager.settle(step)
     if run.stop.is_set():
         again.stop.set()
     return again
@@ -338,11 +352,12 @@ async def try_all(config: RunConfig, say: Callable[[str], None]) -> None:
                 # Nothing of a trial is kept, and a warm-up would train.
                 **{
                     "warmup": None,
-                    "metrics": MetricsConfig(),
+                    "metrics": type(config.metrics)(),
                     "record": False,
                     "trace": False,
                     "history_gb": 0,
                 },
+                "replay": ReplayConfig(store="memory"),
             }
         )
         async with opened_cluster(trial) as cluster:

@@ -3,7 +3,7 @@
 ::
 
     run file [cluster] --make_cluster--> Cluster --open: room--> --start: processes-->
-                                            | controller, agent_loop, trainer, buffer: the run's parts
+                                            | controller, agent_loop, trainer: the run's parts
     PartLost: a part ended that only a checkpoint brings back --> the run goes on from its last one
 
 This row knows no cluster: `forebay.cluster` has the implementation, which a run file names.
@@ -22,7 +22,6 @@ from forebay.config import ConfigError, look_up
 from forebay.engines import RolloutController
 from forebay.models import find_device, precision_on, spread_devices
 from forebay.produce.strategies.context import GroupGenerator
-from forebay.replay import ReplayBuffer, StorageBackend
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
 from forebay.train.batch import TrainBatch
 from forebay.types import FloatArray, RolloutState
@@ -83,10 +82,6 @@ class Cluster(Protocol):
 
         After a loss it may be the one of before, for a run that has it `resume` from a checkpoint.
         """
-        ...
-
-    def buffer(self, build: Callable[[StorageBackend | None], ReplayBuffer]) -> ReplayBuffer:
-        """An empty buffer; `build` makes one over a store, or in memory."""
         ...
 
     def counts(self) -> dict[str, float]:

@@ -42,9 +42,10 @@ from forebay.produce import (
 )
 from forebay.produce.prompts.dataset import check_prompt_lengths, hold_out, load_prompts, texts_of
 from forebay.produce.strategies.context import GroupGenerator
-from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend
+from forebay.replay import AsyncReplayBufferConfig, ReplayBuffer, StorageBackend, SyncReplayBufferConfig
 from forebay.runs.config import ASYNC_ONLY, FILTERS, RunConfig, TaskConfig
 from forebay.runs.placement import Cluster, shares_gpu
+from forebay.runs.store import keeps_consumed
 from forebay.train import TrainConfig
 from forebay.train.batch import why_untrainable
 from forebay.types import RolloutState
@@ -53,8 +54,6 @@ from forebay.watching.stalls import StallWatch
 
 WARN_AFTER_S = 60.0
 """Seconds without progress after which a run says what it waits for: longer than a usual generation."""
-EVAL_SEED = -1
-"""Names evaluation rollouts: runs have seeds from 0, so no training rollout has the same id or noise."""
 
 
 class TaskData(NamedTuple):
@@ -65,6 +64,10 @@ class TaskData(NamedTuple):
     """Empty for a task that is not evaluated."""
     context: int | None = None
     """Tokens of prompt and response that all of them fit into; None: not looked at yet."""
+
+
+EVAL_SEED = -1
+"""Runs have seeds from 0, so no training rollout has the same id or noise."""
 
 
 @dataclass
@@ -272,22 +275,23 @@ def build_rollouts(
     *,
     trains: bool = True,
     cluster: Cluster | None = None,
+    storage: StorageBackend | None = None,
 ) -> Rollouts:
     """The half of a run that makes rollouts: engine, tasks, buffer, manager, held-out prompts.
 
-    Without `trains` the lengths of the prompts to train on do not matter. A `cluster` was opened and started
-    before.
+    Without `trains` the lengths of the prompts to train on do not matter; without a `storage` groups are in
+    memory. A `cluster` was opened and started before.
 
     Raises:
         ConfigError: the model cannot be run, or prompts and responses are longer than the settings allow.
     """
-    tokenizer, activities = load_tokenizer(model_folder), Activities()
+    tokenizer, activities, buffer = load_tokenizer(model_folder), Activities(), build_buffer(config, storage)
     if cluster is not None:
-        controller, buffer = cluster.controller(), cluster.buffer(partial(build_buffer, config))
+        controller = cluster.controller()
     else:
         lora_rank = config.train.lora_rank if trains else 0
         engines = build_run_engines(config, model_folder, tokenizer, lora_rank=lora_rank)
-        controller, buffer = RolloutController(engines, seed=config.seed), build_buffer(config)
+        controller = RolloutController(engines, seed=config.seed)
 
     def agent_loop(task: TaskConfig, *, held_out: bool = False) -> GroupGenerator:
         if cluster is not None:
@@ -341,6 +345,7 @@ def build_rollouts(
         stall_watch=watch,
         activities=activities,
         rules=group_rules(config, context) if trains else None,
+        keeps_dropped=keeps_consumed(config),
     )
     return Rollouts(tokenizer, controller, eval_sets, manager, activities)
 
@@ -425,7 +430,5 @@ def build_strategy(config: RunConfig, task: TaskConfig, controller: RolloutContr
 
 def build_buffer(config: RunConfig, storage: StorageBackend | None = None) -> ReplayBuffer:
     """In order of arrival where nothing can be stale, else the most stale first."""
-    settings = (
-        AsyncReplayBufferConfig(**config.replay.model_dump()) if config.produce.is_async else config.replay
-    )
-    return settings.build(storage)
+    kind = AsyncReplayBufferConfig if config.produce.is_async else SyncReplayBufferConfig
+    return kind(limit=config.replay.limit, keep_consumed=config.replay.keep_consumed).build(storage)

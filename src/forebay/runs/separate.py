@@ -6,7 +6,7 @@
                                                                 |
     sync -> evaluate --+-> next_batch -> fit -> forget_consumed +-> report --+
                        |      ^ waits for the deciding put                   |
-                       |   production pauses only when due: sync, evaluate, checkpoint
+                       |   when due: sync and evaluate, production pauses; checkpoint, it goes on
                        +-----------------------------------------------------+
     evaluate -> save -> summary -> shutdown
 
@@ -81,22 +81,28 @@ async def _train(run: Run) -> None:
 
 
 async def _after_step(run: Run, train_step: int) -> None:
-    """Do the work that is due after a step; production rests meanwhile, except for weights in flight."""
+    """Do the work that is due after a step; production rests for a sync and an evaluation, not for a save."""
     config = run.config
     sync = steps.is_due(train_step, run.sync_interval)
     evaluate = steps.is_due(train_step, config.evaluate.every) and train_step < config.steps
     save = steps.is_due(train_step, config.checkpoint_every)
-    if sync and config.produce.in_flight_update and not (evaluate or save):
+    if sync and config.produce.in_flight_update and not evaluate:
         await steps.sync_weights(run)
         await run.manager.continue_produce(run.controller.model_step)
-    elif sync or evaluate or save:
+        if save:
+            await steps.begin_checkpoint(run)
+    elif sync or evaluate:
         async with steps.production_paused(run):
             if sync:
                 await steps.sync_weights(run)
             if evaluate:
                 await steps.evaluate(run, f"step {train_step}")
             if save:
-                await steps.checkpoint(run)
+                # Begun where nothing is in flight anyway, so that interrupted rollouts are saved with their
+                # tokens; it is written while production goes on.
+                await steps.begin_checkpoint(run)
+    elif save:
+        await steps.begin_checkpoint(run)
 
 
 @contextlib.asynccontextmanager

@@ -4,9 +4,8 @@
 
     sync_weights -> evaluate
     repeat, colocated: produce -> fit -> forget_consumed -> sync_weights -> report
-                       -> evaluate, checkpoint when due
-    repeat, separate:  next_batch -> fit -> forget_consumed -> report
-                       -> when due, with production_paused: sync_weights, evaluate, checkpoint
+    repeat, separate:  next_batch -> fit -> forget_consumed -> report -> production_paused: sync_weights
+            when due:  evaluate, begin_checkpoint
     finish
 
 CPU-heavy work runs in the run's compute thread, so that the event loop stays free.
@@ -16,9 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,10 +24,12 @@ from typing import Any, TypeVar
 from forebay.agents import AgentLoop
 from forebay.config import ConfigError
 from forebay.engines import EngineLost
-from forebay.io.durable import check, write_json
 from forebay.produce import ProduceBatchResult, ProductionError
 from forebay.runs.build import Run
-from forebay.runs.folder import checkpoint_path, prune_checkpoints, publish, unfinished
+from forebay.runs.checkpoints import begin_checkpoint as begin_checkpoint
+from forebay.runs.checkpoints import checkpoint, checkpoint_written, compute, limit_lag, phase
+from forebay.runs.checkpoints import resume as resume
+from forebay.runs.folder import publish
 from forebay.runs.placement import Cluster, PartLost
 from forebay.runs.record.events import name_groups
 from forebay.runs.reporting import group_counts as group_counts
@@ -37,38 +37,14 @@ from forebay.runs.reporting import raise_alarms, totals
 from forebay.runs.reporting import report as report
 from forebay.runs.rollouts import EvalSet, Rollouts
 from forebay.runs.show.pictures import learning_curve
+from forebay.runs.store import keeps_consumed
 from forebay.runs.verify import WeightsDifferError
 from forebay.train import OffPolicyError
 from forebay.types import RolloutState, Status
-from forebay.watching.activity import CHECKPOINT, EVALUATE, SYNC, TRAIN, WAIT_BATCH
+from forebay.watching.activity import EVALUATE, SYNC, TRAIN, WAIT_BATCH
 from forebay.watching.stalls import StallError, StallWatch
 
 T = TypeVar("T")
-
-RESCUED = (
-    EngineLost,
-    ProductionError,
-    StallError,
-    OffPolicyError,
-    WeightsDifferError,
-    FloatingPointError,
-    ConfigError,
-)
-"""Errors that end a run whose last finished step is sound; it is saved."""
-
-
-async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
-    """Call `function` in the compute thread and wait for it."""
-    return await asyncio.get_running_loop().run_in_executor(run.compute_thread, function, *args)
-
-
-@contextlib.contextmanager
-def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
-    """Show that the run now does `name`, count its time, and register it as an activity of that stage."""
-    run.display.phase(name)
-    span = run.activities.span(stage, f"step {run.train_step + 1}") if stage else contextlib.nullcontext()
-    with run.timer.phase(name), span:
-        yield
 
 
 async def sync_weights(run: Run) -> None:
@@ -152,6 +128,8 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
         ConfigError: the trainer refuses the batch.
         FloatingPointError: the training diverged.
     """
+    if run.saving is not None and run.saving.done():
+        await checkpoint_written(run)
     try:
         with phase(run, "train", TRAIN):
             thresholds = None
@@ -196,21 +174,13 @@ def guard(run: Run, train_step: int, metrics: dict[str, float]) -> None:
     run.display.warning(message)
 
 
-def limit_lag(run: Run, train_steps: int) -> None:
-    """Let weights and rollouts be at most `train_steps` behind, where more was allowed."""
-    run.lag_limit = train_steps
-    run.sync_interval = min(run.sync_interval, train_steps)
-    for runner in run.manager.task_runners:
-        runner.produce_strategy.limit_lag(train_steps)
-
-
 async def forget_consumed(run: Run, train_step: int) -> None:
-    """Drop what was consumed up to `train_step`, unless the run keeps it.
+    """Drop what was consumed up to `train_step`, unless a run that loses a part can ask for it again.
 
-    Buffer and trainer are in one process and go back to a checkpoint together, so nothing can ask for these
-    groups again. A durable store, which outlives the trainer, has to wait for the checkpoint.
+    Then it stays until a checkpoint covers it.
     """
-    await run.manager.replay_buffer.commit(train_step)
+    if not keeps_consumed(run.config):
+        await run.manager.replay_buffer.commit(train_step)
     # The report of this step tells of the buffer as it is now.
     await run.status.count_buffer()
 
@@ -285,59 +255,22 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-async def checkpoint(run: Run) -> Path:
-    """Save everything a resumed run needs; the folder appears under its name only when it is complete."""
-    final = checkpoint_path(run.folder, run.train_step)
-    if final.exists():
-        return final
-    with phase(run, "checkpoint", CHECKPOINT), unfinished(final) as temporary:
-        await compute(run, run.trainer.save, temporary / "trainer")
-        await run.manager.save(temporary / "manager")
-        state = {
-            "train_step": run.train_step,
-            "history": run.history,
-            "evaluations": run.evaluations,
-            "guard": run.guard.state_dict(),
-            "lag_limit": run.lag_limit,
-        }
-        await compute(run, write_json, temporary / "run.json", state)
-        if run.record is not None:
-            await run.record.checkpoint(run.train_step)
-        await compute(run, publish, temporary, final)
-    await compute(run, prune_checkpoints, run.folder, run.config.keep_checkpoints)
-    return final
-
-
 async def first_checkpoint(run: Run) -> None:
     """Where parts of the run can be lost: something to go back to before the first train step."""
     if run.cluster is not None and run.train_step == 0:
         await checkpoint(run)
 
 
-async def resume(run: Run, path: Path) -> None:
-    """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`.
-
-    Raises:
-        ConfigError: the checkpoint is not one of this run as it is configured.
-    """
-    try:
-        # The trainer and the manager check their own folders as they read them.
-        await compute(run, check, path)
-        state = json.loads((path / "run.json").read_text(encoding="utf-8"))
-        if path != checkpoint_path(path.parents[1], state["train_step"]):
-            raise ValueError(f"it is the checkpoint of train step {state['train_step']}")
-        await compute(run, run.trainer.resume, path / "trainer")
-        await run.manager.resume(path / "manager")
-    except ValueError as error:
-        raise ConfigError(f"cannot go on from {str(path)!r}: {error}") from error
-    run.train_step = state["train_step"]
-    run.history = state["history"]
-    run.evaluations = state["evaluations"]
-    run.alarms.catch_up(run.history, run.evaluations)
-    run.guard.load_state_dict(state["guard"])
-    if state["lag_limit"] is not None:
-        limit_lag(run, state["lag_limit"])
-    run.display.message(f"resumed after train step {run.train_step} from {path}")
+RESCUED = (
+    EngineLost,
+    ProductionError,
+    StallError,
+    OffPolicyError,
+    WeightsDifferError,
+    FloatingPointError,
+    ConfigError,
+)
+"""Errors that end a run whose last finished step is sound; it is saved."""
 
 
 async def rescue(run: Run, error: Exception) -> None:
@@ -393,6 +326,7 @@ async def close(run: Run) -> None:
         stack.push_async_callback(compute, run, run.trainer.close)
         stack.callback(run.display.close)
         stack.callback(run.manager.ledger.close)
+        stack.push_async_callback(run.manager.replay_buffer.close)
         if run.cluster is not None:
             # Restarts from here on are told to the run that goes on, if one does.
             stack.callback(run.cluster.listen)
@@ -406,6 +340,9 @@ async def close(run: Run) -> None:
             stack.callback(run.live_file.close, "failed" if run.has_failed else state)
         if run.trace is not None:
             stack.callback(run.trace.close)
+        if run.saving is not None:
+            # Whether it succeeds or not: all that follows is needed for it.
+            stack.push_async_callback(asyncio.wait, [run.saving])
 
 
 def is_evaluated(run: Run) -> bool:

@@ -26,7 +26,14 @@ import numpy as np
 from forebay.ledger import Ledger
 from forebay.produce.progress import ProduceProgress
 from forebay.produce.sampler import Sampler
-from forebay.produce.strategies.rules import GroupRules, check_form, fail_group, name_group, record_left
+from forebay.produce.strategies.rules import (
+    GroupRules,
+    book_tags,
+    check_form,
+    fail_group,
+    name_group,
+    record_left,
+)
 from forebay.replay import ReplayBuffer
 from forebay.tracebacks import raised_at
 from forebay.types import RolloutState, Status, get_group_status, note_place, reset_rollout_response
@@ -216,15 +223,13 @@ class ProduceContext:
             is_completed = self._filter(group)
         if not is_completed and before_put is not None:
             before_put(group)
+        entry: dict[str, Any] = {
+            "num_tokens": length,
+            "latency_s": latency_s,
+            "score": sum(scores) / len(scores) if scores else None,
+        }
         # Before the put: once stored, another put may evict the group, and that is entered at once.
-        self.ledger.record(
-            name_group(group),
-            self.task_name,
-            "produced",
-            num_tokens=length,
-            latency_s=latency_s,
-            score=sum(scores) / len(scores) if scores else None,
-        )
+        self.ledger.record(name_group(group), self.task_name, "produced", **entry)
         with self.activities.span(PUT, group[0].group_id, task=self.task_name, group=group[0].group_id):
             await self.replay_buffer.put(
                 group,
@@ -232,6 +237,7 @@ class ProduceContext:
                 model_step=self.model_step,
                 current_train_step=self.consumer_step,
                 stale_threshold=self.stale_threshold,
+                tags=book_tags(group, **entry),
             )
         self.progress.add_produced(self.task_name, samples=len(generated), tokens=tokens)
         if self.on_group is not None:
@@ -247,7 +253,7 @@ class ProduceContext:
                 state.extra_fields.pop(COUNTED_TOKENS_KEY, None)
             if wipe or state.status is Status.INIT:
                 state.status = Status.ABORTED
-        await self.replay_buffer.put(group, self.task_name)
+        await self.replay_buffer.put(group, self.task_name, tags=book_tags(group))
 
     def _filter(self, group: Group) -> bool:
         """Whether the validity function accepts the group."""

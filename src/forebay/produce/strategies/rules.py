@@ -12,6 +12,7 @@ context without `GroupRules` stores groups as they are, as long as they are well
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ import numpy as np
 
 from forebay.agents.base import split_attempts
 from forebay.ledger import Ledger
+from forebay.replay.stores.contract import TagValue
 from forebay.types import (
     FAILED_AT_KEY,
     TOKEN_FIELDS,
@@ -86,6 +88,8 @@ def _has_failed(attempt: Sequence[RolloutState]) -> bool:
     return any(state.status is Status.FAILED for state in attempt)
 
 
+GROUP_TAG = "group"
+"""The tag of a row that has the group's id."""
 _ERROR_LENGTH = 200
 """Characters of an error message that the ledger's file keeps: the reason, not the traceback."""
 
@@ -98,6 +102,15 @@ def name_group(group: Sequence[RolloutState]) -> str | int:
         for state in group:
             state.group_id = group_id
     return group_id
+
+
+def book_tags(group: Sequence[RolloutState], **facts: float | None) -> dict[str, TagValue]:
+    """The entry of a group in the books, as tags of its row: who finds the row knows of the entry.
+
+    `facts` are those of the event ``produced``; those that are not known are left out.
+    """
+    known = {name: value for name, value in facts.items() if value is not None and math.isfinite(value)}
+    return {GROUP_TAG: name_group(group), **known}
 
 
 def fail_group(group: Sequence[RolloutState], reason: str, place: str | None = None) -> None:

@@ -90,6 +90,10 @@ class StorageBackend(ABC):
 
     is_shared: ClassVar[bool] = False
     """Whether other processes may change the content."""
+    is_durable = False
+    """Whether the content outlives the process."""
+    holder: str | None = None
+    """The name of the run whose groups these are; a durable store keeps it."""
 
     async def put_many(
         self, items: Sequence[StorageItem], *, receipt: bytes | None = None, aged_at: int | None = None
@@ -108,12 +112,11 @@ class StorageBackend(ABC):
     async def claim(self) -> None:  # noqa: B027
         """Own the content from now on, in place of any earlier owner, whose changes are an `OwnerLost`.
 
-        Stores that never claimed it, in this process or others, may change it as before. Nothing happens
-        where no other process has the content.
+        Stores that never claimed it may change it as before. Where no process shares it, nothing happens.
         """
 
     keeps_receipts: ClassVar[bool] = False
-    """Whether a call can be asked for after the process died; only for what is still there then."""
+    """Whether a call can be asked for after the process died."""
 
     async def has_receipt(self, receipt: bytes) -> bool:
         """Whether a call with this receipt has happened, in the last hour or longer."""
@@ -180,8 +183,8 @@ class StorageBackend(ABC):
         faster, the next numbers draw instead. `random` gives numbers of [0, 1) and is called by one thread
         at a time, not necessarily that of the event loop.
 
-        Here all matching rows are read, without payload. A database overrides this: it reads timestamp_id,
-        uid and priority alone into a `SumTree`, locks what that draws, and draws again for what a rival has.
+        Here all matching rows are read. A database overrides this: it reads ids and priorities alone into a
+        `SumTree`, locks what that draws, and draws again for what a rival has.
         """
         taken: list[StorageItem] = []
         while len(taken) < count:
@@ -197,7 +200,7 @@ class StorageBackend(ABC):
     async def update_priorities(self, priorities: Mapping[int, float]) -> int:
         """Give the live rows with these uids these priorities; return how many there are.
 
-        Here a row is read and `update`d: a store that several processes share changes the one field.
+        A store that several processes share changes the one field.
         """
         rows = await self.get({"uid": {"$in": list(priorities)}}, rows_only=True)
         for row in rows:
@@ -270,8 +273,8 @@ class StorageBackend(ABC):
     async def set_train_step(self, task_name: str, train_step: int) -> None:
         """Rows of the task that have an `oldest_model_step` are from now on as stale as at `train_step`.
 
-        A step that is not later than the one set before changes nothing. Here it is only remembered: a store
-        that does no more keeps the staleness its rows were given.
+        A step that is not later changes nothing. A store that only remembers it, as here, keeps the staleness
+        its rows were given.
         """
         self._steps_set()[task_name] = train_step
 
@@ -296,10 +299,7 @@ class StorageBackend(ABC):
 
     @contextmanager
     def reading_state(self) -> Iterator[dict[str, Any]]:
-        """`state_dict` for the time of a block, in which the items are walked once.
-
-        A store on disk reads its payloads meanwhile, as of the moment at which the block began.
-        """
+        """`state_dict` of this moment for the time of a block, in which the items are walked once."""
         yield self.state_dict()
 
     @abstractmethod

@@ -254,7 +254,6 @@ class StepNow:
 
 
 async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:
-    count = buffer.storage.count
     groups = (await buffer.count_statuses([task_name], COUNTED_STATUSES))[task_name]
     if not groups[Status.COMPLETED]:
         return TaskNow(groups=groups)
@@ -263,11 +262,10 @@ async def _count_rows(buffer: ReplayBuffer, task_name: str) -> TaskNow:
     max_age = max(0, stalest[0].staleness) if stalest else 0
     # Rollouts of a source that is ahead of the trainer (negative staleness) are as good as fresh ones.
     comparisons = {0: "$lte", MAX_AGE: "$gte"}
-    ages = {
-        age: await count({**completed, "staleness": {comparisons.get(age, "$eq"): age}})
-        for age in range(min(max_age, MAX_AGE) + 1)
-    }
-    return TaskNow(groups=groups, ages={age: count for age, count in ages.items() if count}, max_age=max_age)
+    staleness = [{comparisons.get(age, "$eq"): age} for age in range(min(max_age, MAX_AGE) + 1)]
+    counts = await buffer.storage.count_many([{**completed, "staleness": value} for value in staleness])
+    ages = {age: count for age, count in enumerate(counts) if count}
+    return TaskNow(groups=groups, ages=ages, max_age=max_age)
 
 
 def _group_values(tasks: Iterable[TaskNow], scope: str) -> dict[str, float]:

@@ -56,6 +56,7 @@ from forebay.replay.stores.sql.schema import (
     ID_NAMES,
     groups,
     insert_or_update,
+    meta,
     payloads,
     receipts,
     tags,
@@ -75,6 +76,7 @@ class SQLStorage(StorageBackend):
 
     keeps_receipts = True
     is_shared = True
+    is_durable = True
 
     def __init__(
         self, url: str | os.PathLike[str], *, codec: Codec | None = None, create: bool = True
@@ -110,7 +112,11 @@ class SQLStorage(StorageBackend):
         self._engine.dispose()
 
     async def claim(self) -> None:
-        await self._worker.call(self._transactions.claim)
+        await self._worker.call(self.claim_now)
+
+    def claim_now(self) -> None:
+        """`claim`, in the calling thread."""
+        self._transactions.claim()
 
     async def put(self, item: StorageItem) -> int:
         [uid] = await self.put_many([item])
@@ -276,6 +282,18 @@ class SQLStorage(StorageBackend):
             if rows:
                 insert_or_update(connection, tasks, rows, "num_evicted")
 
+    @property
+    def holder(self) -> str | None:
+        """The name of the run whose groups these are, as it was set; None: of none."""
+        with self._reading() as connection:
+            name: str | None = connection.scalar(sa.select(meta.c.value).where(meta.c.name == HOLDER))
+        return name
+
+    @holder.setter
+    def holder(self, name: str | None) -> None:
+        with self._writing() as connection:
+            insert_or_update(connection, meta, [{"name": HOLDER, "value": name}], "value")
+
     def state_dict(self) -> dict[str, Any]:
         """Here it reads everything into memory.
 
@@ -390,6 +408,8 @@ def _within(
         return work(connection)
 
 
+HOLDER = "holder"
+"""In the table of facts about the store."""
 GROUPS_AT_ONCE = 32
 """Payloads of a save in memory beyond those that its writer holds: of long groups, of 5 MB each, 160 MB."""
 

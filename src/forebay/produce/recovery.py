@@ -1,0 +1,136 @@
+"""A checkpoint of production that stops nothing, and going on from one with what came after it.
+
+::
+
+    cut: samplers, progress, place in the ledger, groups in memory, all of one moment --write--> a folder
+                                                    (groups in a durable store stay there)
+
+    settle, after samplers, progress and ledger were put back to the checkpoint of train step S:
+
+        a group's row in the buffer                  its place in the books of S    becomes
+        consumed or dropped after S                  live, or none                  live: restore(S)
+        live                                         live                           live
+        live                                         none, or only admitted         entered from the row
+        live (a power cut took the last commits)     trained or dropped             deleted
+        FAILED, perhaps for want of a lost part      any                            generated again
+        none: it was in flight, at S or at the end   live                           generated again
+        none: taken up after S                       none                           the sampler comes to it
+
+A row carries its group's entry of the books, as tags, so both are one transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from forebay.io.durable import seal, write_json, write_text
+from forebay.ledger import GroupId, Ledger
+from forebay.produce.sampler import Sampler
+from forebay.produce.strategies.rules import GROUP_TAG, name_group
+from forebay.replay import ReplayBuffer, StorageItem
+from forebay.types import Status
+
+logger = logging.getLogger(__name__)
+
+GROUPS = "buffer"
+"""The folder with the groups, in that of a checkpoint; none where they stay in a durable store."""
+LOST = "lost"
+"""Why a group is dropped that was in flight and that no sampler can make again."""
+
+
+@dataclass(eq=False)
+class Cut:
+    """Production as of one moment, until it is released."""
+
+    state: dict[str, Any]
+    samplers: dict[str, dict[str, Any]]
+    ledger: Ledger
+    write_groups: Callable[[Path], Awaitable[None]] | None
+    opened: AsyncExitStack
+
+    async def write(self, path: Path) -> None:
+        """Write it to the folder `path`, whose last file makes it count."""
+        await asyncio.to_thread(path.mkdir, parents=True, exist_ok=True)
+        if self.write_groups is not None:
+            await self.write_groups(path / GROUPS)
+        for name, place in self.samplers.items():
+            await asyncio.to_thread(write_text, sampler_path(path, name), json.dumps(place))
+        # Before the checkpoint counts: it names a place in the ledger's file, which must be there.
+        await asyncio.to_thread(self.ledger.sync)
+        await asyncio.to_thread(write_json, path / "manager.json", self.state)
+        await asyncio.to_thread(seal, path)
+
+    async def release(self) -> None:
+        """Hold nothing any more."""
+        await self.opened.aclose()
+
+
+def sampler_path(path: Path, task_name: str) -> Path:
+    """The file of a task's sampler in the checkpoint at `path`."""
+    # Task names are free text; those of files are not.
+    return path / f"sampler-{quote(task_name, safe='')}.json"
+
+
+async def settle(
+    buffer: ReplayBuffer, ledger: Ledger, samplers: Mapping[str, Sampler], train_step: int
+) -> None:
+    """Bring buffer, books and samplers together, as the table above says it."""
+    await buffer.restore(train_step)
+    rows = await buffer.storage.get({}, rows_only=True)
+    names: dict[int, Any] = {row.uid: row.tags[GROUP_TAG] for row in rows if GROUP_TAG in row.tags}
+    if len(names) < len(rows):
+        # Of an earlier version, or put by a program of its own.
+        unnamed = {"uid": {"$in": [row.uid for row in rows if row.uid not in names]}}
+        names |= {row.uid: name_group(row.item) for row in await buffer.storage.get(unnamed)}
+    held: dict[str, set[Any]] = {name: set() for name in samplers}
+    settled: list[int] = []
+    for place, row in enumerate(rows):
+        group_id = names[row.uid]
+        if row.status is not Status.FAILED and _enter(ledger, group_id, row):
+            held.setdefault(row.task_name, set()).add(group_id)
+        else:
+            settled.append(row.uid)
+        if place % ROWS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    await buffer.storage.delete(settled)
+    for name, sampler in samplers.items():
+        missing = [group_id for group_id in ledger.name_live(name) if group_id not in held[name]]
+
+        def is_known(group_id: GroupId, task_name: str = name) -> bool:
+            return ledger.life(group_id, task_name) is not None
+
+        for group_id in sampler.catch_up(is_known, missing):
+            ledger.record(group_id, name, "dropped", reason=LOST)
+        logger.info(
+            "task %s: %d groups are kept, %d that were in flight are generated again",
+            name,
+            len(held[name]),
+            len(missing),
+        )
+
+
+ROWS_AT_ONCE = 1000
+"""Rows that are looked at between two turns of the event loop; it takes about 10 ms."""
+
+
+def _enter(ledger: Ledger, group_id: GroupId, row: StorageItem) -> bool:
+    """Enter in the books what the row says and they do not know; False if they say that it is settled."""
+    life = ledger.life(group_id, row.task_name)
+    if life is None:
+        ledger.record(group_id, row.task_name, "admitted", found=True)
+    elif life.place in ("trained", "dropped"):
+        return False
+    facts: dict[str, Any] = {
+        name: row.tags[name] for name in ("num_tokens", "latency_s", "score") if name in row.tags
+    }
+    if facts and (life is None or life.num_tokens != facts.get("num_tokens")):
+        ledger.record(group_id, row.task_name, "produced", found=True, **facts)
+    return True

@@ -1,0 +1,162 @@
+"""Checkpoints of a run: written beside production and training, and gone back to.
+
+::
+
+    begin_checkpoint: cut of production, history --> task `run.saving`: trainer (compute thread: before the
+                      next train step) -> cut, history -> checksums, fsync, rename -> older ones deleted
+                      -> groups consumed up to the oldest that is left: forgotten
+    resume:           trainer, production, history <-- folder; groups <-- folder, or the store has them
+
+Every function takes a `Run`; `forebay.runs.steps` has the other verbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from forebay.config import ConfigError
+from forebay.io.durable import check, write_json
+from forebay.produce.recovery import GROUPS, Cut
+from forebay.runs.build import Run
+from forebay.runs.folder import (
+    checkpoint_path,
+    list_checkpoints,
+    prune_checkpoints,
+    publish,
+    step_of,
+    unfinished,
+)
+from forebay.runs.store import keeps_consumed, store_of
+from forebay.types import Status
+from forebay.watching.activity import CHECKPOINT
+
+T = TypeVar("T")
+
+
+async def checkpoint(run: Run) -> Path:
+    """Save everything a resumed run needs; the folder appears under its name only when it is complete."""
+    await begin_checkpoint(run)
+    await checkpoint_written(run)
+    return checkpoint_path(run.folder, run.train_step)
+
+
+async def begin_checkpoint(run: Run) -> None:
+    """Begin a `checkpoint` of this moment, which is written beside production and training.
+
+    The next train step waits for the trainer's own part: both are done in the compute thread, in this order.
+    An error of the writing is raised by the next of these verbs, or by the next `fit`.
+    """
+    await checkpoint_written(run)
+    final = checkpoint_path(run.folder, run.train_step)
+    if final.exists():
+        return
+    with phase(run, "checkpoint", CHECKPOINT):
+        cut = await run.manager.cut(final / "manager", train_step=run.train_step)
+        state = {
+            "train_step": run.train_step,
+            "history": list(run.history),
+            "evaluations": list(run.evaluations),
+            "guard": run.guard.state_dict(),
+            "lag_limit": run.lag_limit,
+        }
+        if run.record is not None:
+            await run.record.checkpoint(run.train_step)
+        run.saving = asyncio.create_task(_write_checkpoint(run, final, cut, state), name=f"save {final.name}")
+        # It runs up to its first wait, which is for the compute thread.
+        await asyncio.sleep(0)
+
+
+async def _write_checkpoint(run: Run, final: Path, cut: Cut, state: dict[str, Any]) -> None:
+    try:
+        with unfinished(final) as temporary:
+            await compute(run, run.trainer.save, temporary / "trainer")
+            await cut.write(temporary / "manager")
+            await asyncio.to_thread(write_json, temporary / "run.json", state)
+            await asyncio.to_thread(publish, temporary, final)
+    finally:
+        await cut.release()
+    await asyncio.to_thread(prune_checkpoints, run.folder, run.config.keep_checkpoints)
+    if keeps_consumed(run.config):
+        # A run in a durable store may be asked to go on from any checkpoint that is left.
+        covered = list_checkpoints(run.folder)[0] if store_of(run.config) != "memory" else final
+        await run.manager.replay_buffer.commit(step_of(covered))
+
+
+async def checkpoint_written(run: Run) -> None:
+    """Wait until the checkpoint that was begun last is on the disk, if one was begun.
+
+    Raises:
+        DiskError, PartLost, RankError: it could not be written.
+    """
+    if (saving := run.saving) is not None:
+        # A caller that is cancelled must not leave half a checkpoint.
+        await asyncio.shield(saving)
+        run.saving = None
+
+
+async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
+    """Go back to the checkpoint at `path`; the engines get its weights at the next `sync_weights`.
+
+    A run that `has_groups` already, from before it lost a part, keeps those that were finished since.
+
+    Raises:
+        ConfigError: the checkpoint is not one of this run as it is configured.
+    """
+    try:
+        # The trainer and the manager check their own folders as they read them.
+        await compute(run, check, path)
+        state = json.loads((path / "run.json").read_text(encoding="utf-8"))
+        if path != checkpoint_path(path.parents[1], state["train_step"]):
+            raise ValueError(f"it is the checkpoint of train step {state['train_step']}")
+        await compute(run, run.trainer.resume, path / "trainer")
+        await _resume_production(run, path / "manager", has_groups=has_groups)
+    except ValueError as error:
+        raise ConfigError(f"cannot go on from {str(path)!r}: {error}") from error
+    run.train_step = state["train_step"]
+    run.history = state["history"]
+    run.evaluations = state["evaluations"]
+    run.alarms.catch_up(run.history, run.evaluations)
+    run.guard.load_state_dict(state["guard"])
+    if state["lag_limit"] is not None:
+        limit_lag(run, state["lag_limit"])
+    run.display.message(f"resumed after train step {run.train_step} from {path}")
+
+
+async def _resume_production(run: Run, path: Path, *, has_groups: bool) -> None:
+    storage = run.manager.replay_buffer.storage
+    has_snapshot = (path / GROUPS).exists()
+    if not has_groups and has_snapshot and storage.is_durable:
+        # What it holds is older, from before the run changed to another store.
+        await storage.delete_where({"status": {"$in": [status.value for status in Status]}})
+    elif not has_groups and not has_snapshot and storage.holder is None:
+        raise ValueError("its groups are in the store that the run had; leave replay.store as it was")
+    await run.manager.resume(path, has_groups=has_groups or not has_snapshot)
+    if storage.is_durable:
+        storage.holder = str(run.folder.resolve())
+
+
+def limit_lag(run: Run, train_steps: int) -> None:
+    """Let weights and rollouts be at most `train_steps` behind, where more was allowed."""
+    run.lag_limit = train_steps
+    run.sync_interval = min(run.sync_interval, train_steps)
+    for runner in run.manager.task_runners:
+        runner.produce_strategy.limit_lag(train_steps)
+
+
+async def compute(run: Run, function: Callable[..., T], *args: Any) -> T:
+    """Call `function` in the compute thread and wait for it."""
+    return await asyncio.get_running_loop().run_in_executor(run.compute_thread, function, *args)
+
+
+@contextlib.contextmanager
+def phase(run: Run, name: str, stage: str | None = None) -> Iterator[None]:
+    """Show that the run now does `name`, count its time, and register it as an activity of that stage."""
+    run.display.phase(name)
+    span = run.activities.span(stage, f"step {run.train_step + 1}") if stage else contextlib.nullcontext()
+    with run.timer.phase(name), span:
+        yield

@@ -1,0 +1,183 @@
+"""The store of a run's groups: which it is, and how it is opened for a run that begins or goes on.
+
+::
+
+    [replay] store --> memory
+                   --> SQLite file: RUN/buffer.db, or replay.path; on a local disk
+                   --> PostgreSQL: the URL in FOREBAY_REPLAY_URL, which is written down nowhere
+
+A durable store belongs to one run at a time: it has the name of the run's folder, fences off every earlier
+owner, and is emptied for a new run in the same folder.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from forebay.config import ConfigError
+from forebay.extras import needed_by
+from forebay.replay import IndexedStorage, StorageBackend
+from forebay.runs.config import RunConfig
+
+if TYPE_CHECKING:
+    from forebay.replay import SQLStorage
+
+STORE_FILE = "buffer.db"
+URL_VARIABLE = "FOREBAY_REPLAY_URL"
+REACH_LIMIT_S, REACH_EVERY_S = 60.0, 0.3
+MOUNTS = Path("/proc/mounts")
+_NETWORK = re.compile(
+    r"nfs\d?|cifs|smb.*|lustre|ceph|glusterfs|gpfs|beegfs.*|9p|afs|wekafs|panfs|orangefs|virtiofs|davfs"
+    r"|fuse\.(?!fuse-overlayfs|overlayfs).*"
+)
+"""File systems that other machines can write to; FUSE has too many to name, and few of them lock files."""
+
+
+def store_of(config: RunConfig) -> str:
+    """The kind of store that a run has: ``memory``, ``sqlite`` or ``postgresql``."""
+    if config.replay.store is not None:
+        return config.replay.store
+    on_disk = config.cluster is not None and not config.record and network_mount(config.folder) is None
+    return "sqlite" if on_disk else "memory"
+
+
+def keeps_consumed(config: RunConfig) -> bool:
+    """Whether consumed groups stay ARCHIVED until a checkpoint covers the step that consumed them.
+
+    Where a run ends as a whole, and its groups with it, nothing could ask for them again.
+    """
+    outlives = store_of(config) != "memory"
+    loses_trainer = (config.cluster is not None or config.train.ranks > 1) and not config.record
+    return config.checkpoint_every > 0 and (outlives or loses_trainer)
+
+
+def open_storage(config: RunConfig, folder: Path, *, is_new: bool) -> StorageBackend:
+    """The store of the run in `folder`, which is empty if the run `is_new`.
+
+    Raises:
+        ConfigError: the file is on a network file system, the database cannot be opened, or it holds the
+            groups of another run.
+    """
+    kind, name = store_of(config), str(folder.resolve())
+    if kind == "memory":
+        return IndexedStorage()
+    with needed_by("replay.store"):
+        from sqlalchemy.exc import SQLAlchemyError
+
+        from forebay.replay import SQLStorage
+    url = _url() if kind == "postgresql" else str(_local_file(config, folder))
+    try:
+        storage = SQLStorage(url)
+    except (SQLAlchemyError, ValueError) as error:
+        raise ConfigError(f"replay.store = {kind!r} cannot be opened: {plain_reason(error)}") from None
+    try:
+        # A file in the run's folder moves with it.
+        is_in_folder = kind == "sqlite" and config.replay.path is None
+        _take_over(storage, name, is_new=is_new, is_in_folder=is_in_folder)
+    except BaseException:
+        storage.close()
+        raise
+    return storage
+
+
+def _take_over(storage: SQLStorage, name: str, *, is_new: bool, is_in_folder: bool) -> None:
+    holder = storage.holder
+    if is_new:
+        if holder not in (None, name) and len(storage):
+            raise ConfigError(
+                f"replay.store: the database holds {len(storage)} groups of the run in {holder!r}; name "
+                f"another one (or another schema of it: ?options=-csearch_path%3DNAME), or delete its tables"
+            )
+        storage.load_state_dict(IndexedStorage().state_dict())
+        storage.holder = name
+    elif holder not in (None, name) and not is_in_folder:
+        raise ConfigError(
+            f"replay.store: the database holds the groups of the run in {holder!r}, and this one is in "
+            f"{name!r}: name the database of this run, or move its folder back"
+        )
+    storage.claim_now()
+
+
+def _url() -> str:
+    url = os.environ.get(URL_VARIABLE, "").strip()
+    if not re.match(r"postgres(ql)?://", url):
+        state = "is not set" if not url else "holds something else"
+        raise ConfigError(
+            f"replay.store = 'postgresql' needs the environment variable {URL_VARIABLE} with a URL such as "
+            f"postgresql://user:password@host/name, and it {state}"
+        )
+    return url
+
+
+def _local_file(config: RunConfig, folder: Path) -> Path:
+    path = config.replay.path or folder / STORE_FILE
+    if mount := network_mount(path):
+        raise ConfigError(
+            f"replay.store = 'sqlite' needs a local disk, since locks of a network file system do not hold, "
+            f"and {str(path)!r} is on {mount}: set replay.path to a local file, or use 'postgresql'"
+        )
+    return path
+
+
+def network_mount(path: Path) -> str | None:
+    """The network file system that `path` is on, as ``nfs4 at /mnt``; None: a local one, or unknown."""
+    try:
+        lines = MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    found, kind = Path("/"), ""
+    for line in lines:
+        _, escaped, type_, *_ = line.split(" ")
+        point = Path(re.sub(r"\\(\d{3})", lambda code: chr(int(code[1], 8)), escaped))
+        # Of two mounts at one place the later one counts.
+        if path.resolve().is_relative_to(point) and len(point.parts) >= len(found.parts):
+            found, kind = point, type_
+    return f"{kind} at {found}" if _NETWORK.fullmatch(kind) else None
+
+
+def wait_for_database(config: RunConfig) -> None:
+    """Return once the run's database answers; it may be starting again.
+
+    Raises:
+        ConfigError: it does not within `REACH_LIMIT_S`.
+    """
+    if store_of(config) != "postgresql":
+        return
+    from sqlalchemy.exc import OperationalError
+
+    from forebay.replay import SQLStorage
+
+    deadline_s = time.monotonic() + REACH_LIMIT_S
+    while True:
+        try:
+            return SQLStorage(_url(), create=False).close()
+        except OperationalError as error:
+            if time.monotonic() > deadline_s:
+                raise ConfigError(f"replay.store: no answer, {plain_reason(error)}") from None
+            time.sleep(REACH_EVERY_S)
+
+
+def lost_database(error: BaseException | None) -> str | None:
+    """Why the database of a run is lost, if that is what `error` comes from; None if it is not."""
+    from sqlalchemy.exc import DBAPIError
+
+    while error is not None:
+        if isinstance(error, DBAPIError):
+            return plain_reason(error)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def plain_reason(error: BaseException) -> str:
+    """The first line of what the database said, without the password."""
+    said = str(getattr(error, "orig", None) or error).strip().split("\n")[0]
+    from sqlalchemy import make_url
+
+    url = make_url(os.environ.get(URL_VARIABLE) or "postgresql://")
+    for secret in filter(None, (url.password, url.query.get("password"))):
+        said = said.replace(str(secret), "***")
+    return said

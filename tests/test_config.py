@@ -305,7 +305,7 @@ def keys_below(annotation: Any, key: str = "") -> set[str]:
 
 _FREE_WORDS = """
     steps batch_size check_memory device search_path threads checkpoint_every keep_checkpoints
-    show_every history_gb trace
+    show_every history_gb board trace
     verify_weights model.attention model.max_context engine.name engine.arguments engine.dtype
     cluster.name cluster.arguments tasks.*.data.source tasks.*.data.arguments
     tasks.*.data.prompt_column tasks.*.data.answer_column tasks.*.data.system_prompt

@@ -17,6 +17,7 @@ EXTRAS = {
     "fragments": ("lmdb",),
     "environments": ("gymnasium",),
     "http": ("httpx", "jinja2", "starlette", "uvicorn", "safetensors"),
+    "board": ("duckdb",),
     "ray": ("ray",),
     "trackers": ("tensorboard", "trackio", "wandb"),
 }

@@ -271,6 +271,8 @@ class RunConfig(RunFile):
     history_gb: float = Field(default=2.0, ge=0)
     """Disk for ``history/``: every rollout that was trained, dropped or evaluated, and every activity, for
     ``forebay board`` and SQL. The oldest are removed beyond it; 0: none is written."""
+    board: bool = False
+    """Start ``forebay board`` beside the run, and say its address; it ends with the run."""
     model: ModelConfig
     engine: EngineConfig = EngineConfig()
     """``transformers`` (in this process), ``process``, ``vllm``, ``sglang``, or

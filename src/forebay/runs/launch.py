@@ -50,7 +50,7 @@ from forebay.runs.reporting import accuracy_line
 from forebay.runs.rollouts import TaskData, build_rollouts, load_data, with_alphabet
 from forebay.runs.separate import run_separate
 from forebay.runs.show.display import RunDisplay
-from forebay.runs.show.surroundings import ended_by_ctrl_c, logs_shown, stopped_by_signals
+from forebay.runs.show.surroundings import board_beside, ended_by_ctrl_c, logs_shown, stopped_by_signals
 from forebay.runs.show.wording import clean
 from forebay.runs.store import keeps_consumed, lost_database, store_of, wait_for_database
 from forebay.train.parallel.ranks import RankError
@@ -110,7 +110,8 @@ async def launch(
                     kept = "nothing of this run is kept" if checkpoint is None else "the run is as it was"
                     display.stopped(f"{kept}; start it again with the same command")
                     raise
-                run = await _to_the_end(run)
+                with board_beside(folder, display) if config.board else contextlib.nullcontext():
+                    run = await _to_the_end(run)
     return accuracy_line(run), run.stop.is_set()
 
 

@@ -4,6 +4,7 @@
 
     Ctrl-C, SIGTERM --> stop after this step --a second one--> leave now, without saving
     logging of "forebay" --> lines of the display
+    forebay board        --> a process beside the run, which ends with it
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import contextlib
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +90,37 @@ def logs_shown(display: RunDisplay) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def board_beside(folder: Path, display: RunDisplay) -> Iterator[None]:
+    """``forebay board`` of the run in `folder`, in a process of its own, while open; its address is shown.
+
+    It ends when its standard input does: also when this process is killed.
+    """
+    start = "from forebay.cli import main; main()"
+    command = [sys.executable, "-c", start, "board", str(folder), "--beside"]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as board:
+        assert board.stdin is not None
+        assert board.stdout is not None
+        loop, lines = asyncio.get_running_loop(), board.stdout
+
+        def say_where() -> None:
+            # Its first line, once it serves. None: it could not, and said why on standard error.
+            if line := lines.readline().strip():
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(display.message, line)
+
+        reader = threading.Thread(target=say_where, name="board", daemon=True)
+        reader.start()
+        try:
+            yield
+        finally:
+            board.terminate()
+            board.stdin.close()
+            reader.join()
 
 
 @contextlib.contextmanager

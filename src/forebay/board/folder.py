@@ -1,0 +1,210 @@
+"""A run as its folder tells it: what it is, its numbers by step, its warnings, where it stands now.
+
+It only reads. Files that a run is writing are read up to their last whole line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forebay.ledger import Ledger
+from forebay.runs.record.history import FOLDER, REMOVED_FILE
+from forebay.runs.record.live import LIVE_FILE, NOTES_FILE, STALE_S
+
+RUN_FILE, METRICS_FILE, LEDGER_FILE = "run.toml", "metrics.jsonl", "ledger.jsonl"
+MAX_DEPTH = 4
+"""How far below the named folder runs are looked for."""
+MAX_NOTES = 500
+
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_SECRET = re.compile(r"(?i)(^|[_-])(key|token|secret|password|credentials?)$")
+_IN_URL = re.compile(r"(\w+://)[^/\s:@]*:[^/\s@]*@")
+
+Values = dict[str, Any]
+
+
+class RunFolder:
+    """One run. Rows of files that only grow are read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._metrics = _Lines(folder / METRICS_FILE)
+        self._notes = _Lines(folder / NOTES_FILE)
+
+    def facts(self) -> Values:
+        """What the run is, and its ``state``: that of its live file, or ``lost``, or ``old``."""
+        config, problem = {}, ""
+        try:
+            config = tomllib.loads((self.folder / RUN_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            problem = f"{RUN_FILE} cannot be read: {error}"
+        live = self.live()
+        rows = self.metrics()
+        last = rows[-1] if rows else {}
+        return {
+            "folder": str(self.folder),
+            "title": str(config.get("name", self.folder.name)),
+            "config": hide_secrets(config),
+            "problem": problem,
+            "state": live["state"],
+            "steps": config.get("steps"),
+            "train_step": last.get("train_step", 0),
+            "unix_time_s": live.get("unix_time_s") or last.get("unix_time_s"),
+            "tasks": [
+                str(task.get("name", "?")) for task in config.get("tasks", []) if isinstance(task, dict)
+            ],
+            "removed": self._removed(),
+        }
+
+    def metrics(self, since: float = -1) -> list[Values]:
+        """The rows of ``metrics.jsonl`` after train step `since`, oldest first."""
+        rows = self._metrics.read()
+        return rows if since < 0 else [row for row in rows if row.get("train_step", 0) > since]
+
+    def notes(self) -> list[Values]:
+        """Warnings and messages, oldest first."""
+        return self._notes.read()[-MAX_NOTES:]
+
+    def live(self) -> Values:
+        """The live file, with its age; ``state`` is ``old`` where the run wrote none."""
+        try:
+            values = _decode((self.folder / LIVE_FILE).read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return {"state": "old"}
+        values["age_s"] = age_s = time.time() - float(values.get("unix_time_s", 0))
+        if values.get("state") == "running" and age_s > STALE_S:
+            values["state"] = "lost"
+        return values
+
+    def life(self, group_id: str) -> list[Values]:
+        """The events of one group in the books, oldest first."""
+        searched = f'"group": {json.dumps(group_id)}'.encode()
+        try:
+            with (self.folder / LEDGER_FILE).open("rb") as file:
+                return [_decode(line) for line in file if searched in line]
+        except (OSError, msgspec.MsgspecError):
+            return []
+
+    def books(self) -> Values:
+        """The balance of every task by the ledger's file, for runs that wrote no live file."""
+        try:
+            balance = Ledger.read(self.folder / LEDGER_FILE).balance({})
+        except (OSError, ValueError):
+            return {}
+        return {
+            name: {
+                "generated": part.generated,
+                "trained": part.trained,
+                "dropped": part.dropped,
+                "live": part.generated - part.trained - sum(part.dropped.values()),
+                "retried": part.retried,
+                "left": part.left,
+            }
+            for name, part in balance.by_task.items()
+        }
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes whenever the run has written something new."""
+        names = (METRICS_FILE, NOTES_FILE, LIVE_FILE, f"{FOLDER}/{REMOVED_FILE}")
+        return tuple(_changed_ns(self.folder / name) for name in names)
+
+    def _removed(self) -> Values | None:
+        try:
+            return _decode((self.folder / FOLDER / REMOVED_FILE).read_bytes())
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+
+def find_runs(folders: list[Path]) -> dict[str, Path]:
+    """The run folders at or below `folders`, by a name that is their own.
+
+    >>> find_runs([Path("runs")])                                                   # doctest: +SKIP
+    {'demo': PosixPath('runs/demo'), 'older/demo': PosixPath('runs/older/demo')}
+    """
+    found: dict[str, Path] = {}
+    for folder in folders:
+        for run in _runs_below(folder, MAX_DEPTH):
+            relative = run.name if run == folder else str(run.relative_to(folder))
+            name, number = relative, 2
+            while name in found and found[name].resolve() != run.resolve():
+                name, number = f"{relative} ({number})", number + 1
+            found[name] = run
+    return found
+
+
+def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / RUN_FILE).is_file():
+        yield folder
+    elif depth:
+        try:
+            below = sorted(path for path in folder.iterdir() if path.is_dir())
+        except OSError:
+            return
+        for path in below:
+            # An earlier run that is being replaced, a virtual environment, ...
+            if not path.name.startswith((".", "__")) and not path.name.endswith(".old"):
+                yield from _runs_below(path, depth - 1)
+
+
+class _Lines:
+    """The JSON objects of a file that grows; damaged lines are passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[Values] = []
+        self._end = 0
+        self._inode = 0
+
+    def read(self) -> list[Values]:
+        try:
+            with self._path.open("rb") as file:
+                stat = self._path.stat()
+                if stat.st_ino != self._inode or stat.st_size < self._end:
+                    # Rewritten by a resume: from the start.
+                    self._rows, self._end, self._inode = [], 0, stat.st_ino
+                file.seek(self._end)
+                data = file.read()
+        except OSError:
+            return []
+        whole = data[: data.rfind(b"\n") + 1]
+        self._end += len(whole)
+        rows = list(self._rows)
+        for line in whole.splitlines():
+            try:
+                rows.append(_decode(line))
+            except msgspec.MsgspecError:
+                continue
+        self._rows = rows
+        return rows
+
+
+def hide_secrets(value: Any, name: str = "") -> Any:
+    """`value` without what looks like a credential: by the name of its key, or in an address.
+
+    >>> hide_secrets({"api_key": "abc", "url": "postgresql://me:pw@host/db"})
+    {'api_key': '(hidden)', 'url': 'postgresql://(hidden)@host/db'}
+    """
+    if isinstance(value, dict):
+        return {key: hide_secrets(item, str(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [hide_secrets(item, name) for item in value]
+    if isinstance(value, str):
+        if value and _SECRET.search(name):
+            return "(hidden)"
+        return _IN_URL.sub(r"\1(hidden)@", value)
+    return value
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -1,0 +1,442 @@
+"""Questions about the rollouts and activities of a run, answered by DuckDB over the files of its history.
+
+::
+
+    RUN/history/*/rollouts_*.parquet --list_parts--> a view in DuckDB --SQL with bound values--> JSON values
+
+Nothing is loaded ahead: a question reads the columns that it names. Texts in lists are cut (`PREVIEW`); a
+group or a rollout that is asked for comes whole.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forebay.extras import needed_by
+from forebay.runs.record.columns import DOCUMENTS, NUMBERS, TEXTS, TOKENS
+from forebay.runs.record.history import ROLLOUTS, SPANS, Part, list_parts
+
+with needed_by("forebay board"):
+    import duckdb
+
+Answer = TypeVar("Answer")
+Row = dict[str, Any]
+
+PREVIEW = 280
+"""Characters of a prompt or response in a list: some three lines on the page."""
+MAX_ROWS = 500
+"""Lines of one answer; a page shows far fewer."""
+MEMORY = "200MB"
+"""Of DuckDB, for all questions together; what needs more goes through a temporary file."""
+MAX_SPANS = 1500
+"""Activities of one stage in a timeline; more cannot be told apart on a screen, and are counted instead."""
+NUM_BUCKETS = 400
+
+LISTED = (*TEXTS, *NUMBERS)
+SPAN = "start_s, end_s, stage, name, task, group_id, note"
+
+
+class Rollouts:
+    """The history of one run. Safe for calls from several threads.
+
+    >>> Rollouts(Path("runs/demo")).search(text="42", task="math")["rows"]          # doctest: +SKIP
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._database = duckdb.connect(":memory:")
+        self._database.execute(f"SET memory_limit = '{MEMORY}'")
+        self._seen: dict[str, list[Part]] = {}
+        self.damaged: set[Path] = set()
+        """Files that cannot be read; what they hold is left out."""
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._database.close()
+
+    def search(
+        self, *, text: str = "", order: str = "newest", limit: int = 50, offset: int = 0, **where: str
+    ) -> dict[str, Any]:
+        """Rollouts that hold `text` (upper and lower case alike) and fit `where`, cut to a preview.
+
+        `where` may have the columns of `EQUALS`, equal to a value; ``tool``, the name of a tool that was
+        called; and ``NAME_min`` and ``NAME_max`` of `RANGES`.
+
+        Raises:
+            ValueError: an unknown condition or order, or a bound that is no number.
+        """
+        if order not in ORDERS:
+            raise ValueError(f"order must be one of {', '.join(ORDERS)}; got {order!r}")
+        condition, values = _conditions(text, where)
+        limit = min(max(limit, 1), MAX_ROWS)
+
+        def ask(cursor: duckdb.DuckDBPyConnection, parts: list[Part]) -> dict[str, Any]:
+            found: list[tuple[str, int]] = []
+            wanted = max(offset, 0) + limit + 1
+            # The newest first, and no further than needed. Other orders have to see everything.
+            for some in _newest_first(parts) if order == "newest" else [parts]:
+                found += cursor.execute(
+                    f"SELECT filename, file_row_number FROM {_source(ROLLOUTS, some)} WHERE {condition} "
+                    f"ORDER BY {ORDERS[order]} LIMIT ?",
+                    [*values, wanted - len(found)],
+                ).fetchall()
+                if len(found) >= wanted:
+                    break
+            rows = _previews(cursor, found[max(offset, 0) :][:limit])
+            return {"rows": rows, "more": len(found) >= wanted}
+
+        return self._ask(ROLLOUTS, ask, {"rows": [], "more": False})
+
+    def count(self, *, text: str = "", **where: str) -> dict[str, Any]:
+        """How many rollouts `search` would find, and their mean score, length and outcomes."""
+        condition, values = _conditions(text, where)
+
+        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
+            return _rows(
+                cursor,
+                "SELECT count(*) AS rollouts, count(DISTINCT group_id) AS groups, avg(score) AS score, "
+                f"avg(num_tokens) AS num_tokens FROM rollouts WHERE {condition}",
+                values,
+            )[0]
+
+        return self._ask(ROLLOUTS, ask, {"rollouts": 0, "groups": 0, "score": None, "num_tokens": None})
+
+    def choices(self) -> dict[str, list[Row]]:
+        """The values of each column that can be chosen, with their counts, the most frequent first."""
+
+        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, list[Row]]:
+            return {
+                name: _rows(
+                    cursor,
+                    f"SELECT {name} AS value, count(*) AS rollouts FROM rollouts WHERE {name} <> '' "
+                    f"GROUP BY {name} ORDER BY rollouts DESC LIMIT 50",
+                )
+                for name in ("task", "outcome", "reason", "status", "finish_reason")
+            }
+
+        return self._ask(ROLLOUTS, ask, {})
+
+    def group(self, group_id: str) -> list[Row]:
+        """Every rollout of a group with its texts, without tokens; each time that the group left the run."""
+        columns = ", ".join(
+            (*LISTED, "prompt", "response", "conversation", "reward", "truth", "facts", "error")
+        )
+        query = f"SELECT {columns} FROM rollouts WHERE group_id = ? ORDER BY time_s, member LIMIT {MAX_ROWS}"
+        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [group_id]), [])
+
+    def rollout(self, rollout_id: str) -> list[Row]:
+        """Everything of a rollout, tokens too; a line for each time that its group left the run."""
+        columns = ", ".join((*LISTED, *DOCUMENTS, *TOKENS))
+        query = f"SELECT {columns} FROM rollouts WHERE rollout_id = ? ORDER BY time_s LIMIT {MAX_ROWS}"
+        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [rollout_id]), [])
+
+    def prompts(
+        self, *, order: str = "hardest", task: str = "", limit: int = 50, offset: int = 0
+    ) -> list[Row]:
+        """Prompts by how they were answered: tries, scores at first and at last.
+
+        Raises:
+            ValueError: an unknown order.
+        """
+        orders = {
+            "hardest": "best, score, rollouts DESC",
+            "easiest": "score DESC, rollouts DESC",
+            "often": "rollouts DESC",
+            "improved": "last_score - first_score DESC NULLS LAST",
+            "worsened": "last_score - first_score NULLS LAST",
+            "varied": "spread DESC NULLS LAST",
+        }
+        if order not in orders:
+            raise ValueError(f"order must be one of {', '.join(orders)}; got {order!r}")
+        where, values = ("AND task = ?", [task]) if task else ("", [])
+        query = (
+            f"SELECT prompt_hash::VARCHAR AS prompt_hash, any_value(task) AS task, "
+            f"left(any_value(prompt), {PREVIEW}) AS prompt, count(*) AS rollouts, "
+            f"count(DISTINCT group_id) AS groups, avg(score) AS score, max(score) AS best, "
+            f"stddev_pop(score) AS spread, avg(num_tokens) AS num_tokens, min(train_step) AS first_step, "
+            f"max(train_step) AS last_step, arg_min(score, time_s) AS first_score, "
+            f"arg_max(score, time_s) AS last_score FROM rollouts WHERE score IS NOT NULL "
+            f"{where} GROUP BY prompt_hash ORDER BY {orders[order]} LIMIT ? OFFSET ?"
+        )
+        bounds = [min(max(limit, 1), MAX_ROWS), max(offset, 0)]
+        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [*values, *bounds]), [])
+
+    def prompt(self, prompt_hash: str) -> list[Row]:
+        """The rollouts of one prompt through training, oldest first, with whole responses."""
+        try:
+            number = int(prompt_hash)
+        except ValueError:
+            raise ValueError(f"a prompt's number is expected, got {prompt_hash!r}") from None
+        columns = ", ".join((*LISTED, "prompt", "response", "truth"))
+        order = f"ORDER BY train_step, member LIMIT {MAX_ROWS}"
+        query = f"SELECT {columns} FROM rollouts WHERE prompt_hash = ? {order}"
+        return self._ask(ROLLOUTS, lambda cursor, _: _rows(cursor, query, [number]), [])
+
+    def bias(self) -> dict[str, list[Row]]:
+        """Dropped against trained rollouts, by task: length, time, score; and the spread of staleness.
+
+        ``staleness`` has the trained rollouts by their age: a bound of n would have dropped those of more.
+        """
+
+        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, list[Row]]:
+            outcomes = "outcome IN ('trained', 'dropped')"
+            means = _rows(
+                cursor,
+                f"SELECT task, outcome, reason, count(*) AS rollouts, avg(num_tokens) AS num_tokens, "
+                f"stddev_samp(num_tokens) AS num_tokens_spread, "
+                f"quantile_cont(num_tokens, 0.9) AS num_tokens_90, avg(generate_s) AS generate_s, "
+                f"avg(score) AS score, "
+                f"stddev_samp(score) AS score_spread "
+                f"FROM rollouts WHERE {outcomes} GROUP BY ALL ORDER BY task, outcome DESC, rollouts DESC",
+            )
+            lengths = _rows(
+                cursor,
+                "WITH most AS (SELECT greatest(quantile_cont(num_tokens, 0.99), 1) AS tokens FROM rollouts) "
+                "SELECT outcome, least(floor(num_tokens * 24 / tokens), 24)::INT AS bin, "
+                f"any_value(tokens) / 24 AS width, count(*) AS rollouts FROM rollouts, most WHERE {outcomes} "
+                "GROUP BY outcome, bin ORDER BY outcome, bin",
+            )
+            staleness = _rows(
+                cursor,
+                "SELECT task, staleness, count(*) AS rollouts, avg(num_tokens) AS num_tokens, "
+                "avg(score) AS score FROM rollouts WHERE outcome = 'trained' "
+                "GROUP BY task, staleness ORDER BY task, staleness",
+            )
+            return {"means": means, "lengths": lengths, "staleness": staleness}
+
+        return self._ask(ROLLOUTS, ask, {"means": [], "lengths": [], "staleness": []})
+
+    def evaluated(self, train_step: int | None = None) -> tuple[int | None, dict[str, Row]]:
+        """The step of an evaluation, by default the last; by prompt, the mean score and an example."""
+        query = (
+            "SELECT prompt_hash::VARCHAR AS prompt_hash, any_value(task) AS task, "
+            "any_value(prompt) AS prompt, avg(score) AS score, any_value(response) AS response, "
+            "any_value(rollout_id) AS rollout_id FROM rollouts "
+            "WHERE outcome = 'evaluated' AND train_step = ? GROUP BY prompt_hash"
+        )
+
+        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> tuple[int | None, dict[str, Row]]:
+            step = train_step
+            if step is None:
+                last = "SELECT max(train_step) AS step FROM rollouts WHERE outcome = 'evaluated'"
+                step = _rows(cursor, last)[0]["step"]
+            return step, {row["prompt_hash"]: row for row in _rows(cursor, query, [step])}
+
+        nothing: tuple[int | None, dict[str, Row]] = (None, {})
+        return self._ask(ROLLOUTS, ask, nothing)
+
+    def timeline(self, start_s: float | None = None, end_s: float | None = None) -> dict[str, Any]:
+        """The activities between two unix times, by default of the last two minutes; and when all were.
+
+        ``busy`` has every stage: how often, and for how long it was going on at all. Stages with more than
+        `MAX_SPANS` activities are in ``crowded`` instead of ``spans``: how many at once, in `NUM_BUCKETS`
+        parts of the time.
+        """
+
+        def ask(cursor: duckdb.DuckDBPyConnection, _: list[Part]) -> dict[str, Any]:
+            whole = _rows(cursor, "SELECT min(start_s) AS start_s, max(end_s) AS end_s FROM spans")[0]
+            end = end_s if end_s is not None else whole["end_s"]
+            start = start_s if start_s is not None else max(whole["start_s"], end - 120)
+            busy = _rows(cursor, _BUSY, [start, end, start, end])
+            crowded = [row["stage"] for row in busy if row["times"] > MAX_SPANS]
+            spans = _rows(
+                cursor,
+                f"SELECT {SPAN} FROM spans WHERE end_s >= ? AND start_s <= ? "
+                "AND NOT list_contains(?, stage) ORDER BY start_s",
+                [start, end, crowded],
+            )
+            answer = {"from_s": start, "to_s": end, "whole": whole, "busy": busy, "spans": spans}
+            return {**answer, "crowded": {stage: _density(cursor, stage, start, end) for stage in crowded}}
+
+        nothing: dict[str, Any] = {"from_s": None, "spans": [], "busy": [], "crowded": {}}
+        return self._ask(SPANS, ask, nothing)
+
+    def spans_of(self, names: Sequence[str]) -> list[Row]:
+        """The activities that are named after these rollouts or groups."""
+        query = f"SELECT {SPAN} FROM spans WHERE list_contains(?, name) ORDER BY start_s LIMIT {MAX_ROWS}"
+        return self._ask(SPANS, lambda cursor, _: _rows(cursor, query, [list(names)]), [])
+
+    def _ask(
+        self, kind: str, ask: Callable[[duckdb.DuckDBPyConnection, list[Part]], Answer], nothing: Answer
+    ) -> Answer:
+        """The answer of `ask` with the view of this kind up to date; `nothing` where there is no file."""
+        for attempt in range(3):
+            cursor = self._database.cursor()
+            try:
+                with self._lock:
+                    parts = [part for part in list_parts(self._folder, kind) if part.path not in self.damaged]
+                    if not parts:
+                        return nothing
+                    if parts != self._seen.get(kind):
+                        view = f"CREATE OR REPLACE VIEW {kind} AS SELECT * FROM {_source(kind, parts)}"
+                        self._database.execute(view)
+                        self._seen[kind] = parts
+                return ask(cursor, parts)
+            except duckdb.Error as error:
+                # Files were put together, or removed, since they were listed; or some are damaged.
+                self._seen.pop(kind, None)
+                if attempt == 2:
+                    raise UnreadableError(f"the history cannot be read: {error}") from None
+                self.damaged |= {part.path for part in parts if _is_damaged(part.path)}
+            finally:
+                cursor.close()
+        raise AssertionError("not reached")
+
+
+class UnreadableError(Exception):
+    """A file of the history is damaged, or cannot be read; the message names it."""
+
+
+ORDERS = {
+    "newest": "time_s DESC",
+    "oldest": "time_s",
+    "best": "score DESC NULLS LAST, time_s DESC",
+    "worst": "score NULLS LAST, time_s DESC",
+    "longest": "num_tokens DESC",
+    "shortest": "num_tokens",
+    "stalest": "staleness DESC, time_s DESC",
+}
+EQUALS = ("task", "outcome", "reason", "status", "finish_reason", "group_id")
+RANGES = ("train_step", "score", "num_tokens", "staleness", "generate_s")
+
+
+def _is_damaged(path: Path) -> bool:
+    import pyarrow.parquet as pq
+
+    try:
+        pq.read_metadata(path)
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError):
+        return True
+    return False
+
+
+def _source(kind: str, parts: Sequence[Part]) -> str:
+    """All lines of these files that count: those that count up to one train step are read together."""
+    files: dict[int | None, list[str]] = {}
+    for part in parts:
+        files.setdefault(part.until, []).append(str(part.path).replace("'", "''"))
+    selects = []
+    for until, paths in files.items():
+        listed = ", ".join(f"'{path}'" for path in paths)
+        # Activities that were undone did happen.
+        where = "" if until is None or kind == SPANS else f" WHERE train_step <= {until}"
+        read = f"read_parquet([{listed}], union_by_name = true, filename = true, file_row_number = true)"
+        selects.append(f"SELECT * FROM {read}{where}")
+    return f"({' UNION ALL BY NAME '.join(selects)})"
+
+
+_BUSY = """
+WITH shown AS (
+  SELECT stage, greatest(start_s, ?) AS first, least(end_s, ?) AS last FROM spans
+  WHERE end_s >= ? AND start_s <= ?
+), ordered AS (
+  SELECT *, max(last) OVER (
+    PARTITION BY stage ORDER BY first ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+  ) AS until FROM shown
+)
+SELECT stage, count(*) AS times, max(last - first) AS longest_s,
+  sum(greatest(0, last - greatest(first, coalesce(until, first)))) AS busy_s
+FROM ordered GROUP BY stage ORDER BY stage
+"""
+"""Seconds in which anything of a stage was going on: what overlaps counts once."""
+
+
+def _density(cursor: duckdb.DuckDBPyConnection, stage: str, start_s: float, end_s: float) -> list[float]:
+    """How many activities of the stage were going on at once, in the mean of each part of the time."""
+    query = "SELECT start_s, end_s FROM spans WHERE stage = ? AND end_s >= ? AND start_s <= ?"
+    found = cursor.execute(query, [stage, start_s, end_s]).fetchnumpy()
+    edges = np.linspace(start_s, end_s, NUM_BUCKETS + 1)
+    # Busy seconds up to each edge: of activities that began before it, less what lies after it.
+    begun, ended = (np.sort(np.asarray(found[name], float)) for name in ("start_s", "end_s"))
+
+    def before(times: NDArray[np.float64]) -> NDArray[np.float64]:
+        sums = np.concatenate([[0.0], np.cumsum(times)])
+        count = np.searchsorted(times, edges)
+        passed: NDArray[np.float64] = count * edges - sums[count]
+        return passed
+
+    seconds = np.diff(before(begun) - before(ended))
+    return [float(value) for value in np.round(seconds / ((end_s - start_s) / NUM_BUCKETS), 2)]
+
+
+def _newest_first(parts: list[Part]) -> Iterator[list[Part]]:
+    """The files from the last on, in lots that grow: most questions end with the first."""
+    end, size = len(parts), 2
+    while end > 0:
+        yield parts[max(0, end - size) : end]
+        end, size = end - size, 4 * size
+
+
+def _previews(cursor: duckdb.DuckDBPyConnection, places: Sequence[tuple[str, int]]) -> list[Row]:
+    """The lines at these places, in their order: texts are read for them alone."""
+    found: dict[tuple[str, int], Row] = {}
+    for path in dict.fromkeys(path for path, _ in places):
+        numbers = [number for other, number in places if other == path]
+        cut = ", ".join(f"left({name}, {PREVIEW}) AS {name}" for name in ("prompt", "response", "error"))
+        rows = _rows(
+            cursor,
+            f"SELECT {', '.join(LISTED)}, {cut}, file_row_number FROM "
+            "read_parquet(?, file_row_number = true) WHERE list_contains(?, file_row_number)",
+            [path, numbers],
+        )
+        found |= {(path, row.pop("file_row_number")): row for row in rows}
+    return [found[place] for place in places]
+
+
+def _conditions(text: str, where: Mapping[str, str]) -> tuple[str, list[Any]]:
+    conditions, values = ["true"], list[Any]()
+    if text:
+        # DuckDB's own search without regard to case takes twice the time of this.
+        searched = ("response", "prompt", "conversation", "error")
+        conditions.append(f"({' OR '.join(f'regexp_matches({name}, ?)' for name in searched)})")
+        values += [f"(?i){re.escape(text)}"] * len(searched)
+    for name, given in where.items():
+        column, _, side = name.rpartition("_")
+        if name in EQUALS:
+            conditions.append(f"{name} = ?")
+            values.append(given)
+        elif name == "tool":
+            conditions.append("contains(conversation, ?)")
+            values.append(f'"name":"{given}"')
+        elif side in ("min", "max") and column in RANGES:
+            try:
+                values.append(float(given))
+            except ValueError:
+                raise ValueError(f"{name} must be a number, got {given!r}") from None
+            conditions.append(f"{column} {'>=' if side == 'min' else '<='} ?")
+        else:
+            known = ", ".join((*EQUALS, "tool", *(f"{column}_min" for column in RANGES)))
+            raise ValueError(f"unknown condition {name!r}; known: {known}, and _max for _min")
+    return " AND ".join(conditions), values
+
+
+def _rows(cursor: duckdb.DuckDBPyConnection, query: str, values: Sequence[Any] = ()) -> list[Row]:
+    """The lines of the result; a number that JSON does not have is None."""
+    result = cursor.execute(query, list(values))
+    names = [column[0] for column in result.description or ()]
+    return [
+        {name: _plain(name, value) for name, value in zip(names, line, strict=True)}
+        for line in result.fetchall()
+    ]
+
+
+def _plain(name: str, value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if name == "prompt_hash" and value is not None:
+        # A browser's numbers have 53 bits.
+        return str(value)
+    if isinstance(value, list) and name in TOKENS:
+        return [_plain("", item) for item in value]
+    return value

@@ -1,0 +1,49 @@
+"""The text of each token of a rollout, by the tokenizer that lies in the run's folder."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+NAME = "tokenizer.json"
+
+
+def pieces_of(folder: Path, token_ids: list[int]) -> list[str] | None:
+    """The text that each token adds; None where the run has no tokenizer yet.
+
+    Tokens that are parts of one character add nothing until the last of them.
+    """
+    found = _find(folder)
+    if found is None:
+        return None
+    tokenizer = _load(found, found.stat().st_mtime_ns)
+    pieces, shown, start = [], "", 0
+    for end in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[start:end], skip_special_tokens=False)
+        if text.endswith("\ufffd"):
+            pieces.append("")
+            continue
+        pieces.append(text[len(shown) :])
+        shown = text
+        # Decoders look a few tokens back (a space before a word); more would make long rollouts quadratic.
+        if end - start >= _WINDOW:
+            start = end - _OVERLAP
+            shown = tokenizer.decode(token_ids[start:end], skip_special_tokens=False)
+    return pieces
+
+
+_WINDOW, _OVERLAP = 32, 8
+
+
+def _find(folder: Path) -> Path | None:
+    places = [folder / "model", folder / "warmup"]
+    places += sorted(folder.glob("checkpoints/step_*/trainer/model"), reverse=True)
+    return next((place / NAME for place in places if (place / NAME).is_file()), None)
+
+
+@lru_cache(maxsize=4)
+def _load(path: Path, changed_ns: int) -> Any:
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))

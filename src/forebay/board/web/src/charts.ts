@@ -1,0 +1,162 @@
+import uPlot from "uplot";
+import { h, number } from "./dom";
+
+export interface Line {
+  label: string;
+  x: number[];
+  y: (number | null)[];
+  dash?: boolean;
+  points?: boolean;
+  run?: number;
+}
+
+export interface Mark {
+  x: number;
+  kind: string;
+  text: string;
+}
+
+export const RUN_COLORS = 6;
+const HEIGHT = 190;
+
+function color(name: string): string {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+}
+
+export function lineColor(place: number): string {
+  return color(`line-${place % RUN_COLORS}`);
+}
+
+/** An exponential mean that does not lean on the first value; 0: the values themselves. */
+export function smooth(values: (number | null)[], weight: number): (number | null)[] {
+  if (weight <= 0) return values;
+  let mean = 0;
+  let sum = 0;
+  return values.map((value) => {
+    if (value === null || value === undefined) return null;
+    mean = weight * mean + (1 - weight) * value;
+    sum = weight * sum + (1 - weight);
+    return mean / sum;
+  });
+}
+
+/** One chart: lines over one x axis, marks as upright strokes; the legend is beside the title. */
+export class Chart {
+  readonly element: HTMLElement;
+  private plot: uPlot | null = null;
+  private readonly canvas = h("div", { class: "plot" });
+  private readonly legend = h("span", { class: "legend" });
+  private lines: Line[] = [];
+  private marks: Mark[] = [];
+  private readonly observer: ResizeObserver;
+
+  constructor(private readonly title: string, private readonly xTime: () => boolean, group: string) {
+    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("strong", {}, title), " ", this.legend), this.canvas);
+    this.group = group;
+    this.observer = new ResizeObserver(() => {
+      const width = this.canvas.clientWidth;
+      if (this.plot && width && Math.abs(width - this.plot.width) > 1) this.plot.setSize({ width, height: HEIGHT });
+    });
+    this.observer.observe(this.canvas);
+  }
+
+  private readonly group: string;
+
+  set(lines: Line[], marks: Mark[]): void {
+    const alike =
+      this.plot &&
+      lines.length === this.lines.length &&
+      lines.every((line, place) => line.label === this.lines[place].label && line.run === this.lines[place].run);
+    this.lines = lines;
+    this.marks = marks;
+    const data = joined(lines);
+    if (alike && this.plot) this.plot.setData(data);
+    else this.draw(data);
+    this.element.setAttribute("aria-label", this.described());
+    this.element.setAttribute("role", "img");
+  }
+
+  close(): void {
+    this.observer.disconnect();
+    this.plot?.destroy();
+  }
+
+  private described(): string {
+    const ends = this.lines.map((line) => {
+      const known = line.y.filter((value): value is number => value !== null && value !== undefined);
+      return known.length ? `${line.label} from ${number(known[0])} to ${number(known[known.length - 1])}` : `${line.label}: nothing yet`;
+    });
+    return `${this.title}: ${ends.join("; ")}`;
+  }
+
+  private draw(data: uPlot.AlignedData): void {
+    this.plot?.destroy();
+    const text = color("dim");
+    const grid = { stroke: color("rule"), width: 1 };
+    this.legend.replaceChildren(
+      ...this.lines.map((line, place) =>
+        h("span", { class: "key" }, h("i", { class: `swatch line-${(line.run ?? place) % RUN_COLORS}${line.dash ? " dash" : ""}` }), line.label, " ", h("b", { "data-line": place })),
+      ),
+    );
+    const values = this.legend.querySelectorAll("b");
+    const options: uPlot.Options = {
+      width: this.canvas.clientWidth || 400,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: { key: this.group }, points: { size: 6 } },
+      scales: { x: { time: this.xTime() } },
+      axes: [
+        { stroke: text, grid, ticks: grid, size: 28 },
+        { stroke: text, grid, ticks: grid, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+      ],
+      series: [
+        {},
+        ...this.lines.map((line, place) => ({
+          label: line.label,
+          stroke: lineColor(line.run ?? place),
+          width: 1.6,
+          dash: line.dash ? [5, 4] : undefined,
+          spanGaps: true,
+          points: { show: line.points ?? line.y.length < 2, size: 5 },
+        })),
+      ],
+      hooks: {
+        draw: [(plot) => this.drawMarks(plot)],
+        setCursor: [
+          (plot) => {
+            const at = plot.cursor.idx;
+            values.forEach((value, place) => {
+              const found = at === null || at === undefined ? null : plot.data[place + 1][at];
+              value.textContent = found === null || found === undefined ? "" : number(found);
+            });
+          },
+        ],
+      },
+    };
+    this.plot = new uPlot(options, data, this.canvas);
+  }
+
+  private drawMarks(plot: uPlot): void {
+    const { ctx, bbox } = plot;
+    ctx.save();
+    for (const mark of this.marks) {
+      const x = Math.round(plot.valToPos(mark.x, "x", true)) + 0.5;
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      ctx.strokeStyle = color(mark.kind === "warning" || mark.kind === "error" ? "bad" : "mark");
+      ctx.setLineDash(mark.kind === "warning" || mark.kind === "error" ? [] : [2, 4]);
+      ctx.beginPath();
+      ctx.moveTo(x, bbox.top);
+      ctx.lineTo(x, bbox.top + bbox.height);
+      ctx.stroke();
+    }
+    ctx.restore();
+  }
+}
+
+/** All lines over the union of their x values. */
+function joined(lines: Line[]): uPlot.AlignedData {
+  if (!lines.length) return [[]];
+  const same = lines.every((line) => line.x === lines[0].x);
+  if (same) return [lines[0].x, ...lines.map((line) => line.y)] as uPlot.AlignedData;
+  return uPlot.join(lines.map((line) => [line.x, line.y] as uPlot.AlignedData));
+}

@@ -1,0 +1,121 @@
+import { ask, follow, type Row } from "./api";
+import { duration, h, number, show, svg, table } from "./dom";
+import { address } from "./place";
+
+const WIDTH = 980;
+const HEIGHT = 250;
+
+/** Prompts -> in flight -> buffer -> trained, with every way out; the numbers are the balance of the books. */
+export async function flow(root: HTMLElement, run: string): Promise<() => void> {
+  let live = await ask<Row>("flow", { run });
+  const picture = h("div", { class: "scroll" });
+  const details = h("div", { class: "columns" });
+  const task = h("select", { id: "task", "aria-label": "task" });
+  show(root, h("div", { class: "controls" }, h("label", { for: "task" }, "task ", task)), picture, details);
+  const draw = () => {
+    const names = Object.keys(live.books ?? {});
+    const chosen = (task as HTMLSelectElement).value || "";
+    if (task.childElementCount !== names.length + 1) {
+      show(task, h("option", { value: "" }, "all"), ...names.map((name) => h("option", { value: name }, name)));
+      (task as HTMLSelectElement).value = chosen;
+    }
+    const books = sum(names.filter((name) => !chosen || name === chosen).map((name) => live.books[name]));
+    const tasks = Object.entries<Row>(live.tasks ?? {}).filter(([name]) => !chosen || name === chosen).map(([, value]) => value);
+    show(picture, drawPicture(books, tasks, live, run));
+    drawDetails(details, live, books, tasks);
+  };
+  task.addEventListener("change", draw);
+  draw();
+  return follow(run, 1e15, (change) => {
+    if (!change.live.books) return;
+    live = change.live;
+    draw();
+  });
+}
+
+function sum(parts: Row[]): Row {
+  const total: Row = { generated: 0, trained: 0, live: 0, retried: 0, left: 0, dropped: {} };
+  for (const part of parts) {
+    for (const name of ["generated", "trained", "live", "retried", "left"]) total[name] += part[name] ?? 0;
+    for (const [reason, count] of Object.entries<number>(part.dropped ?? {})) total.dropped[reason] = (total.dropped[reason] ?? 0) + count;
+  }
+  return total;
+}
+
+function added(counts: Row[]): Map<string, number> {
+  const total = new Map<string, number>();
+  for (const one of counts) for (const [name, count] of Object.entries<number>(one)) total.set(name, (total.get(name) ?? 0) + count);
+  return total;
+}
+
+function drawPicture(books: Row, tasks: Row[], live: Row, run: string): Element {
+  const buffer = added(tasks.map((task) => task.buffer ?? {}));
+  const inBuffer = [...buffer.values()].reduce((total, count) => total + count, 0);
+  const inFlight = tasks.reduce((total, task) => total + (task.in_flight ?? 0), 0);
+  const dropped = Object.entries<number>(books.dropped).sort((a, b) => b[1] - a[1]);
+  const numDropped = dropped.reduce((total, [, count]) => total + count, 0);
+  const known = tasks.length > 0;
+  const boxes: [string, string, string][] = [
+    ["taken up", number(books.generated), "groups"],
+    ["in flight", known ? number(inFlight) : "-", stages(live)],
+    ["in the buffer", known ? number(inBuffer) : number(books.live), [...buffer].map(([name, count]) => `${count} ${name}`).join(", ")],
+    ["trained", number(books.trained), `train step ${number(live.train_step)}`],
+  ];
+  const moving = live.state === "running" ? "moving" : "";
+  const space = WIDTH / boxes.length;
+  const parts: Node[] = [];
+  boxes.forEach(([name, count, note], place) => {
+    const left = place * space + 10;
+    const width = space - 60;
+    if (place) parts.push(svg("line", { x1: left - 48, y1: 70, x2: left - 4, y2: 70, class: `pipe ${moving}` }));
+    parts.push(
+      svg("rect", { x: left, y: 20, width, height: 100, rx: 8, class: "tank" }),
+      svg("text", { x: left + width / 2, y: 46, class: "name" }, name),
+      svg("text", { x: left + width / 2, y: 80, class: "count" }, count),
+      svg("text", { x: left + width / 2, y: 106, class: "note" }, note),
+    );
+  });
+  const out = 2 * space + 10 + (space - 60) / 2;
+  parts.push(
+    svg("line", { x1: out, y1: 122, x2: out, y2: 158, class: `pipe out ${numDropped ? moving : ""}` }),
+    svg("text", { x: out, y: 180, class: "name" }, `dropped: ${number(numDropped)}`),
+    svg("text", { x: out, y: 202, class: "note" }, dropped.map(([reason, count]) => `${number(count)} ${reason}`).join(", ") || "nothing was"),
+  );
+  const difference = books.generated - books.trained - numDropped - books.live;
+  const balance = `${number(books.generated)} taken up = ${number(books.trained)} trained + ${number(numDropped)} dropped + ${number(books.live)} live`;
+  const drawn = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, class: "flow", role: "img", "aria-label": balance }, ...parts);
+  return h("figure", {}, drawn as unknown as HTMLElement, h("figcaption", { class: difference ? "failure" : "" }, difference ? `The books do not balance: ${difference} groups are missing. ` : "", balance, ". ", h("a", { href: address("rollouts", run, { outcome: "dropped" }) }, "Read dropped ones")));
+}
+
+function stages(live: Row): string {
+  return Object.entries<number>(live.stages ?? {}).map(([stage, count]) => `${number(count)} ${stage}`).join(", ") || "nothing";
+}
+
+function drawDetails(root: HTMLElement, live: Row, books: Row, tasks: Row[]): void {
+  const ages = added(tasks.map((task) => task.ages ?? {}));
+  show(
+    root,
+    h(
+      "section",
+      {},
+      h("h2", {}, "Oldest in flight"),
+      live.oldest?.length
+        ? table(["what", "name", "task", "for", "so far"], live.oldest.map((one: Row) => [one.stage, one.name, one.task ?? "", duration(one.age_s), one.note ?? ""]), { numbers: [3] })
+        : h("p", { class: "dim" }, live.state === "running" ? "Nothing is in flight." : "The run is not at work."),
+      live.stall ? h("pre", { class: "failure" }, String(live.stall)) : null,
+    ),
+    h(
+      "section",
+      {},
+      h("h2", {}, "In the buffer, by staleness"),
+      ages.size ? table(["train steps old", "groups"], [...ages].sort((a, b) => Number(a[0]) - Number(b[0])).map(([age, count]) => [age, number(count)]), { numbers: [0, 1] }) : h("p", { class: "dim" }, "No group is ready."),
+      h("p", { class: "dim" }, `${number(books.retried)} times a group was taken up again; ${number(books.left)} failed rollouts left their group.`),
+    ),
+    h(
+      "section",
+      {},
+      h("h2", {}, "What the trainer's side does"),
+      live.doing?.length ? table(["what", "name", "for"], live.doing.map((one: Row) => [one.stage, one.name, duration(one.age_s)]), { numbers: [2] }) : h("p", { class: "dim" }, "Nothing."),
+    ),
+  );
+}

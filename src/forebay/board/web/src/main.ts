@@ -1,0 +1,151 @@
+import "uplot/dist/uPlot.min.css";
+import "./style.css";
+import { ask, isReport, type RunSummary } from "./api";
+import { bias } from "./bias";
+import { compare } from "./compare";
+import { failure, h, show } from "./dom";
+import { flow } from "./flow";
+import { currentRuns, overview } from "./overview";
+import { address, here } from "./place";
+import { group, prompt, prompts, rollout, rollouts } from "./rollouts";
+import { timeline } from "./timeline";
+
+type View = (root: HTMLElement, run: string, given: Record<string, string>, runs: RunSummary[]) => Promise<() => void>;
+
+const VIEWS: Record<string, View> = { overview, flow, rollouts, prompts, timeline, bias, compare, rollout, group, prompt };
+const TABS = ["overview", "flow", "rollouts", "prompts", "timeline", "bias", "compare"];
+const PARENTS: Record<string, string> = { rollout: "rollouts", group: "rollouts", prompt: "prompts" };
+const KEYS: [string, string][] = [
+  ["/", "search rollouts"],
+  ["j, k", "next and previous item of a list"],
+  ["Enter", "open it"],
+  ["1 to 7", "the views, in their order"],
+  ["u", "back"],
+  ["t", "light or dark"],
+  ["?", "this help"],
+];
+
+let leave: () => void = () => undefined;
+let turn = 0;
+
+const header = h("header", { class: "top" });
+const main = h("main", { id: "main", tabindex: -1 });
+const help = h("dialog", { "aria-label": "Keys" }) as HTMLDialogElement;
+show(
+  help,
+  h("h2", {}, "Keys"),
+  h("dl", { class: "keys" }, ...KEYS.flatMap(([key, text]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, text)])),
+  h("form", { method: "dialog" }, h("button", {}, "close")),
+);
+show(document.getElementById("app") as HTMLElement, h("a", { class: "skip", href: "#main", onclick: (event: Event) => (event.preventDefault(), main.focus()) }, "to the content"), header, main, help);
+
+async function draw(): Promise<void> {
+  const mine = ++turn;
+  leave();
+  leave = () => undefined;
+  let runs: RunSummary[] = [];
+  try {
+    runs = await ask<RunSummary[]>("runs");
+  } catch (error) {
+    return show(main, failure(error));
+  }
+  if (mine !== turn) return;
+  const place = here();
+  const run = place.run || runs[0]?.id || "";
+  const view = VIEWS[place.view] ? place.view : "overview";
+  drawHeader(runs, run, view);
+  if (!run) return show(main, h("p", { class: "empty" }, "There is no run here yet. Start one with forebay train, or name a folder: forebay board runs/"));
+  document.title = `${run} - ${view} - Forebay`;
+  const root = h("div", { class: `view ${view}` });
+  main.setAttribute("aria-busy", "true");
+  try {
+    const done = await VIEWS[view](root, run, place.given, runs);
+    if (mine !== turn) return done();
+    leave = done;
+    // Only now: the old view stays until the new one is there, so that nothing jumps.
+    show(main, root);
+    window.dispatchEvent(new Event("resize"));
+  } catch (error) {
+    if (mine === turn) show(main, failure(error));
+  }
+  main.removeAttribute("aria-busy");
+}
+
+function drawHeader(runs: RunSummary[], run: string, view: string): void {
+  const chosen = new Set([run, ...currentRuns()]);
+  const pick = h("select", { id: "run", "aria-label": "run", onchange: () => (location.hash = address(PARENTS[view] ?? view, (pick as HTMLSelectElement).value)) }, ...runs.map((one) => h("option", { value: one.id, selected: one.id === run }, `${one.id} (${one.state === "old" ? "" : `${one.state}, `}${one.train_step} of ${one.steps ?? "?"})`)));
+  const overlay = h("select", { "aria-label": "lay another run over it", onchange: () => {
+    chosen.add((overlay as HTMLSelectElement).value);
+    chosen.delete(run);
+    location.hash = address("overview", run, { with: [...chosen].join("\n") });
+  } }, h("option", { value: "" }, "lay over ..."), ...runs.filter((one) => !chosen.has(one.id)).map((one) => h("option", { value: one.id }, one.id)));
+  show(
+    header,
+    h("strong", { class: "name" }, "forebay"),
+    pick,
+    view === "overview" && runs.length > 1 && !isReport ? overlay : null,
+    h("nav", { "aria-label": "views" }, ...TABS.map((name) => h("a", { href: address(name, run), "aria-current": (PARENTS[view] ?? view) === name ? "page" : undefined }, name))),
+    h("button", { type: "button", class: "quiet", "aria-label": "light or dark", onclick: changeTheme }, "\u25d0"),
+    h("button", { type: "button", class: "quiet", "aria-label": "keys", onclick: () => help.showModal() }, "?"),
+  );
+}
+
+function changeTheme(): void {
+  const dark = document.documentElement.dataset.theme ? document.documentElement.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  setTheme(dark ? "light" : "dark");
+  void draw();
+}
+
+function setTheme(theme: string): void {
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem("theme", theme);
+  } catch {
+    // A browser that keeps nothing: the theme is that of this visit.
+  }
+}
+
+function moveTo(step: number): void {
+  const items = [...main.querySelectorAll<HTMLElement>("a.item")];
+  const at = items.indexOf(document.activeElement as HTMLElement);
+  const next = items[Math.max(0, Math.min(items.length - 1, at < 0 ? 0 : at + step))];
+  next?.focus();
+  next?.scrollIntoView({ block: "nearest" });
+}
+
+document.addEventListener("keydown", (event) => {
+  const target = event.target as HTMLElement;
+  if (event.ctrlKey || event.metaKey || event.altKey || help.open) return;
+  if (["INPUT", "SELECT", "TEXTAREA"].includes(target.tagName)) {
+    if (event.key === "Escape") target.blur();
+    return;
+  }
+  const { run } = here();
+  const actions: Record<string, () => void> = {
+    "/": () => {
+      const field = document.getElementById("search");
+      if (field) return field.focus();
+      location.hash = address("rollouts", run);
+      window.setTimeout(() => document.getElementById("search")?.focus(), 400);
+    },
+    j: () => moveTo(1),
+    k: () => moveTo(-1),
+    u: () => history.back(),
+    t: changeTheme,
+    "?": () => help.showModal(),
+  };
+  TABS.forEach((name, place) => (actions[String(place + 1)] = () => (location.hash = address(name, run))));
+  if (actions[event.key]) {
+    event.preventDefault();
+    actions[event.key]();
+  }
+});
+
+try {
+  const theme = localStorage.getItem("theme");
+  if (theme) document.documentElement.dataset.theme = theme;
+} catch {
+  // As above.
+}
+window.addEventListener("hashchange", () => void draw());
+void draw();

@@ -1,0 +1,247 @@
+import { ask, follow, type Columns, type Overview, type Row } from "./api";
+import { Chart, smooth, RUN_COLORS, type Line, type Mark } from "./charts";
+import { add, duration, h, number, percent, show, table, when } from "./dom";
+import { address, here, keep } from "./place";
+
+interface Panel {
+  title: string;
+  lines: [name: string, label: string, dash?: boolean][];
+  /** A transformation of a step's value. */
+  share?: boolean;
+}
+
+const PANELS: Panel[] = [
+  { title: "Reward", lines: [["reward", "training"], ["eval/score", "held out", true]] },
+  { title: "Held-out accuracy", lines: [["eval/accuracy", "accuracy"]] },
+  { title: "Spread of scores in a group", lines: [["train/score_std", "all scores"], ["train/equal_score_groups", "groups without a difference", true]] },
+  { title: "Response length, tokens", lines: [["response_tokens", "mean"]] },
+  { title: "Entropy", lines: [["train/entropy", "nats per token"]] },
+  { title: "Distance to the sampling policy", lines: [["train/policy_kl", "KL in the step"], ["train/mismatch_kl", "KL engine to trainer", true]] },
+  { title: "Staleness, train steps", lines: [["train/staleness_mean", "mean"], ["train/staleness_max", "most", true]] },
+  { title: "Effective sample size", lines: [["train/ess_sequence", "by sequence"], ["train/ess_token", "by token", true]] },
+  { title: "Generated tokens per second", lines: [["tokens_per_s", "tokens/s"]] },
+  { title: "Where a step's time goes, s", lines: [["time/generate_s", "generate"], ["time/wait_s", "wait"], ["time/train_s", "train"], ["time/sync_s", "sync"], ["time/pause_s", "pause"]] },
+  { title: "Busy", lines: [["busy/trainer", "trainer"], ["busy/producer", "producer", true]] },
+  { title: "Gradient norm", lines: [["train/grad_norm", "norm"]] },
+];
+
+const MARKED = new Set(["checkpoint", "resumed"]);
+const MAX_RUNS = RUN_COLORS;
+
+export async function overview(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const others = (given.with ?? "").split("\n").filter((name) => name && name !== run).slice(0, MAX_RUNS - 1);
+  const names = [run, ...others];
+  const loaded = await Promise.all(names.map((name) => ask<Overview>("overview", { run: name })));
+  const settings = { x: given.x ?? "step", smooth: Number(given.smooth ?? 0), more: given.more ?? "" };
+  const charts = new Map<string, Chart>();
+
+  const head = h("section", { class: "facts", "aria-label": "State of the run" });
+  const notes = h("section", { class: "notes", "aria-label": "Warnings" });
+  const controls = h("div", { class: "controls" });
+  const grid = h("div", { class: "charts" });
+  const differences = h("section", { class: "differences" });
+  show(root, head, notes, controls, grid, differences);
+
+  const xOf = (columns: Columns): number[] => {
+    const steps = columns.train_step as number[];
+    if (settings.x === "time") return columns.unix_time_s as number[];
+    if (settings.x === "tokens") {
+      let total = 0;
+      return steps.map((_, row) => (total += (columns.samples?.[row] ?? 0) * (columns.response_tokens?.[row] ?? 0)));
+    }
+    return steps;
+  };
+  // Each x array is made once a drawing, so that lines of one run share it.
+  const linesOf = (panel: Panel): Line[] => {
+    const lines: Line[] = [];
+    loaded.forEach((one, place) => {
+      const x = xOf(one.metrics);
+      for (const [name, label, dash] of panel.lines) {
+        const values = one.metrics[name];
+        if (!values || !values.some((value) => value !== null && value !== undefined)) continue;
+        const sparse = name.startsWith("eval/");
+        const y = settings.smooth && !sparse ? smooth(values, settings.smooth) : values;
+        const shown = loaded.length > 1 ? `${names[place]} ${label}` : label;
+        lines.push({ label: shown, x, y, dash, points: sparse, run: loaded.length > 1 ? place : undefined });
+      }
+    });
+    return lines;
+  };
+  const marks = (): Mark[] =>
+    loaded.length > 1 || settings.x === "tokens"
+      ? []
+      : loaded[0].notes
+          .filter((note) => note.kind !== "message" || MARKED.has(String(note.text).split(" ")[0]))
+          .map((note) => ({ x: settings.x === "time" ? note.unix_time_s : note.train_step, kind: note.kind, text: note.text }));
+
+  const draw = () => {
+    const panels = [...PANELS, ...settings.more.split(",").filter(Boolean).map((name): Panel => ({ title: name, lines: [[name, "value"]] }))];
+    const wanted = new Set<string>();
+    for (const panel of panels) {
+      const lines = linesOf(panel);
+      if (!lines.length) continue;
+      wanted.add(panel.title);
+      let chart = charts.get(panel.title);
+      if (!chart) {
+        chart = new Chart(panel.title, () => settings.x === "time", `overview-${settings.x}`);
+        charts.set(panel.title, chart);
+        grid.append(chart.element);
+      }
+      chart.set(lines, marks());
+    }
+    for (const [title, chart] of charts) {
+      if (wanted.has(title)) continue;
+      chart.close();
+      chart.element.remove();
+      charts.delete(title);
+    }
+    if (!wanted.size) show(grid, h("p", { class: "empty" }, "No train step has been reported yet."));
+  };
+  const redraw = () => {
+    for (const chart of charts.values()) {
+      chart.close();
+      chart.element.remove();
+    }
+    charts.clear();
+    show(grid);
+    draw();
+  };
+
+  drawControls(controls, settings, loaded, run, others, (changed) => {
+    Object.assign(settings, changed);
+    keep({ x: settings.x === "step" ? "" : settings.x, smooth: settings.smooth || "", more: settings.more });
+    redraw();
+  });
+  const drawState = () => {
+    drawFacts(head, loaded[0]);
+    drawNotes(notes, loaded[0].notes, run);
+  };
+  drawState();
+  draw();
+  if (loaded.length > 1) drawDifferences(differences, names, loaded);
+  else drawConfig(differences, loaded[0].facts.config);
+
+  const last = Math.max(-1, ...((loaded[0].metrics.train_step ?? []) as number[]));
+  const stop = follow(run, last, (change) => {
+    loaded[0].live = change.live;
+    loaded[0].facts.state = change.live.state;
+    appendRows(loaded[0].metrics, change.metrics);
+    loaded[0].notes.push(...change.notes);
+    const steps = loaded[0].metrics.train_step ?? [];
+    loaded[0].facts.train_step = steps[steps.length - 1] ?? 0;
+    drawState();
+    if (Object.keys(change.metrics).length) draw();
+  });
+  return () => {
+    stop();
+    for (const chart of charts.values()) chart.close();
+  };
+}
+
+/** Rows after those that are there; one of a step that is there already takes its place. */
+export function appendRows(columns: Columns, more: Columns): void {
+  const steps = more.train_step ?? [];
+  steps.forEach((step, row) => {
+    const known = columns.train_step ?? (columns.train_step = []);
+    let at = known.length;
+    while (at > 0 && (known[at - 1] as number) > (step as number)) at -= 1;
+    const length = known.length;
+    if (at > 0 && known[at - 1] === step) at -= 1;
+    for (const name of new Set([...Object.keys(columns), ...Object.keys(more)])) {
+      const column = columns[name] ?? (columns[name] = new Array(length).fill(null));
+      column.length = at;
+      column.push(more[name]?.[row] ?? null);
+    }
+  });
+}
+
+function drawFacts(root: HTMLElement, one: Overview): void {
+  const { facts, live, metrics } = one;
+  const seconds = (metrics.step_s ?? []).slice(-20).filter((value): value is number => value !== null);
+  const stepSeconds = seconds.reduce((sum, value) => sum + value, 0) / seconds.length;
+  const left = facts.steps ? duration((facts.steps - facts.train_step) * stepSeconds) : "-";
+  const item = (name: string, value: string, extra = "") => h("div", { class: "fact" }, h("dt", {}, name), h("dd", { class: extra }, value));
+  const done = facts.state === "finished";
+  show(
+    root,
+    h(
+      "dl",
+      {},
+      item("state", stateText(facts.state, live), `state-${facts.state}`),
+      item("train step", `${number(facts.train_step)} of ${number(facts.steps)}`),
+      item(done ? "ended" : "time left", done ? when(facts.unix_time_s) : facts.state === "running" ? left : "-"),
+      item("weights that generate", live.model_step === undefined ? "-" : `step ${live.model_step}`),
+      item("trainer busy", percent(live.busy?.trainer)),
+      item("producer busy", percent(live.busy?.producer)),
+      item("now", facts.state === "running" ? String(live.phase ?? "-") : "-"),
+    ),
+    facts.problem ? h("p", { class: "failure" }, facts.problem) : null,
+    live.stall ? h("pre", { class: "failure" }, String(live.stall)) : null,
+    facts.removed ? h("p", { class: "dim" }, `The oldest ${number(facts.removed.rollouts)} rollouts (up to train step ${facts.removed.until_train_step}) were removed: history_gb is the limit.`) : null,
+  );
+}
+
+export function stateText(state: string, live: Row): string {
+  if (state === "running") return "running";
+  if (state === "lost") return `no sign of life for ${duration(live.age_s ?? 0)}`;
+  return state === "old" ? "not live" : state;
+}
+
+function drawNotes(root: HTMLElement, notes: Row[], run: string): void {
+  const warnings = notes.filter((note) => note.kind !== "message");
+  if (!warnings.length) return show(root);
+  show(
+    root,
+    h("h2", {}, `Warnings (${warnings.length})`),
+    h(
+      "ul",
+      {},
+      ...warnings.slice(-8).reverse().map((note) =>
+        h("li", { class: note.kind }, h("a", { href: address("rollouts", run, { train_step_min: Math.max(0, note.train_step - 5), train_step_max: note.train_step }) }, `step ${note.train_step}`), " ", String(note.text)),
+      ),
+    ),
+  );
+}
+
+function drawControls(
+  root: HTMLElement,
+  settings: { x: string; smooth: number; more: string },
+  loaded: Overview[],
+  run: string,
+  others: string[],
+  changed: (settings: Record<string, unknown>) => void,
+): void {
+  const x = h("select", { id: "x", onchange: () => changed({ x: (x as HTMLSelectElement).value }) }, ...[["step", "train step"], ["tokens", "trained tokens"], ["time", "time"]].map(([value, text]) => h("option", { value, selected: value === settings.x }, text)));
+  const slider = h("input", { id: "smooth", type: "range", min: 0, max: 0.98, step: 0.02, value: settings.smooth, onchange: () => changed({ smooth: Number((slider as HTMLInputElement).value) }) });
+  const shown = new Set(PANELS.flatMap((panel) => panel.lines.map(([name]) => name)));
+  const names = [...new Set(loaded.flatMap((one) => Object.keys(one.metrics)))].filter((name) => !shown.has(name) && name !== "train_step" && name !== "unix_time_s").sort();
+  const more = h("select", { id: "more", onchange: () => changed({ more: [settings.more, (more as HTMLSelectElement).value].filter(Boolean).join(",") }) }, h("option", { value: "" }, `one of ${names.length} more ...`), ...names.map((name) => h("option", { value: name }, name)));
+  show(root, h("label", { for: "x" }, "over ", x), h("label", { for: "smooth" }, "smooth ", slider), h("label", { for: "more" }, "add ", more));
+  if (settings.more) add(root, h("button", { type: "button", class: "quiet", onclick: () => changed({ more: "" }) }, "remove added"));
+  if (others.length) add(root, h("a", { href: address("overview", run) }, "this run alone"));
+}
+
+/** The keys of a run file with dots, and their values as text. */
+export function flat(value: unknown, prefix = ""): Map<string, string> {
+  const found = new Map<string, string>();
+  if (value !== null && typeof value === "object" && !(Array.isArray(value) && value.every((item) => typeof item !== "object"))) {
+    for (const [name, item] of Object.entries(value)) {
+      for (const [key, text] of flat(item, prefix ? `${prefix}.${name}` : name)) found.set(key, text);
+    }
+  } else found.set(prefix, JSON.stringify(value));
+  return found;
+}
+
+function drawDifferences(root: HTMLElement, names: string[], loaded: Overview[]): void {
+  const configs = loaded.map((one) => flat(one.facts.config));
+  const keys = [...new Set(configs.flatMap((config) => [...config.keys()]))].filter((key) => new Set(configs.map((config) => config.get(key))).size > 1).sort();
+  show(root, h("h2", {}, "What differs between the run files"), keys.length ? table(["key", ...names], keys.map((key) => [key, ...configs.map((config) => config.get(key) ?? "-")])) : h("p", {}, "Nothing."));
+}
+
+function drawConfig(root: HTMLElement, config: Row): void {
+  show(root, h("details", {}, h("summary", {}, "Run file"), table(["key", "value"], [...flat(config)].map(([key, value]) => [key, value]))));
+}
+
+export function currentRuns(): string[] {
+  return (here().given.with ?? "").split("\n").filter(Boolean);
+}

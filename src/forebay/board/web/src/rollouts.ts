@@ -1,0 +1,253 @@
+import { ask, type Row } from "./api";
+import { copyButton, duration, failure, h, number, show, table, when, type Child } from "./dom";
+import { address, here, keep } from "./place";
+
+const PAGE = 40;
+const FILTERS = ["text", "task", "outcome", "reason", "finish_reason", "tool", "train_step_min", "train_step_max", "score_min", "score_max", "num_tokens_min", "num_tokens_max"];
+const ORDERS = ["newest", "oldest", "best", "worst", "longest", "shortest", "stalest"];
+
+/** Find and read: a list with filters. */
+export async function rollouts(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const choices = await ask<Record<string, Row[]>>("choices", { run }).catch(() => ({}) as Record<string, Row[]>);
+  const list = h("div", { class: "list", "aria-live": "polite" });
+  const count = h("p", { class: "dim" });
+  const form = h("form", { class: "controls", role: "search", onsubmit: (event: Event) => event.preventDefault() });
+  const asked: Record<string, string> = Object.fromEntries(FILTERS.filter((name) => given[name]).map((name) => [name, given[name]]));
+  let order = given.order ?? "newest";
+  let offset = 0;
+  let turn = 0;
+
+  const search = async () => {
+    const mine = ++turn;
+    keep({ ...Object.fromEntries(FILTERS.map((name) => [name, asked[name] ?? ""])), order: order === "newest" ? "" : order });
+    list.setAttribute("aria-busy", "true");
+    try {
+      const found = await ask("rollouts", { run, ...asked, order, limit: PAGE, offset: offset || "" });
+      if (mine !== turn) return;
+      show(list, ...(found.rows.length ? found.rows.map((row: Row) => line(run, row)) : [h("p", { class: "empty" }, empty(asked))]));
+      const more = (text: string, to: number) => h("button", { type: "button", class: "quiet", onclick: () => ((offset = to), void search()) }, text);
+      show(pages, offset ? more("newer page", Math.max(0, offset - PAGE)) : null, found.more ? more("next page", offset + PAGE) : null);
+    } catch (error) {
+      if (mine === turn) show(list, failure(error));
+    }
+    list.removeAttribute("aria-busy");
+    const total = await ask("count", { run, ...asked }).catch(() => null);
+    if (mine === turn) count.textContent = total ? `${number(total.rollouts)} rollouts of ${number(total.groups)} groups; mean score ${number(total.score)}, ${number(total.num_tokens)} tokens` : "";
+  };
+  const change = (name: string, value: string) => {
+    if (value) asked[name] = value;
+    else delete asked[name];
+    offset = 0;
+    void search();
+  };
+  let timer = 0;
+  const text = h("input", { id: "search", type: "search", placeholder: "text of prompts and responses", value: asked.text ?? "", oninput: () => {
+    clearTimeout(timer);
+    timer = window.setTimeout(() => change("text", (text as HTMLInputElement).value), 250);
+  } });
+  const select = (name: string, label: string) => {
+    const values = choices[name] ?? [];
+    const field = h("select", { id: name, onchange: () => change(name, (field as HTMLSelectElement).value) }, h("option", { value: "" }, "any"), ...values.map((one) => h("option", { value: one.value, selected: one.value === asked[name] }, `${one.value} (${number(one.rollouts)})`)));
+    return values.length ? h("label", { for: name }, `${label} `, field) : null;
+  };
+  const range = (name: string, label: string) => {
+    const field = (side: string) => h("input", { type: "number", step: "any", class: "small", "aria-label": `${label}, ${side === "min" ? "at least" : "at most"}`, placeholder: side, value: asked[`${name}_${side}`] ?? "", onchange: (event: Event) => change(`${name}_${side}`, (event.target as HTMLInputElement).value) });
+    return h("span", { class: "range" }, `${label} `, field("min"), " to ", field("max"));
+  };
+  const tool = h("input", { id: "tool", class: "small", value: asked.tool ?? "", onchange: () => change("tool", (tool as HTMLInputElement).value) });
+  const sort = h("select", { id: "order", onchange: () => ((order = (sort as HTMLSelectElement).value), (offset = 0), void search()) }, ...ORDERS.map((name) => h("option", { value: name, selected: name === order }, name)));
+  const pages = h("p", {});
+  show(
+    form,
+    h("label", { for: "search" }, "search ", text),
+    select("task", "task"),
+    select("outcome", "outcome"),
+    select("reason", "reason"),
+    select("finish_reason", "finish"),
+    range("train_step", "step"),
+    range("score", "score"),
+    range("num_tokens", "tokens"),
+    h("label", { for: "tool" }, "tool ", tool),
+    h("label", { for: "order" }, "order ", sort),
+  );
+  show(root, form, count, list, pages);
+  await search();
+  return () => ((turn += 1), undefined);
+}
+
+function empty(asked: Record<string, string>): string {
+  return Object.keys(asked).length ? "No rollout fits. Loosen a condition." : "No rollout has left this run yet, or it keeps no history (history_gb = 0).";
+}
+
+export function outcomeBadge(row: Row): HTMLElement {
+  const at = row.outcome === "trained" ? ` at ${row.train_step}` : row.outcome === "evaluated" ? ` after ${row.train_step}` : ` (${row.reason || "?"})`;
+  return h("span", { class: `badge ${row.outcome}` }, `${row.outcome}${at}`);
+}
+
+function line(run: string, row: Row): HTMLElement {
+  return h(
+    "article",
+    { class: "card" },
+    h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, row.rollout_id), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, ${number(row.num_tokens)} tokens, ${row.staleness} stale, ${row.finish_reason || row.status}`)),
+    h("p", { class: "prompt" }, row.prompt),
+    h("p", { class: "response" }, row.response || row.error || "(no text)"),
+  );
+}
+
+const COLORINGS: [string, string][] = [
+  ["logprobs", "log-probability"],
+  ["mismatch", "engine against trainer"],
+  ["advantages", "advantage"],
+  ["model_steps", "model version"],
+  ["mask", "trained or not"],
+];
+
+/** One rollout: its tokens in color, its conversation, its life. */
+export async function rollout(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const found = await ask("rollout", { run, rollout_id: given.id });
+  const row: Row = found.lines[found.lines.length - 1];
+  const tokens = h("div", { class: "tokens" });
+  const told = h("p", { class: "dim", "aria-live": "polite" });
+  const pieces: string[] = found.pieces ?? row.token_ids.map((id: number) => `[${id}]`);
+  const draw = (coloring: string) => {
+    keep({ color: coloring });
+    drawTokens(tokens, told, row, pieces, coloring);
+  };
+  const chosen = here().given.color ?? "logprobs";
+  const pick = h("select", { id: "color", onchange: () => draw((pick as HTMLSelectElement).value) }, ...COLORINGS.map(([value, text]) => h("option", { value, selected: value === chosen }, text)));
+  show(
+    root,
+    h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), " / ", h("a", { href: address("group", run, { id: row.group_id }) }, `group ${row.group_id}`), " / ", String(row.rollout_id)),
+    h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training")),
+    row.error ? h("pre", { class: "failure" }, row.error) : null,
+    h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text" }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
+    h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : "No tokens.")),
+    row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
+    details("Reward", row.reward),
+    details("Facts", row.facts),
+    h("section", {}, h("h2", {}, "Life of its group"), lifeTable(found.life, found.spans)),
+  );
+  if (row.token_ids.length) drawTokens(tokens, told, row, pieces, chosen);
+  return () => undefined;
+}
+
+function versions(row: Row): string {
+  if (row.first_model_step < 0) return "versions unknown";
+  return row.first_model_step === row.last_model_step ? `made by weights of step ${row.first_model_step}` : `made by weights of steps ${row.first_model_step} to ${row.last_model_step}`;
+}
+
+function details(title: string, json: string): HTMLElement | null {
+  return json ? h("details", {}, h("summary", {}, title), h("pre", { class: "text" }, pretty(json))) : null;
+}
+
+function pretty(json: string): string {
+  try {
+    return JSON.stringify(JSON.parse(json), null, 1);
+  } catch {
+    return json;
+  }
+}
+
+export function conversation(json: string): HTMLElement[] {
+  let messages: Row[];
+  try {
+    messages = JSON.parse(json);
+  } catch {
+    return [h("pre", { class: "text" }, json)];
+  }
+  return messages.map((message) => {
+    const calls = message.tool_calls ? h("pre", { class: "call" }, JSON.stringify(message.tool_calls, null, 1)) : null;
+    const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content, null, 1) : "";
+    return h("div", { class: `message ${["user", "assistant", "tool", "system"].includes(message.role) ? message.role : "other"}` }, h("strong", {}, String(message.role ?? "?"), message.name ? ` ${message.name}` : ""), content ? h("pre", { class: "text" }, content) : null, calls);
+  });
+}
+
+function drawTokens(root: HTMLElement, told: HTMLElement, row: Row, pieces: string[], coloring: string): void {
+  const engine: (number | null)[] = row.logprobs;
+  const trainer: (number | null)[] = row.trainer_logprobs;
+  const mismatch = engine.map((value, at) => (value === null || trainer[at] === null || trainer[at] === undefined ? null : (trainer[at] as number) - value));
+  const values: (number | null)[] = coloring === "mismatch" ? mismatch : (row[coloring] ?? []);
+  const known = values.filter((value): value is number => value !== null && value !== undefined);
+  const most = Math.max(1e-6, ...known.map(Math.abs));
+  const low = Math.min(...known);
+  const span = Math.max(1, Math.max(...known) - low);
+  const level = (value: number | null | undefined): string => {
+    if (value === null || value === undefined) return "none";
+    if (coloring === "logprobs") return `heat-${Math.min(6, Math.floor(-value * 1.5))}`;
+    if (coloring === "model_steps") return value < 0 ? "none" : `version-${Math.round((5 * (value - low)) / span)}`;
+    if (coloring === "mask") return value ? "version-2" : "none";
+    const size = Math.min(4, Math.ceil((4 * Math.abs(value)) / most));
+    return size ? `${value > 0 ? "plus" : "minus"}-${size}` : "none";
+  };
+  const say = (at: number) => {
+    told.textContent = `token ${at} (${row.token_ids[at]}): log-probability ${number(engine[at])} at the engine, ${number(trainer[at])} at the trainer; advantage ${number(row.advantages[at])}; weights of step ${row.model_steps[at]}; ${row.mask[at] ? "generated" : "from the environment"}`;
+  };
+  show(root, ...pieces.map((piece, at) => h("span", { class: `token ${level(values[at])}`, onmouseenter: () => say(at), onclick: () => say(at) }, piece || "\u00b7")));
+  told.textContent = known.length ? "Point at a token to see its numbers." : "Nothing is known of these tokens by this measure.";
+}
+
+function lifeTable(life: Row[], spans: Row[]): Child {
+  const start = Math.min(...life.map((event) => event.time_s), ...spans.map((span) => span.start_s));
+  const rows = [
+    ...life.map((event): [number, string, string] => [event.time_s, event.event, ["reason", "train_step", "num_tokens", "latency_s", "score"].filter((name) => event[name] !== undefined).map((name) => `${name} ${typeof event[name] === "number" ? number(event[name]) : event[name]}`).join(", ")]),
+    ...spans.map((span): [number, string, string] => [span.start_s, `${span.stage} for ${duration(span.end_s - span.start_s)}`, `${span.name} ${span.note}`]),
+  ].sort((a, b) => a[0] - b[0]);
+  return rows.length ? table(["time", "after", "event", "details"], rows.map(([time, event, note]) => [when(time), `+${duration(time - start)}`, event, note]), { numbers: [1], label: "Life of the group" }) : h("p", { class: "dim" }, "The books have no event of it.");
+}
+
+/** A group: its members side by side. */
+export async function group(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const { members, life } = await ask("group", { run, group_id: given.id });
+  if (!members.length) throw new Error(`No group ${given.id} in the history of this run.`);
+  const first: Row = members[0];
+  show(
+    root,
+    h("p", {}, h("a", { href: address("rollouts", run) }, "rollouts"), ` / group ${given.id}`),
+    h("pre", { class: "text" }, first.prompt),
+    first.truth ? h("p", { class: "dim" }, `expected: ${first.truth}`) : null,
+    h("div", { class: "members" }, ...members.map((row: Row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, `${row.member}`), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, advantage ${number(row.advantage)}, ${number(row.num_tokens)} tokens`)), row.conversation ? conversation(row.conversation) : h("pre", { class: "text" }, row.response || row.error)))),
+    h("section", {}, h("h2", {}, "Life"), lifeTable(life, [])),
+  );
+  return () => undefined;
+}
+
+const PROMPT_ORDERS = ["hardest", "easiest", "often", "improved", "worsened", "varied"];
+
+/** Prompts: which are never solved, which got better. */
+export async function prompts(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const order = given.order ?? "hardest";
+  const offset = Number(given.offset ?? 0);
+  const rows: Row[] = await ask("prompts", { run, order, limit: PAGE, offset: offset || "" });
+  const never = rows.filter((row) => row.best <= 0).length;
+  show(
+    root,
+    h("p", { class: "controls" }, "order: ", ...PROMPT_ORDERS.flatMap((name) => [name === order ? h("strong", {}, name) : h("a", { href: address("prompts", run, { order: name }) }, name), " "])),
+    order === "hardest" && never ? h("p", {}, `${never === rows.length ? `All ${never}` : never} of these prompts never earned anything: look whether they can be solved, and whether the judge is right.`) : null,
+    table(
+      ["prompt", "task", "tries", "mean score", "best", "first", "last", "tokens", "steps"],
+      rows.map((row) => [h("a", { class: "item", href: address("prompt", run, { hash: row.prompt_hash }) }, row.prompt || "(empty)"), row.task, number(row.rollouts), number(row.score), number(row.best), number(row.first_score), number(row.last_score), number(row.num_tokens), `${row.first_step} to ${row.last_step}`]),
+      { numbers: [2, 3, 4, 5, 6, 7], label: "Prompts" },
+    ),
+    h("p", {}, offset ? h("a", { href: address("prompts", run, { order, offset: Math.max(0, offset - PAGE) }) }, "previous page ") : null, rows.length === PAGE ? h("a", { href: address("prompts", run, { order, offset: offset + PAGE }) }, "next page") : null),
+  );
+  return () => undefined;
+}
+
+/** One prompt: how its answers changed. */
+export async function prompt(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const rows: Row[] = await ask("prompt", { run, prompt_hash: given.hash });
+  if (!rows.length) throw new Error("No rollout of this prompt is in the history.");
+  const steps = [...new Set(rows.map((row) => row.train_step))];
+  show(
+    root,
+    h("p", {}, h("a", { href: address("prompts", run) }, "prompts"), " / one prompt"),
+    h("pre", { class: "text" }, rows[0].prompt),
+    rows[0].truth ? h("p", { class: "dim" }, `expected: ${rows[0].truth}`) : null,
+    ...steps.map((step) => {
+      const of = rows.filter((row) => row.train_step === step);
+      const mean = of.reduce((sum, row) => sum + (row.score ?? 0), 0) / of.length;
+      return h("section", {}, h("h2", {}, `Train step ${step}: mean score ${number(mean)}`), h("div", { class: "members" }, ...of.map((row) => h("article", { class: "card" }, h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, String(row.rollout_id)), " ", outcomeBadge(row), h("span", { class: "dim" }, ` score ${number(row.score)}`)), h("pre", { class: "text" }, row.response)))));
+    }),
+  );
+  return () => undefined;
+}

@@ -1,0 +1,186 @@
+import { ask, type Row } from "./api";
+import { duration, h, number, show, table } from "./dom";
+import { address, keep } from "./place";
+
+const ROW = 14;
+const TRACKS = ["train", "checkpoint", "wait_batch", "sync", "evaluate", "queued", "generate", "tool", "judge", "put"];
+const NAMES: Record<string, string> = {
+  train: "training", checkpoint: "checkpoints", wait_batch: "waiting for a batch", sync: "handing weights over", evaluate: "evaluation",
+  queued: "groups queued", generate: "rollouts generated", tool: "tools and environments", judge: "groups judged", put: "groups stored",
+};
+const MAX_LANES = 24;
+const CROWD = 90;
+
+interface Placed {
+  span: Row;
+  x: number;
+  y: number;
+  width: number;
+}
+
+/** What was done when: a lane for each thing at a time; wheel or buttons zoom, dragging moves. */
+export async function timeline(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
+  const canvas = document.createElement("canvas");
+  canvas.tabIndex = 0;
+  canvas.setAttribute("role", "img");
+  const told = h("p", { class: "told", "aria-live": "polite" });
+  const totals = h("div", {});
+  const controls = h("div", { class: "controls" });
+  show(root, controls, h("div", { class: "lanes" }, canvas), told, totals);
+  let data = await ask("timeline", { run, start_s: given.from, end_s: given.to });
+  if (data.from_s === null) {
+    show(root, h("p", { class: "empty" }, "This run keeps no history of activities (history_gb = 0), or has not begun."));
+    return () => undefined;
+  }
+  let placed: Placed[] = [];
+  let timer = 0;
+
+  const load = (from: number, to: number) => {
+    data.from_s = from;
+    data.to_s = to;
+    draw();
+    clearTimeout(timer);
+    timer = window.setTimeout(async () => {
+      keep({ from: from.toFixed(3), to: to.toFixed(3) });
+      data = await ask("timeline", { run, start_s: from, end_s: to });
+      draw();
+    }, 150);
+  };
+  const zoom = (factor: number, at = 0.5) => {
+    const middle = data.from_s + at * (data.to_s - data.from_s);
+    load(middle - (middle - data.from_s) * factor, middle + (data.to_s - middle) * factor);
+  };
+  const move = (share: number) => {
+    const width = data.to_s - data.from_s;
+    load(data.from_s + share * width, data.to_s + share * width);
+  };
+  const button = (text: string, label: string, action: () => void) => h("button", { type: "button", "aria-label": label, onclick: action }, text);
+  show(
+    controls,
+    button("-", "zoom out", () => zoom(2)),
+    button("+", "zoom in", () => zoom(0.5)),
+    button("\u2190", "earlier", () => move(-0.5)),
+    button("\u2192", "later", () => move(0.5)),
+    button("all", "the whole run", () => load(data.whole.start_s, data.whole.end_s)),
+    button("end", "the last two minutes", () => load(Math.max(data.whole.start_s, data.whole.end_s - 120), data.whole.end_s)),
+  );
+
+  const draw = () => {
+    const width = Math.max(300, (canvas.parentElement as HTMLElement).clientWidth);
+    const style = getComputedStyle(document.documentElement);
+    const { tracks, height } = lay(data, width);
+    placed = tracks.flatMap((track) => track.spans);
+    const ratio = window.devicePixelRatio || 1;
+    canvas.width = width * ratio;
+    canvas.height = height * ratio;
+    canvas.style.width = `${width}px`;
+    canvas.style.height = `${height}px`;
+    const context = canvas.getContext("2d") as CanvasRenderingContext2D;
+    context.scale(ratio, ratio);
+    context.font = "11px system-ui, sans-serif";
+    tracks.forEach((track, place) => {
+      context.fillStyle = style.getPropertyValue("--dim");
+      context.fillText(`${NAMES[track.stage] ?? track.stage}${track.hidden ? ` (${track.hidden} more at once)` : ""}${track.counts.length ? ` (at most ${number(Math.round(track.most))} at once)` : ""}`, 4, track.y - 4);
+      context.fillStyle = style.getPropertyValue(`--line-${place % 6}`);
+      track.counts.forEach((count, at) => {
+        const tall = (count / track.most) * (CROWD - 2);
+        context.fillRect((at * width) / track.counts.length, track.y + CROWD - tall, width / track.counts.length + 0.5, tall);
+      });
+      for (const one of track.spans) context.fillRect(one.x, one.y, Math.max(1, one.width), ROW - 3);
+    });
+    canvas.setAttribute("aria-label", `${data.spans.length} activities in ${duration(data.to_s - data.from_s)}`);
+    show(totals, busyTable(data), Object.keys(data.crowded).length ? h("p", { class: "dim" }, "Stages with very many activities show how many were going on; zoom in for each of them.") : null);
+  };
+  const under = (event: MouseEvent) => {
+    const box = canvas.getBoundingClientRect();
+    const x = event.clientX - box.left;
+    const y = event.clientY - box.top;
+    return placed.find((one) => x >= one.x - 1 && x <= one.x + Math.max(2, one.width) + 1 && y >= one.y && y < one.y + ROW);
+  };
+  let dragged: { x: number; from: number; to: number } | null = null;
+  canvas.addEventListener("pointerdown", (event) => (dragged = { x: event.clientX, from: data.from_s, to: data.to_s }));
+  canvas.addEventListener("pointermove", (event) => {
+    if (dragged && event.buttons) {
+      const shift = ((dragged.x - event.clientX) / canvas.clientWidth) * (dragged.to - dragged.from);
+      if (Math.abs(event.clientX - dragged.x) > 3) load(dragged.from + shift, dragged.to + shift);
+      return;
+    }
+    const found = under(event);
+    told.textContent = found ? `${found.span.stage} ${found.span.name} ${found.span.task} ${found.span.note}: ${duration(found.span.end_s - found.span.start_s)}` : "";
+  });
+  canvas.addEventListener("click", (event) => {
+    const found = under(event);
+    const moved = dragged && Math.abs(event.clientX - dragged.x) > 3;
+    dragged = null;
+    if (!found || moved) return;
+    if (found.span.stage === "generate") location.hash = address("rollout", run, { id: found.span.name });
+    else if (found.span.group_id) location.hash = address("group", run, { id: found.span.group_id });
+  });
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const box = canvas.getBoundingClientRect();
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width);
+  }, { passive: false });
+  canvas.addEventListener("keydown", (event) => {
+    const action = { ArrowLeft: () => move(-0.2), ArrowRight: () => move(0.2), "+": () => zoom(0.5), "-": () => zoom(2) }[event.key];
+    if (action) action();
+  });
+  const observer = new ResizeObserver(draw);
+  observer.observe(canvas.parentElement as HTMLElement);
+  draw();
+  return () => {
+    observer.disconnect();
+    clearTimeout(timer);
+  };
+}
+
+interface Track {
+  stage: string;
+  y: number;
+  spans: Placed[];
+  hidden: number;
+  /** Of a crowded stage: how many at once, over the width. */
+  counts: number[];
+  most: number;
+}
+
+function lay(data: Row, width: number): { tracks: Track[]; height: number } {
+  const scale = width / (data.to_s - data.from_s);
+  const stages = [...new Set<string>(data.busy.map((row: Row) => row.stage))].sort((a, b) => rank(a) - rank(b));
+  const tracks: Track[] = [];
+  let y = 18;
+  for (const stage of stages) {
+    const ends: number[] = [];
+    const counts: number[] = data.crowded[stage] ?? [];
+    const track: Track = { stage, y, spans: [], hidden: 0, counts, most: Math.max(1, ...counts) };
+    for (const span of data.spans as Row[]) {
+      if (span.stage !== stage) continue;
+      let lane = ends.findIndex((end) => end <= span.start_s);
+      if (lane < 0) lane = ends.length;
+      ends[lane] = span.end_s;
+      if (lane >= MAX_LANES) {
+        track.hidden = Math.max(track.hidden, lane - MAX_LANES + 1);
+        continue;
+      }
+      track.spans.push({ span, x: (span.start_s - data.from_s) * scale, y: y + lane * ROW, width: (span.end_s - span.start_s) * scale });
+    }
+    tracks.push(track);
+    y += (counts.length ? CROWD : Math.min(ends.length, MAX_LANES) * ROW) + 22;
+  }
+  return { tracks, height: Math.max(60, y) };
+}
+
+function rank(stage: string): number {
+  const place = TRACKS.indexOf(stage);
+  return place < 0 ? TRACKS.length : place;
+}
+
+/** For each stage: the share of the time in which it was going on at all. */
+function busyTable(data: Row): HTMLElement {
+  const rows = [...(data.busy as Row[])].sort((a, b) => rank(a.stage) - rank(b.stage));
+  return table(
+    ["what", "how often", "of the time shown", "longest"],
+    rows.map((row) => [NAMES[row.stage] ?? row.stage, number(row.times), `${Math.round((100 * row.busy_s) / (data.to_s - data.from_s))}%`, duration(row.longest_s)]),
+    { numbers: [1, 2, 3], label: "Share of the time by activity" },
+  );
+}

@@ -1,0 +1,242 @@
+"""The board's answers against what was written; requests that it refuses; folders that are damaged."""
+
+import json
+import subprocess
+import sys
+from urllib.parse import urlencode
+
+import pytest
+from board_run import HOSTILE, make_group, write_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from forebay.board.export import write_report
+from forebay.board.rollouts import Rollouts
+from forebay.board.server import ANSWERS, POLICY, Board, make_app
+from forebay.runs.record.history import History, list_parts
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "planted")
+
+
+@pytest.fixture(scope="module")
+def client(folder):
+    board = Board([folder.parent])
+    with TestClient(make_app(board), base_url="http://localhost:7331") as client:
+        yield client
+    board.close()
+
+
+def ask(client, what, **given):
+    response = client.get(f"/api/{what}?{urlencode({'run': 'planted', **given})}")
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_run_is_found_and_its_overview_told(client):
+    (run,) = client.get("/api/runs").json()
+    assert (run["id"], run["state"], run["train_step"], run["steps"]) == ("planted", "finished", 6, 6)
+    overview = ask(client, "overview")
+    assert overview["metrics"]["train_step"] == [1, 2, 3, 4, 5, 6]
+    assert overview["metrics"]["reward"][-1] == 1.0
+    assert overview["notes"][0]["text"] == "look: " + HOSTILE
+    assert ask(client, "flow")["books"]["math"]["dropped"] == {"expired": 2}
+
+
+def test_credentials_never_reach_the_page(client):
+    assert "hush" not in json.dumps(ask(client, "overview"))
+
+
+def test_rollouts_are_found_by_what_is_known_of_them(client):
+    assert ask(client, "count")["rollouts"] == 6 * 2 * 2 + 2 * 2 + 2 * 4 * 2
+    assert ask(client, "count", outcome="dropped", reason="expired")["rollouts"] == 4
+    assert ask(client, "count", train_step_min=2, train_step_max=3, outcome="trained")["rollouts"] == 8
+    assert ask(client, "count", score_min=0.99)["rollouts"] == 2 + 2 + 4
+    rows = ask(client, "rollouts", text="ANSWER 1 TO 7", limit=10)["rows"]
+    assert [row["rollout_id"] for row in rows] == ["math/7/1"]
+    first = ask(client, "rollouts", limit=5, outcome="trained", order="oldest")
+    second = ask(client, "rollouts", limit=5, offset=5, outcome="trained", order="oldest")
+    ids = [row["rollout_id"] for row in first["rows"] + second["rows"]]
+    assert first["more"]
+    assert len(set(ids)) == 10
+
+
+def test_one_rollout_comes_with_tokens_numbers_and_life(client):
+    found = ask(client, "rollout", rollout_id="math/8/1")
+    (line,) = found["lines"]
+    assert line["logprobs"] == pytest.approx([-0.1, -0.5, -2.0])
+    assert line["trainer_logprobs"] == pytest.approx([-0.5] * 3)
+    assert line["model_steps"] == [8, 8, 9]
+    assert [event["event"] for event in found["life"]] == ["produced", "trained"]
+    group = ask(client, "group", group_id="math/8")
+    assert [row["member"] for row in group["members"]] == [0, 1]
+
+
+def test_prompts_bias_timeline_and_comparison(client):
+    prompts = ask(client, "prompts", order="often")
+    assert sum(row["rollouts"] for row in prompts) == ask(client, "count")["rollouts"]
+    through = ask(client, "prompt", prompt_hash=prompts[0]["prompt_hash"])
+    assert len(through) == prompts[0]["rollouts"]
+    means = {row["outcome"]: row for row in ask(client, "bias")["means"]}
+    assert (means["trained"]["rollouts"], means["dropped"]["rollouts"]) == (24, 4)
+    timeline = ask(client, "timeline")
+    assert [span["name"] for span in timeline["spans"]] == [f"step {step}" for step in range(1, 7)]
+    assert timeline["busy"] == [
+        {"stage": "train", "times": 6, "longest_s": pytest.approx(0.5), "busy_s": pytest.approx(3.0)}
+    ]
+    compared = ask(client, "compare", other="planted", run_id="planted", step=6, other_step=0)
+    assert {(row["score"], row["other_score"]) for row in compared["prompts"]} == {(0.5, 0.0)}
+
+
+def test_every_question_has_an_answer_for_a_run_without_a_history(tmp_path):
+    (tmp_path / "run.toml").write_text('name = "x"\nsteps = 3\n')
+    board = Board([tmp_path])
+    needed = {
+        "group": {"group_id": "a"},
+        "prompt": {"prompt_hash": "1"},
+        "compare": {"run_id": tmp_path.name},
+    }
+    for what in ANSWERS:
+        asked = {"run": tmp_path.name, **needed.get(what, {})}
+        if what == "rollout":
+            with pytest.raises(KeyError, match="no rollout 'a'"):
+                board.answer(what, {**asked, "rollout_id": "a"})
+        else:
+            json.dumps(board.answer(what, asked))
+    board.close()
+
+
+texts = st.text(st.sampled_from("aAbB %_\\'\"().*+?[]{}^$|\n\u00e4"), max_size=6)
+
+
+@given(texts, st.lists(texts, min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+def test_a_text_is_found_wherever_it_is_and_nowhere_else(tmp_path_factory, wanted, responses):
+    folder = tmp_path_factory.mktemp("run")
+
+    async def write():
+        history = History(folder, limit_bytes=10**9)
+        for number, text in enumerate(responses):
+            group = make_group(number, size=1, text=text)
+            group[0].message = []
+            history.left([group], "trained", train_step=number)
+            history._flush()
+        history.close()
+
+    import asyncio
+
+    asyncio.run(write())
+    rollouts = Rollouts(folder)
+    found = {row["group_id"] for row in rollouts.search(text=wanted)["rows"]}
+    rollouts.close()
+    assert found == {
+        f"math/{number}" for number, text in enumerate(responses) if wanted.lower() in text.lower()
+    }
+
+
+async def test_lines_that_were_undone_do_not_count(tmp_path):
+    history = History(tmp_path, limit_bytes=10**9)
+    for step in (1, 2, 3):
+        history.left([make_group(step, size=1)], "trained", train_step=step)
+    history.go_back(1)
+    history.left([make_group(20, size=1)], "trained", train_step=2)
+    history.close()
+    rollouts = Rollouts(tmp_path)
+    assert [row["group_id"] for row in rollouts.search(order="oldest")["rows"]] == ["math/1", "math/20"]
+    rollouts.close()
+
+
+@pytest.mark.parametrize(
+    ("address", "status", "says"),
+    [
+        ("/api/overview?run=../../etc", 404, "no '../../etc'"),
+        ("/api/nothing?run=planted", 404, "no 'nothing'"),
+        ("/api/rollouts?run=planted&score_min=much", 400, "score_min must be a number, got 'much'"),
+        ("/api/rollouts?run=planted&order=score;DROP", 400, "order must be one of"),
+        ("/api/rollouts?run=planted&1=1", 400, "unknown condition '1'"),
+        ("/api/prompt?run=planted&prompt_hash=x", 400, "a prompt's number is expected"),
+        ("/api/rollout?run=planted&rollout_id=zz", 404, "no rollout 'zz'"),
+        ("/api/rollout?run=planted", 404, "rollout_id"),
+    ],
+)
+def test_questions_that_do_not_fit_are_one_sentence(client, address, status, says):
+    response = client.get(address)
+    assert response.status_code == status
+    assert says in response.json()["error"]
+
+
+def test_only_the_page_itself_may_ask(client, folder):
+    assert client.get("/api/runs", headers={"host": "evil.example"}).status_code == 421
+    assert client.post("/api/runs").status_code == 405
+    page = client.get("/api/runs")
+    assert page.headers["content-security-policy"] == POLICY
+    assert page.headers["content-type"] == "application/json"
+    assert "script-src 'self';" in POLICY
+    board = Board([folder])
+    with TestClient(make_app(board, token="secret", hosts=("*",)), base_url="http://10.0.0.7:7331") as other:
+        assert other.get("/api/runs").status_code == 403
+        assert other.get("/api/runs?token=wrong").status_code == 403
+        assert other.get("/api/runs?token=secret").status_code == 200
+        # The cookie stands for the token from now on.
+        assert other.get("/api/runs").status_code == 200
+    board.close()
+
+
+def test_the_page_is_there(client):
+    page = client.get("/")
+    assert page.status_code == 200
+    assert 'src="./board.js"' in page.text
+    assert client.get("/board.js").status_code == 200
+
+
+def test_a_report_holds_its_answers_and_no_markup_of_a_model(tmp_path):
+    folder = write_run(tmp_path / "hostile", text=HOSTILE)
+    board = Board([folder])
+    page = write_report(board, tmp_path / "report.html").read_text(encoding="utf-8")
+    board.close()
+    assert "<script>alert(1)" not in page
+    assert "<img src=x" not in page
+    start = page.index('id="answers">') + len('id="answers">')
+    answers = json.loads(page[start : page.index("</script>", start)])
+    assert answers["rollouts?limit=40&order=newest&run=hostile"]["rows"][-1]["response"] == HOSTILE
+    assert "default-src 'none'" in page.replace("&#x27;", "'")
+
+
+def test_damage_is_told_and_the_rest_is_shown(tmp_path):
+    folder = write_run(tmp_path / "damaged")
+    (folder / "live.json").write_text("{")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('garbage\n{"train_step": 7, "unix')
+    part = list_parts(folder, "rollouts")[0].path
+    part.write_bytes(part.read_bytes()[:100])
+    board = Board([folder])
+    with TestClient(make_app(board), base_url="http://localhost") as client:
+        overview = client.get("/api/overview?run=damaged").json()
+        assert overview["metrics"]["train_step"] == [1, 2, 3, 4, 5, 6]
+        # The only file of rollouts: there is none left; the overview names it.
+        assert client.get("/api/rollouts?run=damaged").json() == {"rows": [], "more": False}
+        assert part.name in client.get("/api/overview?run=damaged").json()["facts"]["problem"]
+        assert client.get("/api/timeline?run=damaged").status_code == 200
+        (folder / "run.toml").write_text("name = [")
+        assert "run.toml cannot be read" in client.get("/api/overview?run=damaged").json()["facts"]["problem"]
+    board.close()
+
+
+def test_a_board_beside_a_run_ends_with_it(folder):
+    start = "from forebay.cli import main; main()"
+    command = [sys.executable, "-c", start, "board", str(folder), "--port", "0", "--beside"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as board:
+        assert board.stdout.readline().startswith("board: http://127.0.0.1:")
+        board.stdin.close()
+        assert board.wait(timeout=60) == 0
+
+
+def test_a_folder_without_a_run_is_one_sentence(tmp_path):
+    start = "from forebay.cli import main; main()"
+    command = [sys.executable, "-c", start, "board", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "there is no run at or below" in done.stderr + done.stdout

@@ -62,7 +62,7 @@ STEPS = (
         title="Train steps, 1.5 B, all weights",
         call="training:train_middle",
         least_s=30,
-        limit_s=120,
+        limit_s=150,
     ),
     Step(
         name="generation",
@@ -202,8 +202,10 @@ def watch(child: subprocess.Popen[bytes], limit_s: float) -> Line:
                 reason = f"killed at {most_bytes / 2**30:.0f} GiB of memory"
             time.sleep(0.1)
     finally:
-        kill(process)
+        others = kill(process)
         child.wait()
+        # The next step wants the memory that they had on the device.
+        psutil.wait_procs(others, timeout=10)
     if reason is not None:
         return {"end": "cut off", "reason": reason}
     if child.returncode:
@@ -230,13 +232,15 @@ def resident_bytes(process: psutil.Process) -> int:
     return total
 
 
-def kill(process: psutil.Process) -> None:
-    """End a process and all that it started."""
-    for member in family(process):
+def kill(process: psutil.Process) -> list[psutil.Process]:
+    """End a process and all that it started; the latter."""
+    members = family(process)
+    for member in members:
         try:
             member.kill()
         except psutil.NoSuchProcess:
             continue
+    return members[1:]
 
 
 def environment() -> dict[str, str]:

@@ -83,10 +83,13 @@ def test_a_child_dies_with_what_it_started(run_all, tmp_path):
 other = subprocess.Popen({grandchild}, start_new_session=True)
 open({str(file)!r}, 'w').write(str(other.pid))
 time.sleep(600)"""
-    run_all.watch(subprocess.Popen(lasting(text)), 2.0)
-    assert not psutil.pid_exists(int(file.read_text())) or psutil.Process(int(file.read_text())).status() == (
-        psutil.STATUS_ZOMBIE
-    )
+    child = subprocess.Popen(lasting(text))
+    until_s = time.monotonic() + 60
+    while not (file.exists() and file.read_text()) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    other = psutil.Process(int(file.read_text()))
+    run_all.watch(child, 0.2)
+    assert not other.is_running() or other.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_child_that_takes_the_memory_is_ended(run_all, monkeypatch):

@@ -47,7 +47,7 @@ def make_model(folder: Path, parameters_m: int) -> ModelConfig:
 
 async def measure(folder: Path, model: ModelConfig, engines: int, rounds: int) -> dict[str, Any]:
     """Seconds of each way, by round."""
-    weights = [(name, value.detach().clone()) for name, value in load_model(folder, model).named_parameters()]
+    weights = [(name, value.detach().clone()) for name, value in load_model(folder).named_parameters()]
     target = [torch.empty_like(value) for _, value in weights]
     recipe = EngineRecipe(model_folder=folder, model=model, engine=Component(name="transformers"))
     seconds: dict[str, list[float]] = {"copy in process": [], "shared memory": []}
@@ -90,9 +90,7 @@ class Merged:
 
 async def measure_lora(folder: Path, model: ModelConfig, engines: int, rounds: int) -> dict[str, Any]:
     """Bytes and seconds of `TrainController.sync_weights`, from the trainer's weights to the engines' use."""
-    trainer = TrainController(
-        load_model(folder, model), TrainConfig(lora_rank=LORA_RANK), pad_token_id=0, seed=0
-    )
+    trainer = TrainController(load_model(folder), TrainConfig(lora_rank=LORA_RANK), pad_token_id=0, seed=0)
     result: dict[str, Any] = {"rank": LORA_RANK}
     hand_over = SharedMemoryHandOver()
     recipe = EngineRecipe(model_folder=folder, model=model, engine=Component(name="transformers"))
@@ -102,7 +100,7 @@ async def measure_lora(folder: Path, model: ModelConfig, engines: int, rounds: i
             if place == "processes":
                 members.append(ProcessEngine(recipe, hand_over, log=folder / f"lora_{number}.log"))
             else:
-                members.append(TransformersEngine(load_model(folder, model)))
+                members.append(TransformersEngine(load_model(folder)))
         if place == "processes":
             for member in members:
                 member.wait_until_ready()
@@ -118,7 +116,7 @@ async def measure_lora(folder: Path, model: ModelConfig, engines: int, rounds: i
     adapters = [weight for name, weight in trainer.model.named_parameters() if ".lora_" in name]
     result["megabytes"] = {
         "adapters": sum(weight.nbytes for weight in adapters) / 1e6,
-        "merged": sum(weight.nbytes for weight in load_model(folder, model).parameters()) / 1e6,
+        "merged": sum(weight.nbytes for weight in load_model(folder).parameters()) / 1e6,
     }
     return result
 

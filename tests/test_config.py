@@ -306,7 +306,7 @@ def keys_below(annotation: Any, key: str = "") -> set[str]:
 _FREE_WORDS = """
     steps batch_size check_memory device search_path threads checkpoint_every keep_checkpoints
     show_every history_gb board trace
-    verify_weights model.attention model.max_context engine.name engine.arguments engine.dtype
+    verify_weights model.max_context engine.name engine.arguments engine.dtype engine.attention
     cluster.name cluster.arguments tasks.*.data.source tasks.*.data.arguments
     tasks.*.data.prompt_column tasks.*.data.answer_column tasks.*.data.system_prompt
     tasks.*.eval_data.source tasks.*.eval_data.arguments tasks.*.eval_data.prompt_column
@@ -322,7 +322,7 @@ _FREE_WORDS = """
     produce.tail_batch_trigger_size produce.tail_batch_max_tries produce.max_retries
     produce.in_flight_update produce.stall_after_s produce.min_members produce.max_failed_groups
     train.lr train.schedule train.schedule_warmup_steps train.weight_decay train.max_grad_norm
-    train.mini_batches train.epochs train.token_budget train.layout train.dtype train.ranks
+    train.mini_batches train.epochs train.token_budget train.layout train.dtype train.attention train.ranks
     train.betas train.epsilon train.moments train.offload_activations train.compile
     train.gradient_checkpointing train.advantage train.loss train.clip train.dual_clip train.kl_coef
     train.kl_estimator train.entropy_coef train.normalization train.correction train.correction_band

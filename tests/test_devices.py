@@ -104,9 +104,10 @@ def test_idle_gpus_are_told_with_the_keys_that_use_them(gpus: int) -> None:
 
 @pytest.mark.parametrize("gpus", [1], indirect=True)
 def test_the_header_says_where_a_run_computes(gpus: int) -> None:
-    assert device_fact(config()) == "cuda (NVIDIA L4), bfloat16"
-    assert device_fact(config(train={"dtype": "float32"})) == "cuda (NVIDIA L4), float32"
-    assert device_fact(config(device="cpu")) == "cpu, float32"
+    assert device_fact(config()) == "cuda (NVIDIA L4), bfloat16, sdpa attention"
+    assert device_fact(config(train={"layout": "packed"})) == "cuda (NVIDIA L4), bfloat16, varlen attention"
+    assert device_fact(config(train={"dtype": "float32"})) == "cuda (NVIDIA L4), float32, sdpa attention"
+    assert device_fact(config(device="cpu", train={"layout": "packed"})) == "cpu, float32, sdpa attention"
     assert device_fact(config(cluster="ray")) == "placed by ray"
 
 

@@ -83,7 +83,7 @@ def test_the_tiny_tokenizer_is_characters_and_a_plain_chat(tiny):
 
 def test_a_folder_is_itself_and_its_weights_are_held_as_asked(tiny):
     assert resolve_model(str(tiny)) == tiny
-    model = load_model(tiny, ModelConfig(source="x", attention="eager"), dtype="bfloat16")
+    model = load_model(tiny, dtype="bfloat16", attention="eager")
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
 
@@ -255,7 +255,6 @@ def test_a_tokenizer_needs_an_end_and_gets_a_pad(tiny, tmp_path):
     [
         ({"source": "tiny", "tiny": {"hidden_size": 20, "num_heads": 4}}, "multiple of twice num_heads 4"),
         ({"source": "tiny", "tiny": {"alphabet": "aba"}}, r"has \['a'\] more than once"),
-        ({"source": "tiny", "attention": "flash"}, "'attention' = 'flash'"),
         ({"source": "tiny", "max_contxt": 3}, "did you mean 'max_context'"),
     ],
 )

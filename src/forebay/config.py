@@ -217,7 +217,7 @@ def _set_path(
         node = node[key]
 
 
-_COMPONENT_KEYS = ("arguments", "dtype")
+_COMPONENT_KEYS = ("arguments", "attention", "dtype")
 
 
 def parse_config(

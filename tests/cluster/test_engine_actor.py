@@ -140,7 +140,7 @@ async def test_a_running_server_in_the_process(tmp_path, start_fake):
     config = run_config(tmp_path, engine={"name": "vllm", "arguments": {"urls": [server.url]}})
     actor, spec = EngineActor(), spec_of(config)
     await actor.start(spec)
-    weights = to_plain(load_model(spec.model_folder, config.model).state_dict().items())
+    weights = to_plain(load_model(spec.model_folder).state_dict().items())
     await actor.load_weights(weights, 3)
     (completion,) = await answers(actor, ask("a"))
     assert completion.response_ids.tolist() == [13] * 5

@@ -59,7 +59,7 @@ async def child(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Async
 @pytest_asyncio.fixture(loop_scope="module")
 async def engine(child: Any, folder: Path) -> Any:
     """The one child of this module, which takes seconds to start, with the weights it began with."""
-    weights = [(name, value.detach()) for name, value in load_model(folder, TINY).named_parameters()]
+    weights = [(name, value.detach()) for name, value in load_model(folder).named_parameters()]
     await child.load_weights(weights, 0)
     return child
 
@@ -76,7 +76,7 @@ def request(number: int = 0, **changes: Any) -> GenerateRequest:
 
 
 async def test_it_makes_what_an_engine_here_makes_also_with_new_weights(engine: Any, folder: Path) -> None:
-    model = load_model(folder, TINY)
+    model = load_model(folder)
     here = TransformersEngine(model, load_tokenizer(folder), max_context_tokens=TINY.max_context)
     assert engine.max_context_tokens == here.max_context_tokens
     weights = [(name, torch.randn_like(value) * 0.3) for name, value in model.named_parameters()]
@@ -102,7 +102,7 @@ async def test_several_engines_share_one_hand_over(
     for engine in engines:
         engine.wait_until_ready()
     before = [await engine.generate(request()) for engine in engines]
-    weights = [(name, torch.randn_like(value)) for name, value in load_model(folder, TINY).named_parameters()]
+    weights = [(name, torch.randn_like(value)) for name, value in load_model(folder).named_parameters()]
     await asyncio.gather(*(engine.load_weights(weights, 3) for engine in engines))
     after = [await engine.generate(request()) for engine in engines]
     assert after[0].response_ids.tolist() == after[1].response_ids.tolist()
@@ -160,7 +160,7 @@ async def test_an_impossible_request_and_impossible_weights_are_value_errors(eng
 async def test_a_killed_child_is_told_at_once_and_comes_back_with_its_weights(
     engine: Any, folder: Path
 ) -> None:
-    weights = [(name, value * 0.5) for name, value in load_model(folder, TINY).named_parameters()]
+    weights = [(name, value * 0.5) for name, value in load_model(folder).named_parameters()]
     await engine.load_weights(weights, 7)
     expected = await engine.generate(request())
     pid = engine.pid
@@ -210,8 +210,8 @@ async def test_a_frozen_child_is_lost_and_replaced(monkeypatch: Any, engine: Any
 async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
     engine: Any, folder: Path
 ) -> None:
-    here = TransformersEngine(load_model(folder, TINY), load_tokenizer(folder))
-    source = Source(load_model(folder, TINY))
+    here = TransformersEngine(load_model(folder), load_tokenizer(folder))
+    source = Source(load_model(folder))
 
     async def makes_what_one_here_makes(step: int) -> tuple[float, ...]:
         theirs, ours = await engine.generate(request()), await here.generate(request())
@@ -253,7 +253,7 @@ async def test_a_child_killed_between_two_syncs_comes_back_with_its_adapters(
 async def test_a_hand_over_that_was_given_up_is_made_good_before_the_next_request(
     engine: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = [(name, value * 0.5) for name, value in load_model(folder, TINY).named_parameters()]
+    weights = [(name, value * 0.5) for name, value in load_model(folder).named_parameters()]
     pid = engine.pid
     loading = asyncio.create_task(engine.load_weights(weights, 8))
     await asyncio.sleep(0)

@@ -9,7 +9,7 @@ _config = ModelConfig.model_validate(
     {"source": "tiny", "max_context": 32, "tiny": {"hidden_size": 32, "num_layers": 1}}
 )
 _folder = resolve_model(_config, seed=0)
-model, tokenizer = load_model(_folder, _config), load_tokenizer(_folder)
+model, tokenizer = load_model(_folder), load_tokenizer(_folder)
 
 
 def _rollout(group, member):

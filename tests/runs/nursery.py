@@ -29,7 +29,7 @@ from forebay.models import ModelConfig, load_model, load_tokenizer, resolve_mode
 def warm_up():
     """Have everything imported that a run with a tiny model imports when it is used."""
     folder = resolve_model(ModelConfig(source="tiny"), seed=0)
-    load_model(folder, ModelConfig(source="tiny"))
+    load_model(folder)
     load_tokenizer(folder)
 
 

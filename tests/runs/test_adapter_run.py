@@ -42,7 +42,7 @@ def size(tensors: list[tuple[str, torch.Tensor]]) -> int:
 
 
 def build(surroundings: Any) -> list[Any]:
-    model = load_model(surroundings.model_folder, surroundings.model)
+    model = load_model(surroundings.model_folder)
     return [Counting(model, surroundings.tokenizer, max_context_tokens=surroundings.model.max_context)]
 
 

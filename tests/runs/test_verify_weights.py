@@ -29,7 +29,7 @@ class Deaf(TransformersEngine):
 
 
 def build(surroundings: Any) -> list[Any]:
-    model = load_model(surroundings.model_folder, surroundings.model)
+    model = load_model(surroundings.model_folder)
     return [Deaf(model, surroundings.tokenizer, max_context_tokens=surroundings.model.max_context)]
 
 
@@ -50,7 +50,7 @@ class Away(TransformersEngine):
 def build_two(surroundings: Any) -> list[Any]:
     return [
         kind(
-            load_model(surroundings.model_folder, surroundings.model),
+            load_model(surroundings.model_folder),
             surroundings.tokenizer,
             max_context_tokens=surroundings.model.max_context,
         )

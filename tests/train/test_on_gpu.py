@@ -142,3 +142,23 @@ def test_the_device_is_found_for_plans():
     device = this_machine("cuda")
     assert device.is_gpu
     assert device.memory_bytes == torch.cuda.get_device_properties(0).total_memory
+
+
+@pytest.mark.parametrize("layout", ["packed", "shared_prompt"])
+@pytest.mark.parametrize("kernel", ["varlen", "flex_attention", "sdpa"])
+def test_kernels_have_the_gradients_of_plain_attention(kernel, layout):
+    if kernel == "flex_attention" and layout == "shared_prompt":
+        pytest.skip("it is for packed rows")
+    # Flex attention has heads of at least 16 numbers.
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    groups, steps = build_groups(), []
+    for device, settings in (
+        ("cpu", {"attention": "eager"}),
+        (GPU, {"attention": kernel, "layout": layout, "dtype": "bfloat16"}),
+    ):
+        trainer = controller(build_model(**sizes), device, **settings)
+        batch = trainer.fit(groups)
+        steps.append((batch.metrics["train/grad_norm"], trainer.compute_logprobs(trainer.pack(groups))))
+    (norm, logprobs), (found_norm, found) = steps
+    assert found_norm == pytest.approx(norm, rel=0.05)
+    np.testing.assert_allclose(found, logprobs, atol=0.2)

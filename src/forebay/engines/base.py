@@ -45,7 +45,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from forebay.models import ModelConfig, Precision
+from forebay.models import AttentionKey, ModelConfig, Precision
 from forebay.models.starting_weights import AdapterConfig, Weights
 from forebay.types import FloatArray, IntArray, SampleParams
 
@@ -152,6 +152,8 @@ class EngineSurroundings:
     model: ModelConfig
     dtype: Precision = "float32"
     """In which engines hold the weights and compute."""
+    attention: AttentionKey = "auto"
+    """The kernel of attention of engines that load the model through transformers."""
     device: str = "cpu"
     """The run's own, where an argument does not say otherwise: `find_device` knows it."""
     trainer_gpus: int = 1

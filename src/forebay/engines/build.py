@@ -11,7 +11,15 @@ from pydantic import Field, create_model
 from forebay.config import Component, ConfigError, StrictModel, check_arguments, look_up
 from forebay.engines.base import DEFAULT_MAX_BATCH, Engine, EngineLost, EngineSurroundings
 from forebay.engines.servers.build import HTTPArguments, http_engines
-from forebay.models import DEVICE_PATTERN, PrecisionKey, find_device, load_model, spread_devices
+from forebay.models import (
+    DEVICE_PATTERN,
+    AttentionKey,
+    PrecisionKey,
+    attention_choices,
+    find_device,
+    load_model,
+    spread_devices,
+)
 
 
 class EngineConfig(Component):
@@ -26,6 +34,9 @@ class EngineConfig(Component):
     """In which engines hold the weights and compute: ``float32``, ``bfloat16``, or ``auto``, which is
     bfloat16 on a CUDA device. On a CPU bfloat16 halves the memory and is several times slower. The trainer's
     weights stay float32 and are cast once (``train.dtype`` is for its passes)."""
+    attention: AttentionKey = "auto"
+    """The kernel of attention of the engines ``transformers`` and ``process``: ``sdpa`` or ``eager``, since
+    their requests lie side by side, with a mask. Servers choose their own."""
 
 
 class TransformersArguments(StrictModel, strict=True):
@@ -62,14 +73,24 @@ class ProcessArguments(StrictModel, strict=True):
 def _transformers(
     surroundings: EngineSurroundings, *, device: str | None = None, **arguments: Any
 ) -> list[Engine]:
+    from transformers import AutoConfig
+
     from forebay.engines.local.transformers import TransformersEngine
 
+    place = find_device(device or surroundings.device)
+    attention, *_ = attention_choices(
+        surroundings.attention,
+        AutoConfig.from_pretrained(surroundings.model_folder),
+        device=place,
+        precision=surroundings.dtype,
+        key="engine.attention",
+    )
     return [
         TransformersEngine(
-            load_model(surroundings.model_folder, surroundings.model, dtype=surroundings.dtype),
+            load_model(surroundings.model_folder, dtype=surroundings.dtype, attention=attention),
             surroundings.tokenizer,
             max_context_tokens=surroundings.model.max_context,
-            device=str(find_device(device or surroundings.device)),
+            device=str(place),
             **arguments,
         )
     ]
@@ -88,6 +109,7 @@ def _processes(surroundings: EngineSurroundings, **arguments: Any) -> list[Engin
         model_folder=surroundings.model_folder,
         model=surroundings.model,
         dtype=surroundings.dtype,
+        attention=surroundings.attention,
         engine=Component(name=settings.engine, arguments=arguments),
         threads=settings.threads,
     )
@@ -150,7 +172,21 @@ def find_engine(config: Component) -> Callable[..., list[Engine]]:
             # One model, so that a misspelled argument is compared with those of both.
             model = create_model(name, __base__=(model, inside))
     check_arguments("engine", name, model, arguments)
+    _check_attention(config)
     return factory
+
+
+def _check_attention(config: Component) -> None:
+    attention = getattr(config, "attention", "auto")
+    if config.name in ("sglang", "vllm") and attention != "auto":
+        raise ConfigError(
+            f"engine.attention = {attention!r}: engine {config.name!r} chooses its own kernel; leave it out"
+        )
+    if config.name in ("transformers", "process") and attention not in ("auto", "sdpa", "eager"):
+        raise ConfigError(
+            f"engine.attention = {attention!r}: requests of engine {config.name!r} decode side by side with "
+            f"a mask, which only 'sdpa' and 'eager' take; set one of them, or 'auto'"
+        )
 
 
 def build_engines(config: Component, surroundings: EngineSurroundings) -> list[Engine]:

@@ -48,14 +48,19 @@ DEVICE_PATTERN = r"^(auto|cpu|mps|cuda(:\d+)?)$"
 PrecisionKey = Literal["auto", "float32", "bfloat16"]
 """In a run file; ``auto`` is bfloat16 on a CUDA device, float32 elsewhere."""
 
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"]
+"""Kernels of attention (`forebay.models.attention`)."""
+AttentionKey = Literal[
+    "auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention", "varlen"
+]
+"""In a run file; ``auto`` is the one that suits the device, the layout and the model."""
+
 
 class ModelConfig(StrictModel):
     """Which model, and what it is asked for."""
 
     source: str
     """A folder, a hub id ``owner/name``, ``pypi:PACKAGE`` (a package with a GGUF file), or ``tiny``."""
-    attention: Literal["sdpa", "eager"] = "sdpa"
-    """transformers' implementation of attention; ``sdpa`` is faster, ``eager`` plainer."""
     max_context: int | None = Field(default=None, ge=2)
     """Longest prompt and response together, in tokens; None: what the model was made for (tiny: 512)."""
     tiny: TinyConfig = TinyConfig()

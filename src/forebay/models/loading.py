@@ -28,7 +28,7 @@ from forebay import __version__
 from forebay.config import ConfigError
 from forebay.extras import require_library
 from forebay.io.durable import made_whole
-from forebay.models.config import PYPI_PREFIX, TINY, ModelConfig, Precision
+from forebay.models.config import PYPI_PREFIX, TINY, Attention, ModelConfig, Precision
 from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
 
 _TOKENIZER_FILES = (
@@ -41,14 +41,15 @@ _TOKENIZER_FILES = (
 """One of these holds the vocabulary of every tokenizer that transformers reads."""
 
 
-def load_model(folder: Path, config: ModelConfig | None = None, *, dtype: Precision = "float32") -> Any:
+def load_model(folder: Path, *, dtype: Precision = "float32", attention: Attention | None = None) -> Any:
     """The decoder in `folder`, in evaluation mode and on the CPU, its weights held in `dtype`.
+
+    It computes with the kernel `attention`; None: ``sdpa``, or ``eager`` where the model does not take that.
 
     Raises:
         ConfigError: there is no folder, no config or no weights in it, or they do not fit each other.
     """
     _require_folder(folder)
-    config = config or ModelConfig(source=str(folder))
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -56,7 +57,7 @@ def load_model(folder: Path, config: ModelConfig | None = None, *, dtype: Precis
         return AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=getattr(torch, dtype),
-            attn_implementation=config.attention,
+            attn_implementation=attention,
             local_files_only=True,
         )
     except (OSError, ValueError) as error:

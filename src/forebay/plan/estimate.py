@@ -25,7 +25,7 @@ from forebay.agents import prompt_tools
 from forebay.config import ConfigError
 from forebay.engines.base import DEFAULT_MAX_BATCH
 from forebay.engines.weights.buckets import BUCKET_BYTES
-from forebay.models import load_tokenizer, resolve_model
+from forebay.models import attention, load_tokenizer, resolve_model
 from forebay.models.loading import model_config
 from forebay.plan.hardware import GIB, MIB, Device, this_machine
 from forebay.plan.memory import StepMemory, step_memory
@@ -282,8 +282,16 @@ def _memory(
         ConfigError: a train step of such a model cannot be planned.
     """
     batch = _largest_batch(config, prompt_tokens, longest)
+    train = config.train
+    kernel = attention.planned_attention(
+        train.attention,
+        hugging_face,
+        is_gpu=device.is_gpu,
+        precision="bfloat16" if train.dtype == "bfloat16" else "float32",
+        packed=train.layout == "packed",
+    )
     try:
-        step = step_memory(hugging_face, config.train, batch, attention=config.model.attention)
+        step = step_memory(hugging_face, config.train, batch, attention=kernel)
     except (RuntimeError, ValueError) as error:
         kind = hugging_face.model_type
         raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error

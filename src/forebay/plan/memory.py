@@ -9,8 +9,7 @@
 
 No formula follows the architecture: attention, chunked output head, activation checkpointing, LoRA and the
 layout of the batch take what their own operations allocate. Fake tensors stand on the CPU, so operations
-choose the CPU's kernels. A GPU's attention kernels keep as much; its allocator rounds each size up to 512
-bytes.
+choose the CPU's kernels; a GPU's keep as much, and its allocator rounds sizes up to 512 bytes.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from forebay.models import Attention
 from forebay.train import TrainConfig
 from forebay.train.batch import TrainBatch
 from forebay.train.learner import Learner
@@ -117,16 +117,18 @@ KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
 
 
 def step_memory(
-    model_config: Any, config: TrainConfig, batch: TrainBatch, *, attention: str = "sdpa"
+    model_config: Any, config: TrainConfig, batch: TrainBatch, *, attention: Attention = "sdpa"
 ) -> StepMemory:
     """The peak of one optimizer step over `batch`, a mini-batch, on one device and rank.
 
     `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
-    the second finds the gradients of the first. Importance weights are taken as computed before.
+    the second finds the gradients of the first. Importance weights are taken as computed before. `attention`
+    is the kernel (`planned_attention`), whatever the config's.
 
     Raises:
         ValueError: the model cannot be trained so, or `batch` does not fit the token budget.
     """
+    config = config.model_copy(update={"attention": attention})
     packer = Packer(config.token_budget, layout=config.layout)
     packs = packer.pack_pad_dispatch(fill_numbers(batch)).packs[0][0]
     packs = sorted(packs, key=lambda pack: -num_cells(batch, pack, config.layout))[:2]
@@ -141,12 +143,12 @@ def step_memory(
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
         has_reference = config.kl_coef > 0 and config.lora_rank == 0
         learner = Learner(
-            _model(model_config, attention),
+            _model(model_config),
             config,
             pad_token_id=0,
             total_steps=1,
-            ref_model=_model(model_config, attention) if has_reference else None,
-            value_model=_critic(_model(model_config, attention)) if config.uses_critic else None,
+            ref_model=_model(model_config) if has_reference else None,
+            value_model=_critic(_model(model_config)) if config.uses_critic else None,
         )
         trained = [learner.model] if learner.critic is None else [learner.model, learner.critic]
         parameters = [parameter for part in trained for parameter in part.parameters()]
@@ -172,10 +174,10 @@ def step_memory(
     )
 
 
-def _model(model_config: Any, attention: str) -> Any:
+def _model(model_config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32, attn_implementation=attention)
+    return AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
 
 
 def _critic(model: Any) -> Critic:

@@ -290,7 +290,7 @@ def build_trainer(
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model = load_model(model_folder, config.model)
+    model = load_model(model_folder)
     if device is None and config.cluster is None:
         device = _trainer_device(config)
     try:
@@ -340,7 +340,7 @@ def warm_up(
             raise ConfigError(f"{error}; delete {str(target)!r} to have the warm-up made again") from None
         return target
     display.phase("warm-up")
-    model, tokenizer = load_model(source, config.model), load_tokenizer(source)
+    model, tokenizer = load_model(source), load_tokenizer(source)
     if config.cluster is None:
         model.to(find_device(config.device))
     prompts = [

@@ -240,8 +240,9 @@ class RunConfig(RunFile):
     """A whole run, as `forebay train` takes it."""
 
     old_names: ClassVar[OldNames] = {
-        # Version 0.1 had one key for the precision of the trainer and of the engines.
+        # Version 0.1 had one key each for the trainer and the engines.
         "model.dtype": ("engine.dtype", "train.dtype"),
+        "model.attention": ("engine.attention", "train.attention"),
         "train.normalisation": ("train.normalization",),
     }
 

@@ -20,7 +20,8 @@ import torch
 
 from forebay.config import ConfigError, look_up
 from forebay.engines import RolloutController
-from forebay.models import find_device, precision_on, spread_devices
+from forebay.models import attention_choices, find_device, precision_on, spread_devices
+from forebay.models.loading import model_config
 from forebay.produce.strategies.context import GroupGenerator
 from forebay.runs.config import CLUSTERS, RunConfig, check_cluster
 from forebay.train.batch import TrainBatch
@@ -204,16 +205,25 @@ def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
 
 
 def device_fact(config: RunConfig) -> str:
-    """Where a run computes, as its header says it: ``cuda (NVIDIA L4), bfloat16``.
+    """Where and how a run trains, as its header says it: ``cuda (NVIDIA L4), bfloat16, sdpa attention``.
 
     Raises:
-        ConfigError: torch does not see the device.
+        ConfigError: torch does not see the device, or the kernel of attention does not go with it.
     """
     if config.cluster is not None:
         return f"placed by {config.cluster.name}"
     device = find_device(config.device)
     name = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-    return f"{device}{name}, {precision_on(device, config.train.dtype)}"
+    precision = precision_on(device, config.train.dtype)
+    # Of its config, before weights are loaded.
+    kernel, *_ = attention_choices(
+        config.train.attention,
+        model_config(config.model, seed=config.seed),
+        device=device,
+        precision=precision,
+        packed=config.train.layout == "packed",
+    )
+    return f"{device}{name}, {precision}, {kernel} attention"
 
 
 def idle_gpus(config: RunConfig) -> str | None:

@@ -253,6 +253,7 @@ def build_run_engines(
         model_folder=model_folder,
         model=model,
         dtype=engine_precision(config),
+        attention=config.engine.attention,
         device=config.device,
         trainer_gpus=config.train.ranks,
         shares_gpu=shares_gpu(config),

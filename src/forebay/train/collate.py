@@ -20,6 +20,7 @@ tokens of the whole batch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,10 @@ class MicroBatch:
     prompts: SharedPrompts | None
     attention_mask: torch.Tensor | None
     """int64, B x (P + L): 0 on the pads between a prompt and its response; None if there are none."""
+    borders: Mapping[str, Any]
+    """The same as that mask, or as the restarts of `position_ids`, for kernels without a mask: the arguments
+    of `forebay.models.varlen.varlen_attention`, by the names that transformers has for them. Empty where rows
+    are sequences, and where they were not asked for."""
     targets: torch.Tensor
     """int64, N: the trained tokens."""
     inverse_temperature: torch.Tensor | None
@@ -82,7 +87,9 @@ class MicroBatch:
         return to_device(values_R[self.token_index], self.targets.device)
 
 
-def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.device) -> MicroBatch:
+def collate(
+    batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.device, with_borders: bool = False
+) -> MicroBatch:
     """The tensors of the sequences in `pack`, laid out as ``batch.layout`` says.
 
     An empty pack gives one pad token by pass and nothing to train: a rank that has no work left makes as many
@@ -101,12 +108,16 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
     kept = np.flatnonzero(batch.response_mask[tokens])
     tokens, rows, offsets = tokens[kept], rows[kept], offsets[kept]
     prompts = attention_mask = position_ids = None
+    borders: dict[str, Any] = {}
     if batch.layout == "padded":
         ids_BL = _pad(batch, batch.token_starts[pack], _input_widths(batch, pack), pad_token_id)
         cells = rows * ids_BL.shape[1] + offsets - 1
     elif batch.layout == "packed":
         ids_BL, position_ids, firsts = _concatenate(batch, pack, pad_token_id)
         cells = firsts[rows] + offsets - 1
+        widths = np.diff(firsts, append=ids_BL.shape[1])
+        if with_borders:
+            borders = _borders(widths, widths)
     else:
         ends = batch.prompt_lengths[pack]
         # The prompts' pass predicts the first tokens of all responses, so these come before the others.
@@ -121,6 +132,9 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
         )
         ids_BL, position_ids, attention_mask = _responses(batch, pack, prompt_ids.shape[1], pad_token_id)
         cells = (rows * ids_BL.shape[1] + offsets - ends[rows] - 1)[num_first:]
+        if with_borders and attention_mask is not None:
+            borders = _borders(np.full_like(ends, ids_BL.shape[1]), ends + ids_BL.shape[1])
+            borders["key_cells"] = np.flatnonzero(attention_mask)
     temperatures = batch.temperatures[pack]
     targets = batch.input_ids[batch.token_starts[pack][rows] + offsets]
     return MicroBatch(
@@ -129,12 +143,26 @@ def collate(batch: TrainBatch, pack: Pack, *, pad_token_id: int, device: torch.d
         positions=place(cells),
         prompts=prompts,
         attention_mask=None if attention_mask is None else place(attention_mask),
+        borders={
+            name: place(value) if isinstance(value, np.ndarray) else value for name, value in borders.items()
+        },
         targets=place(targets.astype(np.int64)),
         inverse_temperature=None if np.all(temperatures == 1) else place(1 / temperatures[rows]),
         sequence_index=place(rows),
         num_sequences=len(pack),
         token_index=tokens,
     )
+
+
+def _borders(queries: Ints, keys: Ints) -> dict[str, Any]:
+    """The borders of sequences with so many queries and keys, in this order; those without any have none."""
+    given = {"q": queries[queries > 0], "k": keys[queries > 0]}
+    # An empty pack has one pad for a sequence.
+    given = {name: widths if len(widths) else np.ones(1, np.int64) for name, widths in given.items()}
+    return {
+        **{f"cu_seq_lens_{name}": np.cumsum([0, *widths], dtype=np.int32) for name, widths in given.items()},
+        **{f"max_length_{name}": int(widths.max()) for name, widths in given.items()},
+    }
 
 
 def _input_widths(batch: TrainBatch, pack: Pack) -> Ints:

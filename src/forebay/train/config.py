@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from forebay.config import ConfigError, StrictModel, look_up
-from forebay.models.config import PrecisionKey
+from forebay.models.config import AttentionKey, PrecisionKey
 from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
@@ -84,13 +84,17 @@ class TrainConfig(StrictModel):
     token_budget: int = Field(default=16384, ge=1)
     """Most tokens, padding included, of one micro-batch; 1024-2048 suits a tiny model on a CPU's caches."""
     layout: Layout = "padded"
-    """``padded``: rows of like length. ``packed``: one long row, for flash attention on a GPU.
+    """``padded``: rows of like length. ``packed``: one long row, for a GPU, whose kernels need no mask.
     ``shared_prompt``: a prompt's keys and values are computed once for all its responses; needs full
     attention in every layer."""
     dtype: PrecisionKey = "auto"
     """Of the forward passes (autocast): ``float32``, ``bfloat16``, or ``auto``, which is bfloat16 on a CUDA
     device. The trained weights and their moments are float32 always, or steps of
     a small learning rate would be lost in rounding."""
+    attention: AttentionKey = "auto"
+    """The kernel of attention, in transformers' names or ``varlen``, which is torch's own for packed rows.
+    ``auto``: for packed rows on a CUDA device the first of flash_attention_3, flash_attention_2, varlen and
+    flex_attention that is installed and right for the model; else ``sdpa``."""
     ranks: int = Field(default=1, ge=1)
     """Processes that hold a slice of the weights each and share out the micro-batches."""
     gradient_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False

@@ -10,9 +10,8 @@ whole batch is worked out before (`TrainController`) and arrives as arrays by re
                     loss.backward() ... optimizer step --> Update(columns, norms)
     supervised_warmup(model, examples): shuffled mini-batches --> cross-entropy --> optimizer step
 
-On several ranks each has a Learner whose weights are slices (`forebay.train.parallel.sharding`). All get the
-whole batch, each makes the passes of its own packs, and all make equally many passes and steps.
-
+On several ranks each has a Learner with slices of weights (`forebay.train.parallel.sharding`). All get the
+whole batch, each makes the passes of its own packs, all equally many.
 Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 """
 
@@ -31,7 +30,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from forebay.config import look_up
-from forebay.models import Precision, precision_on
+from forebay.models import Precision, attention, precision_on
 from forebay.models.starting_weights import BASE_FINGERPRINT, fingerprint
 from forebay.train import checkpoint
 from forebay.train.batch import Pack, TrainBatch
@@ -40,8 +39,9 @@ from forebay.train.config import TrainConfig, WarmupConfig
 from forebay.train.measures import Columns, TokenRecords
 from forebay.train.model import lora
 from forebay.train.model.critic import Critic
-from forebay.train.model.forward import check_layout, output_head, response_logprobs
+from forebay.train.model.forward import output_head, response_logprobs
 from forebay.train.model.layers import checkpoint_activations, compile_layers
+from forebay.train.model.trial import settle_attention
 from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import (
     POLICY_LOSSES,
@@ -112,8 +112,7 @@ class Learner:
             starting_weights = checkpoint.fingerprint(frozen)
         policy = lora.without_adapters(model).to(self.device)
         model.eval()
-        if has_content:
-            check_layout(model, config.layout, self.device)
+        kernel = self._settle_attention(policy, has_content)
         for part in (policy, self.ref_model, self.critic) if config.compile else ():
             if part is not None:
                 compile_layers(part, self.device)
@@ -123,7 +122,8 @@ class Learner:
             if part is not None:
                 shard(part.to(self.device))
         self._rank = rank
-        self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device)
+        borders = kernel in attention.VARIABLE_LENGTH
+        self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device, with_borders=borders)
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
         make_optimizer = partial(_make_optimizer, config, total_steps)
@@ -139,6 +139,18 @@ class Learner:
             starting_weights=starting_weights,
         )
         self._set_modes()
+
+    def _settle_attention(self, policy: Any, has_content: bool) -> Any:
+        """The kernel of attention with which all models compute from now on, tried if that can be."""
+        # A plan has settled it.
+        kernel: Any = self.config.attention
+        if has_content:
+            with self._autocast():
+                kernel = settle_attention(self.model, self.config, self.device, self._precision)
+        for part in (policy, self.ref_model, self.critic and self.critic.body):
+            if part is not None:
+                attention.use_attention(part, kernel)
+        return kernel
 
     def _set_modes(self) -> None:
         """Dropout off; activation checkpointing on if configured. Others may have called ``train()``."""

@@ -31,6 +31,7 @@ def main() -> None:
         model_folder=recipe.model_folder,
         model=recipe.model,
         dtype=recipe.dtype,
+        attention=recipe.attention,
         device=recipe.device,
         tokenizer=load_tokenizer(recipe.model_folder),
         scratch=recipe.model_folder,

@@ -25,7 +25,7 @@ from forebay.engines.weights.between_processes import WeightInbox
 from forebay.io.channel import Channel
 from forebay.io.link import Result, Session
 from forebay.io.messages import Call, Note, encode_value
-from forebay.models import ModelConfig, Precision
+from forebay.models import AttentionKey, ModelConfig, Precision
 from forebay.types import IntArray, SampleParams
 
 PROGRESS_EVERY_S = 0.5
@@ -149,6 +149,7 @@ class EngineRecipe(StrictModel):
     engine: Component
     dtype: Precision = "float32"
     """Of the weights that the engine holds."""
+    attention: AttentionKey = "auto"
     device: str = "cpu"
     threads: int = 1
     """For torch."""

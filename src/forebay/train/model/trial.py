@@ -1,0 +1,181 @@
+"""Trials of a model before it is trained: the kernel of attention and the layout that training will use.
+
+::
+
+    attention_choices --> kernel --use_attention--> three short sequences in the layout == each one alone?
+                            ^-- no, and there is another: the next one               no: the layout is refused
+
+Attention masks what lies beside a sequence. A layer that carries a state from token to token (linear
+attention, state spaces, convolutions) takes it over from the sequence before, unless its code knows of
+borders, and which models' code does changes from version to version. So it is asked of the model itself, on
+its device and in its precision. A mask or a sliding window that a kernel leaves out shows against plain
+attention (``eager``), sequence by sequence.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from forebay.models.attention import VARIABLE_LENGTH, attention_choices, attention_of, use_attention
+from forebay.models.config import Attention, Precision
+from forebay.train.batch import Layout, TrainBatch
+from forebay.train.collate import collate
+from forebay.train.config import TrainConfig
+from forebay.train.model.forward import response_logprobs
+from forebay.train.model.lora import without_adapters
+from forebay.train.packing import Packer
+
+logger = logging.getLogger(__name__)
+
+NUM_TOKENS = 24
+"""Of a sequence: longer than the convolutions of known models, which see four."""
+PROMPTS = (8, 6)
+"""Tokens of the sequences' prompts: a shorter one is followed by pads, which a mask has to hide."""
+WINDOW = 4
+"""Tokens that a layer with a sliding window sees in a trial; its own is longer than the sequences."""
+ROUNDING = 1e-3
+"""Most that passes of other shapes differ in float32, in nats; they differ by about 1e-6."""
+HALF_ROUNDING = 0.2
+"""The same for 16-bit weights."""
+ROUNDINGS = 5.0
+"""Most that a kernel in bfloat16 is away from float32, in units of the distance of ``eager`` in bfloat16."""
+EXPERTS_LEAK, HALF_EXPERTS_LEAK = 4e-6, 0.02
+"""Most that passes of one shape differ where experts see other tokens too, in float32 and in 16 bits.
+Without experts masked tokens count exactly nothing. Fresh models with states leak as little as 3e-6."""
+
+
+def settle_attention(
+    model: nn.Module, config: TrainConfig, device: torch.device, precision: Precision
+) -> Attention:
+    """Have `model`, on `device`, compute with the kernel that `config` means, and try it; returns the kernel.
+
+    Raises:
+        ConfigError: the kernel is not installed, or does not suit device, precision or model.
+        ValueError: the model gives others than its own log probabilities in the config's layout.
+    """
+    plain: Any = without_adapters(model)
+    packed = config.layout == "packed"
+    kernels = attention_choices(
+        config.attention, plain.config, device=device, precision=precision, packed=packed
+    )
+    for kernel in kernels:
+        try:
+            use_attention(plain, kernel)
+            check_layout(model, config.layout, device)
+        except ValueError as error:
+            if kernel == kernels[-1]:
+                raise
+            logger.warning("%s; attention %r is not used", error, kernel)
+        else:
+            break
+    return kernel
+
+
+@torch.no_grad()
+def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None:
+    """Try three short sequences of random tokens.
+
+    Raises:
+        ValueError: the model gives others than its own log probabilities in `layout`.
+    """
+    plain: Any = without_adapters(model)
+    kernel = attention_of(plain)
+    if layout == "padded" and kernel in ("sdpa", "eager"):
+        return
+    vocabulary = plain.config.get_text_config().vocab_size
+    first, other, second = np.random.default_rng(0).integers(0, vocabulary, (3, NUM_TOKENS))
+
+    def logprobs(layout: Layout, *sequences: Any) -> torch.Tensor:
+        """Those of the last of the sequences' trained tokens."""
+        prompts = PROMPTS[-len(sequences) :]
+        batch = TrainBatch.from_examples(
+            [(ids[:cut], ids[cut:]) for ids, cut in zip(sequences, prompts, strict=True)]
+        )
+        pack = Packer(10 * NUM_TOKENS, layout=layout).pack_pad_dispatch(batch).packs[0][0][0]
+        # In the order given: what comes before is what may leak.
+        micro = collate(
+            batch, np.sort(pack), pad_token_id=0, device=device, with_borders=kernel in VARIABLE_LENGTH
+        )
+        order = torch.from_numpy(np.argsort(micro.token_index)).to(device)
+        return response_logprobs(model, micro).logprobs[order][prompts[-1] - NUM_TOKENS :]
+
+    kind = plain.config.model_type
+    way = f"layout {layout!r} with attention {kernel!r}"
+    is_half = torch.is_autocast_enabled(device.type)
+    try:
+        with _short_windows(plain):
+            beside, again, moved = (logprobs(layout, one, second) for one in (first, first, other))
+            with torch.enable_grad():
+                # Of one small weight below the attention of all layers, which need no gradient themselves.
+                trained = [weight for weight in model.parameters() if weight.requires_grad]
+                small = next((weight for weight in trained if weight.ndim == 1), trained[0])
+                torch.autograd.grad(logprobs(layout, first, second).sum(), small)
+            with _plain_attention(plain):
+                rounded = logprobs("padded", second)
+                with torch.autocast(device.type, enabled=False):
+                    alone = logprobs("padded", second)
+                    # States that leak are seen best in the weights' own precision.
+                    leak = _distance(logprobs(layout, first, second), logprobs(layout, other, second))
+    except torch.OutOfMemoryError:
+        raise
+    # Kernels refuse sizes in ways of their own.
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{way} does not go with models of type {kind!r}: {error}") from error
+    has_half_weights = next(model.parameters()).dtype != torch.float32
+    has_experts = any("expert" in name for name, _ in model.named_parameters())
+    noise = _distance(beside, again)
+    leaks, half_leaks = (EXPERTS_LEAK, HALF_EXPERTS_LEAK) if has_experts else (noise, noise)
+    rounding = HALF_ROUNDING if has_half_weights else ROUNDING + ROUNDINGS * _distance(rounded, alone)
+    for difference, limit in (
+        (leak, half_leaks if has_half_weights else leaks),
+        (_distance(beside, moved), half_leaks if is_half or has_half_weights else leaks),
+        (_distance(beside, alone), rounding),
+    ):
+        # So that NaN is refused too.
+        if not difference <= limit:
+            raise ValueError(
+                f"{way} is wrong for models of type {kind!r}: a sequence's log probabilities change with its "
+                f"neighbors (by {difference:.2g}), as where layers carry a state from token to token; use "
+                f"layout 'padded'"
+            )
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+@contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    """`model` computes with ``eager``, if it can be switched."""
+    kernel = attention_of(model)
+    try:
+        use_attention(model, "eager")
+    except ValueError:
+        yield
+        return
+    try:
+        yield
+    finally:
+        use_attention(model, kernel)
+
+
+@contextmanager
+def _short_windows(model: Any) -> Iterator[None]:
+    """Layers with a sliding window see `WINDOW` tokens, so that short sequences show if a kernel has it."""
+    holders: Sequence[Any] = (model.config.get_text_config(), *model.modules())
+    windows = [(holder, holder.__dict__.get("sliding_window")) for holder in holders]
+    windows = [(holder, window) for holder, window in windows if type(window) is int]
+    for holder, _ in windows:
+        holder.sliding_window = WINDOW
+    try:
+        yield
+    finally:
+        for holder, window in windows:
+            holder.sliding_window = window

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from forebay.plan.memory import MemoryPeak, fill_numbers, step_memory
 from forebay.train import TrainConfig
@@ -46,6 +46,18 @@ MODELS: dict[str, Any] = {
         num_hidden_layers=3,
         num_attention_heads=4,
     ),
+    # Experts by a grouped product, which torch refuses for fake tensors in float32.
+    "qwen3_moe": Qwen3MoeConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        moe_intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+    ),
 }
 CASES = [
     ("llama", {}),
@@ -55,6 +67,7 @@ CASES = [
     ("qwen3", {"dtype": "bfloat16", "layout": "packed"}),
     ("llama", {"layout": "shared_prompt", "kl_coef": 0.1}),
     ("qwen3", {"lora_rank": 8}),
+    ("qwen3_moe", {"dtype": "bfloat16"}),
     ("gpt_neox", {"advantage": "gae", "critic_lr": 1e-4}),
 ]
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -139,6 +140,7 @@ def step_memory(
         FakeTensorMode(allow_non_fake_inputs=True),
         MemoryPeak(model_config.get_text_config().vocab_size) as memory,
         patch.object(torch.autograd.graph, "save_on_cpu", _on_host(memory)),
+        patch.object(functional, "grouped_mm", _grouped_mm),
     ):
         # Fake tensors cannot be copied, so models that the learner would copy are made once more.
         has_reference = config.kl_coef > 0 and config.lora_rank == 0
@@ -182,6 +184,15 @@ def _model(model_config: Any) -> Any:
 
 def _critic(model: Any) -> Critic:
     return Critic(model.base_model, model.config.get_text_config().hidden_size)
+
+
+def _grouped_mm(rows_ND: torch.Tensor, experts_EDF: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """(N, F): the rows times one of the E experts, which makes as much work and as large tensors as all do.
+
+    torch's own refuses fake tensors in float32. It knows no autocast.
+    """
+    with torch.autocast(rows_ND.device.type, enabled=False):
+        return rows_ND @ experts_EDF[0]
 
 
 def _on_host(memory: MemoryPeak) -> Callable[..., AbstractContextManager[object]]:

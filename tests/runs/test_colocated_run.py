@@ -340,14 +340,19 @@ def test_a_batch_that_the_trainer_refuses_is_one_message(tmp_path, monkeypatch):
         train(tmp_path)
 
 
-def test_overrides_of_a_resumed_run_stay_and_cannot_move_it(tmp_path):
-    train(tmp_path, steps=1)
+def test_overrides_of_a_resumed_run_stay_and_cannot_move_it(tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr("forebay.runs.checkpoints.device_fact", lambda _: "cuda (NVIDIA L4), bfloat16")
+        train(tmp_path, steps=1)
     folder = tmp_path / "run"
     for override in ("name=other", "output=elsewhere"):
         with pytest.raises(ConfigError, match="stays in"):
             saved_config(folder, [override])
+    capsys.readouterr()
     asyncio.run(launch(saved_config(folder, ["steps=2"]), resume=folder))
     assert saved_config(folder).steps == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert "changed: device is cpu, float32, was cuda (NVIDIA L4), bfloat16" in said
     with pytest.raises(ConfigError, match="cannot go on"):
         asyncio.run(launch(saved_config(folder, ["model.tiny.hidden_size=16", "seed=9"]), resume=folder))
     assert saved_config(folder).seed == 3

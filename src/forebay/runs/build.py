@@ -32,7 +32,7 @@ from forebay.evaluate import Evaluator
 from forebay.io.durable import DamagedError, check
 from forebay.ledger import Ledger
 from forebay.metrics import MetricsLogger, PhaseTimer
-from forebay.models import find_device, load_model, load_tokenizer, resolve_model
+from forebay.models import find_device, load_model, load_tokenizer, precision_on, resolve_model
 from forebay.produce import Prompt
 from forebay.produce.prompts.dataset import known_characters
 from forebay.produce.prompts.sequences import LazySequence
@@ -40,7 +40,7 @@ from forebay.produce.strategies.rules import name_group
 from forebay.replay import StorageBackend
 from forebay.runs.config import RunConfig, to_toml
 from forebay.runs.folder import publish
-from forebay.runs.placement import Cluster, Trainer, shares_gpu
+from forebay.runs.placement import Cluster, Trainer, device_fact, shares_gpu
 from forebay.runs.record.events import observe
 from forebay.runs.record.history import History
 from forebay.runs.record.journal import Recorder
@@ -184,6 +184,8 @@ def find_start(
     data = check_lengths(config, model_folder, data)
     if config.warmup is not None:
         model_folder = warm_up(config, model_folder, folder / "warmup", display, data)
+        # The trainer needs blocks of other sizes than what a warm-up leaves in torch's cache.
+        torch.cuda.empty_cache()
     return model_folder, data
 
 
@@ -246,7 +248,8 @@ def build_run(
         cluster.listen(partial(_note_retry, ledger), ledger.note_restart)
     display.follow(run.status)
     if config.record:
-        run.record = Recorder(folder, run_file=to_toml(with_precisions(config)), resumed_from=resume_step)
+        run_file, device = to_toml(with_precisions(config)), device_fact(config)
+        run.record = Recorder(folder, run_file=run_file, device=device, resumed_from=resume_step)
         observe(run.record, run.manager, run.controller)
     if config.history_gb:
         _begin_history(run, resume_step)
@@ -341,8 +344,8 @@ def warm_up(
         return target
     display.phase("warm-up")
     model, tokenizer = load_model(source), load_tokenizer(source)
-    if config.cluster is None:
-        model.to(find_device(config.device))
+    device = find_device(config.device if config.cluster is None else "cpu")
+    model.to(device)
     prompts = [
         _with_tools(part.training, prompt_tools(task.agent))
         for task, part in zip(config.tasks, data or load_data(config), strict=True)
@@ -360,6 +363,8 @@ def warm_up(
             settings,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.seed,
+            token_budget=config.train.token_budget,
+            dtype=precision_on(device, config.train.dtype),
             on_step=lambda step, loss: display.progress(step, settings.steps, f"loss {loss:.3f}"),
         )
     except ValueError as error:

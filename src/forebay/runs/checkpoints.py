@@ -31,6 +31,7 @@ from forebay.runs.folder import (
     step_of,
     unfinished,
 )
+from forebay.runs.placement import device_fact
 from forebay.runs.store import keeps_consumed, store_of
 from forebay.types import Status
 from forebay.watching.activity import CHECKPOINT
@@ -63,6 +64,7 @@ async def begin_checkpoint(run: Run) -> None:
             "evaluations": list(run.evaluations),
             "guard": run.guard.state_dict(),
             "lag_limit": run.lag_limit,
+            "device": device_fact(run.config),
         }
         if run.record is not None:
             await run.record.checkpoint(run.train_step)
@@ -124,6 +126,9 @@ async def resume(run: Run, path: Path, *, has_groups: bool = False) -> None:
     run.guard.load_state_dict(state["guard"])
     if state["lag_limit"] is not None:
         limit_lag(run, state["lag_limit"])
+    # Keys that are "auto" stand for something else on another machine. Older checkpoints do not say it.
+    if (was := state.get("device", now := device_fact(run.config))) != now:
+        run.display.message(f"changed: device is {now}, was {was}")
     run.display.message(f"resumed after train step {run.train_step} from {path}")
 
 

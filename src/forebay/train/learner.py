@@ -192,9 +192,7 @@ class Learner:
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        if self._precision == "float32":
-            return nullcontext()
-        return torch.autocast(self.device.type, torch.bfloat16)
+        return _autocast(self.device, self._precision)
 
     # With gradient
 
@@ -351,6 +349,10 @@ class Learner:
         return checkpoint.load_trainer(folder, self._parts)
 
 
+def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
+    return nullcontext() if precision == "float32" else torch.autocast(device.type, torch.bfloat16)
+
+
 def _make_optimizer(
     config: TrainConfig, total_steps: int | None, model: nn.Module, *, lr: float
 ) -> Optimizer:
@@ -388,11 +390,13 @@ def supervised_warmup(
     pad_token_id: int,
     seed: int = 0,
     token_budget: int = 16384,
+    dtype: Precision = "float32",
     on_step: Callable[[int, float], None] | None = None,
 ) -> list[float]:
     """Train `model` in place and return the loss of each step: nats per response token.
 
-    `examples` are (prompt ids, response ids); the response should end with the end-of-sequence token.
+    `examples` are (prompt ids, response ids); the response should end with the end-of-sequence token. Forward
+    passes are in `dtype`.
     `on_step(step, loss)` is called after each step, which count from 1. The same model, examples, config and
     seed give the same weights.
 
@@ -418,7 +422,8 @@ def supervised_warmup(
         loss = torch.zeros((), device=device)
         for pack in cut_sorted(batch, chosen, token_budget):
             micro = collate(batch, pack, pad_token_id=pad_token_id, device=device)
-            part = -response_logprobs(model, micro).logprobs.sum() / max(1, num_tokens)
+            with _autocast(device, dtype):
+                part = -response_logprobs(model, micro).logprobs.sum() / max(1, num_tokens)
             part.backward()  # type: ignore[no-untyped-call]
             loss += part.detach()
         optimizer.step(step)

@@ -70,10 +70,13 @@ class Recorder:
     Args:
         folder: the run's.
         run_file: the resolved config, as TOML.
+        device: where the trainer computes, and in which precision; for the reader.
         resumed_from: the train step of the checkpoint that the run goes on from; None for a new run.
     """
 
-    def __init__(self, folder: Path, *, run_file: str, resumed_from: int | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, run_file: str, device: str | None = None, resumed_from: int | None = None
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         number = len(list((folder / FOLDER).glob("segment_*")))
@@ -87,7 +90,8 @@ class Recorder:
         self._files = _Files(segment)
         self._timer: asyncio.TimerHandle | None = None
         self._writer: ThreadPoolExecutor | None = ThreadPoolExecutor(1, "record")
-        self.note("segment", format=FORMAT, resumed_from=resumed_from, unix_time_s=time.time())
+        now = time.time()
+        self.note("segment", format=FORMAT, resumed_from=resumed_from, device=device, unix_time_s=now)
 
     def note(self, event: str, rollouts: Sequence[RolloutState] | None = None, /, **facts: Any) -> None:
         """Append an event; `rollouts` are written later, so they must not be changed any more.

@@ -8,8 +8,7 @@
                                    MemoryPeak(weights, gradients, moments, logits, activations)
 
 No formula follows the architecture: attention, chunked output head, activation checkpointing, LoRA and the
-layout of the batch take what their own operations allocate. Fake tensors stand on the CPU, so operations
-choose the CPU's kernels; a GPU's keep as much, and its allocator rounds sizes up to 512 bytes.
+layout of the batch take what their own operations allocate, on the CPU; a GPU's kernels keep as much.
 """
 
 from __future__ import annotations

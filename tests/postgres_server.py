@@ -51,6 +51,21 @@ def running_server():
         shutil.rmtree(folder)
 
 
+def restart(url):
+    """Have the server of `url` end at once, as by a crash, and start again."""
+    folder = Path(sa.make_url(url).query["host"])
+    as_user = ["runuser", "-u", "postgres", "--"] if os.geteuid() == 0 else []
+    command = [*as_user, str(BINARIES[-1] / "pg_ctl"), "--pgdata", str(folder / "data"), "--wait"]
+    with open(os.devnull, "w") as nowhere:
+        subprocess.run(
+            [*command, "--mode=immediate", "--log", str(folder / "log"), "restart"],
+            check=True,
+            cwd=folder,
+            stdout=nowhere,
+            stderr=nowhere,
+        )
+
+
 _numbers = itertools.count()
 
 

@@ -1,0 +1,160 @@
+"""The store of a run: chosen in the run file, shared with no other run, and gone back to without losses."""
+
+import asyncio
+import logging
+import threading
+
+import pytest
+from test_killed_separate_run import RUN_FILE, STEPS, check_real_run, finished_groups, taken_up_since
+
+from forebay.config import ConfigError, load_config
+from forebay.replay import SQLStorage
+from forebay.runs import steps, store
+from forebay.runs.config import RunConfig
+from forebay.runs.folder import list_checkpoints, saved_config
+from forebay.runs.launch import launch, try_all
+from forebay.train import TrainController
+from postgres_server import empty_place, restart, running_server
+
+SECRET = "correct-horse-7"
+
+
+def config(tmp_path, *changes):
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    changes = [f"output={tmp_path}", "checkpoint_every=3", *changes]
+    return load_config(RunConfig, tmp_path / "run.toml", changes)
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server() as url:
+        yield url
+
+
+@pytest.fixture
+def database(server, monkeypatch):
+    """A place of its own, by a URL with a password, which the server does not ask for."""
+    with empty_place(server) as url:
+        url = url.replace("postgres@", f"postgres:{SECRET}@")
+        monkeypatch.setenv(store.URL_VARIABLE, url)
+        yield url
+
+
+def test_a_run_goes_on_after_its_database_was_restarted_and_writes_its_password_nowhere(
+    tmp_path, database, monkeypatch, caplog, capsys
+):
+    run, report, restarted = config(tmp_path, "replay.store=postgresql"), steps.report, []
+
+    def reported(run, train_step, batch, metrics):
+        report(run, train_step, batch, metrics)
+        if train_step == 5 and not restarted:
+            restart(database)
+            restarted.append(train_step)
+
+    async def go():
+        # Read once the run goes back: then everything that was under way has ended.
+        settle, found = store.wait_for_database, []
+
+        def noted(config):
+            settle(config)
+            books = (run.folder / "ledger.jsonl").stat().st_size
+            found.append((asyncio.run(finished_groups(database)), books))
+
+        monkeypatch.setattr("forebay.runs.launch.wait_for_database", noted)
+        await launch(run)
+        return found
+
+    monkeypatch.setattr(steps, "report", reported)
+    with caplog.at_level(logging.DEBUG):
+        [(finished, num_bytes)] = asyncio.run(go())
+    assert len(finished) > 5 * 3
+    assert not finished & taken_up_since(run.folder / "ledger.jsonl", num_bytes)
+    check_real_run(run.folder, database)
+    # Nor where the database cannot be reached, or has another owner.
+    monkeypatch.setenv(store.URL_VARIABLE, f"postgresql://nobody:{SECRET}@127.0.0.1:9/none?connect_timeout=2")
+    with pytest.raises(ConfigError, match="cannot be opened") as unreachable:
+        asyncio.run(launch(config(tmp_path, "replay.store=postgresql", "name=other")))
+    monkeypatch.setenv(store.URL_VARIABLE, database)
+    with pytest.raises(ConfigError, match=f"groups of the run in '{run.folder}'; name another") as taken:
+        asyncio.run(launch(config(tmp_path, "replay.store=postgresql", "name=other")))
+    said = [caplog.text, *capsys.readouterr(), str(unreachable.value), str(taken.value)]
+    files = [path.read_bytes().decode(errors="replace") for path in run.folder.rglob("*") if path.is_file()]
+    assert not [text for text in [*said, *files] if SECRET in text or "postgres:" in text]
+
+
+@pytest.mark.parametrize("url", [None, f"mysql://me:{SECRET}@host/name", SECRET])
+def test_a_run_without_the_url_of_its_database_says_which_variable_has_it(tmp_path, monkeypatch, url):
+    monkeypatch.delenv(store.URL_VARIABLE, raising=False)
+    if url is not None:
+        monkeypatch.setenv(store.URL_VARIABLE, url)
+    with pytest.raises(ConfigError, match="needs the environment variable FOREBAY_REPLAY_URL") as error:
+        asyncio.run(launch(config(tmp_path, "replay.store=postgresql")))
+    assert SECRET not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "lustre"])
+def test_an_sqlite_file_on_a_network_file_system_is_refused(tmp_path, monkeypatch, kind):
+    share, local = tmp_path / "a share", tmp_path / "local"
+    share.mkdir()
+    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {str(share).replace(' ', chr(92) + '040')} {kind} rw 0 0\n"
+    (tmp_path / "mounts").write_text(mounts)
+    monkeypatch.setattr(store, "MOUNTS", tmp_path / "mounts")
+    run = config(tmp_path, f"output={share}", "replay.store=sqlite")
+    with pytest.raises(ConfigError, match=rf"run/buffer\.db' is on {kind} at .*set replay\.path"):
+        store.open_storage(run, run.folder, is_new=True)
+    moved = config(tmp_path, f"output={share}", "replay.store=sqlite", f"replay.path={local / 'groups.db'}")
+    store.open_storage(moved, moved.folder, is_new=True).close()
+    assert (local / "groups.db").exists()
+    ray = config(tmp_path, f"output={share}", "cluster=ray")
+    assert store.store_of(ray) == "memory"
+    assert store.store_of(config(tmp_path, "cluster=ray")) == "sqlite"
+
+
+def test_production_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """The trainer's part is written only once groups were finished after the cut."""
+    save, running, counts = TrainController.save, [], []
+    grown = threading.Event()
+    begin = steps.begin_checkpoint
+
+    async def begun(run):
+        await begin(run)
+        version = run.manager.replay_buffer.version
+
+        async def watch():
+            await run.manager.replay_buffer.wait_for_change(version)
+            counts.append(run.saving is not None and not run.saving.done())
+            grown.set()
+
+        running.append(asyncio.create_task(watch()))
+
+    def waiting_save(self, path):
+        if "step_000003" in str(path):
+            assert grown.wait(30)
+        save(self, path)
+
+    monkeypatch.setattr(steps, "begin_checkpoint", begun)
+    monkeypatch.setattr(TrainController, "save", waiting_save)
+    run = config(tmp_path)
+    asyncio.run(launch(run))
+    assert counts[0]
+    assert [path.name for path in list_checkpoints(run.folder)][-1] == f"step_{STEPS:06d}"
+    check_real_run(run.folder, "memory")
+
+
+def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
+    asyncio.run(launch(config(tmp_path, "steps=3")))
+    folder = tmp_path / "run"
+    asyncio.run(launch(saved_config(folder, [f"steps={STEPS}", "replay.store=sqlite"]), resume=folder))
+    check_real_run(folder, str(folder / "buffer.db"))
+    back = saved_config(folder, [f"steps={2 * STEPS}", "replay.store=memory"])
+    with pytest.raises(ConfigError, match=r"store that the run had; leave replay\.store as it was"):
+        asyncio.run(launch(back, resume=folder))
+
+
+def test_a_trial_leaves_the_database_alone(tmp_path, database):
+    storage = SQLStorage(database)
+    storage.holder = "another run"
+    asyncio.run(try_all(config(tmp_path, "replay.store=postgresql"), lambda line: None))
+    assert storage.holder == "another run"
+    storage.close()

@@ -85,7 +85,9 @@ async def _after_step(run: Run, train_step: int) -> None:
     config = run.config
     sync = steps.is_due(train_step, run.sync_interval)
     evaluate = steps.is_due(train_step, config.evaluate.every) and train_step < config.steps
-    save = steps.is_due(train_step, config.checkpoint_every)
+    # The last one is made where production has come to its end.
+    is_last = train_step == config.steps or run.stop.is_set()
+    save = steps.is_due(train_step, config.checkpoint_every) and not is_last
     if sync and config.produce.in_flight_update and not evaluate:
         await steps.sync_weights(run)
         await run.manager.continue_produce(run.controller.model_step)

@@ -6,7 +6,9 @@ import threading
 
 import pytest
 from test_killed_separate_run import RUN_FILE, STEPS, check_real_run, finished_groups, taken_up_since
+from typer.testing import CliRunner
 
+from forebay.cli import app
 from forebay.config import ConfigError, load_config
 from forebay.replay import SQLStorage
 from forebay.runs import steps, store
@@ -147,6 +149,7 @@ def test_a_run_may_change_to_a_durable_store_and_not_back(tmp_path):
     folder = tmp_path / "run"
     asyncio.run(launch(saved_config(folder, [f"steps={STEPS}", "replay.store=sqlite"]), resume=folder))
     check_real_run(folder, str(folder / "buffer.db"))
+    assert CliRunner().invoke(app, ["buffer", "inspect", str(folder)]).exit_code == 0
     back = saved_config(folder, [f"steps={2 * STEPS}", "replay.store=memory"])
     with pytest.raises(ConfigError, match=r"store that the run had; leave replay\.store as it was"):
         asyncio.run(launch(back, resume=folder))

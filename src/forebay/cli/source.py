@@ -34,6 +34,7 @@ from forebay.replay.format.tables import (
     rollout_batches,
 )
 from forebay.replay.stores.contract import copy_row
+from forebay.runs.store import STORE_FILE
 from forebay.types import RolloutState, Status
 
 SQL_SUFFIXES = (".db", ".sqlite", ".sqlite3")
@@ -113,13 +114,13 @@ class Digest:
 
 @asynccontextmanager
 async def opened(path: str) -> AsyncIterator[BufferSource]:
-    """The buffer at `path`: a URL, an SQLite file, or whatever `find_snapshot` takes.
+    """The buffer at `path`: a URL, an SQLite file, a run folder with one, or whatever `find_snapshot` takes.
 
     Raises:
         FileNotFoundError: there is nothing.
         ValueError: it is no buffer, is damaged, or is of another format.
     """
-    if is_sql(path):
+    if is_sql(path := own_database(path)):
         source = open_database(path)
         try:
             yield source
@@ -165,6 +166,14 @@ def open_database(url: str) -> BufferSource:
     return BufferSource(
         storage, hide_password(url), "SQL store", num_bytes, dict(storage.num_evicted), rollouts
     )
+
+
+def own_database(location: str) -> str:
+    """The SQLite file in which the run in the folder `location` keeps its groups; else `location`."""
+    folder, file = Path(location), Path(location) / STORE_FILE
+    checkpoints = sorted(folder.glob("checkpoints/step_*[0-9]"))
+    has_snapshot = checkpoints and (checkpoints[-1] / "manager" / "buffer" / MANIFEST).is_file()
+    return str(file) if file.is_file() and not has_snapshot else location
 
 
 def is_sql(location: str) -> bool:

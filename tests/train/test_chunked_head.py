@@ -16,17 +16,19 @@ from transformers import (
     Gemma2ForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    LlamaConfig,
     PhiConfig,
     PhiForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
 
+from forebay.plan.memory import step_memory
 from forebay.train import Packer, TrainBatch, TrainConfig, TrainController
 from forebay.train.collate import collate
 from forebay.train.learner import Learner
 from forebay.train.model import forward as forward_module
-from forebay.train.model.forward import response_logprobs
+from forebay.train.model.forward import _LogProbabilities, response_logprobs
 from forebay.train.model.lora import add_lora
 from forebay.train.parallel.frames import to_parts
 from forebay.train.parallel.worker import RankWorker
@@ -222,3 +224,43 @@ def test_a_sharded_head_is_whole_where_its_chunks_need_it(
         assert norms(worker.update) == pytest.approx(expected, rel=1e-5)
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("entropy", ["none", "measure", "train"])
+def test_log_probabilities_and_entropies_have_the_gradients_of_torch(entropy):
+    generator = torch.Generator().manual_seed(0)
+    logits_NV = torch.randn(5, 7, dtype=torch.float64, generator=generator).requires_grad_()
+    targets_N = torch.tensor([0, 6, 3, 3, 1])
+    results_NK = _LogProbabilities.apply(logits_NV, targets_N, entropy)
+    every_NV = logits_NV.log_softmax(-1)
+    expected = [every_NV.gather(1, targets_N[:, None]).squeeze(1)]
+    if entropy != "none":
+        entropy_N = -(every_NV.exp() * every_NV).sum(-1)
+        expected.append(entropy_N if entropy == "train" else entropy_N.detach())
+    expected_NK = torch.stack(expected, 1)
+    torch.testing.assert_close(results_NK, expected_NK)
+    weights_NK = torch.randn(expected_NK.shape, dtype=torch.float64, generator=generator)
+    (found_NV,) = torch.autograd.grad((results_NK * weights_NK).sum(), logits_NV)
+    (wanted_NV,) = torch.autograd.grad((expected_NK * weights_NK).sum(), logits_NV)
+    torch.testing.assert_close(found_NV, wanted_NV)
+
+
+def test_a_large_vocabulary_takes_little_memory_beyond_the_model():
+    """16,384 tokens: the head of 152,000 words against one of 256, weights, gradients and moments apart."""
+
+    def beyond(vocabulary):
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=1536,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=12,
+            num_key_value_heads=1,
+        )
+        settings = TrainConfig(token_budget=16_384, dtype="bfloat16", layout="padded")
+        # Two micro-batches: the second finds gradients that are there.
+        examples = [(np.zeros(1, np.int64), np.zeros(2047, np.int64))] * 16
+        memory = step_memory(config, settings, TrainBatch.from_examples(examples))
+        return sum(memory.parts.get(kind, 0) for kind in ("logits", "activations"))
+
+    assert beyond(152_000) - beyond(256) <= 1.5 * 2**30

@@ -24,7 +24,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from forebay.train.collate import MicroBatch
 from forebay.train.model.borders import told_borders
@@ -97,13 +96,46 @@ def _token_outputs(
     logits_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     if scale_N is not None:
         logits_NV = logits_NV * scale_N[:, None]
-    logprobs_NV = functional.log_softmax(logits_NV, dim=-1)
-    logprobs_N = logprobs_NV.gather(1, targets_N[:, None]).squeeze(1)
-    if entropy == "none":
-        return logprobs_N[:, None]
-    with torch.set_grad_enabled(entropy == "train" and torch.is_grad_enabled()):
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return torch.stack([logprobs_N, entropy_N], dim=1)
+    results: torch.Tensor = _LogProbabilities.apply(logits_NV, targets_N, entropy)  # type: ignore[no-untyped-call]
+    return results
+
+
+class _LogProbabilities(torch.autograd.Function):
+    """Of the targets (column 0) and, if asked for, the entropies (column 1) under ``softmax(logits)``.
+
+    ``d logprob[t] / d logits = onehot(t) - p``; ``d entropy / d logits[i] = -p[i] (log p[i] + entropy)``.
+    By torch's own operations five copies of the logits are alive in the backward pass; here there are two.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor, entropy: Entropy) -> torch.Tensor:
+        """float32, N x 1 or N x 2."""
+        normalizer_N = logits_NV.logsumexp(-1)
+        columns = [logits_NV.gather(1, targets_N[:, None]).squeeze(1) - normalizer_N]
+        if entropy != "none":
+            weighted_NV = torch.sub(logits_NV, normalizer_N[:, None]).exp_().mul_(logits_NV)
+            columns.append(normalizer_N - weighted_NV.sum(-1))
+        results = torch.stack(columns, dim=1)
+        ctx.save_for_backward(logits_NV, targets_N, normalizer_N, results)
+        ctx.trains_entropy = entropy == "train"
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, grad_NK: torch.Tensor) -> Any:
+        """The gradient of the logits."""
+        logits_NV, targets_N, normalizer_N, results_NK = ctx.saved_tensors
+        grad_N = grad_NK[:, 0]
+        # p, then p times what multiplies it.
+        grad_NV = torch.sub(logits_NV, normalizer_N[:, None])
+        if ctx.trains_entropy:
+            entropy_grad_N = grad_NK[:, 1]
+            shift_N = (grad_N + entropy_grad_N * (results_NK[:, 1] - normalizer_N))[:, None]
+            factor_NV = torch.addcmul(shift_N.expand_as(logits_NV), entropy_grad_N[:, None], logits_NV)
+            grad_NV.exp_().mul_(factor_NV).neg_()
+        else:
+            grad_NV.exp_().mul_(-grad_N[:, None])
+        grad_NV.scatter_add_(1, targets_N[:, None], grad_N[:, None])
+        return grad_NV, None, None
 
 
 def run_passes(call: Callable[..., tuple[torch.Tensor, Any]], micro: MicroBatch) -> torch.Tensor:

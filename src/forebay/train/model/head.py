@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -125,7 +126,11 @@ class _ChunkedLinear(torch.autograd.Function):
         """The gradients of hidden states, weight and bias."""
         hidden_NH, weight_VH, bias_V = ctx.saved_tensors
         grad_NH = torch.empty_like(hidden_NH)
-        grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[1] else None
+        grad_VH = None
+        is_added = ctx.needs_input_grad[1] and _adds_in_place(weight_VH)
+        if ctx.needs_input_grad[1]:
+            # Into the gradient that is there: another of this size would be the largest tensor of the pass.
+            grad_VH = weight_VH.grad if is_added else torch.zeros_like(weight_VH)
         grad_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] else None
         with torch.autocast(hidden_NH.device.type, enabled=False):
             hidden_NH, weight_VH, bias_V = _cast(ctx.dtype, hidden_NH, weight_VH, bias_V)
@@ -140,10 +145,28 @@ class _ChunkedLinear(torch.autograd.Function):
                     if grad_VH.dtype == grad_nV.dtype:
                         grad_VH.addmm_(grad_nV.T, hidden_NH[part])
                     else:
-                        grad_VH += grad_nV.T @ hidden_NH[part]
+                        # By slices: the whole product in 16 bits would be half as large as the gradient.
+                        for start in range(0, len(grad_VH), WEIGHT_ROWS):
+                            some = slice(start, start + WEIGHT_ROWS)
+                            grad_VH[some] += grad_nV[:, some].T @ hidden_NH[part]
                 if grad_V is not None:
                     grad_V += grad_nV.sum(0)
-        return grad_NH, grad_VH, grad_V, None, None
+        return grad_NH, None if is_added else grad_VH, grad_V, None, None
+
+
+def _adds_in_place(weight_VH: torch.Tensor) -> bool:
+    """Whether autograd would only add to the gradient of the weight: then this may be done here.
+
+    Hooks that autograd calls after it has added are not called for the head's part then.
+    """
+    weight: Any = weight_VH
+    if not weight.is_leaf or isinstance(weight, DTensor):
+        return False
+    return weight.grad is not None and not weight._backward_hooks
+
+
+WEIGHT_ROWS = 1 << 15
+"""Of the weight's gradient, added at once: large enough for a GPU, 100 MB at a hidden size of 1,536."""
 
 
 def _cast(dtype: torch.dtype, *operands: Any) -> list[Any]:

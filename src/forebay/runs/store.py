@@ -163,10 +163,10 @@ def wait_for_database(config: RunConfig) -> None:
 
 def lost_database(error: BaseException | None) -> str | None:
     """Why the database of a run is lost, if that is what `error` comes from; None if it is not."""
-    from sqlalchemy.exc import DBAPIError
+    from sqlalchemy.exc import InterfaceError, OperationalError
 
     while error is not None:
-        if isinstance(error, DBAPIError):
+        if isinstance(error, InterfaceError | OperationalError):
             return plain_reason(error)
         error = error.__cause__ or error.__context__
     return None

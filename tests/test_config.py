@@ -324,6 +324,7 @@ _FREE_WORDS = """
     train.lr train.schedule train.schedule_warmup_steps train.weight_decay train.max_grad_norm
     train.mini_batches train.epochs train.token_budget train.layout train.dtype train.attention train.ranks
     train.betas train.epsilon train.moments train.offload_activations train.compile
+    train.parallel.tensor train.parallel.replicas train.parallel.offload
     train.gradient_checkpointing train.advantage train.loss train.clip train.dual_clip train.kl_coef
     train.kl_estimator train.entropy_coef train.normalization train.correction train.correction_band
     train.guard train.guard_bands train.critic_lr train.lam evaluate.every

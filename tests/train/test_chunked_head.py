@@ -30,7 +30,7 @@ from forebay.train.learner import Learner
 from forebay.train.model import forward as forward_module
 from forebay.train.model.forward import _LogProbabilities, response_logprobs
 from forebay.train.model.lora import add_lora
-from forebay.train.parallel.frames import to_parts
+from forebay.train.parallel.learner import source_of
 from forebay.train.parallel.worker import RankWorker
 
 VOCABULARY = 23
@@ -219,7 +219,7 @@ def test_a_sharded_head_is_whole_where_its_chunks_need_it(
     worker = RankWorker(0, 1, f"file://{tmp_path / 'meet'}")
     try:
         torch.manual_seed(0)
-        model = to_parts(make_model(tie_word_embeddings=False))
+        model = source_of(make_model(tie_word_embeddings=False), tmp_path / "model")
         worker.build({"model": model}, config.model_dump(), {"pad_token_id": 0}, torch.get_rng_state())
         assert norms(worker.update) == pytest.approx(expected, rel=1e-5)
     finally:

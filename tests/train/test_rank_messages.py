@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from forebay.train import Critic, Packer, TrainBatch, TrainConfig
-from forebay.train.parallel.frames import connect, from_parts, receive, send, to_parts
-from forebay.train.parallel.learner import RankedLearner
+from forebay.train import Packer, TrainBatch, TrainConfig
+from forebay.train.parallel.frames import connect, receive, send
+from forebay.train.parallel.learner import RankedLearner, source_of
 
 
 def passed_on(value):
@@ -41,34 +41,9 @@ def test_nothing_else_can_be_sent():
         passed_on([object()])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_model_is_built_again_with_its_ties_dtype_and_frozen_weights(make_model, tied):
-    model = make_model(tie_word_embeddings=tied).bfloat16()
-    model.model.norm.requires_grad_(False)
-    model.generation_config.temperature = 0.5
-    built = from_parts(passed_on(to_parts(model)))
-    assert type(built) is type(model)
-    assert built.config.to_dict() == model.config.to_dict()
-    assert built.generation_config.temperature == 0.5
-    assert (built.lm_head.weight is built.model.embed_tokens.weight) == tied
-    assert not built.model.norm.weight.requires_grad
-    assert not built.training
-    ids = torch.tensor([[3, 4, 5]])
-    assert torch.equal(built(ids).logits, model(ids).logits)
-
-
-def test_a_critic_is_built_again(make_model):
-    critic = Critic.from_policy(make_model())
-    torch.nn.init.normal_(critic.head.weight)
-    built = from_parts(passed_on(to_parts(critic)))
-    expected = critic.state_dict()
-    assert built.state_dict().keys() == expected.keys()
-    assert all(torch.equal(value, expected[name]) for name, value in built.state_dict().items())
-
-
-def test_a_model_that_is_not_of_transformers_is_refused():
-    with pytest.raises(ValueError, match=r"Linear cannot be sent to several ranks.*ranks = 1"):
-        to_parts(torch.nn.Linear(2, 2))
+def test_a_model_that_is_not_of_transformers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"Linear cannot be split over several ranks.*ranks = 1"):
+        source_of(torch.nn.Linear(2, 2), tmp_path)
 
 
 def test_a_batch_is_built_again(make_groups):

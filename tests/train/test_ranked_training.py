@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from forebay.io.messages import Alive
@@ -37,8 +40,17 @@ def trainer_for(model, ranks=None, num_ranks=1, **settings):
 def state(trainer, folder):
     """Everything that training changes: weights, critic, moments (after one step these are the gradient)."""
     trainer.save(folder)
-    files = sorted(p for p in folder.rglob("*.safetensors") if p.name != "random.safetensors")
-    return {f"{p.relative_to(folder)}:{k}": v for p in files for k, v in load_file(p).items()}
+    files = sorted((folder / "model").glob("*.safetensors"))
+    return saved_state(folder) | {f"file: {k}": v for file in files for k, v in load_file(file).items()}
+
+
+def saved_state(folder):
+    """All tensors of a checkpoint, whole, whatever number of ranks wrote them."""
+    reader = HuggingFaceStorageReader(str(folder / "state"))
+    found = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros(value.size, dtype=value.properties.dtype) for name, value in found.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
 
 
 def assert_equal_states(one, other):
@@ -143,6 +155,45 @@ class Receiver:
 
     async def update_adapters(self, adapters, model_step, *, config):
         self.adapters, self.config = dict(adapters), config
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"replicas": 2}], ids=str)
+def test_other_layouts_of_ranks_train_as_one_and_resume_on_one(
+    make_model, make_groups, ranks, tmp_path, parallel
+):
+    """With tensor parallelism both ranks see all sequences; one weight is split in two ways at once."""
+    layout = {"num_ranks": 2, "parallel": parallel, "mini_batches": 2}
+    one, two = (make_model(num_key_value_heads=2) for _ in range(2))
+    one, two = trainer_for(one, mini_batches=2), trainer_for(two, ranks, **layout)
+    one.fit(make_groups()), two.fit(make_groups())
+    assert_equal_states(state(one, tmp_path / "one"), saved := state(two, tmp_path / "two"))
+    resumed = trainer_for(make_model(seed=5, num_key_value_heads=2), mini_batches=2)
+    resumed.resume(tmp_path / "two")
+    again = state(resumed, tmp_path / "again")
+    assert all(torch.equal(again[name], value) for name, value in saved.items())
+    expected = two.fit(make_groups(seed=1)).metrics["train/loss"]
+    assert resumed.fit(make_groups(seed=1)).metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_heads_that_cannot_be_shared_out_are_refused_in_a_sentence(make_model, ranks):
+    with pytest.raises(ValueError, match="tensor = 2 does not divide the 2 heads and 1 key/value heads"):
+        trainer_for(make_model(), ranks, num_ranks=2, parallel={"tensor": 2})
+    with pytest.raises(ValueError, match=r"tensor': 2.*does not go with lora_rank"):
+        TrainConfig(ranks=2, lora_rank=2, parallel={"tensor": 2})
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(make_model, make_groups, ranks, tmp_path):
+    for where in (None, ranks):
+        trainer = trainer_for(make_model(), where)
+        trainer.fit(make_groups())
+        expected = state(trainer, tmp_path / "before")
+        trainer.begin_save(tmp_path / "beside")
+        trainer.fit(make_groups(seed=1))
+        assert not (tmp_path / "beside").exists()
+        trainer.finish_save()
+        got = saved_state(tmp_path / "beside")
+        assert all(torch.equal(expected[name], value) for name, value in got.items())
+        shutil.rmtree(tmp_path / "beside")
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=str)

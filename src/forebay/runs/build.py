@@ -63,6 +63,7 @@ from forebay.runs.store import open_storage
 from forebay.runs.turns import DeviceTurns
 from forebay.runs.verify import WeightCheck
 from forebay.train import OffPolicyGuard, TrainBatch, TrainController, WarmupConfig, supervised_warmup
+from forebay.train.parallel.learner import ModelFolder
 from forebay.train.parallel.ranks import Ranks
 from forebay.types import Message, RolloutState
 from forebay.watching.trace import TraceWriter
@@ -293,7 +294,7 @@ def build_trainer(
     Raises:
         ConfigError: the model or the training's settings do not fit.
     """
-    model = load_model(model_folder)
+    model: Any = ModelFolder(folder=model_folder)
     if device is None and config.cluster is None:
         device = _trainer_device(config)
     try:

@@ -5,9 +5,11 @@
     replace_folder(path): path.saving/ (files written) -> checksums -> fsync -> old path aside -> rename
                           -> old one deleted
 
-    TrainerParts --save_trainer--> model/ (Hugging Face, adapters merged)   adapter/ (LoRA only, peft format)
-                                   optimizer, critic, critic_optimizer .safetensors   trainer.json
-    (of sharded weights the whole tensors, so that the folder says nothing of how many ranks wrote it)
+    TrainerParts --begin_save--> copies on the CPU --(a thread, while training goes on)--> files --> done
+        state/    weights, critic, moments: each rank its slices (torch.distributed.checkpoint, safetensors)
+        model/    the Hugging Face model, adapters merged: each rank some of the files   adapter/ (LoRA, peft)
+        trainer.json
+    load_trainer: each rank reads of state/ what its slices cover, whatever number of ranks wrote it
     save_random --> random.safetensors
 
 A crash at any point leaves either the old folder or the new one under `path`, or, in the instant between two
@@ -21,25 +23,34 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.io.durable import check, seal, sync, sync_tree
 from forebay.train.model.critic import Critic
 from forebay.train.model.lora import adapter_config, adapter_weights, is_lora, model_weights, without_adapters
 from forebay.train.optimization import Optimizer
-from forebay.train.parallel.sharding import fill, plain_class, whole
+from forebay.train.parallel.sharding import in_one_piece, no_progress_bars, put_back, whole
 
-FORMAT = 1
-"""Version of the checkpoint folder."""
+FORMAT = 2
+"""Version of the checkpoint folder; 1, until version 0.2, had whole tensors only."""
+STATE = "state"
 RANDOM_FILE = "random.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 """The name that peft looks for."""
@@ -74,7 +85,8 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         OSError: the disk takes no more.
     """
     with _disk_errors_of_safetensors(path):
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, path, metadata={"format": "pt"})
 
 
 @contextmanager
@@ -123,6 +135,13 @@ def load_random(folder: Path) -> None:
             torch.cuda.set_rng_state(states[f"cuda:{number}"], number)
 
 
+# In threads, too: a trainer on one rank has no process group, and means it.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+MODEL_FILE_BYTES = 4 << 30
+"""Most of a file of ``model/``, but for a single layer that is larger."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerParts:
     """Everything of a trainer that changes with training, and the model that it began with."""
@@ -133,6 +152,12 @@ class TrainerParts:
     critic_optimizer: Optimizer | None
     starting_weights: str | None
     """`fingerprint` of the frozen weights that are not saved: below adapters, or the reference model."""
+
+    def optimizers(self) -> Iterator[tuple[str, Optimizer]]:
+        """Those that there are, by the beginning of their names in a checkpoint."""
+        yield "optimizer", self.optimizer
+        if self.critic_optimizer is not None:
+            yield "critic_optimizer", self.critic_optimizer
 
     def kind(self) -> dict[str, Any]:
         """The facts that must be equal in the trainer that saves and the one that resumes."""
@@ -145,110 +170,193 @@ class TrainerParts:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Tells the weights of a model that is not sharded (yet) from others; adapters do not count."""
+    """Tells the weights of a model from others; adapters do not count. Ranks make it together."""
     digest = hashlib.sha256()
     for name, parameter in without_adapters(model).named_parameters():
         if ".lora_" not in name:
             # A sample of each tensor is enough to tell two models apart, and takes no time.
-            sample = parameter.detach().flatten()[:256].float().cpu().numpy()
+            sample = whole(parameter.detach()).flatten()[:256].float().cpu().numpy()
             digest.update(name.encode() + sample.tobytes())
     return digest.hexdigest()
 
 
-def save_trainer(folder: Path, parts: TrainerParts, *, train_step: int, writes: bool = True) -> None:
-    """Write a trainer into an empty folder.
+def begin_save(
+    folder: Path,
+    parts: TrainerParts,
+    *,
+    train_step: int,
+    mesh: DeviceMesh | None = None,
+    group: ProcessGroup | None = None,
+) -> Callable[[], None]:
+    """Copy a trainer, and write it into an empty folder in threads; the function that waits for the end.
 
-    Where the weights are sharded, every rank calls this, and all but one with `writes` False: they give
-    their slices and keep nothing.
+    Ranks that hold slices of `mesh` all call this, and each writes its own; `group` is a group of theirs that
+    nothing else uses, with a backend for the CPU. Once all have finished, `join_model` completes the folder.
+    The function raises OSError where the disk takes no more.
     """
-    weights = _on_cpu(model_weights(parts.model), writes)
-    if writes:
-        base: Any = without_adapters(parts.model)
-        saved_names = base.state_dict().keys()
-        buffers = {name: buffer for name, buffer in base.named_buffers() if name in saved_names}
-        with _no_progress_bars(), _disk_errors_of_safetensors(folder / "model"):
-            base.save_pretrained(folder / "model", state_dict=weights | buffers)
-    # The optimizer's tensors are gathered next: both at once would take twice the memory.
-    del weights
-    rest = {"optimizer": parts.optimizer.state_tensors()}
-    if parts.critic is not None and parts.critic_optimizer is not None:
-        rest["critic"] = iter(parts.critic.state_dict().items())
-        rest["critic_optimizer"] = parts.critic_optimizer.state_tensors()
-    files = {f"{name}.safetensors": tensors for name, tensors in rest.items()}
-    if is_lora(parts.model):
-        files[f"adapter/{ADAPTER_FILE}"] = adapter_weights(parts.model)
-    for name, tensors in files.items():
-        # One file's tensors after the other's: they are gathered whole.
-        gathered = _on_cpu(tensors, writes)
-        if writes:
-            (folder / name).parent.mkdir(exist_ok=True)
-            save_tensors(gathered, folder / name)
-    if writes:
-        if is_lora(parts.model):
-            save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
+    rank = 0 if mesh is None else mesh.get_rank()
+    if rank == 0:
         dtype = str(next(parts.model.parameters()).dtype).removeprefix("torch.")
         save_json({**parts.kind(), "train_step": train_step, "dtype": dtype}, folder / "trainer.json")
+        if is_lora(parts.model):
+            (folder / "adapter").mkdir()
+            adapters = {name: weight.detach().cpu() for name, weight in adapter_weights(parts.model)}
+            save_tensors(adapters, folder / "adapter" / ADAPTER_FILE)
+            save_json(adapter_config(parts.model), folder / "adapter" / "adapter_config.json")
+    state = _weights(parts)
+    for prefix, optimizer in parts.optimizers():
+        state |= {f"{prefix}.{name}": value for name, value in optimizer.state_tensors()}
+    # Copies: what training changes from now on is not of this checkpoint.
+    copies = {name: in_one_piece(value).to("cpu", copy=True) for name, value in state.items()}
+    files = _model_files(parts.model, rank, 1 if mesh is None else mesh.size())
+    writer = HuggingFaceStorageWriter(str(folder / STATE), save_distributed=True)
+    threads = ThreadPoolExecutor(2, "forebay-checkpoint")
+    written = threads.submit(save, copies, storage_writer=writer, process_group=group, no_dist=group is None)
+    exported = threads.submit(_write_model, parts.model, files, folder / "model")
+    threads.shutdown(wait=False)
+
+    def finish() -> None:
+        for future in (written, exported):
+            with _plain_errors():
+                future.result()
+
+    return finish
 
 
-def _on_cpu(tensors: Iterable[tuple[str, torch.Tensor]], keep: bool) -> dict[str, torch.Tensor]:
-    """Copies of the tensors, whole; or nothing, but to be gathered they are gone through in both cases."""
-    kept = {}
-    for name, tensor in tensors:
-        full = whole(tensor.detach())
-        if keep:
-            kept[name] = full.to("cpu", copy=True)
-    return kept
+def _weights(parts: TrainerParts) -> dict[str, torch.Tensor]:
+    """All that training changes in the models, slices as they are; of adapted models the adapters."""
+    found: dict[str, torch.Tensor] = {}
+    for prefix, model in (("model", parts.model), ("critic", parts.critic)):
+        if model is None:
+            continue
+        adapted = is_lora(model)
+        named = {name: p.detach() for name, p in model.named_parameters() if not adapted or ".lora_" in name}
+        found |= {f"{prefix}.{name}": value for name, value in named.items()}
+        found |= {} if adapted else {f"{prefix}.{name}": value for name, value in _buffers(model).items()}
+    return found
 
 
-def load_trainer(folder: Path, parts: TrainerParts) -> int:
-    """Read into `parts` what `save_trainer` wrote; return the number of completed train steps.
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def _model_files(model: nn.Module, rank: int, num_ranks: int) -> dict[int, dict[str, torch.Tensor]]:
+    """Copies of this rank's share of the whole weights, by number of the file; all of them exist on return.
+
+    A layer is in one file, because what has one name in memory may have several on the disk.
+    """
+    base = without_adapters(model)
+    total = sum(parameter.nbytes for parameter in base.parameters())
+    limit = min(MODEL_FILE_BYTES, -(-total // num_ranks))
+    mine: dict[int, dict[str, torch.Tensor]] = {}
+    number = size = 0
+    layer = ""
+    for name, value in model_weights(model):
+        found = re.match(r".*?\.\d+\.", name)
+        if size >= limit and (found is None or found[0] != layer):
+            number, size = number + 1, 0
+        layer, size = found[0] if found else "", size + value.nbytes
+        if number % num_ranks == rank:
+            mine.setdefault(number, {})[name] = value.detach().to("cpu", copy=True)
+    if rank == 0:
+        mine[0] |= {name: buffer.to("cpu", copy=True) for name, buffer in _buffers(base).items()}
+    return mine
+
+
+def _write_model(model: nn.Module, files: Mapping[int, Mapping[str, torch.Tensor]], folder: Path) -> None:
+    """Write weights in the names that the model's class has on the disk, a folder for each file."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    base: Any = without_adapters(model)
+    for number, weights in files.items():
+        part = folder / f"part-{number:05d}"
+        part.mkdir(parents=True)
+        with no_progress_bars(), _disk_errors_of_safetensors(part):
+            if number == 0:
+                # With the config; it writes on the first rank only.
+                base.save_pretrained(part, state_dict=dict(weights), max_shard_size=2 * MODEL_FILE_BYTES)
+            else:
+                save_tensors(revert_weight_conversion(base, dict(weights)), part / "model.safetensors")
+
+
+def join_model(folder: Path) -> None:
+    """Make one Hugging Face folder of the parts that the ranks wrote to `folder`."""
+    parts = sorted(folder.glob("part-*"))
+    place: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        suffix = f"-{number:05d}-of-{len(parts):05d}" if len(parts) > 1 else ""
+        name = f"model{suffix}.safetensors"
+        with safe_open(part / "model.safetensors", framework="pt") as file:
+            place |= dict.fromkeys(file.keys(), name)
+        (part / "model.safetensors").rename(folder / name)
+        for other in part.iterdir():
+            other.replace(folder / other.name)
+        part.rmdir()
+    if len(parts) > 1:
+        sizes = sum(path.stat().st_size for path in folder.glob("model-*.safetensors"))
+        index = {"metadata": {"total_size": sizes}, "weight_map": place}
+        save_json(index, folder / "model.safetensors.index.json")
+
+
+def load_trainer(folder: Path, parts: TrainerParts, group: ProcessGroup | None = None) -> int:
+    """Read into `parts` what `begin_save` wrote; return the number of completed train steps.
 
     Raises:
         ValueError: it is of another kind of trainer.
     """
     saved = json.loads((folder / "trainer.json").read_text(encoding="utf-8"))
+    if saved["format"] != FORMAT:
+        raise ValueError(
+            f"the checkpoint {str(folder)!r} has format {saved['format']}, this version reads {FORMAT}; "
+            f"go on with the version that wrote it, or begin a new run with its model/ as model.source"
+        )
     for name, mine in parts.kind().items():
         if saved.get(name) != mine:
             raise ValueError(
                 f"the checkpoint {str(folder)!r} has {name} = {saved.get(name)!r}, this trainer {mine!r}; "
                 f"build it from the same config and the same starting model (after its warm-up, if any)"
             )
-    if is_lora(parts.model):
-        _fill_all(dict(adapter_weights(parts.model)), load_file(folder / "adapter" / ADAPTER_FILE))
-    else:
-        # Through the model's class: names on disk may differ from those in memory.
-        loader: Any = plain_class(parts.model)
-        dtype = next(parts.model.parameters()).dtype
-        with _no_progress_bars():
-            model = loader.from_pretrained(folder / "model", dtype=dtype)
-        _fill_all(parts.model.state_dict(), model.state_dict())
-    if parts.critic is not None:
-        _fill_all(parts.critic.state_dict(), load_file(folder / "critic.safetensors"))
-    for name, optimizer in (("optimizer", parts.optimizer), ("critic_optimizer", parts.critic_optimizer)):
-        if optimizer is not None:
-            path = folder / f"{name}.safetensors"
-            # Version 0.1 spelled the name otherwise.
-            old = folder / f"{name.replace('optimizer', 'optimiser')}.safetensors"
-            optimizer.load_state_tensors(load_file(path if path.exists() else old))
+    reader = HuggingFaceStorageReader(str(folder / STATE))
+    found: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    weights = _weights(parts)
+    there = {name for name in found if name.startswith(("model.", "critic."))}
+    if different := sorted(weights.keys() ^ there):
+        raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
+    blocks = {name: in_one_piece(value) for name, value in weights.items()}
+    moments: dict[str, dict[str, torch.Tensor]] = {}
+    for prefix, optimizer in parts.optimizers():
+        of_this = {name: value for name, value in found.items() if name.startswith(f"{prefix}.")}
+        moments[prefix] = {
+            name: _place_for(value, optimizer.weight_of(name.removeprefix(f"{prefix}.")))
+            for name, value in of_this.items()
+        }
+        blocks |= {name: in_one_piece(value) for name, value in moments[prefix].items()}
+    with _plain_errors():
+        load(blocks, storage_reader=reader, process_group=group, no_dist=group is None)
+    for name, value in weights.items():
+        put_back(value, blocks[name])
+    for prefix, optimizer in parts.optimizers():
+        for name, value in moments[prefix].items():
+            put_back(value, blocks[name])
+        optimizer.load_state_tensors(
+            {name.removeprefix(f"{prefix}."): value for name, value in moments[prefix].items()}
+        )
     return int(saved["train_step"])
 
 
-def _fill_all(targets: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    if different := sorted(set(targets) ^ set(tensors)):
-        raise ValueError(f"the saved weights are of another model; names that differ: {different[:5]}")
-    for name, target in targets.items():
-        fill(target, tensors[name])
+def _place_for(saved: Any, weight: torch.Tensor | None) -> torch.Tensor:
+    """A tensor to read `saved` into: split as its weight is, if it has that one's shape."""
+    dtype = saved.properties.dtype
+    if weight is not None and weight.shape == saved.size:
+        return torch.zeros_like(weight, dtype=dtype, requires_grad=False)
+    return torch.zeros(saved.size, dtype=dtype)
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep transformers from drawing into the caller's terminal."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+def _plain_errors() -> Iterator[None]:
+    """The first rank's own error, where torch gathers those of all ranks into one that is no `Exception`."""
     try:
         yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from None

@@ -19,6 +19,7 @@ from forebay.train.batch import Layout
 from forebay.train.objective.corrections import CORRECTIONS, DEFAULT_BANDS, Band
 from forebay.train.objective.guard import DEFAULT_BANDS as GUARD_BANDS
 from forebay.train.objective.guard import GuardAction, check_bands
+from forebay.train.parallel.config import ParallelConfig
 
 ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "gae")
 LOSS_NAMES = ("clipped", "gspo", "cispo")
@@ -97,6 +98,7 @@ class TrainConfig(StrictModel):
     flex_attention that is installed and right for the model; else ``sdpa``."""
     ranks: int = Field(default=1, ge=1)
     """Processes that hold a slice of the weights each and share out the micro-batches."""
+    parallel: ParallelConfig = ParallelConfig()
     gradient_checkpointing: bool | Annotated[float, Field(ge=0, le=1)] = False
     """Recompute activations in the backward pass: less memory, about a third more time. A number, 0.5 for
     example: for this share of the layers."""
@@ -251,6 +253,15 @@ class TrainConfig(StrictModel):
             yield "compile goes with neither layout 'shared_prompt' nor offload_activations nor several ranks"
         if self.layout == "shared_prompt" and self.gradient_checkpointing:
             yield "layout 'shared_prompt' keeps keys and values that gradient_checkpointing drops; choose one"
+        if self.ranks == 1 and self.parallel != ParallelConfig():
+            yield f"parallel = {self.parallel.model_dump()} has no effect on one rank; set ranks"
+        if self.ranks > 1:
+            self.parallel.check(self.ranks)
+        if self.lora_rank and max(self.parallel.tensor, self.parallel.replicas) > 1:
+            yield (
+                f"parallel = {self.parallel.model_dump()} does not go with lora_rank: adapters are made for "
+                f"weights that are split in one way; set tensor = 1 and replicas = 1"
+            )
         if self.lora_alpha is not None and self.lora_rank == 0:
             yield f"lora_alpha = {self.lora_alpha} has no effect without lora_rank"
 

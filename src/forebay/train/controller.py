@@ -1,9 +1,8 @@
 """`TrainController`: the steps that a train step is made of, for a model in this process or on several ranks.
 
 It knows rollouts only as a `TrainBatch`, engines only as something that takes weights, and the model only
-through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. The work on
-whole batches (packs, advantages, token weights, metrics) is done here, once. All steps but `sync_weights` are
-plain blocking code: a caller with an event loop runs them in a thread.
+through a learner: a `Learner` here, or a `RankedLearner` whose ranks hold a slice each. Work on whole batches
+is done here, once. All steps but `sync_weights` block: a caller with an event loop runs them in a thread.
 
 ::
 
@@ -12,8 +11,7 @@ plain blocking code: a caller with an event loop runs them in a thread.
                                                                                                |
               sync_weights(rollout_controller) <- train: mini-batches x epochs optimizer steps <-+
 
-Every step takes the batch and returns it. `fit` is their composition, without those the config does not need.
-Once the advantages are known, no pass is made over sequences that nothing in the loss reads.
+Every step takes and returns the batch; `fit` composes those needed. No pass reads what the loss does not.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from forebay.models import load_model
 from forebay.models.config import Precision
 from forebay.models.live_weights import LiveWeights
 from forebay.train import checkpoint, weight_sync
@@ -49,7 +49,7 @@ from forebay.train.objective.corrections import Corrector
 from forebay.train.objective.losses import batch_token_weights
 from forebay.train.offload import Offload
 from forebay.train.packing import Packer
-from forebay.train.parallel.learner import RankedLearner
+from forebay.train.parallel.learner import ModelFolder, RankedLearner
 from forebay.train.parallel.ranks import LocalRanks, Ranks
 from forebay.types import FloatArray, RolloutState
 
@@ -73,7 +73,8 @@ class TrainController:
 
     The models go to `device`; left out, they stay where they are. With ``config.ranks`` over 1 they are split
     over as many processes of this machine, which `close` ends, and this process keeps none; `ranks` are other
-    ranks to use, which stay the caller's. Results are those of one rank, up to rounding.
+    ranks to use, which stay the caller's. Results are those of one rank, up to rounding. A model given as a
+    `ModelFolder` is never whole anywhere then: each rank reads its own slices.
 
     The same, step by step (here with what an on-policy GRPO run needs)::
 
@@ -90,7 +91,7 @@ class TrainController:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | ModelFolder,
         config: TrainConfig,
         *,
         pad_token_id: int,
@@ -123,9 +124,12 @@ class TrainController:
         self._tokenizer = tokenizer
         self._advantages: AdvantageFunction = find_advantage(config.advantage)
         self._corrector = Corrector(config.correction, config.band)
+        self._saving: tuple[Path, ExitStack] | None = None
         self._own_ranks: LocalRanks | None = None
         if ranks is None and config.ranks > 1:
-            where = torch.device(device) if device is not None else next(model.parameters()).device
+            if device is None:
+                device = "cpu" if isinstance(model, ModelFolder) else next(model.parameters()).device
+            where = torch.device(device)
             ranks = self._own_ranks = LocalRanks(config.ranks, device=where.type)
         models: dict[str, Any] = {"model": model, "ref_model": ref_model, "value_model": value_model}
         settings: dict[str, Any] = {
@@ -135,6 +139,8 @@ class TrainController:
         }
         self._learner: Learner | RankedLearner
         if ranks is None:
+            if isinstance(model, ModelFolder):
+                models["model"] = load_model(model.folder, dtype=model.dtype)
             self._learner = Learner(**models, config=config, **settings, device=device)
         else:
             try:
@@ -144,7 +150,7 @@ class TrainController:
                 raise
         self._packer = Packer(
             config.token_budget,
-            num_ranks=1 if ranks is None else ranks.num_ranks,
+            num_ranks=1 if ranks is None else ranks.num_ranks // config.parallel.tensor,
             layout=config.layout,
             mini_batches=config.mini_batches,
         )
@@ -386,9 +392,34 @@ class TrainController:
 
         ``model/`` is a complete Hugging Face model, adapters merged; see docs/training.md for the rest.
         """
-        with checkpoint.replace_folder(Path(path)) as folder:
-            self._learner.save(folder, self.train_step)
+        self.begin_save(path)
+        self.finish_save()
+
+    def begin_save(self, path: Path | str) -> None:
+        """Copy all that `save` writes, and write it in threads, while training may go on.
+
+        The folder `path` is there after `finish_save`, which also comes before the next save. One that was
+        begun before is finished first.
+        """
+        self.finish_save()
+        with ExitStack() as stack:
+            folder = stack.enter_context(checkpoint.replace_folder(Path(path)))
             checkpoint.save_random(folder)
+            self._learner.begin_save(folder, self.train_step)
+            self._saving = folder, stack.pop_all()
+
+    def finish_save(self) -> None:
+        """Wait for what `begin_save` began, if anything, and make it the folder that it is to be.
+
+        Raises:
+            OSError: the disk takes no more; what was at that place before is still there.
+        """
+        if self._saving is None:
+            return
+        (folder, stack), self._saving = self._saving, None
+        with stack:
+            self._learner.finish_save()
+            checkpoint.join_model(folder / "model")
             if self._tokenizer is not None:
                 self._tokenizer.save_pretrained(folder / "model")
 

@@ -6,12 +6,10 @@ whole batch is worked out before (`TrainController`) and arrives as arrays by re
 ::
 
     token_values("old_logprobs" | "ref_logprobs" | "values", batch) --> array by response token
-    update(batch) : epochs x mini-batches x micro-batches
-                    loss.backward() ... optimizer step --> Update(columns, norms)
+    update(batch): epochs x mini-batches x (micro-batches, optimizer step) --> Update(columns, norms)
     supervised_warmup(model, examples): shuffled mini-batches --> cross-entropy --> optimizer step
 
-On several ranks each has a Learner with slices of weights (`forebay.train.parallel.sharding`). All get the
-whole batch, each makes the passes of its own packs, all equally many.
+On several ranks each has one with slices of weights; all get the whole batch and make equally many passes.
 Shapes: R response tokens of the batch, N trained tokens of one micro-batch.
 """
 
@@ -28,6 +26,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from forebay.config import look_up
 from forebay.models import Precision, attention, precision_on
@@ -53,7 +53,7 @@ from forebay.train.objective.losses import (
 from forebay.train.offload import Place
 from forebay.train.optimization import Optimizer
 from forebay.train.packing import cut_sorted
-from forebay.train.parallel.sharding import whole
+from forebay.train.parallel.sharding import is_sharded
 from forebay.types import FloatArray
 
 
@@ -62,8 +62,9 @@ class Learner:
 
     Invariants: dropout is off; a pass without gradient changes nothing; `update` leaves no gradient behind.
 
-    `shard` is called on each model before its optimizer is made, and may split its weights over ranks; `rank`
-    is which of a batch's packs are this learner's.
+    On several ranks all models are given, already split over `mesh` (`forebay.train.parallel.sharding`);
+    `rank` is which of a batch's packs are this learner's, and in `save_group` ranks meet that write a
+    checkpoint.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Learner:
         total_steps: int | None = None,
         device: torch.device | str | None = None,
         engine_dtype: Precision = "float32",
-        shard: Callable[[nn.Module], None] = lambda model: None,
+        mesh: DeviceMesh | None = None,
+        save_group: ProcessGroup | None = None,
         rank: int = 0,
     ) -> None:
         output_head(model)
@@ -90,54 +92,51 @@ class Learner:
         None without LoRA."""
         # A plan (`forebay.plan`) builds learners of tensors that have sizes and no content to read.
         has_content = not isinstance(next(model.parameters()), FakeTensor)
-        if config.lora_rank == 0:
-            # Steps of a small learning rate are lost in the rounding of anything shorter.
-            model.float()
-        self.critic = (value_model or Critic.from_policy(model)).float() if config.uses_critic else None
+        self.critic = (value_model or Critic.from_policy(model)) if config.uses_critic else None
+        # Steps of a small learning rate are lost in the rounding of anything shorter. Slices are so already.
+        for part in (None if config.lora_rank else model, self.critic):
+            if part is not None and mesh is None:
+                part.float()
         if config.lora_rank > 0:
             # In the dtype of the engines, which compare it with the fingerprint of their own weights.
-            base = fingerprint(lora.cast(model.named_parameters(), engine_dtype)) if has_content else ""
+            base = fingerprint(lora.cast(lora.model_weights(model), engine_dtype)) if has_content else ""
             alpha = config.lora_alpha or 2.0 * config.lora_rank
             model = lora.add_lora(model, rank=config.lora_rank, alpha=alpha, targets=config.lora_targets)
             self.adapter_config = lora.adapter_config(model) | {BASE_FINGERPRINT: base}
-        self.model = model
-        self.ref_model = ref_model
+        self.model, self.ref_model = model, ref_model
         if ref_model is None and config.kl_coef > 0 and not lora.is_lora(model):
             self.ref_model = copy.deepcopy(model)
         if self.ref_model is not None:
             self.ref_model.requires_grad_(False).eval()
         frozen = model if lora.is_lora(model) else self.ref_model
-        starting_weights: str | None = None
-        if frozen is not None and has_content:
-            starting_weights = checkpoint.fingerprint(frozen)
-        policy = lora.without_adapters(model).to(self.device)
+        fixed = checkpoint.fingerprint(frozen) if frozen is not None and has_content else None
+        is_half = self._precision != "float32"
+        self._mesh, self._save_group = mesh, save_group
+        # FSDP casts what it gathers, so autocast has only what every rank has whole to cast.
+        self._casts = is_half and (mesh is None or lora.is_lora(model))
+        for part in (lora.without_adapters(model), self.ref_model, self.critic):
+            if part is not None:
+                _place(part, self.device, mesh)
         model.eval()
-        kernel = self._settle_attention(policy, has_content)
-        for part in (policy, self.ref_model, self.critic) if config.compile else ():
+        kernel = self._settle_attention(lora.without_adapters(model), has_content)
+        for part in (lora.without_adapters(model), self.ref_model, self.critic) if config.compile else ():
             if part is not None:
                 compile_layers(part, self.device)
-        shard(policy)
-        # One after the other: a rank's device never holds more than one of them whole.
-        for part in (self.ref_model, self.critic):
-            if part is not None:
-                shard(part.to(self.device))
         self._rank = rank
         borders = kernel in attention.VARIABLE_LENGTH
         self._collate = partial(collate, pad_token_id=pad_token_id, device=self.device, with_borders=borders)
         self._policy_loss: PolicyLossFunction = look_up("loss", config.loss, POLICY_LOSSES)
         self._corrector = Corrector(config.correction, config.band)
-        make_optimizer = partial(_make_optimizer, config, total_steps)
+        make_optimizer = partial(_make_optimizer, config, total_steps, mesh)
         self._optimizer = make_optimizer(model, lr=config.lr)
         self._critic_optimizer: Optimizer | None = None
         if self.critic is not None and config.critic_lr is not None:
             self._critic_optimizer = make_optimizer(self.critic, lr=config.critic_lr)
         self._parts = checkpoint.TrainerParts(
-            model=model,
-            optimizer=self._optimizer,
-            critic=self.critic,
-            critic_optimizer=self._critic_optimizer,
-            starting_weights=starting_weights,
-        )
+            model=model, optimizer=self._optimizer, critic=self.critic,
+            critic_optimizer=self._critic_optimizer, starting_weights=fixed,
+        )  # fmt: skip
+        self._writing: Callable[[], None] | None = None
         self._set_modes()
 
     def _settle_attention(self, policy: Any, has_content: bool) -> Any:
@@ -145,7 +144,8 @@ class Learner:
         # A plan has settled it.
         kernel: Any = self.config.attention
         if has_content:
-            with self._autocast():
+            # On several ranks passes are as exact as with it.
+            with _autocast(self.device, self._precision):
                 kernel = settle_attention(self.model, self.config, self.device, self._precision)
         for part in (policy, self.ref_model, self.critic and self.critic.body):
             if part is not None:
@@ -192,7 +192,7 @@ class Learner:
         return results_R
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return _autocast(self.device, self._precision)
+        return _autocast(self.device, self._precision if self._casts else "float32")
 
     # With gradient
 
@@ -324,9 +324,9 @@ class Learner:
 
     # Weights and files
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All weights, adapters merged, by the names that they have without adapters."""
-        return lora.model_weights(self.model)
+    def weights(self, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, adapters merged, by the names that they have without adapters; one at a time."""
+        return lora.model_weights(self.model, merged=merged)
 
     def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The weights below the adapters, by the same names: those that training began with."""
@@ -334,11 +334,23 @@ class Learner:
 
     def adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The adapters' weights, by their names in peft's files; none without LoRA."""
-        return ((name, whole(parameter.detach())) for name, parameter in lora.adapter_weights(self.model))
+        return ((name, parameter.detach()) for name, parameter in lora.adapter_weights(self.model))
 
-    def save(self, folder: Path, train_step: int) -> None:
-        """Write the trainer's files into the empty `folder`; of several ranks, only rank 0 writes."""
-        checkpoint.save_trainer(folder, self._parts, train_step=train_step, writes=self._rank == 0)
+    def begin_save(self, folder: Path, train_step: int) -> None:
+        """Copy the trainer's state, and write it into the empty `folder` beside whatever comes next."""
+        self._writing = checkpoint.begin_save(
+            folder, self._parts, train_step=train_step, mesh=self._mesh, group=self._save_group
+        )
+
+    def finish_save(self) -> None:
+        """Wait until what `begin_save` copied is written.
+
+        Raises:
+            OSError: the disk takes no more.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing()
 
     def resume(self, folder: Path) -> int:
         """Take over what `save` wrote; the number of completed train steps.
@@ -346,7 +358,17 @@ class Learner:
         Raises:
             ValueError: no checkpoint there, or one of another format, kind of training, or starting weights.
         """
-        return checkpoint.load_trainer(folder, self._parts)
+        return checkpoint.load_trainer(folder, self._parts, self._save_group)
+
+
+def _place(model: nn.Module, device: torch.device, mesh: DeviceMesh | None) -> None:
+    """Move a model, in place; slices are where they belong, perhaps in the CPU's memory."""
+    if mesh is None:
+        model.to(device)
+        return
+    for tensor in (*model.parameters(), *model.buffers()):
+        if not is_sharded(tensor):
+            tensor.data = tensor.data.to(device)
 
 
 def _autocast(device: torch.device, precision: Precision) -> AbstractContextManager[Any]:
@@ -354,7 +376,7 @@ def _autocast(device: torch.device, precision: Precision) -> AbstractContextMana
 
 
 def _make_optimizer(
-    config: TrainConfig, total_steps: int | None, model: nn.Module, *, lr: float
+    config: TrainConfig, total_steps: int | None, mesh: DeviceMesh | None, model: nn.Module, *, lr: float
 ) -> Optimizer:
     return Optimizer(
         model,
@@ -367,6 +389,7 @@ def _make_optimizer(
         epsilon=config.epsilon,
         moment_kind=config.moments,
         max_grad_norm=config.max_grad_norm,
+        mesh=mesh,
     )
 
 

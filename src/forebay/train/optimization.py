@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.adamw import adamw
 
 from forebay.extras import needed_by
 from forebay.train.config import BETAS, EPSILON, Moments
 from forebay.train.offload import Place
-from forebay.train.parallel.sharding import slice_like, whole
+from forebay.train.parallel.sharding import clip_gradients, sum_replicated
 
 
 def schedule_factor(schedule: str, train_step: int, *, warmup_steps: int, total_steps: int | None) -> float:
@@ -76,6 +77,8 @@ class Optimizer:
     moment_kind: Moments = "float32"
     max_grad_norm: float = 1.0
     """0: gradients are never scaled down."""
+    mesh: DeviceMesh | None = None
+    """The ranks that hold slices of `model` and saw different sequences; None: one rank."""
 
     def __post_init__(self) -> None:
         if self.schedule != "constant" and self.total_steps is None:
@@ -83,10 +86,14 @@ class Optimizer:
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if not self._parameters:
             raise ValueError(f"{type(self.model).__name__} has no weights that require a gradient")
-        decayed = [p for p in self._parameters.values() if p.ndim >= 2]
-        others = [p for p in self._parameters.values() if p.ndim < 2]
-        by_decay = [(decayed, self.weight_decay), (others, 0.0)]
-        groups = [{"params": weights, "weight_decay": decay} for weights, decay in by_decay if weights]
+        # A fused step takes slices of one mesh at a time.
+        alike: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+        for weight in self._parameters.values():
+            alike.setdefault((weight.ndim >= 2, getattr(weight, "device_mesh", None)), []).append(weight)
+        groups: list[dict[str, Any]] = [
+            {"params": weights, "weight_decay": self.weight_decay if decays else 0.0}
+            for (decays, _), weights in alike.items()
+        ]
         self._adamw = self._make(groups)
 
     def _make(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -123,7 +130,11 @@ class Optimizer:
 
     def clip(self) -> torch.Tensor:
         """Scale down gradients whose norm is over the limit; the norm they had."""
-        return whole(nn.utils.clip_grad_norm_(self._parameters.values(), self.max_grad_norm or math.inf))
+        limit = self.max_grad_norm or math.inf
+        if self.mesh is None:
+            return nn.utils.clip_grad_norm_(self._parameters.values(), limit)
+        sum_replicated(self._parameters.values(), self.mesh)
+        return clip_gradients(self._parameters.values(), limit)
 
     def apply(self, lr: float) -> None:
         """AdamW's update by the gradients as they are, which are then cleared."""
@@ -174,10 +185,14 @@ class Optimizer:
                     yield f"{number}|{key}", value, partial(state.__setitem__, key)
 
     def state_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The moments and step counts, whole, as ``WEIGHT|KEY`` and tensor; none before the first step."""
+        """The moments and step counts by ``WEIGHT|KEY``, sliced as weights are; at first none."""
         for name, parameter in self._parameters.items():
             for key, value in self._adamw.state[parameter].items():
-                yield f"{name}|{key}", whole(torch.as_tensor(value))
+                yield f"{name}|{key}", torch.as_tensor(value)
+
+    def weight_of(self, key: str) -> nn.Parameter | None:
+        """The weight that a name of `state_tensors` belongs to; None: no weight of this optimizer."""
+        return self._parameters.get(key.rpartition("|")[0])
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Take over what `state_tensors` gave.
@@ -205,4 +220,4 @@ class Optimizer:
             return int(value)
         if self.moment_kind == "cpu":
             return value.pin_memory() if weight.is_cuda else value.clone()
-        return slice_like(value, weight).to(weight.device, copy=True)
+        return value.to(weight.device, copy=True)

@@ -47,6 +47,6 @@ class Critic(nn.Module):
             states_NH = output.last_hidden_state.flatten(0, 1).index_select(0, positions_N)
             return states_NH, output.get("past_key_values")
 
-        values_N1: torch.Tensor = self.head(run_passes(states_at, micro))
-        # Copied, because a sharded module must not return a view.
-        return values_N1.float().squeeze(-1).clone()
+        # The body of several ranks may compute in bfloat16, without autocast.
+        values_N1: torch.Tensor = self.head(run_passes(states_at, micro).to(self.head.weight.dtype))
+        return values_N1.float().squeeze(-1)

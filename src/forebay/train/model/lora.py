@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from forebay.models.config import Precision
-from forebay.train.parallel.sharding import buckets, gathered, is_sharded
+from forebay.train.parallel.sharding import whole
 
 ADAPTER = "default"
 """peft's name of the one adapter of a model."""
@@ -77,21 +77,14 @@ def model_weights(model: nn.Module, *, merged: bool = True) -> Iterator[tuple[st
     """Names and values of all weights as the model without adapters has them, merged one at a time.
 
     With `merged` False, the weights below the adapters. Those without any are the model's own tensors, not
-    copies. Of a sharded model every rank goes through all of it, and a tensor is valid only until the next
-    one is asked for.
+    copies. Of a sharded model every rank goes through all of it, and each tensor is gathered when it is asked
+    for: two are never whole at a time, unless the caller keeps them.
     """
     base = without_adapters(model)
-    for bucket in buckets(base):
-        with gathered(bucket):
-            yield from whole_weights(base, merged=merged)
-
-
-def whole_weights(base: nn.Module, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of `model_weights` that are whole now: a gathered bucket's, or all."""
     for name, parameter in base.named_parameters():
-        if ".lora_" in name or is_sharded(parameter):
+        if ".lora_" in name:
             continue
-        value = parameter.detach()
+        value = whole(parameter.detach())
         # peft puts the layer that an adapter is added to one level lower.
         owner_name, _, last = name.rpartition(".base_layer.")
         if not owner_name:
@@ -100,7 +93,7 @@ def whole_weights(base: nn.Module, *, merged: bool = True) -> Iterator[tuple[str
         layer: Any = base.get_submodule(owner_name)
         if merged and last == "weight" and hasattr(layer, "get_delta_weight"):
             with torch.no_grad():
-                value = value + layer.get_delta_weight(ADAPTER).to(value.dtype)
+                value = value + layer.get_delta_weight(ADAPTER).to(value.device, value.dtype)
         yield f"{owner_name}.{last}", value
 
 

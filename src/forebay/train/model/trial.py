@@ -31,6 +31,7 @@ from forebay.train.config import TrainConfig
 from forebay.train.model.forward import response_logprobs
 from forebay.train.model.lora import without_adapters
 from forebay.train.packing import Packer
+from forebay.train.parallel.sharding import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +110,7 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
     kind = plain.config.model_type
     way = f"layout {layout!r} with attention {kernel!r}"
     is_half = torch.is_autocast_enabled(device.type)
+    sharded = any(is_sharded(weight) for weight in model.parameters())
     try:
         with _short_windows(plain):
             beside, again, moved = (logprobs(layout, one, second) for one in (first, first, other))
@@ -116,7 +118,13 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
                 # Of one small weight below the attention of all layers, which need no gradient themselves.
                 trained = [weight for weight in model.parameters() if weight.requires_grad]
                 small = next((weight for weight in trained if weight.ndim == 1), trained[0])
-                torch.autograd.grad(logprobs(layout, first, second).sum(), small)
+                total = logprobs(layout, first, second).sum()
+                if sharded:
+                    # What lies between passes is not what they compute with: no gradient of one alone.
+                    total.backward()  # type: ignore[no-untyped-call]
+                    model.zero_grad()
+                else:
+                    torch.autograd.grad(total, small)
             with _plain_attention(plain):
                 rounded = logprobs("padded", second)
                 with torch.autocast(device.type, enabled=False):
@@ -128,7 +136,8 @@ def check_layout(model: nn.Module, layout: Layout, device: torch.device) -> None
     # Kernels refuse sizes in ways of their own.
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{way} does not go with models of type {kind!r}: {error}") from error
-    has_half_weights = next(model.parameters()).dtype != torch.float32
+    # Weights of several ranks are cast as they are gathered, with autocast or without.
+    has_half_weights = next(model.parameters()).dtype != torch.float32 or (sharded and is_half)
     has_experts = any("expert" in name for name, _ in model.named_parameters())
     noise = _distance(beside, again)
     leaks, half_leaks = (EXPERTS_LEAK, HALF_EXPERTS_LEAK) if has_experts else (noise, noise)

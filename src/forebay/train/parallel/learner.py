@@ -2,9 +2,9 @@
 
 ::
 
-    batch --Ranks.call--> RankWorker of each rank: the passes of its own packs --> joined by response token
-                                                                          |
-                       weights, bucket by bucket, whole  <-- rank 0 ------+
+    folder of the model --its name--> RankWorker of each rank: reads its own slices
+    batch --Ranks.call--> the passes of its own packs --> joined by response token
+    weights, a bucket at a time, from rank 0      a checkpoint: every rank writes its own files
 
 It has the methods of `Learner` that `TrainController` uses, and no model: that lives with the ranks.
 """
@@ -12,26 +12,40 @@ It has the methods of `Learner` that `TrainController` uses, and no model: that 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from forebay.models.config import Precision
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Update
-from forebay.train.parallel.frames import to_parts
+from forebay.train.model.critic import Critic
 from forebay.train.parallel.ranks import Ranks
+from forebay.train.parallel.sharding import no_progress_bars
 from forebay.types import FloatArray
 
 
-class RankedLearner:
-    """Trains one model on the ranks of `ranks`, which get it from this process and keep it.
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """A causal language model in Hugging Face format, where every rank can read it; none is loaded here."""
 
-    `models` and `settings` are the other arguments of `Learner`, by name.
+    folder: Path
+    dtype: Precision = "float32"
+    """Of the weights in memory; with LoRA of those below the adapters."""
+
+
+class RankedLearner:
+    """Trains one model on the ranks of `ranks`, which read it from its folder and keep it.
+
+    `models` and `settings` are the other arguments of `Learner`, by name. A model given as an object is saved
+    first, to a folder that is gone once the ranks have read it.
 
     Invariants: results are in the order of the batch, whatever rank computed them; the gradient is that of
     one rank, up to rounding.
@@ -40,13 +54,18 @@ class RankedLearner:
     def __init__(
         self,
         ranks: Ranks,
-        models: Mapping[str, nn.Module | None],
+        models: Mapping[str, nn.Module | ModelFolder | None],
         config: TrainConfig,
         settings: Mapping[str, Any],
     ) -> None:
-        self._ranks, self._epochs = ranks, config.epochs
-        parts = {name: to_parts(model) for name, model in models.items() if model is not None}
-        built = self._call("build", parts, config.model_dump(), dict(settings), torch.get_rng_state())
+        self._ranks, self._config = ranks, config
+        with TemporaryDirectory(prefix="forebay-model-") as scratch:
+            sources = {
+                name: source_of(model, Path(scratch, name))
+                for name, model in models.items()
+                if model is not None
+            }
+            built = self._call("build", sources, config.model_dump(), dict(settings), torch.get_rng_state())
         self.adapter_config: dict[str, Any] | None = built[0]
         """As `Learner.adapter_config`."""
 
@@ -54,18 +73,24 @@ class RankedLearner:
         """The same arguments for every rank."""
         return self._ranks.call(method, [arguments] * self._ranks.num_ranks)
 
+    def _call_data(self, method: str, *arguments: Any) -> list[Any]:
+        """`_call`, with one result of the ranks that see the same sequences."""
+        return self._call(method, *arguments)[:: self._config.parallel.tensor]
+
     def token_values(self, name: str, batch: TrainBatch) -> FloatArray:
         """As `Learner.token_values`."""
         # Each rank gives 0 for the sequences of the others.
-        parts: list[FloatArray] = self._call("token_values", name, batch.to_plain())
+        parts: list[FloatArray] = self._call_data("token_values", name, batch.to_plain())
         return reduce(np.add, parts)
 
     def update(self, batch: TrainBatch, train_step: int) -> Update:
         """As `Learner.update`."""
-        parts = [Update(**part) for part in self._call("update", batch.to_plain(), train_step)]
+        parts = [Update(**part) for part in self._call_data("update", batch.to_plain(), train_step)]
         columns = {
             # Epoch by epoch, as of one rank: every epoch goes through the same tokens.
-            name: np.concatenate([part.columns[name].reshape(self._epochs, -1) for part in parts], axis=1)
+            name: np.concatenate(
+                [part.columns[name].reshape(self._config.epochs, -1) for part in parts], axis=1
+            )
             for name in parts[0].columns
         }
         # Norms are of the whole gradient, so every rank has the same.
@@ -73,8 +98,9 @@ class RankedLearner:
 
     def weights(self, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Learner.weights`, but copies, on the CPU: one bucket at a time is gathered and sent."""
-        for bucket in range(self._call("num_buckets")[0]):
-            yield from self._call("weights", bucket, merged)[0].items()
+        self._call("begin_weights", merged)
+        while bucket := self._call("next_weights")[0]:
+            yield from bucket.items()
 
     def base_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """As `Learner.base_weights`, but copies, as `weights`."""
@@ -84,10 +110,47 @@ class RankedLearner:
         """As `Learner.adapters`, but copies, on the CPU."""
         return iter(self._call("adapters")[0].items())
 
-    def save(self, folder: Path, train_step: int) -> None:
-        """As `Learner.save`; written by rank 0, which must see the folder."""
-        self._call("save", str(folder.absolute()), train_step)
+    def begin_save(self, folder: Path, train_step: int) -> None:
+        """As `Learner.begin_save`; every rank writes its own files, and must see the folder."""
+        self._call("begin_save", str(folder.absolute()), train_step)
+
+    def finish_save(self) -> None:
+        """As `Learner.finish_save`."""
+        self._call("finish_save")
 
     def resume(self, folder: Path) -> int:
-        """As `Learner.resume`; read by every rank."""
+        """As `Learner.resume`; every rank reads its own slices."""
         return int(self._call("resume", str(folder.absolute()))[0])
+
+
+def source_of(model: nn.Module | ModelFolder, scratch: Path) -> dict[str, Any]:
+    """Where ranks find a model, as plain values; one that is an object is saved to `scratch` first.
+
+    Raises:
+        ValueError: it is not a model of transformers, or has quantized weights.
+    """
+    if isinstance(model, ModelFolder):
+        return {
+            "folder": str(model.folder.absolute()),
+            "class": None,
+            "attention": None,
+            "dtype": model.dtype,
+            "frozen": [],
+        }
+    if isinstance(model, Critic):
+        return source_of(model.body, scratch) | {"head": dict(model.head.state_dict())}
+    transformers_model: Any = model
+    if not hasattr(model, "save_pretrained") or getattr(model, "hf_quantizer", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} cannot be split over several ranks, because only plain models of "
+            f"transformers can; give one, or train with ranks = 1"
+        )
+    with no_progress_bars():
+        transformers_model.save_pretrained(scratch)
+    return {
+        "folder": str(scratch),
+        "class": f"{type(model).__module__}:{type(model).__qualname__}",
+        "attention": transformers_model.config._attn_implementation,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+    }

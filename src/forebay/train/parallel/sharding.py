@@ -1,21 +1,19 @@
-"""Weights split over ranks (FSDP2): splitting them, and seeing them whole again.
-
-A model that no `shard` was called on passes through everything here unchanged, so that one code path serves
-one process and many.
+"""Slices of weights (DTensors) and their gradients, on a rank.
 
 ::
 
-    model --shard--> every layer, and the rest, is a bucket; each rank holds a slice of each bucket's weights
-    bucket --gathered--> its weights are whole while the block lasts      whole(tensor): a copy, whole
-    whole tensor --slice_like--> the slice that belongs here              fill(slice, whole tensor)
+    whole(slice)      all of one tensor, for all ranks, which ask for the same in the same order
+    in_one_piece, put_back    to a checkpoint and from it
+    sum_replicated    gradients of weights that every rank has whole      clip_gradients   of all kinds
 
-`gathered`, `whole` and every forward or backward pass of a sharded model are collective: all ranks make the
-same calls in the same order, or wait for each other until the time limit of the process group.
+A tensor that is not sharded passes through everything here unchanged: one code path serves one process
+and many. `whole` and every pass of a sharded model are collective: all ranks make the same calls in the same
+order, or wait for each other until the time limit of the process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,23 +21,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Split the weights of `model` over the ranks of the one-dimensional `mesh`, in place.
-
-    Gradients are summed over ranks, not averaged: token weights are already of the whole mini-batch. The root
-    is freed after the forward pass like every layer is, because whole weights that stay behind a pass without
-    gradient would be stale after the next optimizer step.
-    """
-    from torch.distributed.fsdp import fully_shard
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for module in (*layers, model):
-        sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
-        # With a factor alone torch asks for a premultiplied sum, which gloo lacks.
-        sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)
+REPLICA, SHARD, TENSOR = "replica", "fsdp", "tensor"
+"""The dimensions of a mesh. Ranks that differ in the last alone see the same sequences. peft knows the second
+by its name: layers of weights that are split over it alone compute whole outputs."""
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -52,51 +36,78 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor
     sliced: Any = tensor
-    full: torch.Tensor = sliced.full_tensor()
+    # One that is kept in the CPU's memory crosses to the others over the devices.
+    full: torch.Tensor = sliced.to(sliced.device_mesh.device_type).full_tensor()
     return full
 
 
-def slice_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The slice of `full` that belongs where the slice `like` is; `full` itself if `like` is whole."""
-    if not is_sharded(like) or full.shape != like.shape:
-        return full
-    from torch.distributed.tensor import distribute_tensor
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, with a slice that is one block of the whole.
 
-    target: Any = like
-    # Every rank has all of it: nothing needs to be sent.
-    return distribute_tensor(
-        full.to(target.device, target.dtype), target.device_mesh, target.placements, src_data_rank=None
-    )
+    Where both tensor parallelism and FSDP split the same dimension, a slice is made of several blocks, which
+    ``torch.distributed.checkpoint`` would take for one.
+    """
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    placements = getattr(tensor, "placements", ())
+    if not any(isinstance(placement, _StridedShard) for placement in placements):
+        return tensor
+    sliced: Any = tensor
+    blocks = [Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements]
+    moved: torch.Tensor = sliced.redistribute(placements=blocks)
+    return moved
 
 
-def fill(target: torch.Tensor, full: torch.Tensor) -> None:
-    """Overwrite `target`, a slice or whole, with (its part of) `full`."""
+def put_back(target: torch.Tensor, block: torch.Tensor) -> None:
+    """Overwrite `target` with what `in_one_piece` of it became."""
+    sliced: Any = block
     with torch.no_grad():
-        target.copy_(slice_like(full, target))
+        if block is not target:
+            target.copy_(sliced.redistribute(placements=getattr(target, "placements", ())))
 
 
-def buckets(model: nn.Module) -> list[nn.Module]:
-    """The modules whose weights are gathered together; the model itself if it is not sharded."""
-    return [module for module in model.modules() if hasattr(module, "unshard")] or [model]
+def sum_replicated(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
+    """Add up, over ranks that saw different sequences, the gradients of weights that every rank has whole."""
+    plain = [p for p in parameters if not is_sharded(p)]
+    if not plain:
+        return
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    for name in (REPLICA, SHARD):
+        torch.distributed.all_reduce(flat, group=mesh.get_group(name))
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for parameter, part in zip(plain, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> torch.Tensor:
+    """Scale down gradients whose L2 norm together is over `limit`; the norm they had.
+
+    torch's own takes slices of one mesh at a time.
+    """
+    by_mesh: dict[Any, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    norms = [whole(nn.utils.get_total_norm(gradients)) for gradients in by_mesh.values()]
+    device = norms[0].device if norms else "cpu"
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([part.to(device) for part in norms]))
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    for gradients in by_mesh.values():
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+    return norm
 
 
 @contextmanager
-def gathered(bucket: nn.Module) -> Iterator[None]:
-    """While open, the weights of `bucket`, without those of buckets inside it, are whole.
+def no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing into the caller's terminal."""
+    from transformers.utils import logging
 
-    They are shown in memory that is used again afterwards: copy what must outlast the block.
-    """
-    sharded: Any = bucket
-    if not hasattr(bucket, "unshard"):
-        yield
-        return
-    sharded.unshard()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
     try:
         yield
     finally:
-        sharded.reshard()
-
-
-def plain_class(model: nn.Module) -> type[nn.Module]:
-    """The class that `model` had before `shard`, which derives a class of its own from it."""
-    return next(c for c in type(model).__mro__ if not hasattr(c, "unshard"))
+        if shown:
+            logging.enable_progress_bar()

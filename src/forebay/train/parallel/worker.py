@@ -6,10 +6,10 @@ anything else that can construct it and call its methods (an actor) can host it 
 ::
 
     RankWorker(rank, world_size, init_method) : joins the process group
-      .build(models, config)       -> a Learner whose weights are slices
+      .build(sources, config)      -> a Learner whose weights are slices, read from a folder
       .token_values, .update       -> results for the rank's own sequences, of the whole batch
-      .weights(bucket)             -> rank 0: whole tensors; the others: None
-      .save, .resume
+      .begin_weights, .next_weights -> rank 0: whole tensors, a bucket of them; the others: None
+      .begin_save, .finish_save, .resume
 
 Every method but the constructor is called on all ranks, with the same name and in the same order, because
 they meet in collective operations. All return; what differs by rank is said there.
@@ -17,7 +17,7 @@ they meet in collective operations. All return; what differs by rank is said the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,15 +25,19 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 
+from forebay.models import precision_on
 from forebay.train.batch import TrainBatch
 from forebay.train.config import TrainConfig
 from forebay.train.learner import Learner
-from forebay.train.model.lora import whole_weights, without_adapters
-from forebay.train.parallel.frames import from_parts
-from forebay.train.parallel.sharding import buckets, gathered, shard
+from forebay.train.model.critic import Critic
+from forebay.train.parallel.loading import load_sharded, make_mesh
 from forebay.types import FloatArray
+
+BUCKET_BYTES = 256 << 20
+"""Whole weights that rank 0 holds at a time on their way to engines."""
+SAVE_TIMEOUT = timedelta(days=1)
+"""Ranks wait for each other at the end of a checkpoint, and disks may be slow; dead ranks are noticed."""
 
 
 class RankWorker:
@@ -54,15 +58,17 @@ class RankWorker:
             self.device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         distributed.init_process_group(
-            "nccl" if self.device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             init_method=init_method,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
             device_id=self.device if self.device.type == "cuda" else None,
         )
-        self._mesh = init_device_mesh(self.device.type, (world_size,))
+        self._saving = distributed.new_group(backend="gloo", timeout=SAVE_TIMEOUT)
+        self._mesh = partial(make_mesh, self.device.type, world_size)
         self._learner: Learner | None = None
+        self._weights: Iterator[tuple[str, torch.Tensor]] = iter(())
 
     @property
     def learner(self) -> Learner:
@@ -72,27 +78,55 @@ class RankWorker:
 
     def build(
         self,
-        models: Mapping[str, Any],
+        sources: Mapping[str, Any],
         config: Mapping[str, Any],
         settings: Mapping[str, Any],
         random_state: torch.Tensor,
     ) -> dict[str, Any] | None:
         """Make the trainer's models and optimizers; returns `Learner.adapter_config`.
 
-        `models` are `to_parts` of models and `settings` plain values, by the names that `Learner` has for
-        them. `random_state` is that of torch's CPU generator: adapters begin with random numbers, and all
-        ranks must draw the same."""
+        `sources` say where models are (`forebay.train.parallel.learner.source_of`) and `settings` are plain
+        values, by the names that `Learner` has for them. `random_state` is that of torch's CPU generator:
+        adapters begin with random numbers, and all ranks must draw the same."""
         # The memory of an earlier trainer is needed.
         self._learner = None
-        built: dict[str, Any] = {name: from_parts(parts) for name, parts in models.items()}
-        torch.set_rng_state(random_state)
+        train = TrainConfig.model_validate(config)
+        mesh = self._mesh(train.parallel)
+        load = partial(
+            load_sharded,
+            mesh=mesh,
+            config=train.parallel,
+            precision=precision_on(self.device, train.dtype),
+            device=str(self.device),
+        )
+        policy = sources["model"]
+        if train.lora_rank == 0:
+            policy = {**policy, "dtype": "float32"}
+        models: dict[str, Any] = {"model": load(policy)}
+        # Each is read anew, because slices cannot be copied from one model to another.
+        reference = sources.get("ref_model")
+        if reference is not None or (train.kl_coef > 0 and train.lora_rank == 0):
+            models["ref_model"] = load(reference or policy)
+        if train.uses_critic:
+            kind = type(models["model"].base_model)
+            own = {**policy, "class": f"{kind.__module__}:{kind.__qualname__}", "frozen": []}
+            source = {**sources.get("value_model", own), "dtype": "float32"}
+            body, size = load(source), models["model"].config.get_text_config().hidden_size
+            # A head draws numbers, too, though they become 0: where one rank would draw them, so does each.
+            torch.set_rng_state(random_state)
+            models["value_model"] = Critic(body, size)
+            if "head" in source:
+                models["value_model"].head.load_state_dict(source["head"])
+        if not train.uses_critic or "value_model" in sources:
+            torch.set_rng_state(random_state)
         self._learner = Learner(
-            **built,
+            **models,
             **settings,
-            config=TrainConfig.model_validate(config),
+            config=train,
             device=self.device,
-            shard=partial(shard, mesh=self._mesh),
-            rank=self.rank,
+            mesh=mesh,
+            save_group=self._saving,
+            rank=self.rank // train.parallel.tensor,
         )
         return self._learner.adapter_config
 
@@ -104,29 +138,33 @@ class RankWorker:
         """`Learner.update`; an `Update` as a dict, with the columns of the rank's own sequences."""
         return self.learner.update(TrainBatch(**batch), train_step)._asdict()
 
-    def num_buckets(self) -> int:
-        """How many calls of `weights` make up the model."""
-        return len(buckets(without_adapters(self.learner.model)))
+    def begin_weights(self, merged: bool) -> None:
+        """Begin to hand over weights, adapters `merged` or left out."""
+        self._weights = self.learner.weights(merged=merged)
 
-    def weights(self, bucket: int, merged: bool = True) -> dict[str, torch.Tensor] | None:
-        """Copies of one bucket's weights, whole, on the CPU; rank 0 alone has them.
-
-        Adapters are `merged`, or left out.
-        """
-        base = without_adapters(self.learner.model)
-        with gathered(buckets(base)[bucket]):
-            if self.rank != 0:
-                return None
-            return {name: value.to("cpu", copy=True) for name, value in whole_weights(base, merged=merged)}
+    def next_weights(self) -> dict[str, torch.Tensor] | None:
+        """The next bucket, whole, on the CPU, empty at the end; rank 0 alone has it, the others take part."""
+        bucket, size = {}, 0
+        for name, value in self._weights:
+            size += value.nbytes
+            if self.rank == 0:
+                bucket[name] = value.to("cpu", copy=True)
+            if size >= BUCKET_BYTES:
+                break
+        return bucket if self.rank == 0 else None
 
     def adapters(self) -> dict[str, torch.Tensor] | None:
         """Copies of the adapters' weights, whole, on the CPU; rank 0 alone has them."""
         gathered_weights = {name: value.to("cpu", copy=True) for name, value in self.learner.adapters()}
         return gathered_weights if self.rank == 0 else None
 
-    def save(self, folder: str, train_step: int) -> None:
-        """Write the trainer's files into the empty `folder`; rank 0 writes."""
-        self.learner.save(Path(folder), train_step)
+    def begin_save(self, folder: str, train_step: int) -> None:
+        """`Learner.begin_save`: every rank copies what it will write."""
+        self.learner.begin_save(Path(folder), train_step)
+
+    def finish_save(self) -> None:
+        """`Learner.finish_save`: wait until this rank's files are written."""
+        self.learner.finish_save()
 
     def resume(self, folder: str) -> int:
         """Take over what `save` wrote, with any number of ranks; the number of completed train steps."""

@@ -1,0 +1,153 @@
+"""Whether several ranks train as one: kinds of models by layouts of ranks, and a checkpoint on fewer ranks.
+
+    python benchmarks/rank_gradients.py [--ranks 4]
+
+Each cell is the largest difference of a gradient after one train step, over the largest entry of that
+gradient, read from AdamW's first moments in a checkpoint; or the sentence by which the layout is refused.
+The last line saves on all ranks and resumes on half of them and on one: weights must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+from forebay.train import LocalRanks, TrainConfig, TrainController
+from forebay.types import RolloutState, Status
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 63, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 16,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}  # fmt: skip
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "dense": (Qwen3ForCausalLM, Qwen3Config(**SIZES), {}),
+    "tied": (LlamaForCausalLM, LlamaConfig(**SIZES, tie_word_embeddings=True), {}),
+    "LoRA": (Qwen3ForCausalLM, Qwen3Config(**SIZES), {"lora_rank": 4}),
+    "experts": (Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **EXPERTS), {}),
+    "hybrid attention": (Qwen3NextForCausalLM, Qwen3NextConfig(**SIZES, **EXPERTS, **LINEAR), {}),
+}
+LAYOUTS: dict[str, dict[str, int]] = {"FSDP": {}, "FSDP x tensor": {"tensor": 2}, "hybrid": {"replicas": 2}}
+
+
+def groups() -> list[list[RolloutState]]:
+    """Prompts of 2 to 5 tokens, responses of 1 to 12."""
+    random = np.random.default_rng(0)
+    made = []
+    for number in range(4):
+        prompt = random.integers(3, 63, random.integers(2, 6))
+        lengths = random.integers(1, 13, 4)
+        made.append(
+            [
+                RolloutState(
+                    [],
+                    rollout_id=f"{number}.{member}",
+                    group_id=number,
+                    task_name="task",
+                    prompt_ids=prompt,
+                    response_ids=random.integers(3, 63, length),
+                    logprobs=-random.random(length),
+                    response_model_steps=np.zeros(length),
+                    reward={"score": float(random.integers(0, 2))},
+                    status=Status.COMPLETED,
+                )
+                for member, length in enumerate(lengths)
+            ]
+        )
+    return made
+
+
+def state(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, whole."""
+    reader = HuggingFaceStorageReader(str(folder / "state"))
+    found: Any = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.zeros(value.size, dtype=value.properties.dtype) for name, value in found.items()}
+    load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def trainer(kind: str, ranks: LocalRanks | None, layout: dict[str, int]) -> TrainController:
+    """A fresh one, the same every time."""
+    model_class, config, settings = KINDS[kind]
+    torch.manual_seed(0)
+    train: dict[str, Any] = {"lr": 1e-3, "token_budget": 64, **settings}
+    if ranks is not None:
+        train |= {"ranks": ranks.num_ranks, "parallel": layout}
+    model = model_class(config)
+    torch.manual_seed(1)
+    return TrainController(model.eval(), TrainConfig(**train), pad_token_id=0, ranks=ranks)
+
+
+def step(kind: str, ranks: LocalRanks | None, layout: dict[str, int], folder: Path) -> Any:
+    """The checkpoint after one train step; or why it is refused."""
+    try:
+        trained = trainer(kind, ranks, layout)
+    except ValidationError as error:
+        return f"refused: {error.errors()[0]['ctx']['error']}"
+    trained.fit(groups())
+    trained.save(folder)
+    return state(folder)
+
+
+def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Of gradients, relative to the largest entry of each."""
+    assert one.keys() == other.keys()
+    names = [name for name in one if name.endswith("|exp_avg") and one[name].any()]
+    return max(float((one[n] - other[n]).abs().max() / one[n].abs().max()) for n in names)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    num_ranks = parser.parse_args().ranks
+    ranks, fewer = LocalRanks(num_ranks, threads=1), LocalRanks(num_ranks // 2, threads=1)
+    print(f"| {num_ranks} ranks | {' | '.join(LAYOUTS)} |\n|---|{'---|' * len(LAYOUTS)}", flush=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for kind in KINDS:
+            folder = Path(scratch, kind)
+            one = step(kind, None, {}, folder / "one")
+            cells = []
+            for name, layout in LAYOUTS.items():
+                got = step(kind, ranks, layout, folder / name)
+                cells.append(got if isinstance(got, str) else f"{difference(one, got):.0e}")
+            print(f"| {kind} | {' | '.join(cells)} |", flush=True)
+        saved, losses = state(Path(scratch, "dense", "FSDP x tensor")), []
+        for where, layout in ((ranks, {"tensor": 2}), (fewer, {}), (None, {})):
+            resumed = trainer("dense", where, layout)
+            resumed.resume(Path(scratch, "dense", "FSDP x tensor"))
+            resumed.save(Path(scratch, "again"))
+            again = state(Path(scratch, "again"))
+            assert all(torch.equal(again[name], value) for name, value in saved.items())
+            losses.append(resumed.fit(groups()).metrics["train/loss"])
+        print(f"resumed on {num_ranks}, {num_ranks // 2}, 1: weights bit-equal; next losses {losses}")
+    ranks.close()
+    fewer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""How a model is shared out over ranks, as the ``[train.parallel]`` table of a run file; needs no torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from forebay.config import ConfigError, StrictModel
+
+
+class ParallelConfig(StrictModel):
+    """How a model and its batches are shared out over the ranks of a trainer (FSDP2 and tensor parallelism).
+
+    The other ranks hold slices: ``ranks = replicas x slices x tensor``.
+
+    >>> ParallelConfig(tensor=2).check(8)
+    """
+
+    tensor: int = Field(default=1, ge=1)
+    """Ranks that compute every layer together, by the plan that transformers has for the model; they see the
+    same sequences, and talk in every layer: within one machine."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the slices: with as many as machines, weights are gathered within a machine, and only
+    gradients cross (hybrid sharding)."""
+    offload: bool = False
+    """Slices, gradients and moments lie in the CPU's memory, and the optimizer computes there."""
+
+    def check(self, num_ranks: int) -> None:
+        """Refuse a number of ranks that cannot be shared out so.
+
+        Raises:
+            ConfigError: it is no multiple of ``tensor x replicas``.
+        """
+        if num_ranks % (self.tensor * self.replicas):
+            raise ConfigError(
+                f"{num_ranks} ranks cannot be {self.replicas} replicas of ranks in groups of {self.tensor}; "
+                f"make train.ranks a multiple of parallel.tensor x parallel.replicas"
+            )

@@ -1,0 +1,157 @@
+"""A model over several ranks, from its folder: FSDP2 and tensor parallelism over a mesh of torch's.
+
+::
+
+    num_ranks --make_mesh--> replica x shard x tensor
+    folder --load_sharded--> sizes alone (meta device) --> the model's plan for tensor parallelism, FSDP2
+                             --> each rank reads its slices of the files: the whole model is nowhere
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from forebay.config import ConfigError
+from forebay.models.config import Precision
+from forebay.train.parallel.config import ParallelConfig
+from forebay.train.parallel.sharding import REPLICA, SHARD, TENSOR, no_progress_bars
+
+
+def make_mesh(device_type: str, num_ranks: int, config: ParallelConfig) -> DeviceMesh:
+    """The ranks in three dimensions; neighbors by number, as on one machine, differ in the last ones.
+
+    Raises:
+        ConfigError: there are not so many ranks.
+    """
+    config.check(num_ranks)
+    sizes = (config.replicas, num_ranks // config.replicas // config.tensor, config.tensor)
+    return init_device_mesh(device_type, sizes, mesh_dim_names=(REPLICA, SHARD, TENSOR))
+
+
+def load_sharded(
+    source: Mapping[str, Any], mesh: DeviceMesh, config: ParallelConfig, *, precision: Precision, device: str
+) -> Any:
+    """The model that `source` describes (`forebay.train.parallel.learner`), a slice of it on every rank.
+
+    transformers makes the model without content, asks this for its slices, and then reads these alone from
+    the files, whatever names the files have for them.
+
+    Passes are in `precision`; slices have the dtype of the source. Gradients are summed over ranks, and not
+    averaged, because token weights are already of the whole mini-batch.
+
+    Raises:
+        ConfigError: the model has no plan for tensor parallelism, or the plan does not fit it.
+    """
+    from transformers.distributed import DistributedConfig
+
+    base: Any = _find(source["class"], source["folder"])
+
+    class Meshes:
+        """The loader asks one of these for the mesh."""
+
+        def get_mesh(self, _: Any) -> DeviceMesh:
+            return mesh
+
+    def prepare(_cls: Any, /, distributed: Any, **_: Any) -> tuple[Any, dict[str, str], Meshes]:
+        return distributed, {"": "cpu" if config.offload else device}, Meshes()
+
+    def distribute(_cls: Any, /, model: Any, distributed: Any, _: Any) -> Any:
+        # FSDP must know which weights are one; the loader ties them last.
+        model.tie_weights()
+        if config.tensor > 1:
+            _split_matrices(model, mesh)
+        _shard(model, mesh, config, precision)
+        return model
+
+    # The two steps of its loader that transformers leaves to the model's class.
+    own: dict[str, Any] = {
+        "prepare_distribute_model": classmethod(prepare),
+        "maybe_distribute_model": classmethod(distribute),
+        "__module__": base.__module__,
+    }
+    sharded_class: Any = type(base.__name__, (base,), own)
+    with no_progress_bars():
+        model = sharded_class.from_pretrained(
+            source["folder"],
+            dtype=getattr(torch, source["dtype"]),
+            attn_implementation=source["attention"],
+            local_files_only=True,
+            distributed_config=DistributedConfig(),
+        )
+    # It would be written into every config.json.
+    del model.config.distributed_config
+    if source["class"] is not None:
+        # Of an object that was saved for this: the folder will be gone.
+        vars(model).pop("name_or_path", None)
+    for name in source["frozen"]:
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def _find(name: str | None, folder: str) -> type[nn.Module]:
+    """The class ``module:Name`` of a model, or the causal language model of a folder."""
+    if name is not None:
+        module, _, qualified = name.partition(":")
+        found: type[nn.Module] = getattr(importlib.import_module(module), qualified)
+        return found
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    return AutoModelForCausalLM._model_mapping[type(config)]  # type: ignore[no-any-return]
+
+
+def _split_matrices(model: Any, mesh: DeviceMesh) -> None:
+    """Tensor parallelism of the layers, by the plan that transformers has for the model.
+
+    Embeddings and output head stay whole within a tensor group: they are most of the communication, and the
+    head is applied in chunks (`forebay.train.model.head`).
+    """
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    kind, size = model.config.model_type, mesh[TENSOR].size()
+    plan = {name: style for name, style in model.tp_plan.items() if "layers." in name}
+    if not plan:
+        raise ConfigError(
+            f"train.parallel.tensor = {size}: transformers has no plan for the matrices of models of type "
+            f"{kind!r}; set it to 1 and use more ranks"
+        )
+    text = model.config.get_text_config()
+    heads = (text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    if any(number % size for number in heads):
+        raise ConfigError(
+            f"train.parallel.tensor = {size} does not divide the {heads[0]} heads and {heads[1]} key/value "
+            f"heads of this model; set it to a divisor of both"
+        )
+    apply_tensor_parallelism(model, mesh[TENSOR], model._expand_parallel_plan(plan))
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, config: ParallelConfig, precision: Precision) -> None:
+    """FSDP2 over every layer, and over the rest of the model as one more."""
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policies: dict[str, Any] = {
+        "mesh": mesh[REPLICA, SHARD] if config.replicas > 1 else mesh[SHARD],
+        "mp_policy": mixed if precision != "float32" else MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if config.offload else OffloadPolicy(),
+    }
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, model):
+        # So is the rest: whole weights that stay behind a pass without gradient would be stale after the next
+        # optimizer step.
+        sharded: Any = fully_shard(module, reshard_after_forward=True, **policies)
+        # With a factor alone torch asks for a premultiplied sum, which gloo lacks.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)

@@ -383,7 +383,8 @@ def _previews(cursor: duckdb.DuckDBPyConnection, places: Sequence[tuple[str, int
     found: dict[tuple[str, int], Row] = {}
     for path in dict.fromkeys(path for path, _ in places):
         numbers = [number for other, number in places if other == path]
-        cut = ", ".join(f"left({name}, {PREVIEW}) AS {name}" for name in ("prompt", "response", "error"))
+        texts = ("prompt", "response", "truth", "error")
+        cut = ", ".join(f"left({name}, {PREVIEW}) AS {name}" for name in texts)
         rows = _rows(
             cursor,
             f"SELECT {', '.join(LISTED)}, {cut}, file_row_number FROM "

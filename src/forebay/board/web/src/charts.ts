@@ -46,12 +46,13 @@ export class Chart {
   private plot: uPlot | null = null;
   private readonly canvas = h("div", { class: "plot" });
   private readonly legend = h("span", { class: "legend" });
+  private readonly told = h("div", { class: "mark-text", hidden: true });
   private lines: Line[] = [];
   private marks: Mark[] = [];
   private readonly observer: ResizeObserver;
 
-  constructor(private readonly title: string, private readonly xTime: () => boolean, group: string) {
-    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("strong", {}, title), " ", this.legend), this.canvas);
+  constructor(private readonly title: string, private readonly xTime: () => boolean, group: string, private readonly chosen: (row: number) => void) {
+    this.element = h("figure", { class: "chart" }, h("figcaption", {}, h("strong", {}, title), " ", this.legend), this.canvas, this.told);
     this.group = group;
     this.observer = new ResizeObserver(() => {
       const width = this.canvas.clientWidth;
@@ -107,7 +108,7 @@ export class Chart {
       scales: { x: { time: this.xTime() } },
       axes: [
         { stroke: text, grid, ticks: grid, size: 28 },
-        { stroke: text, grid, ticks: grid, size: 52, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+        { stroke: text, grid, ticks: grid, size: 60, values: (_, ticks) => ticks.map((tick) => number(tick)) },
       ],
       series: [
         {},
@@ -125,6 +126,9 @@ export class Chart {
         setCursor: [
           (plot) => {
             const at = plot.cursor.idx;
+            const near = this.marks.filter((mark) => mark.kind !== "sync" && Math.abs(plot.valToPos(mark.x, "x") - (plot.cursor.left ?? -99)) < 5);
+            this.told.textContent = near.map((mark) => mark.text).join(" | ");
+            this.told.hidden = !near.length;
             values.forEach((value, place) => {
               const found = at === null || at === undefined ? null : plot.data[place + 1][at];
               value.textContent = found === null || found === undefined ? "" : number(found);
@@ -134,6 +138,10 @@ export class Chart {
       },
     };
     this.plot = new uPlot(options, data, this.canvas);
+    this.plot.over.addEventListener("click", () => {
+      const at = this.plot?.cursor.idx;
+      if (at !== null && at !== undefined) this.chosen(at);
+    });
   }
 
   private drawMarks(plot: uPlot): void {
@@ -142,10 +150,12 @@ export class Chart {
     for (const mark of this.marks) {
       const x = Math.round(plot.valToPos(mark.x, "x", true)) + 0.5;
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      ctx.strokeStyle = color(mark.kind === "warning" || mark.kind === "error" ? "bad" : "mark");
-      ctx.setLineDash(mark.kind === "warning" || mark.kind === "error" ? [] : [2, 4]);
+      const bad = mark.kind === "warning" || mark.kind === "error";
+      ctx.strokeStyle = color(bad ? "bad" : "mark");
+      ctx.setLineDash(bad ? [] : [2, 4]);
       ctx.beginPath();
-      ctx.moveTo(x, bbox.top);
+      // Weights may be handed over at every step: those are short strokes at the bottom.
+      ctx.moveTo(x, mark.kind === "sync" ? bbox.top + bbox.height - 5 * devicePixelRatio : bbox.top);
       ctx.lineTo(x, bbox.top + bbox.height);
       ctx.stroke();
     }

@@ -16,7 +16,7 @@ export async function compare(root: HTMLElement, run: string, given: Record<stri
   const otherStep = given.other_step ?? (other === run ? String(ours[0] ?? "") : "");
   const go = (changed: Record<string, string>) => (location.hash = address("compare", run, { other, step, other_step: otherStep, ...changed }));
   const select = (id: string, label: string, values: [string, string][], chosen: string, changed: (value: string) => void) => {
-    const field = h("select", { id, onchange: () => changed((field as HTMLSelectElement).value) }, ...values.map(([value, text]) => h("option", { value, selected: value === chosen }, text)));
+    const field = h("select", { id, "aria-label": label || id.replace("_", " "), onchange: () => changed((field as HTMLSelectElement).value) }, ...values.map(([value, text]) => h("option", { value, selected: value === chosen }, text)));
     return h("label", { for: id }, `${label} `, field);
   };
   const options = (values: number[]): [string, string][] => [["", "last evaluation"], ...values.map((value): [string, string] => [String(value), `step ${value}`])];

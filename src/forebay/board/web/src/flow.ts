@@ -91,6 +91,13 @@ function stages(live: Row): string {
   return Object.entries<number>(live.stages ?? {}).map(([stage, count]) => `${number(count)} ${stage}`).join(", ") || "nothing";
 }
 
+/** The oldest work of each stage, by name. */
+function slowest(live: Row): string {
+  const first = new Map<string, Row>();
+  for (const one of live.oldest as Row[]) if (!first.has(one.stage) || first.get(one.stage)!.age_s < one.age_s) first.set(one.stage, one);
+  return `Slowest now: ${[...first.values()].map((one) => `${one.stage} of ${one.name || one.group}, for ${duration(one.age_s)}`).join("; ")}.`;
+}
+
 function drawDetails(root: HTMLElement, live: Row, books: Row, tasks: Row[]): void {
   const ages = added(tasks.map((task) => task.ages ?? {}));
   show(
@@ -99,6 +106,7 @@ function drawDetails(root: HTMLElement, live: Row, books: Row, tasks: Row[]): vo
       "section",
       {},
       h("h2", {}, "Oldest in flight"),
+      live.oldest?.length ? h("p", {}, slowest(live)) : null,
       live.oldest?.length
         ? table(["what", "name", "task", "for", "so far"], live.oldest.map((one: Row) => [one.stage, one.name, one.task ?? "", duration(one.age_s), one.note ?? ""]), { numbers: [3] })
         : h("p", { class: "dim" }, live.state === "running" ? "Nothing is in flight." : "The run is not at work."),

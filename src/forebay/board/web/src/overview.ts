@@ -1,4 +1,4 @@
-import { ask, follow, type Columns, type Overview, type Row } from "./api";
+import { ask, follow, isReport, type Columns, type Overview, type Row } from "./api";
 import { Chart, smooth, RUN_COLORS, type Line, type Mark } from "./charts";
 import { add, duration, h, number, percent, show, table, when } from "./dom";
 import { address, here, keep } from "./place";
@@ -21,11 +21,11 @@ const PANELS: Panel[] = [
   { title: "Effective sample size", lines: [["train/ess_sequence", "by sequence"], ["train/ess_token", "by token", true]] },
   { title: "Generated tokens per second", lines: [["tokens_per_s", "tokens/s"]] },
   { title: "Where a step's time goes, s", lines: [["time/generate_s", "generate"], ["time/wait_s", "wait"], ["time/train_s", "train"], ["time/sync_s", "sync"], ["time/pause_s", "pause"]] },
+  { title: "CPU of the run's process, s per step", lines: [["cpu/generate_s", "generate"], ["cpu/train_s", "train"], ["cpu/sync_s", "sync"]] },
   { title: "Busy", lines: [["busy/trainer", "trainer"], ["busy/producer", "producer", true]] },
   { title: "Gradient norm", lines: [["train/grad_norm", "norm"]] },
 ];
 
-const MARKED = new Set(["checkpoint", "resumed"]);
 const MAX_RUNS = RUN_COLORS;
 
 export async function overview(root: HTMLElement, run: string, given: Record<string, string>): Promise<() => void> {
@@ -70,9 +70,13 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
   const marks = (): Mark[] =>
     loaded.length > 1 || settings.x === "tokens"
       ? []
-      : loaded[0].notes
-          .filter((note) => note.kind !== "message" || MARKED.has(String(note.text).split(" ")[0]))
-          .map((note) => ({ x: settings.x === "time" ? note.unix_time_s : note.train_step, kind: note.kind, text: note.text }));
+      : [
+          ...loaded[0].notes
+            .filter((note) => note.kind !== "message" || String(note.text).startsWith("resumed"))
+            .map((note): Mark => ({ x: settings.x === "time" ? note.unix_time_s : note.train_step, kind: note.kind, text: `step ${note.train_step}: ${note.text}` })),
+          ...done(loaded[0].metrics, "time/checkpoint_s", "checkpoint", settings.x),
+          ...done(loaded[0].metrics, "time/sync_s", "sync", settings.x),
+        ];
 
   const draw = () => {
     const panels = [...PANELS, ...settings.more.split(",").filter(Boolean).map((name): Panel => ({ title: name, lines: [[name, "value"]] }))];
@@ -83,7 +87,10 @@ export async function overview(root: HTMLElement, run: string, given: Record<str
       wanted.add(panel.title);
       let chart = charts.get(panel.title);
       if (!chart) {
-        chart = new Chart(panel.title, () => settings.x === "time", `overview-${settings.x}`);
+        chart = new Chart(panel.title, () => settings.x === "time", `overview-${settings.x}`, (row) => {
+          const step = loaded[0].metrics.train_step?.[row];
+          if (loaded.length === 1 && step !== undefined) location.hash = address("rollouts", run, { train_step_min: step, train_step_max: step });
+        });
         charts.set(panel.title, chart);
         grid.append(chart.element);
       }
@@ -155,6 +162,18 @@ export function appendRows(columns: Columns, more: Columns): void {
   });
 }
 
+/** The steps in which something was done, by the seconds that it took. */
+function done(columns: Columns, name: string, kind: string, x: string): Mark[] {
+  const steps = (columns.train_step ?? []) as number[];
+  const seconds = columns[name] ?? [];
+  return steps.flatMap((step, row) => {
+    if (!seconds[row]) return [];
+    // A checkpoint is written after a step, and its time counts to the next.
+    const at = kind === "checkpoint" ? Math.max(0, row - 1) : row;
+    return [{ x: x === "time" ? (columns.unix_time_s[at] as number) : steps[at], kind, text: `${kind} after step ${steps[at] ?? step}` }];
+  });
+}
+
 function drawFacts(root: HTMLElement, one: Overview): void {
   const { facts, live, metrics } = one;
   const seconds = (metrics.step_s ?? []).slice(-20).filter((value): value is number => value !== null);
@@ -217,6 +236,7 @@ function drawControls(
   const names = [...new Set(loaded.flatMap((one) => Object.keys(one.metrics)))].filter((name) => !shown.has(name) && name !== "train_step" && name !== "unix_time_s").sort();
   const more = h("select", { id: "more", onchange: () => changed({ more: [settings.more, (more as HTMLSelectElement).value].filter(Boolean).join(",") }) }, h("option", { value: "" }, `one of ${names.length} more ...`), ...names.map((name) => h("option", { value: name }, name)));
   show(root, h("label", { for: "x" }, "over ", x), h("label", { for: "smooth" }, "smooth ", slider), h("label", { for: "more" }, "add ", more));
+  if (loaded.length === 1 && !isReport) add(root, h("span", { class: "dim" }, "a click in a chart opens the rollouts of that step"));
   if (settings.more) add(root, h("button", { type: "button", class: "quiet", onclick: () => changed({ more: "" }) }, "remove added"));
   if (others.length) add(root, h("a", { href: address("overview", run) }, "this run alone"));
 }

@@ -91,6 +91,7 @@ function line(run: string, row: Row): HTMLElement {
     h("header", {}, h("a", { class: "item", href: address("rollout", run, { id: row.rollout_id }) }, row.rollout_id), " ", outcomeBadge(row), " ", h("span", { class: "dim" }, `score ${number(row.score)}, ${number(row.num_tokens)} tokens, ${row.staleness} stale, ${row.finish_reason || row.status}`)),
     h("p", { class: "prompt" }, row.prompt),
     h("p", { class: "response" }, row.response || row.error || "(no text)"),
+    row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null,
   );
 }
 
@@ -121,7 +122,7 @@ export async function rollout(root: HTMLElement, run: string, given: Record<stri
     h("div", { class: "line" }, outcomeBadge(row), h("span", {}, `score ${number(row.score)}`), h("span", {}, `advantage ${number(row.advantage)}`), h("span", {}, `${number(row.num_tokens)} tokens`), h("span", {}, versions(row)), h("span", {}, `staleness ${row.staleness}`), copyButton("copy as JSON", () => JSON.stringify(row, null, 1)), h("a", { href: address("prompt", run, { hash: row.prompt_hash }) }, "the same prompt through training")),
     row.error ? h("pre", { class: "failure" }, row.error) : null,
     h("section", {}, h("h2", {}, "Prompt"), h("pre", { class: "text" }, row.prompt), row.truth ? h("p", { class: "dim" }, `expected: ${row.truth}`) : null),
-    h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : "No tokens.")),
+    h("section", {}, h("h2", {}, "Response"), row.token_ids.length ? [found.pieces ? null : h("pre", { class: "text" }, row.response), h("label", { for: "color" }, "color by ", pick), tokens, told] : h("p", { class: "dim" }, row.outcome === "dropped" ? "The response of an expired group is not kept." : row.response || "No tokens.")),
     row.conversation ? h("section", {}, h("h2", {}, "Conversation"), ...conversation(row.conversation)) : null,
     details("Reward", row.reward),
     details("Facts", row.facts),

@@ -57,12 +57,12 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
   const button = (text: string, label: string, action: () => void) => h("button", { type: "button", "aria-label": label, onclick: action }, text);
   show(
     controls,
-    button("-", "zoom out", () => zoom(2)),
-    button("+", "zoom in", () => zoom(0.5)),
+    button("-", "- zoom out", () => zoom(2)),
+    button("+", "+ zoom in", () => zoom(0.5)),
     button("\u2190", "earlier", () => move(-0.5)),
     button("\u2192", "later", () => move(0.5)),
-    button("all", "the whole run", () => load(data.whole.start_s, data.whole.end_s)),
-    button("end", "the last two minutes", () => load(Math.max(data.whole.start_s, data.whole.end_s - 120), data.whole.end_s)),
+    button("all", "all of the run", () => load(data.whole.start_s, data.whole.end_s)),
+    button("end", "end: the last two minutes", () => load(Math.max(data.whole.start_s, data.whole.end_s - 120), data.whole.end_s)),
   );
 
   const draw = () => {
@@ -89,7 +89,7 @@ export async function timeline(root: HTMLElement, run: string, given: Record<str
       for (const one of track.spans) context.fillRect(one.x, one.y, Math.max(1, one.width), ROW - 3);
     });
     canvas.setAttribute("aria-label", `${data.spans.length} activities in ${duration(data.to_s - data.from_s)}`);
-    show(totals, busyTable(data), Object.keys(data.crowded).length ? h("p", { class: "dim" }, "Stages with very many activities show how many were going on; zoom in for each of them.") : null);
+    show(totals, h("p", {}, idle(data)), busyTable(data), Object.keys(data.crowded).length ? h("p", { class: "dim" }, "Stages with very many activities show how many were going on; zoom in for each of them.") : null);
   };
   const under = (event: MouseEvent) => {
     const box = canvas.getBoundingClientRect();
@@ -173,6 +173,17 @@ function lay(data: Row, width: number): { tracks: Track[]; height: number } {
 function rank(stage: string): number {
   const place = TRACKS.indexOf(stage);
   return place < 0 ? TRACKS.length : place;
+}
+
+/** How long the trainer stood still, and what went on instead. */
+function idle(data: Row): string {
+  const share = (stage: string) => (data.busy.find((row: Row) => row.stage === stage)?.busy_s ?? 0) / (data.to_s - data.from_s);
+  const worked = share("train");
+  if (!worked) return "The trainer did nothing in the time shown.";
+  const text = (value: number) => `${Math.round(100 * value)}%`;
+  const others = ["wait_batch", "sync", "checkpoint", "evaluate", "generate", "tool", "judge"].filter((stage) => share(stage) > 0.005);
+  const busiest = ["generate", "tool", "judge"].reduce((a, b) => (share(b) > share(a) ? b : a));
+  return `The trainer trained for ${text(worked)} of the time shown. In it there was also: ${others.map((stage) => `${NAMES[stage]} ${text(share(stage))}`).join(", ")}.${worked < 0.5 && share(busiest) > worked ? ` It waits mostly for ${NAMES[busiest]}.` : ""}`;
 }
 
 /** For each stage: the share of the time in which it was going on at all. */

@@ -1,0 +1,347 @@
+"""The page in a real browser: each view of finished, live, damaged and hostile runs; keys, links, sizes."""
+
+import asyncio
+import contextlib
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+import uvicorn
+from board_run import HOSTILE, make_group, write_run
+
+from forebay.board.export import write_report
+from forebay.board.server import Board, make_app
+from forebay.runs.record.history import History, list_parts
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
+    # One browser for all of them.
+    pytest.mark.xdist_group("browser"),
+]
+
+AXE = Path(__file__).parents[2] / "src/forebay/board/web/node_modules/axe-core/axe.min.js"
+SHOWN = {
+    "overview": "Reward",
+    "flow": "14 taken up = 12 trained + 2 dropped + 0 live",
+    "rollouts": "44 rollouts of 18 groups",
+    "prompts": "mean score",
+    "timeline": "training",
+    "bias": "4 rollouts were dropped",
+    "compare": "is better",
+    "rollout": "Life of its group",
+    "group": "answer 1 to 8",
+    "prompt": "Train step",
+}
+GIVEN = {
+    "compare": {"other": "planted", "step": 6, "other_step": 0},
+    "rollout": {"id": "math/8/1"},
+    "group": {"id": "math/8"},
+}
+LISTEN = """
+window.violations = []; window.shifts = 0;
+document.addEventListener("securitypolicyviolation", (event) => violations.push(event.violatedDirective));
+new PerformanceObserver((list) => list.getEntries().forEach((entry) => (window.shifts += entry.value)))
+  .observe({ type: "layout-shift", buffered: true });
+"""
+
+
+def apart(action):
+    """The result of `action` in a thread of its own: the browser's driver has a loop in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(action).result()
+
+
+@contextlib.contextmanager
+def served(*folders):
+    board = Board(list(folders))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        server = uvicorn.Server(uvicorn.Config(make_app(board), log_level="warning", access_log=False))
+        # Open streams of events do not keep it.
+        server.config.timeout_graceful_shutdown = 1
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join()
+    board.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "planted")
+    write_run(folder / "hostile", text=HOSTILE)
+    damaged = write_run(folder / "damaged")
+    (damaged / "live.json").write_text("{")
+    with (damaged / "metrics.jsonl").open("a") as metrics:
+        metrics.write('garbage\n{"train_step": 7, "unix')
+    part = list_parts(damaged, "rollouts")[0].path
+    part.write_bytes(part.read_bytes()[:100])
+    (folder / "empty").mkdir()
+    (folder / "empty" / "run.toml").write_text('name = "empty"\nsteps = 3\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(runs):
+    with served(runs) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """A page at an address; at the end none of them has complained."""
+    contexts, wrong = [], []
+
+    def open_page(address="about:blank", **options):
+        contexts.append(browser.new_context(**options))
+        page = contexts[-1].new_page()
+        page.set_default_timeout(20_000)
+        page.add_init_script(LISTEN)
+        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("dialog", lambda dialog: (wrong.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.goto(address)
+        return page
+
+    yield open_page
+    for context in contexts:
+        for page in context.pages:
+            wrong.extend(page.evaluate("window.violations"))
+        context.close()
+    assert not wrong
+
+
+def see(page, view, run, **given):
+    """Go to a view, and wait until it is there; its text."""
+    hash_ = f"#/{view}?{urlencode({'run': run, **given})}"
+    page.evaluate("address => { location.hash = address; }", hash_)
+    page.wait_for_selector(f".view.{view}, main > .failure")
+    page.wait_for_function(
+        "run => document.title.startsWith(run) && !document.querySelector('[aria-busy]')", arg=run
+    )
+    return page.inner_text("main")
+
+
+def has(page, text):
+    page.wait_for_function("text => document.querySelector('main').innerText.includes(text)", arg=text)
+
+
+def given_for(page, view, run):
+    if view != "prompt":
+        return GIVEN.get(view, {})
+    see(page, "prompts", run)
+    href = page.get_attribute("main a.item", "href")
+    return {"hash": re.search(r"hash=(-?\d+)", href)[1]}
+
+
+def wide(page):
+    return page.evaluate("document.documentElement.scrollWidth - window.innerWidth")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_view_of_a_finished_run(address, open_page, scheme):
+    page = open_page(address, color_scheme=scheme)
+    paper = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    for view, shown in SHOWN.items():
+        see(page, view, "planted", **given_for(page, view, "planted"))
+        has(page, shown)
+        text = page.inner_text("main")
+        assert "undefined" not in text
+        assert "NaN" not in text
+        if scheme == "light":
+            # Its address shows the same to somebody else.
+            other = open_page(page.url)
+            other.wait_for_selector(f".view.{view}")
+            has(other, shown)
+            assert other.title() == page.title()
+
+
+def test_no_view_is_wider_than_a_telephone(address, open_page):
+    page = open_page(address, viewport={"width": 390, "height": 800}, is_mobile=True, has_touch=True)
+    for run in ("planted", "hostile"):
+        for view in SHOWN:
+            see(page, view, run, **given_for(page, view, run))
+            assert wide(page) <= 0, (run, view)
+
+
+def test_a_live_step_a_warning_and_a_drop_arrive_without_a_jump(tmp_path, open_page):
+    run = apart(lambda: write_run(tmp_path / "live", steps=4, state="running"))
+    with served(tmp_path) as address:
+        overview, flow = open_page(address), open_page(address)
+        see(overview, "overview", "live")
+        see(flow, "flow", "live")
+        has(overview, "4 of 6")
+        overview.evaluate("window.shifts = 0")
+        with (run / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"train_step": 5, "unix_time_s": time.time(), "reward": 0.9}) + "\n")
+        has(overview, "5 of 6")
+        label = "figure[aria-label^='Reward:'][aria-label$='to 0.9']"
+        overview.wait_for_selector(label)
+        assert overview.evaluate("window.shifts") == 0
+        note = {"unix_time_s": time.time(), "kind": "warning", "text": "nothing moves", "train_step": 5}
+        with (run / "notes.jsonl").open("a") as notes:
+            notes.write(json.dumps(note) + "\n")
+        has(overview, "nothing moves")
+        live = json.loads((run / "live.json").read_text())
+        live["books"]["math"] |= {"generated": 15, "dropped": {"expired": 2, "failed": 1}}
+        live["unix_time_s"] = time.time()
+        live["oldest"] = [
+            {"stage": "judge", "name": "slow_one", "group": "g", "task": "math", "age_s": 41.0, "note": ""}
+        ]
+        (run / "live.tmp").write_text(json.dumps(live))
+        (run / "live.tmp").replace(run / "live.json")
+        has(flow, "15 taken up = 12 trained + 3 dropped + 0 live")
+        has(flow, "slow_one")
+
+        async def leave() -> None:
+            history = History(run, limit_bytes=10**9, resumed_from=4)
+            history.left([make_group(77, text="a late answer")], "trained", train_step=5)
+            history.close()
+
+        apart(lambda: asyncio.run(leave()))
+        assert "a late answer" in see(flow, "rollouts", "live", text="late")
+        for page in (overview, flow):
+            # Before the server ends.
+            page.goto("about:blank")
+
+
+def test_what_is_left_of_a_damaged_run_is_shown(address, open_page):
+    page = open_page(address)
+    for run in ("damaged", "empty"):
+        for view in ("flow", "rollouts", "prompts", "timeline", "bias", "compare", "overview"):
+            text = see(page, view, run)
+            assert text.strip(), (run, view)
+            assert "undefined" not in text
+    assert "rollouts_" in see(page, "overview", "damaged")
+
+
+def test_what_a_model_wrote_stays_text(address, open_page, tmp_path, runs):
+    page = open_page(address)
+    scripts = page.locator("script").count()
+    for view in SHOWN:
+        text = see(page, view, "hostile", **given_for(page, view, "hostile"))
+        if view in ("overview", "rollouts", "group", "rollout"):
+            assert "<script>alert(1)</script>" in text
+        assert page.locator("script").count() == scripts
+        assert page.locator("img").count() == 0
+    assert page.locator("a[href^='javascript']").count() == 0
+    board = Board([runs / "hostile"])
+    report = write_report(board, tmp_path / "report.html")
+    board.close()
+    page = open_page(f"file://{report}")
+    page.wait_for_selector(".view.overview")
+    assert "<script>alert(1)</script>" in see(page, "rollouts", "hostile")
+    assert page.locator("img").count() == 0
+
+
+def test_the_keyboard_goes_everywhere(address, open_page):
+    page = open_page(f"{address}#/overview?run=planted")
+    page.wait_for_selector(".view.overview")
+    for number, view in enumerate(list(SHOWN)[:7], 1):
+        page.keyboard.press(str(number))
+        page.wait_for_selector(f".view.{view}")
+    page.keyboard.press("?")
+    assert page.locator("dialog[open]").count() == 1
+    page.keyboard.press("Escape")
+    page.keyboard.press("/")
+    page.wait_for_function("() => document.activeElement.id === 'search'")
+    page.keyboard.type("answer 1 to 8")
+    has(page, "1 rollouts of 1 groups")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".view.rollout")
+    assert "id=math%2F8%2F1" in page.url
+    page.keyboard.press("u")
+    page.wait_for_selector(".view.rollouts")
+    assert "text=answer+1+to+8" in page.url
+    page.keyboard.press("t")
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+def test_a_click_in_a_chart_opens_the_rollouts_of_that_step(address, open_page):
+    page = open_page(f"{address}#/overview?run=planted")
+    page.locator(".u-over").first.click(position={"x": 3, "y": 60})
+    page.wait_for_selector(".view.rollouts")
+    assert "train_step_max=1" in page.url
+    has(page, "expected: 42")
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="needs axe-core: npm ci in src/forebay/board/web")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_nothing_serious_is_wrong_for_those_who_see_or_point_badly(address, open_page, scheme):
+    page = open_page(address, color_scheme=scheme)
+    for view in SHOWN:
+        see(page, view, "planted", **given_for(page, view, "planted"))
+        page.evaluate(f"() => {{ {AXE.read_text()} }}")
+        found = page.evaluate("axe.run(document).then((result) => result.violations)")
+        serious = [
+            f"{view}: {one['id']}: {one['nodes'][0]['html'][:200]} {one['nodes'][0]['failureSummary']}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+        ]
+        assert not serious
+
+
+RUN = """
+name = "seen"
+steps = 4000
+output = {output!r}
+batch_size = 2
+rollouts_per_prompt = 2
+checkpoint_every = 0
+board = true
+model = {{ source = "tiny", tiny = {{ hidden_size = 16, num_layers = 1, num_heads = 1 }} }}
+[[tasks]]
+name = "sorting"
+data = {{ source = "sorting", size = 40 }}
+judge = {{ name = "exact_match" }}
+sample = {{ max_tokens = 4 }}
+"""
+
+
+def test_a_run_that_is_going_on_says_its_address_and_is_seen(tmp_path, open_page):
+    run_file = tmp_path / "seen.toml"
+    run_file.write_text(RUN.format(output=str(tmp_path)))
+    command = [sys.executable, "-c", "from forebay.cli import main; main()", "train", str(run_file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+        try:
+            said = []
+            for line in run.stdout:
+                said.append(line)
+                if "http://127.0.0.1:" in line:
+                    break
+            found = re.search(r"http://127\.0\.0\.1:\d+/", said[-1])
+            assert found, "".join(said)
+            threading.Thread(target=run.stdout.read, daemon=True).start()
+            page = open_page(found[0])
+            has(page, "running")
+            page.wait_for_function(
+                "() => /[1-9]\\d* of 4,000/.test(document.querySelector('main').innerText)"
+            )
+            page.wait_for_selector("figure[aria-label^='Reward']")
+            page.goto("about:blank")
+        finally:
+            run.send_signal(signal.SIGKILL)

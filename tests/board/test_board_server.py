@@ -1,6 +1,7 @@
 """The board's answers against what was written; requests that it refuses; folders that are damaged."""
 
 import json
+import socket
 import subprocess
 import sys
 from urllib.parse import urlencode
@@ -229,7 +230,11 @@ def test_a_board_beside_a_run_ends_with_it(folder):
     start = "from forebay.cli import main; main()"
     command = [sys.executable, "-c", start, "board", str(folder), "--port", "0", "--beside"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as board:
-        assert board.stdout.readline().startswith("board: http://127.0.0.1:")
+        said = board.stdout.readline()
+        assert said.startswith("board: http://127.0.0.1:")
+        # It can be reached as soon as it says where.
+        port = int(said.strip().rstrip("/").rsplit(":", 1)[1])
+        socket.create_connection(("127.0.0.1", port)).close()
         board.stdin.close()
         assert board.wait(timeout=60) == 0
 

@@ -341,5 +341,7 @@ def _bind(host: str, port: int) -> socket.socket:
             if candidate == port + 19 or not port:
                 raise
             continue
+        # Before the address is said: a browser that comes at once waits for the server.
+        listening.listen()
         return listening
     raise AssertionError("not reached")

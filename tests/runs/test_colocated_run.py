@@ -352,7 +352,7 @@ def test_overrides_of_a_resumed_run_stay_and_cannot_move_it(tmp_path, monkeypatc
     asyncio.run(launch(saved_config(folder, ["steps=2"]), resume=folder))
     assert saved_config(folder).steps == 2
     said = " ".join(capsys.readouterr().out.split())
-    assert "changed: device is cpu, float32, was cuda (NVIDIA L4), bfloat16" in said
+    assert "changed: device is cpu, float32, sdpa attention, was cuda (NVIDIA L4), bfloat16" in said
     with pytest.raises(ConfigError, match="cannot go on"):
         asyncio.run(launch(saved_config(folder, ["model.tiny.hidden_size=16", "seed=9"]), resume=folder))
     assert saved_config(folder).seed == 3

@@ -227,6 +227,40 @@ def test_an_engine_that_does_not_follow_a_pause_is_brought_up_once_more():
     virtual_time.run(main())
 
 
+def test_an_engine_that_comes_up_but_does_not_rest_sleeps_like_the_others():
+    async def main() -> None:
+        slept: list[int] = []
+
+        class Sleeps(Fallible):
+            async def pause(self) -> None:
+                if self.num_starts == 2:
+                    raise EngineLost("it came up and does not rest")
+                await super().pause()
+
+            async def sleep(self, *, keep_weights: bool) -> None:
+                slept.append(self.num_starts)
+
+        engine = Sleeps()
+        controller = RolloutController(engine)
+        await controller.update_weights([], 1)
+        running = asyncio.create_task(controller.generate_sample(rollout()))
+        await asyncio.sleep(0.5)
+        await engine.lose()
+        await asyncio.sleep(0.5)
+        await controller.pause_generation()
+        async with asyncio.timeout(10.0):
+            await controller.sleep(keep_weights=False)
+        assert slept == [2], "it holds memory though it is not up"
+        await asyncio.sleep(100.0)
+        assert engine.num_starts == 2
+        await controller.update_weights([], 2)
+        assert engine.num_starts == 3
+        await running
+        await controller.close()
+
+    virtual_time.run(main())
+
+
 def test_engines_that_are_given_up_are_closed_too():
     async def main() -> None:
         closed = []

@@ -208,8 +208,8 @@ class EnginePool:
     async def sleep(self, *, keep_weights: bool) -> None:
         """Pause, and have every engine give its device's memory back until weights are loaded, or `resume`.
 
-        For engines with a ``sleep`` of their own that gives the memory back in any case: one that cannot do
-        it is lost, and is not brought up again before the others wake up.
+        For engines with a ``sleep`` of their own that gives the memory back in any case, that of one that is
+        lost, too. One that cannot do it is lost, and is not brought up again before the others wake up.
 
         Raises:
             EngineLost: no engine is left.
@@ -222,8 +222,14 @@ class EnginePool:
         await self._ask_all(
             "sleep",
             lambda member: cast("Any", member.engine).sleep(keep_weights=keep_weights),
+            among=self._left,
             limit_s=LOAD_LIMIT_S,
         )
+
+    @property
+    def _left(self) -> list[_Member]:
+        """Those that are up, or may come back."""
+        return [member for member in self._members if not member.gone]
 
     def _wake(self) -> None:
         self._asleep = False
@@ -270,8 +276,8 @@ class EnginePool:
     async def _load(self, model_step: int, load: Callable[[_Member], Awaitable[None]]) -> None:
         self._given_step = model_step
         self._wake()
-        left = [member for member in self._members if not member.gone]
-        await self._ask_all(f"load the weights of step {model_step}", load, among=left, limit_s=LOAD_LIMIT_S)
+        what = f"load the weights of step {model_step}"
+        await self._ask_all(what, load, among=self._left, limit_s=LOAD_LIMIT_S)
         while not any(member.is_up for member in self._members):
             await self._change()
 
@@ -355,6 +361,9 @@ class EnginePool:
     async def _bring_up(self, member: _Member, *, again: bool) -> None:
         try:
             for num_left in reversed(range(_BRING_UP_TRIES)):
+                # After a try that failed, too: `sleep` waits for engines that start, and this for its end.
+                member.is_starting = False
+                self._changes.note()
                 while self._asleep:
                     await self._changes.wait(self._changes.version)
                 member.is_starting = True

@@ -156,6 +156,23 @@ async def test_sleeps_wakes_in_parts_and_no_request_reaches_it(server, connect, 
     assert (await engine.generate(ask())).model_steps.tolist() == [2] * 4
 
 
+async def test_a_server_that_is_lost_is_ended_when_it_is_to_sleep(vllm, connect):
+    class Process:
+        num_stops = 0
+
+        async def stop(self) -> None:
+            self.num_stops += 1
+
+    engine = connect(vllm)
+    await engine.bring_up()
+    await engine.sleep()
+    engine._lose("it answered late when it was woken up")
+    engine._server = Process()
+    with pytest.raises(EngineLost, match="it answered late"):
+        await engine.sleep()
+    assert engine._server.num_stops == 1
+
+
 async def test_a_server_without_weights_does_not_serve(vllm, connect, ask):
     engine = connect(vllm)
     await engine.bring_up()

@@ -14,7 +14,7 @@ from forebay.config import ConfigError
 from forebay.engines import RolloutController
 from forebay.engines.base import EngineLost
 from forebay.engines.pool import EnginePool
-from forebay.engines.servers.dialects import TOKENS_PER_PIECE, SGLang
+from forebay.engines.servers.dialects import TOKENS_PER_PIECE, VLLM, SGLang
 from forebay.engines.servers.engine import HTTPEngine
 from forebay.engines.servers.launch import LocalServer
 from forebay.engines.weights.files import WeightFiles
@@ -77,6 +77,24 @@ async def test_a_healthy_server_whose_model_hangs_is_lost(server, connect, ask, 
     completion = await hung
     assert completion.lost
     assert "it stands still" in completion.error_msg
+
+
+async def test_a_server_may_be_silent_while_it_loads_under_held_requests(vllm, connect, ask, monkeypatch):
+    monkeypatch.setattr("forebay.engines.servers.link._SILENCE_S", 0.05)
+    vllm.dialect, vllm.auto = VLLM(keeps=True), False
+    engine = connect(vllm, dialect=vllm.dialect)
+    await engine.bring_up()
+    running = asyncio.create_task(engine.generate(ask()))
+    await vllm.has_jobs(1)
+    vllm.stuck, vllm.failing["/is_paused"] = asyncio.Event(), "hangs"
+    loading = asyncio.create_task(engine.load_weights(WEIGHTS, 1))
+    await asyncio.sleep(0.5)
+    assert not running.done(), "it was taken for one that stands still"
+    vllm.failing.clear()
+    vllm.stuck.set()
+    await loading
+    vllm.make(4)
+    assert (await running).response_ids.tolist() == [11] * 4
 
 
 async def test_a_control_call_that_is_not_answered_loses_what_runs(server, connect, ask):

@@ -101,11 +101,11 @@ class HTTPEngine:
         )
         self._start_limit_s = start_limit_s
         self._streams: dict[Stream, None] = {}
-        self._watch = Watch(self._link, self._server, self._lose)
         self._control = asyncio.Lock()
         self._state, self._lost_because = State.NEW, "it has not been brought up"
         self._not_loading = asyncio.Event()
         self._not_loading.set()
+        self._watch = Watch(self._link, self._server, self._not_loading, self._lose)
         self._paused = False
 
     def __str__(self) -> str:
@@ -196,16 +196,20 @@ class HTTPEngine:
     async def sleep(self, *, keep_weights: bool = True) -> None:
         """Pause, and give the device's memory back until `load_weights` (that of weights) or `resume` (all).
 
-        A server of this machine that does not is ended: when this returns or raises, its memory is free.
+        A server of this machine that does not, or is lost, is ended: when this returns or raises, its memory
+        is free.
 
         Raises:
             EngineLost: the server did not do it.
         """
         self._paused = True
         async with self._controlling():
-            if self._weights.asleep == (WEIGHTS, CACHE):
+            is_up = self._state is State.UP
+            if is_up and self._weights.asleep == (WEIGHTS, CACHE):
                 return
             try:
+                if not is_up:
+                    raise EngineLost(f"{self}: {self._lost_because}")
                 async with timeout(_SLEEP_LIMIT_S):
                     await self._stop_all(goes_on=False)
                     await self._weights.sleep(keep_weights=keep_weights)

@@ -249,14 +249,24 @@ class Watch:
     Invariants: it watches while answers are read, and only then; what it finds it tells `lose`, once. It ends
     nothing itself.
 
-    >>> watch = Watch(link, None, lose=print)                                          # doctest: +SKIP
+    >>> watch = Watch(link, None, not_loading, lose=print)                             # doctest: +SKIP
     >>> with watch.reading():                                                          # doctest: +SKIP
     ...     watch.heard()
     """
 
-    def __init__(self, link: ServerLink, server: LocalServer | None, lose: Callable[[str], None]) -> None:
-        """`server` is its process, where it is known; `lose` is told why the server is lost."""
+    def __init__(
+        self,
+        link: ServerLink,
+        server: LocalServer | None,
+        not_loading: asyncio.Event,
+        lose: Callable[[str], None],
+    ) -> None:
+        """`server` is its process, where it is known; `lose` is told why the server is lost.
+
+        While `not_loading` is not set the server loads weights: it may be silent, if it is healthy.
+        """
         self._link, self._server, self._lose = link, server, lose
+        self._not_loading = not_loading
         self._heard_s = 0.0
         """When a token came, or reading began."""
         self._num_reading = 0
@@ -309,8 +319,13 @@ class Watch:
         """Why the server must be taken for lost; empty if it need not."""
         if not await self._link.is_healthy():
             return "it does not answer any more"
+        if not self._not_loading.is_set():
+            # Held requests get no tokens then, and the model's process answers nothing; a load has its limit.
+            self.heard()
         silent_s = asyncio.get_running_loop().time() - self._heard_s
-        if silent_s > _SILENCE_S and not await self._link.is_alive():
+        is_silent = silent_s > _SILENCE_S and not await self._link.is_alive()
+        # A load may have begun while it was asked.
+        if is_silent and self._not_loading.is_set():
             return f"it stands still: no token for {silent_s:.0f} s, and its model does not answer"
         return ""
 

@@ -47,6 +47,14 @@ def new_batch(model: Any, cache_tokens: Any = "auto") -> DecodeBatch:
     return DecodeBatch(model, max_context_tokens=CONTEXT, prefill_tokens=100, budget=budget)
 
 
+def test_a_reading_at_the_trainer_s_peak_fails_no_request(model):
+    batch = new_batch(model)
+    batch.budget._measured = 1
+    ended, began = run(batch, rows := [Row(request(number)) for number in range(4)], 1)
+    assert began == rows
+    assert {completion.finish_reason for completion in ended.values()} == {"length"}
+
+
 class Memory:
     """Runs out at chosen uses of it: a forward, a draw, a move of rows, a cache that is made or grows."""
 
@@ -91,7 +99,7 @@ def alone(model: Any, number: int) -> Any:
     return next(iter(ended.values()))
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=9),
     st.sampled_from([LEAST_ROWS * 64, 5 * 64, 500, 10**6]),
@@ -228,7 +236,8 @@ def test_a_share_of_a_gpu_is_measured_when_nothing_runs(monkeypatch):
     budget.measure(torch.device("cuda"), held_tokens=30, bytes_per_token=10)
     assert budget.tokens == 60
     budget.fell_short(40)
-    assert (budget.tokens, budget.most_tokens) == (20, 60)
+    assert budget.tokens == 20
+    assert budget.most_tokens > 10**9, "how much was free just then forbids no request"
     for _ in range(8):
         budget.recover()
     assert budget.tokens == 60

@@ -3,8 +3,9 @@
 ::
 
     cache_tokens = N       N
-    cache_tokens = "auto"  on a CUDA device a share of the memory that is free when the cache is empty;
-                           elsewhere no bound
+    cache_tokens = "auto"  on a CUDA device a share of the memory that is free when no request runs;
+                           elsewhere no bound. One request may always run: the trainer may just have held
+                           the memory
     out of memory          half of what was asked for, whatever the key says; an eighth of it comes back
                            each time that no request is left
 
@@ -39,15 +40,15 @@ class CacheBudget:
     def __init__(self, cache_tokens: CacheTokens = "auto") -> None:
         self._auto = cache_tokens == "auto"
         self.most_tokens = sys.maxsize if cache_tokens == "auto" else cache_tokens
-        """Without what running out of memory has taken."""
+        """The key's bound, which no request may need more than."""
         self.num_shortages = 0
-        self._lowered = sys.maxsize
+        self._measured = self._lowered = sys.maxsize
         self._asked_for = 0
 
     @property
     def tokens(self) -> int:
         """The bound of now."""
-        return min(self.most_tokens, self._lowered)
+        return min(self.most_tokens, self._measured, self._lowered)
 
     def measure(self, device: torch.device, held_tokens: int, bytes_per_token: int) -> None:
         """No request runs: look how much memory is free besides a cache of `held_tokens`."""
@@ -55,7 +56,7 @@ class CacheBudget:
             free, _ = torch.cuda.mem_get_info(device)
             # Memory that torch holds and does not use is free for the cache, too.
             free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-            self.most_tokens = int(_AUTO_SHARE * (free / bytes_per_token + held_tokens))
+            self._measured = int(_AUTO_SHARE * (free / bytes_per_token + held_tokens))
 
     def fell_short(self, asked_for: int) -> None:
         """Memory ran out with a cache of `asked_for` tokens, or while it was made."""

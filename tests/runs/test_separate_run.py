@@ -7,6 +7,7 @@ import tomllib
 import pytest
 
 from forebay.config import ConfigError, parse_config
+from forebay.engines import EngineLost
 from forebay.ledger import Ledger
 from forebay.metrics import read_jsonl
 from forebay.produce import ProductionError
@@ -209,10 +210,15 @@ def test_a_stop_while_the_trainer_waits_saves_and_leaves(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("raised", "expected"), [(ValueError, ConfigError), (FloatingPointError, FloatingPointError)]
+    ("raised", "expected", "message"),
+    [
+        (ValueError, ConfigError, "train step 4: of no use"),
+        (FloatingPointError, FloatingPointError, "train step 4: of no use"),
+        (EngineLost, EngineLost, "of no use"),
+    ],
 )
 def test_a_batch_that_cannot_be_trained_is_kept_with_the_last_finished_step(
-    tmp_path, monkeypatch, raised, expected
+    tmp_path, monkeypatch, raised, expected, message
 ):
     fit = TrainController.fit
 
@@ -222,7 +228,7 @@ def test_a_batch_that_cannot_be_trained_is_kept_with_the_last_finished_step(
         return fit(trainer, groups, **options)
 
     monkeypatch.setattr(TrainController, "fit", refuse_the_fourth)
-    with pytest.raises(expected, match=r"train step 4: of no use"):
+    with pytest.raises(expected, match=message):
         train(tmp_path)
     folder = tmp_path / "run"
     assert [path.name for path in list_checkpoints(folder)] == ["step_000003"]

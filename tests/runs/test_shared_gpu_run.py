@@ -143,5 +143,11 @@ def test_a_gpu_is_shared_where_there_is_one_for_both(tmp_path):
     ranked = separate.model_copy(update={"train": separate.train.model_copy(update={"ranks": 2})})
     with pytest.raises(ConfigError, match="for a trainer on one rank"):
         shares_gpu(ranked)
+    for way in ({"shares_gpu": True}, {}):
+        engine = {"name": "vllm", "arguments": {"servers": 1, "offload": "all", **way}}
+        (place := tmp_path / str(len(way))).mkdir()
+        checked = config(place, engine=engine, verify_weights=True)
+        with pytest.raises(ConfigError, match="or leave verify_weights out"):
+            shares_gpu(checked, 1)
     with pytest.raises(ValueError, match="shares_gpu is for one server"):
         HTTPArguments(urls=["http://127.0.0.1:8000"], shares_gpu=True)

@@ -179,7 +179,8 @@ def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
     `num_gpus` are those of the machine; None: of this one, if the run's device is one.
 
     Raises:
-        ConfigError: it is to, and its trainer is on several ranks or on a cluster.
+        ConfigError: it is to, and its trainer is on several ranks or on a cluster, or lets go of weights that
+            it is to verify.
     """
     arguments = config.engine.arguments
     if config.engine.name not in SERVERS or arguments.get("shares_gpu") is False:
@@ -190,8 +191,9 @@ def shares_gpu(config: RunConfig, num_gpus: int | None = None) -> bool:
             return False
         if num_gpus is None:
             num_gpus = torch.cuda.device_count() if find_device(config.device).type == "cuda" else 0
-        return num_gpus == 1
-    if not is_alone:
+        if num_gpus != 1:
+            return False
+    elif not is_alone:
         raise ConfigError(
             "engine.arguments.shares_gpu is for a trainer on one rank in the run's own process; leave it "
             "out, or set train.ranks = 1 and leave cluster out"

@@ -127,6 +127,7 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
     Raises:
         ConfigError: the trainer refuses the batch.
         FloatingPointError: the training diverged.
+        EngineLost: the server on the trainer's GPU is lost for good.
     """
     if run.saving is not None and run.saving.done():
         await checkpoint_written(run)
@@ -146,9 +147,11 @@ async def fit(run: Run, groups: list[list[RolloutState]]) -> dict[str, float]:
                 await run.turns.train(keep_weights=not is_replaced or run.controller.takes_adapters)
             fit_step = partial(run.trainer.fit, stale_thresholds=thresholds)
             batch = await compute(run, fit_step, groups)
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, EngineLost) as error:
         # A train step that did not happen: its batch is live again.
         await run.manager.give_back(groups, run.train_step + 1)
+        if isinstance(error, EngineLost):
+            raise
         kind = ConfigError if isinstance(error, ValueError) else FloatingPointError
         raise kind(f"the trainer, in train step {run.train_step + 1}: {error}") from error
     run.learned = batch

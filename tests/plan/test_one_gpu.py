@@ -63,7 +63,9 @@ def test_a_run_file_can_be_planned(name: str, tmp_path: Path) -> None:
     found = plan(name, "H100-80GB", "", tmp_path, num_layers=1)
     assert found.fits
     assert found.step_s is not None
-    assert {"trainer: weights", "engine: weights", "engine: key/value cache"} <= found.parts.keys()
+    assert {"training", "generating"} == found.turns.keys()
+    assert {"trainer: weights", "engine: weights"} <= found.turns["training"].keys()
+    assert found.turns["generating"]["engine: key/value cache"] > 0
 
 
 @pytest.mark.soak

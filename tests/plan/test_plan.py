@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from torch import nn
@@ -69,9 +70,16 @@ def test_the_parts_of_a_run_in_one_process(model: Path) -> None:
     plan = make_plan(run_config(model), device(10 * GIB, is_gpu=False), prompt_tokens=32)
     assert plan.longest == 128
     assert plan.parts["engine: weights"] == 4 * plan.num_parameters
-    # 16 requests of 128 tokens; keys and values of 2 layers, 2 heads and 64 numbers in float32.
-    assert plan.parts["engine: key/value cache"] == 16 * 128 * 2 * 2 * 2 * 64 * 4
+    # 16 requests of 128 tokens; keys and values of 2 layers, 2 heads and 64 numbers in float32. They are gone
+    # while the trainer of a colocated run trains.
+    generating = plan.turns["generating"]
+    assert generating["engine: key/value cache"] == 16 * 128 * 2 * 2 * 2 * 64 * 4
+    assert "trainer: activations" not in generating
+    assert plan.parts == plan.turns["training"]
     assert plan.total == sum(plan.parts.values())
+    separate = run_config(model, produce={"mode": "separate"})
+    at_once = make_plan(separate, device(10 * GIB, is_gpu=False), prompt_tokens=32)
+    assert at_once.total == plan.total + at_once.parts["engine: key/value cache"]
     assert plan.fits
     assert verdict(plan).startswith("It fits: ")
     assert plan.step_s is None
@@ -214,6 +222,63 @@ def test_adapters_and_engines_in_processes_count(model: Path) -> None:
     lora = run_config(model, train={"token_budget": 1024, "lora_rank": 4})
     adapted = make_plan(lora, big, prompt_tokens=32)
     assert adapted.parts["engine: weights"] > 2 * plain.parts["engine: weights"]
+
+
+def test_ranks_share_out_the_state_and_gather_layers(model: Path) -> None:
+    gpus = parse_devices("2xH100-80GB")
+    train = {"token_budget": 1024}
+    one = make_plan(run_config(model, train=train), gpus, prompt_tokens=32).turns["training"]
+    config = run_config(model, train=train | {"ranks": 2})
+    two = make_plan(config, gpus, prompt_tokens=32).turns["training"]
+    for name in ("weights", "moments"):
+        assert two[f"trainer: {name}"] == pytest.approx(one[f"trainer: {name}"] / 2, abs=1)
+    # Two of the layers are whole and one's gradients, of two layers; and all that is outside of them.
+    assert one["trainer: weights"] < two["trainer: gathered layers"] < 2 * one["trainer: weights"]
+    with pytest.raises(ConfigError, match=r"train.ranks = 2 needs as many GPUs, and 1 are planned with"):
+        make_plan(config, parse_devices("H100-80GB"), prompt_tokens=32)
+
+
+def test_the_turns_of_a_server_beside_the_trainer_and_of_a_warm_up(model: Path) -> None:
+    engine = {"name": "vllm", "arguments": {"servers": 1, "python": "python", "memory_share": 0.5}}
+    config = run_config(model, engine=engine, warmup={"steps": 2})
+    plan = make_plan(config, parse_devices("L4-24GB"), prompt_tokens=32)
+    turns = plan.turns
+    assert list(turns) == ["training", "syncing", "generating", "warm-up"]
+    # A share that is given is taken whole; the moments are elsewhere then.
+    server = [size for name, size in turns["generating"].items() if name.startswith("server: ")]
+    assert sum(server) == pytest.approx(0.5 * plan.device.memory_bytes - 600 * 2**20, abs=2)
+    assert "trainer: moments" not in turns["generating"]
+    assert "server: weights" not in turns["training"]
+    assert "server: key/value cache" not in turns["syncing"]
+    assert turns["warm-up"]["trainer: moments"] == turns["training"]["trainer: moments"]
+
+
+def test_a_plan_of_a_hub_model_downloads_no_weights(
+    whole_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copy in the hub's layout has none, and the network is off."""
+    hub = tmp_path / "models--some--model"
+    snapshot = hub / "snapshots" / "0123456789012345678901234567890123456789"
+    snapshot.mkdir(parents=True)
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text(snapshot.name)
+    for file in whole_model.iterdir():
+        if file.suffix != ".safetensors":
+            (snapshot / file.name).write_bytes(file.read_bytes())
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked: list[Any] = []
+    real = huggingface_hub.snapshot_download
+
+    def download(*names: str, **patterns: Any) -> str:
+        asked.append(patterns["ignore_patterns"])
+        return real(*names, **patterns, cache_dir=tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("forebay.models.loading.default_cache_dir", lambda: tmp_path)
+    config = run_config(Path("some/model"))
+    assert make_plan(config, device(10 * GIB)).longest > 96
+    assert asked == ["*.safetensors"]
 
 
 def test_planning_leaves_other_models_of_the_process_alone(model: Path) -> None:

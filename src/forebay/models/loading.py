@@ -29,7 +29,7 @@ from forebay.config import ConfigError
 from forebay.extras import require_library
 from forebay.io.durable import made_whole
 from forebay.models.config import PYPI_PREFIX, TINY, Attention, ModelConfig, Precision
-from forebay.models.tiny import DEFAULT_CONTEXT, write_tiny
+from forebay.models.tiny import DEFAULT_CONTEXT, tiny_config, write_tiny
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -124,8 +124,12 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "forebay"
 
 
-def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, seed: int = 0) -> Path:
+def resolve_model(
+    model: str | ModelConfig, *, cache_dir: Path | None = None, seed: int = 0, weights: bool = True
+) -> Path:
     """The local folder of a model, in Hugging Face format, with its tokenizer.
+
+    Without `weights` those of a hub model are not downloaded.
 
     A text is the config's ``source``. `seed` makes the initial weights of ``tiny``; nothing else uses it.
 
@@ -153,7 +157,8 @@ def resolve_model(model: str | ModelConfig, *, cache_dir: Path | None = None, se
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(snapshot_download(source, allow_patterns=_HUB_FILES))
+            left_out = None if weights else "*.safetensors"
+            return Path(snapshot_download(source, allow_patterns=_HUB_FILES, ignore_patterns=left_out))
         # The client raises its own errors, those of its HTTP library and OSError; all mean the same here.
         except Exception as error:
             raise ConfigError(
@@ -175,6 +180,8 @@ def model_config(config: ModelConfig, *, seed: int = 0) -> Any:
     from transformers import AutoConfig
 
     source = config.source
+    if source == TINY:
+        return tiny_config(config.tiny, max_context=config.max_context or DEFAULT_CONTEXT)
     of_hub = not Path(source).expanduser().is_dir() and _HUB_ID.fullmatch(source)
     name = source if of_hub else resolve_model(config, seed=seed)
     try:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import string
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forebay.models.config import TinyConfig
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 
@@ -36,12 +39,25 @@ DEFAULT_CONTEXT = 512
 def write_tiny(folder: Path, config: TinyConfig, *, max_context: int, seed: int) -> None:
     """Write the model and its tokenizer into `folder`; the same arguments give the same weights."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(tiny_config(config, max_context=max_context))
+    model.save_pretrained(folder)
+    tokenizer = character_tokenizer(config.alphabet or DEFAULT_ALPHABET)
+    tokenizer.model_max_length = max_context
+    tokenizer.save_pretrained(folder)
+
+
+def tiny_config(config: TinyConfig, *, max_context: int) -> LlamaConfig:
+    """transformers' config of the model."""
+    from transformers import LlamaConfig
 
     tokenizer = character_tokenizer(config.alphabet or DEFAULT_ALPHABET)
     # Half as many key and value heads as query heads, as current decoders have: a smaller cache.
     num_key_value_heads = config.num_heads // 2 if config.num_heads % 2 == 0 else config.num_heads
-    model_config = LlamaConfig(
+    return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=config.hidden_size,
         intermediate_size=_MLP_RATIO * config.hidden_size,
@@ -55,12 +71,6 @@ def write_tiny(folder: Path, config: TinyConfig, *, max_context: int, seed: int)
         # As small models do; without it the few tokens of a short warm-up leave the distribution flat.
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(model_config)
-    model.save_pretrained(folder)
-    tokenizer.model_max_length = max_context
-    tokenizer.save_pretrained(folder)
 
 
 def character_tokenizer(alphabet: str) -> Any:

@@ -4,14 +4,13 @@
 
     RunConfig --> model's config (no weights), longest prompt and response
                     |--> trainer: `step_memory` -----------------+
-                    |--> engine in this process: weights, cache  +--> Plan: parts, total, what to change
+                    |--> engine or server: weights, cache        +--> Plan: turns, total, what to change
                     '--> rates by the roofline --> ClusterConfig --> `forebay.simulation` --> step time
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,16 +22,26 @@ from transformers import AutoModelForCausalLM
 
 from forebay.agents import prompt_tools
 from forebay.config import ConfigError
-from forebay.engines.base import DEFAULT_MAX_BATCH
-from forebay.engines.weights.buckets import BUCKET_BYTES
 from forebay.models import attention, load_tokenizer, resolve_model
+from forebay.models.config import TINY
 from forebay.models.loading import model_config
-from forebay.plan.hardware import GIB, MIB, Device, this_machine
+from forebay.plan.hardware import GIB, Device, this_machine
 from forebay.plan.memory import StepMemory, step_memory
+from forebay.plan.turns import (
+    CONTEXT_BYTES,
+    cache_bytes_per_token,
+    engine_itemsize,
+    engines_by_place,
+    in_flight,
+    is_server_beside,
+    memory_by_turn,
+    num_engines,
+    num_running,
+    server_share,
+)
 from forebay.produce.prompts.dataset import num_prompt_tokens
 from forebay.runs.config import RunConfig
-from forebay.runs.placement import shares_gpu
-from forebay.runs.rollouts import load_data, task_agent, with_alphabet
+from forebay.runs.rollouts import load_data, task_agent, with_alphabet, with_precisions
 from forebay.simulation.cluster import ClusterConfig, LengthConfig
 from forebay.simulation.prediction import simulate
 from forebay.train import TrainConfig
@@ -41,8 +50,6 @@ from forebay.train.model.forward import CHUNK_ELEMENTS
 
 logger = logging.getLogger(__name__)
 
-CONTEXT_BYTES = 600 * MIB
-"""CUDA's context, the libraries' kernels and their work spaces, which every process on a GPU holds."""
 TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
 """Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
 The first is usual for transformers' models on one GPU, not the best."""
@@ -62,8 +69,8 @@ class Plan:
     """Memory on the fullest device by part, and times; see `make_plan`."""
 
     device: Device
-    parts: dict[str, int]
-    """Bytes, largest moment of the run."""
+    turns: Mapping[str, Mapping[str, int]]
+    """Bytes by part, in each turn of the run: ``training``, ``generating``, and so on."""
     num_parameters: int
     longest: int
     """Tokens of the longest prompt and response."""
@@ -75,6 +82,11 @@ class Plan:
     generation_s: float | None = None
     step_s: float | None = None
     tokens_per_step: int = 0
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes in the largest turn."""
+        return max(self.turns.values(), key=lambda parts: sum(parts.values()))
 
     @property
     def total(self) -> int:
@@ -102,9 +114,13 @@ def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = 
         raise ConfigError(
             "a cluster shares out the parts of a run, and plans are for one machine; leave cluster out"
         )
-    if config.train.ranks > 1:
-        raise ConfigError(f"train.ranks = {config.train.ranks}: plans are for one rank; set train.ranks=1")
-    data = load_data(config)
+    if device.is_gpu and config.train.ranks > device.count:
+        raise ConfigError(
+            f"train.ranks = {config.train.ranks} needs as many GPUs, and {device.count} are planned with: "
+            f"set train.ranks={device.count}, or name more with --gpus"
+        )
+    # Its prompts are long or short, and a tiny model knows their characters.
+    data = load_data(config) if prompt_tokens is None or config.model.source == TINY else []
     config = _settled(with_alphabet(config, data), device)
     hugging_face = model_config(config.model, seed=config.seed)
     if prompt_tokens is None:
@@ -120,12 +136,12 @@ def check_memory(config: RunConfig, device: Device | None = None) -> str | None:
     Without a `device` it is the run's own, on this machine.
 
     A plan takes seconds, so none is made for models that are far too small to need one. Parts of a run on a
-    cluster or on several ranks lie elsewhere.
+    cluster lie elsewhere.
 
     Raises:
         ConfigError: it does not fit.
     """
-    if not config.check_memory or config.cluster is not None or config.train.ranks > 1:
+    if not config.check_memory or config.cluster is not None:
         return None
     device = device or this_machine(config.device)
     try:
@@ -168,11 +184,12 @@ def _surely_fits(config: RunConfig, device: Device) -> bool:
     own_context = getattr(sizes, "max_position_embeddings", None) or config.train.token_budget
     context = config.model.max_context or int(own_context)
     cached = (
-        _in_flight(config) * context * _cache_bytes_per_token(config, sizes)
-        if _shares_device(config, device)
+        in_flight(config) * context * cache_bytes_per_token(config, sizes)
+        if engines_by_place(config, device)[0]
         else 0
     )
     activations = config.train.token_budget * sizes.num_hidden_layers * sizes.hidden_size * _KEPT_BYTES
+    activations *= config.train.ranks
     return bool(40 * num_parameters + cached + activations + 8 * CHUNK_ELEMENTS * 4 < device.memory_bytes)
 
 
@@ -182,25 +199,20 @@ _KEPT_BYTES = 400
 
 def _settled(config: RunConfig, device: Device) -> RunConfig:
     """`config` with the precision that ``auto`` stands for on `device`, whose memory may be the host's."""
-    precision = {"dtype": "bfloat16" if device.is_gpu else "float32"}
-    tables = {
-        name: table.model_copy(update=precision)
-        for name, table in (("train", config.train), ("engine", config.engine))
-        if table.dtype == "auto"
-    }
-    if not device.is_gpu:
-        # The host's memory is the one that is planned.
-        here: dict[str, Any] = {"offload_activations": False}
-        if config.train.moments == "cpu":
-            here["moments"] = "float32"
-        tables["train"] = tables.get("train", config.train).model_copy(update=here)
-    return config.model_copy(update=tables)
+    config = with_precisions(config, auto=device.precision if device.is_gpu else "float32")
+    if device.is_gpu:
+        return config
+    # The host's memory is the one that is planned.
+    here: dict[str, Any] = {"offload_activations": False}
+    if config.train.moments == "cpu":
+        here["moments"] = "float32"
+    return config.model_copy(update={"train": config.train.model_copy(update=here)})
 
 
 def _longest_prompt(config: RunConfig, data: Sequence[Any]) -> int:
     """Tokens, over some hundred prompts of each task, spread over its data."""
     try:
-        tokenizer = load_tokenizer(resolve_model(config.model, seed=config.seed))
+        tokenizer = load_tokenizer(resolve_model(config.model, seed=config.seed, weights=False))
     except ConfigError as error:
         raise ConfigError(f"{error}; without one, give --prompt-tokens") from None
     longest = 1
@@ -221,10 +233,10 @@ def _longest_response(config: RunConfig, task: Any, hugging_face: Any, prompt_to
 
 
 def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int) -> Plan:
-    step, parts = _memory(config, device, hugging_face, prompt_tokens, longest)
+    step, turns = _memory(config, device, hugging_face, prompt_tokens, longest)
     plan = Plan(
         device=device,
-        parts=parts,
+        turns=turns,
         num_parameters=step.num_parameters,
         longest=longest,
         **_times(config, device, hugging_face, step, longest),
@@ -249,8 +261,8 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
         changes[key] = value
         advice.append(f"train.{key}={str(value).lower()}")
         changed = config.model_copy(update={"train": train})
-        _, parts = _memory(changed, device, hugging_face, prompt_tokens, longest)
-        total = sum(parts.values())
+        _, turns = _memory(changed, device, hugging_face, prompt_tokens, longest)
+        total = max(sum(parts.values()) for parts in turns.values())
         if total <= WARN_SHARE * device.memory_bytes:
             return replace(plan, advice=advice, advised_bytes=total)
     return replace(plan, advice=advice)
@@ -275,8 +287,8 @@ def _remedies(train: TrainConfig, longest: int, device: Device) -> list[tuple[st
 
 def _memory(
     config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: int, longest: int
-) -> tuple[StepMemory, dict[str, int]]:
-    """The memory of a train step alone, and all parts on `device`.
+) -> tuple[StepMemory, dict[str, dict[str, int]]]:
+    """The memory of a train step alone, and all turns on `device`.
 
     Raises:
         ConfigError: a train step of such a model cannot be planned.
@@ -295,51 +307,20 @@ def _memory(
     except (RuntimeError, ValueError) as error:
         kind = hugging_face.model_type
         raise ConfigError(f"a train step of a model of type {kind!r} cannot be planned: {error}") from error
-    return step, _parts(config, device, hugging_face, step, longest)
+    return step, memory_by_turn(config, device, hugging_face, step, longest)
 
 
 def _largest_batch(config: RunConfig, prompt_tokens: int, longest: int) -> TrainBatch:
     """Groups of the longest sequences, as many as fill two micro-batches at most."""
     group_size = config.rollouts_per_prompt
     enough = 2 * max(1, config.train.token_budget // longest)
-    # Of one mini-batch: the others come after it.
-    num_groups = -(-config.batch_size // config.train.mini_batches)
+    # Of one mini-batch and rank: the others come after it, or have memory of their own.
+    num_groups = -(-config.batch_size // (config.train.mini_batches * config.train.ranks))
     num_groups = max(1, min(num_groups, -(-enough // group_size)))
     response = [0] * (longest - prompt_tokens)
     return TrainBatch.from_examples(
         ([group % 2] * prompt_tokens, response) for group in range(num_groups) for _ in range(group_size)
     )
-
-
-def _parts(
-    config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
-) -> dict[str, int]:
-    parts = {f"trainer: {name}": size for name, size in step.parts.items()}
-    processes = _engines(config) if config.engine.name == "process" else 0
-    beside = is_server_beside(config, device)
-    if _shares_device(config, device):
-        # An engine that takes adapters keeps the starting weights beside those that it merges them into.
-        copies = 2 if config.train.lora_rank and config.engine.arguments.get("takes_adapters", True) else 1
-        weights = step.num_parameters * _itemsize(config) * copies
-        cache = _cache_tokens(config, longest) * _cache_bytes_per_token(config, hugging_face)
-        parts["engine: weights"] = weights * max(1, processes)
-        parts["engine: key/value cache"] = cache
-    if device.is_gpu:
-        # A server that sleeps keeps its context, too.
-        contexts = 1 + beside + processes * _shares_device(config, device)
-        parts["CUDA context and libraries"] = CONTEXT_BYTES * contexts
-    return parts
-
-
-def _shares_device(config: RunConfig, device: Device) -> bool:
-    """Whether the engine lies in the same memory as the trainer; servers are not counted, see
-    `with_server_share`."""
-    return config.engine.name == "transformers" or (config.engine.name == "process" and device.count == 1)
-
-
-def is_server_beside(config: RunConfig, device: Device) -> bool:
-    """Whether the run starts its server on the trainer's GPU."""
-    return device.is_gpu and shares_gpu(config, device.count)
 
 
 def with_server_share(config: RunConfig, device: Device | None = None) -> RunConfig:
@@ -363,9 +344,13 @@ def with_server_share(config: RunConfig, device: Device | None = None) -> RunCon
         logger.info("no plan for the server's memory: %s: %s", type(error).__name__, error)
         return config
     settled = _settled(config, device)
-    share = _server_share(config, device, plan.parts)
+    training = plan.turns["training"].items()
+    trainer = {name: size for name, size in training if name.startswith("trainer: ")}
+    share = server_share(config, device, trainer)
     sizes = model_config(config.model, seed=config.seed)
-    needed = plan.num_parameters * _itemsize(settled) + plan.longest * _cache_bytes_per_token(settled, sizes)
+    needed = plan.num_parameters * engine_itemsize(settled) + plan.longest * cache_bytes_per_token(
+        settled, sizes
+    )
     if share * device.memory_bytes < needed + CONTEXT_BYTES:
         raise ConfigError(
             f"the trainer leaves {share * device.memory_bytes / GIB:.3g} GiB of the GPU to the server, whose "
@@ -374,54 +359,6 @@ def with_server_share(config: RunConfig, device: Device | None = None) -> RunCon
         )
     arguments = {**config.engine.arguments, "memory_share": round(share, 3)}
     return config.model_copy(update={"engine": config.engine.model_copy(update={"arguments": arguments})})
-
-
-def _server_share(config: RunConfig, device: Device, parts: Mapping[str, int]) -> float:
-    """Of the device's memory, beside the `parts` of the trainer that stay there while the server is awake."""
-    offload = config.engine.arguments.get("offload", "moments")
-    leaves = {"none": (), "moments": ("moments",), "all": ("moments", "weights", "reference")}[offload]
-    if config.produce.mode == "separate":
-        stay = [size for name, size in parts.items() if name.startswith("trainer: ")]
-    else:
-        names = {f"trainer: {name}" for name in ("moments", "weights", "reference") if name not in leaves}
-        stay = [size for name, size in parts.items() if name in names]
-    left = device.memory_bytes - sum(stay) - CONTEXT_BYTES - BUCKET_BYTES
-    return max(0.0, SERVER_SHARE * left / device.memory_bytes)
-
-
-SERVER_SHARE = 0.95
-"""Of the memory that a trainer leaves free: plans are good to a tenth of the trainer's, which is less."""
-
-
-def _engines(config: RunConfig) -> int:
-    return int(config.engine.arguments.get("engines", config.engine.arguments.get("servers", 1)) or 1)
-
-
-def _in_flight(config: RunConfig) -> float:
-    """Rollouts under way at the same time."""
-    return config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
-
-
-def _running(config: RunConfig) -> int:
-    """Requests that decode together."""
-    return int(min(_in_flight(config), config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH)))
-
-
-def _cache_tokens(config: RunConfig, longest: int) -> int:
-    """For which the engine's cache has memory."""
-    bound = config.engine.arguments.get("cache_tokens", "auto")
-    return min(_running(config) * longest, bound if isinstance(bound, int) else sys.maxsize)
-
-
-def _itemsize(config: RunConfig) -> int:
-    return 2 if config.engine.dtype == "bfloat16" else 4
-
-
-def _cache_bytes_per_token(config: RunConfig, hugging_face: Any) -> int:
-    sizes = hugging_face.get_text_config()
-    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
-    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
-    return int(2 * sizes.num_hidden_layers * heads * head_dim * _itemsize(config))
 
 
 def _times(
@@ -436,15 +373,15 @@ def _times(
         config.train.kl_coef > 0
     )
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
-    train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token
+    train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
     optimizer_bytes = 2 * sum(step.parts.get(name, 0) for name in ("weights", "gradients", "moments"))
     optimizer_s = optimizer_bytes / device.bytes_per_s
     if config.train.moments == "cpu":
         # Both moments, there and back.
         optimizer_s += 4 * step.parts["gradients"] / HOST_BYTES_PER_S
-    running = _running(config)
-    read = step.num_parameters * _itemsize(config)
-    read += running * longest // 2 * _cache_bytes_per_token(config, hugging_face)
+    running = num_running(config)
+    read = step.num_parameters * engine_itemsize(config)
+    read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)
     layers = hugging_face.get_text_config().num_hidden_layers
     token_s = max(
         read / (DECODE_SHARE * device.bytes_per_s),
@@ -452,13 +389,13 @@ def _times(
         layers * LAUNCH_S if config.engine.name in ("transformers", "process") else 0.0,
     )
     described = ClusterConfig(
-        engines=_engines(config),
+        engines=num_engines(config),
         slots=running,
         tokens_per_s=running / token_s,
         lengths=LengthConfig(constant=max(1, longest)),
         train_s=config.train.optimizer_steps * optimizer_s,
         train_tokens_per_s=train_rate,
-        sync_s=step.num_parameters * _itemsize(config) / device.bytes_per_s,
+        sync_s=step.num_parameters * engine_itemsize(config) / device.bytes_per_s,
     )
     simulated = simulate(config, described, steps=SIMULATED_STEPS)
     return {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forebay.config import ConfigError
-from forebay.models import find_device
+from forebay.models import Precision, find_device, precision_on
 
 MIB, GIB = 2**20, 2**30
 
@@ -31,6 +31,8 @@ class Device:
     """Of its memory."""
     count: int = 1
     is_gpu: bool = True
+    precision: Precision = "bfloat16"
+    """Of a GPU's passes and engines, where a run file leaves it open."""
 
 
 _GPUS = {
@@ -96,10 +98,13 @@ def this_machine(device: str = "auto") -> Device:
             flop_per_s=tflop * 1e12 if tflop else None,
             bytes_per_s=gigabytes * 1e9 if gigabytes else None,
             count=torch.cuda.device_count(),
+            precision=precision_on(found, "auto"),
         )
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
-        name="this machine (CPU)", memory_bytes=min(installed, _control_group_limit(installed)), is_gpu=False
+        name="this machine (CPU)",
+        memory_bytes=min(installed, _control_group_limit(installed)),
+        is_gpu=False,
     )
 
 

@@ -119,7 +119,7 @@ KINDS = ("weights", "reference", "gradients", "moments", LOGITS, ACTIVATIONS)
 def step_memory(
     model_config: Any, config: TrainConfig, batch: TrainBatch, *, attention: Attention = "sdpa"
 ) -> StepMemory:
-    """The peak of one optimizer step over `batch`, a mini-batch, on one device and rank.
+    """The peak of one optimizer step on one device and rank, whose part of a mini-batch is `batch`.
 
     `model_config` is transformers' config of the model. Two micro-batches are passed, if there are as many:
     the second finds the gradients of the first. Importance weights are taken as computed before. `attention`
@@ -167,8 +167,12 @@ def step_memory(
         memory.assign(learner.moments(), HOST if config.moments == "cpu" else "moments")
         memory.reset()
         learner.rehearse(batch, packs)
+    parts = {kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]}
+    if config.ranks > 1:
+        split = {kind: -(-parts[kind] // config.ranks) for kind in _SPLIT if kind in parts}
+        parts = parts | split | {"gathered layers": sum(map(_gathered_bytes, trained))}
     return StepMemory(
-        parts={kind: memory.peak[kind] for kind in KINDS if memory.peak[kind]},
+        parts=parts,
         flop=flop.get_total_flops(),
         tokens=int(batch.lengths[packs[0]].sum()),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
@@ -192,6 +196,30 @@ def _grouped_mm(rows_ND: torch.Tensor, experts_EDF: torch.Tensor, *, offs: torch
     """
     with torch.autocast(rows_ND.device.type, enabled=False):
         return rows_ND @ experts_EDF[0]
+
+
+_SPLIT = ("weights", "reference", "gradients", "moments")
+"""Of each of these a rank holds its slice."""
+
+
+def _gathered_bytes(model: nn.Module) -> int:
+    """Of `model` on several ranks, whole for a while (`forebay.train.parallel.sharding.shard`).
+
+    The part outside of the layers is whole in all of a pass, the layer that computes, and the next one; and
+    their gradients, until they are summed.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    def size(module: nn.Module, *, trained: bool = False) -> int:
+        return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    rest, rest_trained = (
+        size(model, trained=trained) - sum(size(layer, trained=trained) for layer in layers)
+        for trained in (False, True)
+    )
+    largest = max((2 * size(layer) + size(layer, trained=True) for layer in layers), default=0)
+    return rest + rest_trained + largest
 
 
 def _on_host(memory: MemoryPeak) -> Callable[..., AbstractContextManager[object]]:

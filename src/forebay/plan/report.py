@@ -16,11 +16,14 @@ def show_plan(plan: Plan, console: Console) -> None:
     table = Table(title=f"Memory on {_devices(plan)}", title_justify="left")
     table.add_column("part")
     unit, size_of_unit = ("GiB", GIB) if plan.total >= GIB else ("MiB", MIB)
-    table.add_column(unit, justify="right")
-    for name, size in plan.parts.items():
-        table.add_row(name, f"{size / size_of_unit:,.1f}")
+    for turn in plan.turns:
+        table.add_column(f"{turn}, {unit}", justify="right")
+    for name in dict.fromkeys(name for parts in plan.turns.values() for name in parts):
+        cells = (parts.get(name) for parts in plan.turns.values())
+        table.add_row(name, *("" if size is None else f"{size / size_of_unit:,.1f}" for size in cells))
     table.add_section()
-    table.add_row("largest moment", f"{plan.total / size_of_unit:,.1f}")
+    sums = (sum(parts.values()) for parts in plan.turns.values())
+    table.add_row("all", *(f"{size / size_of_unit:,.1f}" for size in sums))
     table.add_row("the device has", f"{plan.device.memory_bytes / size_of_unit:,.0f}")
     console.print(table)
     for line in sentences(plan):

@@ -223,13 +223,15 @@ def engine_precision(config: RunConfig) -> Precision:
     return precision_on(find_device(config.engine.arguments.get("device") or config.device), "auto")
 
 
-def with_precisions(config: RunConfig) -> RunConfig:
-    """`config` with the precisions that ``auto`` stands for here, to train the same elsewhere."""
+def with_precisions(config: RunConfig, *, auto: Precision | None = None) -> RunConfig:
+    """`config` with the precisions that ``auto`` stands for: here, to train the same elsewhere, or `auto`."""
     if config.cluster is not None:
         return config
-    precision = precision_on(find_device(config.device), config.train.dtype)
-    train = config.train.model_copy(update={"dtype": precision})
-    engine = config.engine.model_copy(update={"dtype": engine_precision(config)})
+    here = auto or precision_on(find_device(config.device), "auto")
+    trainer = here if config.train.dtype == "auto" else config.train.dtype
+    engines = engine_precision(config) if auto is None or config.engine.dtype != "auto" else auto
+    train = config.train.model_copy(update={"dtype": trainer})
+    engine = config.engine.model_copy(update={"dtype": engines})
     return config.model_copy(update={"train": train, "engine": engine})
 
 

@@ -1,0 +1,173 @@
+"""Who holds what on a device in each turn of a run.
+
+::
+
+                 trainer                                          engine here          server on its GPU
+    training     all of a step                                    weights              its context
+    syncing      weights, moments, reference (not those that      -                    weights, a bucket
+    generating   `offload` names, beside a server)                weights, cache       weights, cache
+    warm-up      all weights, their gradients and moments         -                    -
+
+In separate mode all work at once, and there is one turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from forebay.engines.base import DEFAULT_MAX_BATCH
+from forebay.engines.weights.buckets import BUCKET_BYTES
+from forebay.plan.hardware import MIB, Device
+from forebay.plan.memory import StepMemory, step_memory
+from forebay.runs.config import RunConfig
+from forebay.runs.placement import shares_gpu
+from forebay.train import TrainConfig
+from forebay.train.batch import TrainBatch
+
+CONTEXT_BYTES = 600 * MIB
+"""CUDA's context, the libraries' kernels and their work spaces, which every process on a GPU holds."""
+
+
+def memory_by_turn(
+    config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
+) -> dict[str, dict[str, int]]:
+    """What lies on the trainer's device in each turn of a run, in bytes; one turn if all work at once.
+
+    Engines with devices of their own have a turn, too: what lies on the fullest of these.
+    """
+    # Ranks on a CPU share its memory.
+    copies = 1 if device.is_gpu else config.train.ranks
+    trainer = {f"trainer: {name}": size * copies for name, size in step.parts.items()}
+    here, elsewhere = engines_by_place(config, device)
+    beside = is_server_beside(config, device)
+    # An engine that takes adapters keeps the starting weights beside those that it merges them into.
+    doubled = config.train.lora_rank and config.engine.arguments.get("takes_adapters", True) and not beside
+    weights = step.num_parameters * engine_itemsize(config) * (2 if doubled else 1)
+    cache = num_running(config) * longest * cache_bytes_per_token(config, hugging_face)
+    name = "server" if beside else "engine"
+    given = config.engine.arguments.get("cache_tokens", "auto")
+    if isinstance(given, int):
+        cache = min(cache, given * cache_bytes_per_token(config, hugging_face))
+    elif beside:
+        room = int(server_share(config, device, trainer) * device.memory_bytes) - weights - CONTEXT_BYTES
+        # A share that is given is taken whole.
+        has_share = "memory_share" in config.engine.arguments
+        cache = max(room if has_share else min(cache, room), cache // num_running(config))
+
+    def engines(count: int, *, with_cache: bool) -> dict[str, int]:
+        parts = {f"{name}: weights": weights * count, f"{name}: key/value cache": cache * count * with_cache}
+        return {part: size for part, size in parts.items() if size}
+
+    if config.produce.mode == "separate" or not here:
+        turns = {"training": trainer | engines(here, with_cache=True)}
+    else:
+        waiting = _waiting_parts(config, trainer) if beside else _left(trainer, ())
+        bucket = {"hand-over: a bucket": BUCKET_BYTES}
+        turns = {"training": trainer | engines(0 if beside else here, with_cache=False)}
+        if beside:
+            turns["syncing"] = waiting | engines(here, with_cache=False) | bucket
+        turns["generating"] = waiting | engines(here, with_cache=True)
+    contexts = 1 + (here if config.engine.name != "transformers" else config.train.ranks > 1)
+    if config.warmup is not None:
+        turns["warm-up"] = {f"trainer: {name}": size for name, size in _warmup(config, hugging_face).items()}
+    if device.is_gpu:
+        for parts in turns.values():
+            # A server that sleeps keeps its context, too.
+            parts["CUDA context and libraries"] = CONTEXT_BYTES * contexts
+    if elsewhere:
+        turns["an engine's GPU"] = engines(elsewhere, with_cache=True) | {
+            "CUDA context and libraries": CONTEXT_BYTES * elsewhere
+        }
+    return turns
+
+
+def _left(trainer: Mapping[str, int], leaves: Sequence[str]) -> dict[str, int]:
+    """The parts of the `trainer` that lie on its device between two train steps, without those that leave."""
+    stay = {f"trainer: {name}" for name in ("weights", "reference", "moments") if name not in leaves}
+    return {name: size for name, size in trainer.items() if name in stay}
+
+
+def _waiting_parts(config: RunConfig, trainer: Mapping[str, int]) -> dict[str, int]:
+    """The parts of the `trainer` that stay on the device beside a server that is awake."""
+    if config.produce.mode == "separate":
+        return dict(trainer)
+    offload = config.engine.arguments.get("offload", "moments")
+    leaves = {"none": (), "moments": ("moments",), "all": ("moments", "weights", "reference")}[offload]
+    return _left(trainer, leaves)
+
+
+def engines_by_place(config: RunConfig, device: Device) -> tuple[int, int]:
+    """How many engines lie in the trainer's memory, and how many on the fullest GPU without a trainer."""
+    if config.engine.name == "transformers" or is_server_beside(config, device):
+        return 1, 0
+    if config.engine.name != "process":
+        return 0, 0
+    if not device.is_gpu or ":" in config.device:
+        return num_engines(config), 0
+    # As `forebay.models.spread_devices` gives them out.
+    ranks = config.train.ranks
+    used = [(number + ranks) % device.count for number in range(num_engines(config))]
+    here = max(used.count(gpu) for gpu in range(ranks))
+    return here, max((used.count(gpu) for gpu in range(ranks, device.count)), default=0)
+
+
+def _warmup(config: RunConfig, hugging_face: Any) -> Mapping[str, int]:
+    """Of a supervised step on examples as long as a micro-batch allows: all weights, float32 moments."""
+    assert config.warmup is not None
+    train = TrainConfig(token_budget=config.train.token_budget, dtype=config.train.dtype)
+    examples = config.warmup.batch_size
+    length = max(2, config.train.token_budget // examples)
+    batch = TrainBatch.from_examples(([0], [0] * (length - 1)) for _ in range(examples))
+    return step_memory(hugging_face, train, batch).parts
+
+
+def is_server_beside(config: RunConfig, device: Device) -> bool:
+    """Whether the run starts its server on the trainer's GPU."""
+    return device.is_gpu and shares_gpu(config, device.count)
+
+
+def server_share(config: RunConfig, device: Device, trainer: Mapping[str, int]) -> float:
+    """Of the device's memory: the share that is given, or what the `trainer` leaves beside itself."""
+    if (given := config.engine.arguments.get("memory_share")) is not None:
+        return float(given)
+    stay = sum(_waiting_parts(config, trainer).values())
+    left = device.memory_bytes - stay - CONTEXT_BYTES - BUCKET_BYTES
+    return max(0.0, SERVER_SHARE * left / device.memory_bytes)
+
+
+SERVER_SHARE = 0.95
+"""Of the memory that a trainer leaves free: plans are good to a tenth of the trainer's, which is less."""
+
+
+def num_engines(config: RunConfig) -> int:
+    """Engines, or servers, of the run."""
+    return int(config.engine.arguments.get("engines", config.engine.arguments.get("servers", 1)) or 1)
+
+
+def in_flight(config: RunConfig) -> float:
+    """Rollouts under way at the same time."""
+    return config.batch_size * config.rollouts_per_prompt * (1 + config.produce.over_sample_threshold)
+
+
+def num_running(config: RunConfig) -> int:
+    """Requests that decode together in one engine."""
+    return int(
+        min(
+            -(-in_flight(config) // num_engines(config)),
+            config.engine.arguments.get("max_batch", DEFAULT_MAX_BATCH),
+        )
+    )
+
+
+def engine_itemsize(config: RunConfig) -> int:
+    """Bytes of a number in an engine."""
+    return 2 if config.engine.dtype == "bfloat16" else 4
+
+
+def cache_bytes_per_token(config: RunConfig, hugging_face: Any) -> int:
+    """Of an engine's keys and values."""
+    sizes = hugging_face.get_text_config()
+    heads = getattr(sizes, "num_key_value_heads", None) or sizes.num_attention_heads
+    head_dim = getattr(sizes, "head_dim", None) or sizes.hidden_size // sizes.num_attention_heads
+    return int(2 * sizes.num_hidden_layers * heads * head_dim * engine_itemsize(config))

@@ -50,19 +50,6 @@ from forebay.train.model.forward import CHUNK_ELEMENTS
 
 logger = logging.getLogger(__name__)
 
-TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
-"""Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
-The first is usual for transformers' models on one GPU, not the best."""
-HOST_BYTES_PER_S = 2.5e10
-"""Between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
-LAUNCH_S = 0.7e-3
-"""A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
-one by one."""
-SIMULATED_STEPS = 12
-WARN_SHARE, REFUSE_SHARE = 0.9, 1.1
-"""Of the memory: from the first on a plan warns, above the second a run is not started."""
-_SAMPLED_PROMPTS = 200
-
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -102,6 +89,20 @@ class Plan:
     def fits(self) -> bool:
         """Whether a run is started: plans are good to a tenth."""
         return self.share <= REFUSE_SHARE
+
+
+TRAIN_SHARE, DECODE_SHARE = 0.4, 0.5
+"""Attainable shares: of the arithmetic in a train step (packed, bfloat16), and of the bandwidth in decoding.
+The first is usual for transformers' models on one GPU, not the best."""
+HOST_BYTES_PER_S = 2.5e10
+"""Between a GPU and the host's memory, by PCIe 4 with 16 lanes."""
+LAUNCH_S = 0.7e-3
+"""A layer of the in-process engine takes at least so long to decode a token: PyTorch launches its kernels
+one by one."""
+SIMULATED_STEPS = 12
+WARN_SHARE, REFUSE_SHARE = 0.9, 1.1
+"""Of the memory: from the first on a plan warns, above the second a run is not started."""
+_SAMPLED_PROMPTS = 200
 
 
 def make_plan(config: RunConfig, device: Device, *, prompt_tokens: int | None = None) -> Plan:

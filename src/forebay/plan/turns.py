@@ -1,4 +1,4 @@
-"""Who holds what on a device in each turn of a run.
+"""The parts of a run that a device holds in each turn.
 
 ::
 
@@ -32,9 +32,9 @@ CONTEXT_BYTES = 600 * MIB
 def memory_by_turn(
     config: RunConfig, device: Device, hugging_face: Any, step: StepMemory, longest: int
 ) -> dict[str, dict[str, int]]:
-    """What lies on the trainer's device in each turn of a run, in bytes; one turn if all work at once.
+    """Bytes by part on the trainer's device in each turn of a run; one turn if all work at once.
 
-    Engines with devices of their own have a turn, too: what lies on the fullest of these.
+    Engines with devices of their own have a turn, too, for the fullest of these.
     """
     # Ranks on a CPU share its memory.
     copies = 1 if device.is_gpu else config.train.ranks

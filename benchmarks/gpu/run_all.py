@@ -150,7 +150,7 @@ class Results:
 
 
 def run_all(steps: Sequence[Step], results: Results, *, minutes: float, cpu: bool) -> bool:
-    """Run every step that there is time for; whether all of them ended well."""
+    """Run every step that there is time for; whether all of them, and all of their cases, ended well."""
     until_s = time.monotonic() + 60 * minutes
     results.begin()
     for step in steps:
@@ -164,7 +164,10 @@ def run_all(steps: Sequence[Step], results: Results, *, minutes: float, cpu: boo
             end = run(step, results, limit_s=min(step.limit_s, left_s))
             results.add({"step": step.name, **end, "seconds": time.monotonic() - started_s})
         results.write_page(steps)
-    return all(line["end"] in ("ended", "skipped") for line in results.lines() if "end" in line)
+    lines = results.lines()
+    # Of a case the reason, of the tests a number.
+    failed = any(line.get("failed") for line in lines)
+    return not failed and all(line["end"] in ("ended", "skipped") for line in lines if "end" in line)
 
 
 def run_here(step: Step, results: Results, *, limit_s: float) -> Line:

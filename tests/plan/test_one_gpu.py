@@ -21,11 +21,11 @@ SIZES = {
 }
 ON_SMALL = "train.lora_rank=32 train.lr=1e-5 train.gradient_checkpointing=true train.token_budget=4096"
 PLANS = [
-    ("0.5b", "H100-80GB", "", 13),
-    ("0.5b", "L4-24GB", "", 13),
-    ("1.5b", "H100-80GB", "", 58),
-    ("1.5b", "L4-24GB", ON_SMALL, 20),
-    ("8b_lora", "H100-80GB", "", 66),
+    ("0.5b", "H100-80GB", "", 10),
+    ("0.5b", "L4-24GB", "", 10),
+    ("1.5b", "H100-80GB", "", 49),
+    ("1.5b", "L4-24GB", ON_SMALL, 18),
+    ("8b_lora", "H100-80GB", "", 59),
 ]
 PAGE = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 

@@ -44,8 +44,8 @@ def test_the_local_tests_are_run_here_too():
     assert sum(name.startswith("test_") and hasattr(local, name) for name in globals()) > 20
 
 
-HERE_ONLY = {"to_pandas"}
-"""Methods that need objects of the server's process."""
+HERE_ONLY = {"to_pandas", "moment"}
+"""Methods that need objects of the server's process, or are blocks in it."""
 
 
 @pytest.mark.parametrize("name", [name for name in vars(ReplayBuffer) if name[0] != "_"])

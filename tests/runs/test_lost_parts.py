@@ -48,7 +48,10 @@ async def test_the_damage_of_lost_engines_is_not_saved(
 
     monkeypatch.setattr(steps, "checkpoint", checkpoint)
     run: Any = SimpleNamespace(
-        train_step=3, cluster=cluster(lost), display=SimpleNamespace(warning=lambda text: None)
+        train_step=3,
+        cluster=cluster(lost),
+        display=SimpleNamespace(warning=lambda text: None),
+        live_file=None,
     )
     await steps.rescue(run, ProductionError("too many groups failed"))
     assert len(saved) == num_saved

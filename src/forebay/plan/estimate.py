@@ -260,7 +260,8 @@ def _plan(config: RunConfig, device: Device, hugging_face: Any, prompt_tokens: i
             # It does not go with the other settings.
             continue
         changes[key] = value
-        advice.append(f"train.{key}={str(value).lower()}")
+        # A smaller budget takes the place of the one before.
+        advice = [f"train.{name}={str(chosen).lower()}" for name, chosen in changes.items()]
         changed = config.model_copy(update={"train": train})
         _, turns = _memory(changed, device, hugging_face, prompt_tokens, longest)
         total = max(sum(parts.values()) for parts in turns.values())
@@ -342,7 +343,7 @@ def with_server_share(config: RunConfig, device: Device | None = None) -> RunCon
     try:
         plan = make_plan(config, device)
     except NO_PLAN as error:
-        logger.info("no plan for the server's memory: %s: %s", type(error).__name__, error)
+        logger.warning("no plan for the server's memory: %s: %s", type(error).__name__, error)
         return config
     settled = _settled(config, device)
     training = plan.turns["training"].items()
@@ -375,11 +376,12 @@ def _times(
     )
     flop_per_token = step.flop / step.tokens * (config.train.epochs + extra / 3)
     train_rate = device.flop_per_s * TRAIN_SHARE / flop_per_token * config.train.ranks
-    optimizer_bytes = 2 * sum(step.parts.get(name, 0) for name in ("weights", "gradients", "moments"))
+    kept = step.gradient_bytes + sum(step.parts.get(name, 0) for name in ("weights", "moments"))
+    optimizer_bytes = 2 * kept
     optimizer_s = optimizer_bytes / device.bytes_per_s
     if config.train.moments == "cpu":
         # Both moments, there and back.
-        optimizer_s += 4 * step.parts["gradients"] / HOST_BYTES_PER_S
+        optimizer_s += 4 * step.gradient_bytes / HOST_BYTES_PER_S
     running = num_running(config)
     read = step.num_parameters * engine_itemsize(config)
     read += running * longest // 2 * cache_bytes_per_token(config, hugging_face)

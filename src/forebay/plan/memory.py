@@ -48,6 +48,8 @@ class StepMemory:
     """Floating-point operations of the passes over one micro-batch, recomputation included."""
     tokens: int
     """Of that micro-batch."""
+    gradient_bytes: int
+    """Of all trained weights, whatever is there at the peak."""
     num_parameters: int
     """Of the policy, adapters included."""
 
@@ -175,6 +177,7 @@ def step_memory(
         parts=parts,
         flop=flop.get_total_flops(),
         tokens=int(batch.lengths[packs[0]].sum()),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters if p.requires_grad),
         num_parameters=sum(parameter.numel() for parameter in learner.model.parameters()),
     )
 

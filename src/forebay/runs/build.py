@@ -364,7 +364,8 @@ def warm_up(
             settings,
             pad_token_id=tokenizer.pad_token_id,
             seed=config.seed,
-            token_budget=config.train.token_budget,
+            # A demonstration may be longer than what a rollout of the run can be.
+            token_budget=max(config.train.token_budget, *(len(seen) + len(turn) for seen, turn in examples)),
             dtype=precision_on(device, config.train.dtype),
             on_step=lambda step, loss: display.progress(step, settings.steps, f"loss {loss:.3f}"),
         )

@@ -157,7 +157,8 @@ class _ChunkedLinear(torch.autograd.Function):
 def _adds_in_place(weight_VH: torch.Tensor) -> bool:
     """Whether autograd would only add to the gradient of the weight: then this may be done here.
 
-    Hooks that autograd calls after it has added are not called for the head's part then.
+    Only for ``backward()``: `torch.autograd.grad` would find the head's part in ``weight.grad``. Hooks that
+    autograd calls after it has added are not called for that part then.
     """
     weight: Any = weight_VH
     if not weight.is_leaf or isinstance(weight, DTensor):

@@ -118,7 +118,10 @@ def reinforce_pp_baseline(scores_S: Floats, group_S: Ints, first_S: Ints | None 
     Hu et al. 2025, "REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward
     Models", the variant with a group baseline.
     """
-    return standardize(center(scores_S, group_S, first_S), _is_counted(group_S, first_S))
+    centered_S = center(scores_S, group_S, first_S)
+    scaled_S = standardize(centered_S, _is_counted(group_S, first_S))
+    # The batch's mean is 0 but for rounding, which must not make a signal of a group without one.
+    return np.where(np.isclose(centered_S, 0, atol=1e-12), 0.0, scaled_S)
 
 
 def pass_at_k(scores_S: Floats, group_S: Ints, k: int, first_S: Ints | None = None) -> Floats:

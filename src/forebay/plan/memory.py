@@ -38,27 +38,6 @@ from forebay.train.model.critic import Critic
 from forebay.train.packing import Packer, num_cells
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMemory:
-    """The most memory that a train step holds, in bytes, by what it is for, and the work it does."""
-
-    parts: Mapping[str, int]
-    """``weights``, ``gradients``, ``moments``, ``reference``, ``logits``, ``activations``: at the peak."""
-    flop: int
-    """Floating-point operations of the passes over one micro-batch, recomputation included."""
-    tokens: int
-    """Of that micro-batch."""
-    gradient_bytes: int
-    """Of all trained weights, whatever is there at the peak."""
-    num_parameters: int
-    """Of the policy, adapters included."""
-
-    @property
-    def total(self) -> int:
-        """Bytes at the peak."""
-        return sum(self.parts.values())
-
-
 class MemoryPeak(TorchDispatchMode):
     """Counts the storages that operations make while it is open, by kind, and remembers the largest sum.
 
@@ -112,6 +91,27 @@ class MemoryPeak(TorchDispatchMode):
         if self._total() > self._peak_total:
             self.reset()
         return result
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """The most memory that a train step holds, in bytes, by what it is for, and the work it does."""
+
+    parts: Mapping[str, int]
+    """``weights``, ``gradients``, ``moments``, ``reference``, ``logits``, ``activations``: at the peak."""
+    flop: int
+    """Floating-point operations of the passes over one micro-batch, recomputation included."""
+    tokens: int
+    """Of that micro-batch."""
+    gradient_bytes: int
+    """Of all trained weights, whatever is there at the peak."""
+    num_parameters: int
+    """Of the policy, adapters included."""
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return sum(self.parts.values())
 
 
 LOGITS, ACTIVATIONS, HOST = "logits", "activations", "host"
